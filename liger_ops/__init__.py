@@ -1,0 +1,17 @@
+"""Fused training kernels for large language models, as operators that `torch.compile` sees.
+
+Every op is `torch.ops.liger.<op>` and, with its documentation, `liger_ops.<op>`.
+"""
+
+from . import library
+from .device import infer_device
+from .ops.rms_norm import rms_norm
+from .ops.fused_add_rms_norm import fused_add_rms_norm
+from .ops.layer_norm import layer_norm
+from .ops.group_norm import group_norm
+from . import meta, lowering
+from .compile_cache import tag_compile_caches
+
+__version__ = "0.1.0"
+
+tag_compile_caches()

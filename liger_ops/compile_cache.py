@@ -1,0 +1,30 @@
+"""Compile caches that notice an upgrade."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch.compiler.config
+
+
+def package_hash() -> str:
+    """A hash of every source file of the package."""
+    root = Path(__file__).parent
+    folders = [root, root / "meta", root / "lowering"]
+    digest = hashlib.sha256()
+    for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def tag_compile_caches() -> None:
+    """Put the package's hash into the key of PyTorch's compile caches.
+
+    The key leaves out the autograd formulas of custom ops: without the tag, a cache written by another
+    version of this package would serve that version's gradients.
+    """
+    config = torch.compiler.config
+    tags = [tag for tag in config.cache_key_tag.split(";") if tag and "liger_ops=" not in tag]
+    config.cache_key_tag = ";".join([*tags, f"liger_ops={package_hash()}"])

@@ -1,0 +1,23 @@
+"""The best device of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+PREFERENCE = ("cuda", "npu", "xpu")
+
+
+def infer_device() -> str:
+    """The first of "cuda", "npu" and "xpu" that this machine has and PyTorch can use, else "cpu".
+
+    For scripts that have to choose a device. No op asks it: an op runs where its tensors are.
+    """
+    if importlib.util.find_spec("torch_npu") is not None:
+        importlib.import_module("torch_npu")
+    for device in PREFERENCE:
+        module = getattr(torch, device, None)
+        if module is not None and module.is_available():
+            return device
+    return "cpu"

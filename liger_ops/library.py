@@ -1,0 +1,232 @@
+"""Registration: the only place of the project that talks to `torch.library`.
+
+An op is one `Op` record. `define` creates it from its definition in plain PyTorch, `fake` adds the
+argument checks and output allocation, `kernel` a device's kernel, `gradient` its autograd formula.
+
+What runs:
+  * a tensor of a device with a kernel: that kernel, float64 excepted;
+  * any other device, and float64 everywhere: the checks, then the definition;
+  * under `torch.func` transforms and forward-mode AD: the definition, which PyTorch differentiates
+    and batches itself, so that no tangent is lost at an opaque kernel;
+  * double backward: a backward op is differentiated through its definition.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._library.autograd import make_autograd_impl
+
+NAMESPACE = "liger"
+
+# PrivateUse1 is called "npu" only once torch_npu has renamed it; its own name works before and after.
+DEVICES = {"cuda": "cuda", "npu": "privateuseone"}
+AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "npu": "AutocastPrivateUse1", "xpu": "AutocastXPU"}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass
+class Op:
+    """One op: its schema as PyTorch knows it, and the Python that implements it."""
+
+    name: str
+    definition: Callable[..., Any]
+    custom_op: torch.library.CustomOpDef
+    overload: Any
+    fake: Callable[..., Any] | None = None
+    kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    differentiable: bool = False
+
+    def check_and_define(self, *args: Any, **kwargs: Any) -> Any:
+        """The definition, with the same argument checks as the kernels'."""
+        if self.fake is not None:
+            self.fake(*args, **kwargs)
+        return self.definition(*args, **kwargs)
+
+
+OPS: dict[str, Op] = {}
+
+
+def define(schema: str) -> Callable[[Function], Function]:
+    """Create the op `liger::<function name>` from its definition and return its public function."""
+
+    def decorate(definition: Function) -> Function:
+        name = definition.__name__
+        custom_op = torch.library.custom_op(
+            f"{NAMESPACE}::{name}",
+            lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
+            mutates_args=(),
+            schema=schema,
+            # Inductor then has the producer write contiguous inputs, instead of a copy here.
+            tags=(torch.Tag.needs_contiguous_strides,),
+        )
+        overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        op = OPS[name] = Op(name, definition, custom_op, overload)
+        _serve_transforms(op)
+
+        @functools.wraps(definition)
+        def public(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return overload(*args, **kwargs)
+            except RuntimeError as error:
+                # What the dispatcher says of an argument that is not of the schema's type.
+                if str(error).startswith(f"{NAMESPACE}::{name}() "):
+                    raise TypeError(str(error)) from None
+                raise
+
+        return public  # type: ignore[return-value]
+
+    return decorate
+
+
+def fake(name: str) -> Callable[[Function], Function]:
+    """Register the function that checks the arguments of op `name` and allocates its outputs."""
+
+    def decorate(function: Function) -> Function:
+        OPS[name].fake = function
+        OPS[name].custom_op.register_fake(function)
+        return function
+
+    return decorate
+
+
+def kernel(name: str, device: str) -> Callable[[Function], Function]:
+    """Register a device's kernel of op `name`; float64 runs the definition on every device."""
+
+    def decorate(function: Function) -> Function:
+        op = OPS[name]
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if args and args[0].dtype is torch.float64:
+                return op.check_and_define(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        op.custom_op.register_kernel(DEVICES[device])(run)
+        op.kernels[device] = function
+        return function
+
+    return decorate
+
+
+def gradient(
+    name: str,
+    backward: Callable[..., tuple[Tensor | None, ...]],
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+) -> None:
+    """Register the autograd formula of op `name`.
+
+    `backward(ctx, *grads)` finds `ctx.needs`, one bool for every argument of the schema. PyTorch's own
+    `ctx.needs_input_grad` lacks the arguments that the dispatcher dropped for being the default.
+    """
+    op = OPS[name]
+    n_arguments = len(op.overload._schema.arguments)
+
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = tuple(ctx.needs_input_grad)
+        ctx.needs = needs + (False,) * (n_arguments - len(needs))
+        return backward(ctx, *grads)[: len(needs)]
+
+    op.custom_op.register_autograd(run, setup_context=setup_context)
+    op.differentiable = True
+
+
+def differentiate_definition(name: str) -> None:
+    """Give op `name` the gradient of its definition: the road of double backward."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        inputs = [
+            next(saved) if is_tensor else value
+            for is_tensor, value in zip(ctx.is_tensor, ctx.inputs, strict=True)
+        ]
+        wanted = [i for i, needed in enumerate(ctx.needs) if needed]
+        with torch.enable_grad():
+            outputs = OPS[name].definition(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if output is not None and grad is not None and output.requires_grad
+        ]
+        result: list[Tensor | None] = [None] * len(inputs)
+        if pairs:
+            values = torch.autograd.grad(
+                [output for output, _ in pairs],
+                [inputs[i] for i in wanted],
+                [grad for _, grad in pairs],
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+            for i, value in zip(wanted, values, strict=True):
+                result[i] = value
+        return tuple(result)
+
+    gradient(name, backward, setup_context)
+
+
+def autocast(name: str, dtype: torch.dtype) -> None:
+    """Under autocast on a device with one, cast the floating inputs of op `name` to `dtype`."""
+    op = OPS[name]
+    for device, key in AUTOCAST_KEYS.items():
+        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+        def run(
+            *args: Any,
+            _device: str = device,
+            _excluded: torch._C.DispatchKeySet = excluded,
+            **kwargs: Any,
+        ) -> Any:
+            args = tuple(_autocast_value(value, dtype) for value in args)
+            kwargs = {key: _autocast_value(value, dtype) for key, value in kwargs.items()}
+            with torch._C._ExcludeDispatchKeyGuard(_excluded):
+                return op.overload(*args, **kwargs)
+
+        op.custom_op._lib.impl(name, run, key)
+
+
+def implementation(op: Op, device: str) -> str:
+    """Where the code is that runs `op` on `device`: a kernel's module, or "definition"."""
+    function = op.kernels.get(device)
+    return "definition" if function is None else function.__module__.removeprefix("liger_ops.")
+
+
+def _autocast_value(value: Any, dtype: torch.dtype) -> Any:
+    # As ATen's autocast: float64 is left alone.
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
+        return value.to(dtype)
+    return value
+
+
+def _serve_transforms(op: Op) -> None:
+    """Send functorch transforms and forward-mode AD to the definition.
+
+    A custom op refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a zero tangent.
+    """
+    library = op.custom_op._lib
+    library.impl(op.name, op.check_and_define, "FuncTorchDynamicLayerFrontMode")
+    differentiate = make_autograd_impl(op.overload, op.custom_op)
+
+    def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            return op.check_and_define(*args, **kwargs)
+        return differentiate(keyset, *args, **kwargs)
+
+    with warnings.catch_warnings():
+        # The registration replaces custom_op's own on purpose.
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(op.name, run, "Autograd", with_keyset=True, allow_override=True)

@@ -1,0 +1,125 @@
+"""Residual addition and root-mean-square normalisation in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .rms_norm import backward_definition
+
+
+@library.define(
+    "(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float offset=0.0,"
+    " str casting_mode='llama') -> (Tensor, Tensor)"
+)
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Add a residual and normalise the sum by its root mean square, over the last dimension.
+
+        s = x + residual
+        y = s / sqrt(mean(s**2, -1) + eps) * (weight + offset)
+
+    s is rounded to the dtype that x + residual has in PyTorch, and it is the rounded s that is
+    normalised: the results are those of `rms_norm(x + residual, ...)`, bit for bit on a CPU.
+    See `rms_norm` for the casting modes, the precision, autocast, and the other arguments.
+
+    The backward adds s's own gradient to the norm's in the same kernel. Nothing but s and weight
+    is saved for it; x and residual are not.
+
+    Args:
+        x: (..., N), floating point, any strides.
+        residual: like x, of the same shape; its dtype may differ.
+        weight: (N,) or None.
+        eps: added to the mean square.
+        offset: added to the weight.
+        casting_mode: "llama", "gemma" or "none".
+
+    Returns:
+        y and s: (..., N) each, contiguous, of the dtype of x + residual.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device, eps, offset or casting_mode is not as above.
+
+    Example:
+        >>> y, s = liger_ops.fused_add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]))
+        >>> s
+        tensor([[3., 4.]])
+    """
+    s = (x + residual).contiguous()
+    return library.OPS["rms_norm"].definition(s, weight, eps, offset, casting_mode), s
+
+
+@library.define(
+    "(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, float eps, float offset,"
+    " bool[2] output_mask) -> (Tensor?, Tensor?)"
+)
+def fused_add_rms_norm_backward(
+    dy: Tensor,
+    ds: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of `fused_add_rms_norm`.
+
+    The gradient of x and of residual is one tensor, dx: that of `rms_norm` at s, plus ds.
+
+    Args:
+        dy: the gradient of y, (..., N), any strides.
+        ds: the gradient of s, likewise, or None where s is not used.
+        s: the sum that the forward returned.
+        weight, eps, offset: as given to the forward.
+        output_mask: whether dx and dweight are wanted; what is not is neither computed nor allocated.
+
+    Returns:
+        dx, contiguous, of s's shape and dtype, or None; dweight, of weight's, or None.
+
+    Raises:
+        TypeError, ValueError: as `fused_add_rms_norm`; or dy or ds is not of s's shape.
+    """
+    return backward_definition(dy, ds, s, weight, eps, offset, output_mask)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, residual, weight, ctx.eps, ctx.offset, _ = inputs
+    ctx.x_dtype, ctx.residual_dtype = x.dtype, residual.dtype
+    ctx.save_for_backward(output[1], weight)
+    # The sum of the last layer has no other user: its gradient is then None, and not zeros to read.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+    s, weight = ctx.saved_tensors
+    needs_x, needs_residual, needs_weight = ctx.needs[:3]
+    needs_s = needs_x or needs_residual
+    if dy is None:
+        dx, dweight = ds, None
+    else:
+        dx, dweight = fused_add_rms_norm_backward(
+            dy, ds, s, weight, ctx.eps, ctx.offset, [needs_s, needs_weight]
+        )
+    return (
+        dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
+        dx.to(ctx.residual_dtype) if needs_residual and dx is not None else None,
+        dweight,
+        None,
+        None,
+        None,
+    )
+
+
+library.gradient("fused_add_rms_norm", _backward, _setup_context)
+library.differentiate_definition("fused_add_rms_norm_backward")
+library.autocast("fused_add_rms_norm", torch.float32)

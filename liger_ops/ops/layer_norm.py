@@ -1,0 +1,133 @@
+"""Layer normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .precision import widened
+
+
+@library.define(
+    "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
+)
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer normalisation over the last dimension.
+
+        y = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) * weight + bias
+
+    with the biased variance. Computed in float32 and rounded once, to x.dtype. The mean is
+    subtracted before anything is squared, so that a mean far larger than the deviation does not
+    cancel. The gradients of weight and bias are summed over the rows in float32, in an order that
+    does not change between runs. The backward recomputes mean and variance from x: nothing but
+    the inputs is saved, and the normalised x is never in memory.
+
+    Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.layer_norm` does.
+    float64 runs the definition on every device.
+
+    Args:
+        x: (..., N), floating point, any strides.
+        weight: (N,), floating point, of x's dtype or another; None for no scaling.
+        bias: (N,), likewise; None for no shift.
+        eps: added to the variance.
+
+    Returns:
+        (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device or eps is not as above.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+
+    Example:
+        >>> liger_ops.layer_norm(torch.tensor([[1.0, 3.0]]))
+        tensor([[-1.0000,  1.0000]])
+    """
+    xhat, _ = standardised(widened(x), eps)
+    if weight is not None:
+        xhat = xhat * weight.to(xhat.dtype)
+    if bias is not None:
+        xhat = xhat + bias.to(xhat.dtype)
+    return xhat.to(x.dtype).contiguous()
+
+
+@library.define(
+    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, float eps, bool[3] output_mask)"
+    " -> (Tensor?, Tensor?, Tensor?)"
+)
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradient of `layer_norm`.
+
+    With rstd = 1 / sqrt(var(x, -1) + eps), xhat = (x - mean(x, -1)) * rstd and g = dy * weight:
+
+        dx      = rstd * (g - mean(g, -1) - xhat * mean(g * xhat, -1))
+        dweight = sum(dy * xhat) over all dimensions but the last
+        dbias   = sum(dy) over all dimensions but the last
+
+    Args:
+        dy: (..., N), any strides.
+        x, weight, bias, eps: as given to `layer_norm`; of bias only the dtype is used.
+        output_mask: whether dx, dweight and dbias are wanted; what is not is neither computed nor
+            allocated.
+
+    Returns:
+        dx, contiguous, of x's shape and dtype; dweight, of weight's; dbias, of bias's; None for each
+        that is not wanted.
+
+    Raises:
+        TypeError, ValueError: as `layer_norm`; or dy is not of x's shape.
+    """
+    xhat, rstd = standardised(widened(x), eps)
+    dy = dy.to(xhat.dtype)
+    dx = dweight = dbias = None
+    if output_mask[0]:
+        g = dy if weight is None else dy * weight.to(xhat.dtype)
+        dx = standardised_backward(g, xhat, rstd).to(x.dtype).contiguous()
+    if output_mask[1] and weight is not None:
+        dweight = (dy * xhat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    if output_mask[2] and bias is not None:
+        dbias = dy.reshape(-1, x.shape[-1]).sum(0).to(bias.dtype)
+    return dx, dweight, dbias
+
+
+def standardised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x - mean) * rstd over the last dimension, and rstd."""
+    centred = x - x.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    return centred * rstd, rstd
+
+
+def standardised_backward(g: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
+    """The gradient of x for the gradient g of xhat."""
+    return rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.eps = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors
+    return *layer_norm_backward(dy, x, weight, bias, ctx.eps, list(ctx.needs[:3])), None
+
+
+library.gradient("layer_norm", _backward, _setup_context)
+library.differentiate_definition("layer_norm_backward")
+library.autocast("layer_norm", torch.float32)

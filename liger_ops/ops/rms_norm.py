@@ -1,0 +1,151 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .precision import widened
+
+
+@library.define(
+    "(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode='llama')"
+    " -> Tensor"
+)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> Tensor:
+    """Root-mean-square normalisation over the last dimension.
+
+        y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
+
+    `casting_mode` names where the result is rounded on its way to x.dtype; in float32 and float64 the
+    three are the same:
+
+    * "llama": x / rms is computed in float32 and rounded to x.dtype; its product with
+      (weight + offset) is computed in float32 and rounded (Llama, Mistral, Qwen, Phi).
+    * "gemma": everything in float32, rounded once (Gemma, OLMo2, GPT-OSS, `torch.nn.RMSNorm`).
+    * "none": every operation is rounded to x.dtype, as by code that never leaves it. The mean is
+      accumulated in float32 and then rounded.
+
+    The gradient is that of the equation, computed in float32 in every casting mode; it is rounded
+    once, and the weight's is summed over the rows in float32, in an order that does not change
+    between runs. The backward recomputes 1 / rms from x: nothing but x and weight is saved, and
+    the normalised x is never in memory.
+
+    Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.rms_norm` does.
+    float64 runs the definition on every device.
+
+    Args:
+        x: (..., N), floating point, any strides.
+        weight: (N,), floating point, of x's dtype or another; None for no scaling by a weight.
+        eps: added to the mean square.
+        offset: added to the weight: 1.0 for models that store weight - 1 (Gemma). Without a weight
+            it must be 0.
+        casting_mode: "llama", "gemma" or "none".
+
+    Returns:
+        (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device, eps, offset or casting_mode is not as above.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+    Example:
+        >>> liger_ops.rms_norm(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.8485, 1.1314]])
+    """
+    if casting_mode == "none":
+        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+        return (y if weight is None else y * (widened(weight) + offset).to(x.dtype)).contiguous()
+    wide = widened(x)
+    y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        if casting_mode == "llama":
+            y = widened(y.to(x.dtype))
+        y = y * (weight.to(y.dtype) + offset)
+    return y.to(x.dtype).contiguous()
+
+
+@library.define(
+    "(Tensor dy, Tensor x, Tensor? weight, float eps, float offset, bool[2] output_mask)"
+    " -> (Tensor?, Tensor?)"
+)
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of `rms_norm`.
+
+    With rstd = 1 / sqrt(mean(x**2, -1) + eps), xhat = x * rstd and g = dy * (weight + offset):
+
+        dx      = rstd * (g - xhat * mean(g * xhat, -1))
+        dweight = sum(dy * xhat) over all dimensions but the last
+
+    Args:
+        dy: (..., N), any strides.
+        x, weight, eps, offset: as given to `rms_norm`.
+        output_mask: whether dx and dweight are wanted; what is not is neither computed nor allocated.
+
+    Returns:
+        dx, contiguous, of x's shape and dtype, or None; dweight, of weight's, or None.
+
+    Raises:
+        TypeError, ValueError: as `rms_norm`; or dy is not of x's shape.
+    """
+    return backward_definition(dy, None, x, weight, eps, offset, output_mask)
+
+
+def backward_definition(
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """`rms_norm_backward` with ds, a second gradient of x, added to dx before it is rounded."""
+    wide = widened(x)
+    rstd = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    xhat = wide * rstd
+    dy = dy.to(wide.dtype)
+    dx = dweight = None
+    if output_mask[0]:
+        g = dy if weight is None else dy * (weight.to(wide.dtype) + offset)
+        dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+        dx = dx if ds is None else dx + ds.to(wide.dtype)
+        dx = dx.to(x.dtype).contiguous()
+    if output_mask[1] and weight is not None:
+        dweight = (dy * xhat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    return dx, dweight
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.eps, ctx.offset, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs = list(ctx.needs[:2])
+    dx, dweight = rms_norm_backward(dy, x, weight, ctx.eps, ctx.offset, needs)
+    return dx, dweight, None, None, None
+
+
+library.gradient("rms_norm", _backward, _setup_context)
+library.differentiate_definition("rms_norm_backward")
+library.autocast("rms_norm", torch.float32)

@@ -1,0 +1,24 @@
+"""Kernels for devices, and graph rewrites.
+
+A device's folder is imported, and so registers its kernels, when its toolchain is installed: Triton
+for cuda, torch_npu with triton-ascend for npu. The hardware is not asked. Triton and triton-ascend are
+two distributions of one package, `triton`, of which an environment holds at most one.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+
+def _has_triton_ascend() -> bool:
+    try:
+        version("triton-ascend")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+if _has_triton_ascend():
+    if find_spec("torch_npu") is not None:
+        from . import npu
+elif find_spec("triton") is not None:
+    from . import cuda
