@@ -61,3 +61,21 @@ def moments_merged(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
     share = count_b / tl.maximum(count, 1.0)
     delta = mean_b - mean_a
     return count, mean_a + delta * share, m2_a + m2_b + delta * delta * count_a * share
+
+
+@triton.jit
+def lanes_updated(x, mask, tile, mean, m2):
+    """Add one tile to every lane's own mean and sum of squared deviations (Welford).
+
+    tile counts the tiles before this one, all of them unmasked: the lane's element count.
+    """
+    inverse = 1.0 / (tile + 1)
+    delta = tl.where(mask, x - mean, 0.0)
+    mean += delta * inverse
+    return mean, m2 + delta * tl.where(mask, x - mean, 0.0)
+
+
+@triton.jit
+def lane_counts(index, length, BLOCK: tl.constexpr):
+    """How many of `length` elements, dealt to BLOCK lanes in turn, fall to each lane."""
+    return ((length - index + BLOCK - 1) // BLOCK).to(tl.float32)

@@ -19,9 +19,7 @@ def floating(op: str, **tensors: Tensor | None) -> None:
 def same_device(op: str, x: Tensor, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{op}: {name} must be on x's device, {x.device}, got {tensor.device}"
-            )
+            raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {tensor.device}")
 
 
 def shape(op: str, name: str, tensor: Tensor | None, expected: Sequence[int], meaning: str) -> None:

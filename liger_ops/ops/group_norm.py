@@ -133,9 +133,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias = ctx.saved_tensors
     needs = [ctx.needs[0], ctx.needs[2], ctx.needs[3]]
-    dx, dweight, dbias = group_norm_backward(
-        dy, x, ctx.num_groups, weight, bias, ctx.eps, needs
-    )
+    dx, dweight, dbias = group_norm_backward(dy, x, ctx.num_groups, weight, bias, ctx.eps, needs)
     return dx, None, dweight, dbias, None
 
 

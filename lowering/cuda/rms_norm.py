@@ -56,9 +56,7 @@ def _rms_norm_kernel(
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
-    x = _load(
-        x_ptr, residual_ptr, rows, cols, mask, stride_x, stride_residual, dtype, HAS_RESIDUAL
-    )
+    x = _load(x_ptr, residual_ptr, rows, cols, mask, stride_x, stride_residual, dtype, HAS_RESIDUAL)
     if HAS_RESIDUAL:
         tl.store(s_ptr + rows * N + cols, x.to(dtype), mask=mask)
     weight = None
@@ -143,9 +141,7 @@ def _rms_norm_backward_kernel(
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(
-        program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES
-    ):
+    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
         rows = (start + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)

@@ -57,13 +57,13 @@ def _wide_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    group = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    group = tl.program_id(1).to(tl.int64)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(group * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+    for start in range(group * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
         rows = (start + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
@@ -123,7 +123,7 @@ def run(
     dbiases = partial_sums(dbias, plan.programs)
     launch(
         _wide_backward_kernel,
-        (plan.programs, cdiv(N, columns)),
+        (cdiv(N, columns), plan.programs),
         x,
         dy,
         ds,

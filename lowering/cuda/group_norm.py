@@ -1,0 +1,191 @@
+"""group_norm. A group that fits in a tile is one program's, in one pass over memory; see group_pieces for others."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import library, meta
+from . import group_pieces
+from .group_plan import GroupPlan, grouped, per_channel
+from .launch import launch
+from .partial_sums import partial_sums, summed
+
+
+@triton.jit
+def _group_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    G,
+    C_G,
+    S,
+    length,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, BLOCK_C)[:, None]
+    positions = tl.arange(0, BLOCK_S)[None, :]
+    mask = (channels < C_G) & (positions < S)
+    offsets = (group * C_G + channels) * S + positions
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    centred = tl.where(mask, x - tl.sum(x) / length, 0.0)
+    y = centred * tl.rsqrt(tl.sum(centred * centred) / length + eps)
+    if HAS_WEIGHT:
+        y *= per_channel(weight_ptr, channels, group, G, C_G)
+    if HAS_BIAS:
+        y += per_channel(bias_ptr, channels, group, G, C_G)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _group_norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    G,
+    C_G,
+    S,
+    length,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    group = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, BLOCK_C)[:, None]
+    positions = tl.arange(0, BLOCK_S)[None, :]
+    mask = (channels < C_G) & (positions < S)
+    offsets = (group * C_G + channels) * S + positions
+    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    sums = group * C_G + channels
+    if NEEDS_DBIAS:
+        tl.store(dbias_ptr + sums, tl.sum(dy, 1)[:, None], mask=channels < C_G)
+    if NEEDS_DX or NEEDS_DWEIGHT:
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        centred = tl.where(mask, x - tl.sum(x) / length, 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred) / length + eps)
+        xhat = centred * rstd
+        if NEEDS_DWEIGHT:
+            tl.store(dweight_ptr + sums, tl.sum(dy * xhat, 1)[:, None], mask=channels < C_G)
+        if NEEDS_DX:
+            g = dy
+            if HAS_WEIGHT:
+                g = dy * per_channel(weight_ptr, channels, group, G, C_G)
+            dx = rstd * (g - tl.sum(g) / length - xhat * (tl.sum(g * xhat) / length))
+            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@library.kernel("group_norm", "cuda")
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    plan: GroupPlan | None = None,
+) -> Tensor:
+    y = meta.group_norm.group_norm(x, num_groups, weight, bias, eps)
+    if x.numel() == 0:
+        return y
+    x = x.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    shape = grouped(x, num_groups, plan)
+    if shape.plan.pieces:
+        values, _, _ = group_pieces.statistics(None, x, weight, shape, eps, False)
+        group_pieces.apply(None, x, weight, bias, values, y, shape)
+        return y
+    launch(
+        _group_norm_kernel,
+        (shape.groups,),
+        x,
+        x,
+        weight,
+        bias,
+        y,
+        shape.G,
+        shape.C_G,
+        shape.S,
+        shape.length,
+        eps,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        **shape.tile,
+    )
+    return y
+
+
+@library.kernel("group_norm_backward", "cuda")
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    output_mask: list[bool],
+    *,
+    plan: GroupPlan | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx, dweight, dbias = gradients = meta.group_norm.group_norm_backward(
+        dy, x, num_groups, weight, bias, eps, output_mask
+    )
+    if x.numel() == 0 or gradients == (None, None, None):
+        for sums in (dweight, dbias):
+            if sums is not None:
+                sums.zero_()
+        return gradients
+    x, dy = x.contiguous(), dy.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    shape = grouped(x, num_groups, plan)
+    if shape.plan.pieces:
+        values, dweights, dbiases = group_pieces.statistics(
+            dy, x, weight, shape, eps, dweight is not None
+        )
+        if dx is not None:
+            group_pieces.apply(dy, x, weight, None, values, dx, shape)
+        if dweight is not None and dweights is not None:
+            dweight.copy_(dweights.sum((0, 2)))
+        if dbias is not None:
+            dbias.copy_(dbiases.sum((0, 2)))
+        return gradients
+    dweights = partial_sums(dweight, x.shape[0])
+    dbiases = partial_sums(dbias, x.shape[0])
+    launch(
+        _group_norm_backward_kernel,
+        (shape.groups,),
+        x,
+        dy,
+        x,
+        weight,
+        dx,
+        dweights,
+        dbiases,
+        shape.G,
+        shape.C_G,
+        shape.S,
+        shape.length,
+        eps,
+        HAS_WEIGHT=weight is not None,
+        NEEDS_DX=dx is not None,
+        NEEDS_DWEIGHT=dweight is not None,
+        NEEDS_DBIAS=dbias is not None,
+        **shape.tile,
+    )
+    summed(dweights, dweight)
+    summed(dbiases, dbias)
+    return gradients

@@ -1,0 +1,146 @@
+"""Compile every cuda kernel, as its host code launches it, for GPUs that this machine need not have.
+
+    TRITON_INTERPRET=0 python tests/compile_for_gpus.py [TARGET ...]
+
+prints a JSON record a compiled launch: kernel, target, options, registers a thread, bytes spilled a thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import liger_ops.lowering.cuda as cuda
+from liger_ops import library
+from liger_ops.lowering.cuda.launch import WARP_SIZE
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def record_launches() -> list[Launch]:
+    """Replace the launch of every module of lowering.cuda by one that appends to the returned list."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, grid: Any, x: Any, *args: Any, **options: Any) -> None:
+        launches.append((kernel, args, options))
+
+    for module in pkgutil.iter_modules(cuda.__path__):
+        loaded = importlib.import_module(f"{cuda.__name__}.{module.name}")
+        if hasattr(loaded, "launch"):
+            loaded.launch = record
+    return launches
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Every op at the sizes and options that change the compiled code."""
+    kernel = {name: op.kernels["cuda"] for name, op in library.OPS.items()}
+    yes, both = [True] * 3, [True] * 2
+    for dtype in (torch.float32, torch.bfloat16):
+        for N in (100, 4096, 16384, 65536, 131072):
+            x, row = torch.empty(4, N, dtype=dtype), torch.empty(N, dtype=dtype)
+            for mode in ("llama", "none") if N == 4096 else ("llama",):
+                yield lambda x=x, row=row, mode=mode: kernel["rms_norm"](x, row, 1e-6, 0.0, mode)
+            yield lambda x=x, row=row: kernel["fused_add_rms_norm"](x, x, row)
+            yield lambda x=x, row=row: kernel["layer_norm"](x, row, row)
+            yield lambda x=x, row=row: kernel["rms_norm_backward"](x, x, row, 1e-6, 0.0, both)
+            yield lambda x=x, row=row: kernel["fused_add_rms_norm_backward"](
+                x, x, x, row, 1e-6, 0.0, both
+            )
+            yield lambda x=x, row=row: kernel["layer_norm_backward"](x, x, row, row, 1e-5, yes)
+        for shape, groups in (((2, 64, 8, 8), 32), ((2, 320, 64, 64), 32)):
+            x, row = torch.empty(shape, dtype=dtype), torch.empty(shape[1], dtype=dtype)
+            yield lambda x=x, row=row, groups=groups: kernel["group_norm"](x, groups, row, row)
+            yield lambda x=x, row=row, groups=groups: kernel["group_norm_backward"](
+                x, x, groups, row, row, 1e-5, yes
+            )
+
+
+def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
+    """The source that launching the kernel with these arguments would compile."""
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", options[name]
+            continue
+        value = args[i]
+        integer = isinstance(value, int) and not parameter.do_not_specialize
+        if value is None or (integer and value == 1):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (integer and value % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
+    """Registers and spilled bytes a thread, from the assembler's own report."""
+    if target.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        registers, spilled = (
+            int(re.search(rf"\.{key}:\s+(\d+)", text).group(1))
+            for key in ("vgpr_count", "vgpr_spill_count")
+        )
+        return {"registers": registers, "spilled_bytes": 4 * spilled}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        report = subprocess.run(
+            [tool, "-res-usage", path], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (int(re.search(rf"{key}:(\d+)", report).group(1)) for key in ("REG", "STACK"))
+    return {"registers": registers, "spilled_bytes": stack}
+
+
+def main(names: list[str]) -> None:
+    launches = record_launches()
+    for call in calls():
+        call()
+    seen = set()
+    for kernel, args, options in launches:
+        source = specialised(kernel, args, options)
+        for name in names or list(TARGETS):
+            target = TARGETS[name]
+            num_warps = options.get("num_warps", 4) * WARP_SIZE // target.warp_size
+            key = (source.hash(), name, num_warps)
+            if key in seen:
+                continue
+            seen.add(key)
+            compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+            record = {
+                "kernel": kernel.__name__,
+                "target": name,
+                "options": {key: str(value) for key, value in options.items()},
+                **resources(compiled, target),
+            }
+            print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
