@@ -149,13 +149,15 @@ def differentiate_definition(name: str) -> None:
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        inputs = [
-            next(saved) if is_tensor else value
-            for is_tensor, value in zip(ctx.is_tensor, ctx.inputs, strict=True)
-        ]
         wanted = [i for i, needed in enumerate(ctx.needs) if needed]
         with torch.enable_grad():
+            # Views, because one input may have been computed from another: the gradient stops at the view
+            # of either, instead of going on from the one to the other.
+            views = iter([tensor.view_as(tensor) for tensor in ctx.saved_tensors])
+            inputs = [
+                next(views) if is_tensor else value
+                for is_tensor, value in zip(ctx.is_tensor, ctx.inputs, strict=True)
+            ]
             outputs = OPS[name].definition(*inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [

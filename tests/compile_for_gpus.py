@@ -114,7 +114,9 @@ def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
         report = subprocess.run(
             [tool, "-res-usage", path], capture_output=True, text=True, check=True
         ).stdout
-    registers, stack = (int(re.search(rf"{key}:(\d+)", report).group(1)) for key in ("REG", "STACK"))
+    registers, stack = (
+        int(re.search(rf"{key}:(\d+)", report).group(1)) for key in ("REG", "STACK")
+    )
     return {"registers": registers, "spilled_bytes": stack}
 
 

@@ -146,7 +146,11 @@ def _rms_norm_backward_kernel(
         mask = (rows < M) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, 1)[:, None] / N + eps)
+        mean_square = tl.sum(x * x, 1)[:, None] / N
+        if BLOCK_M > 1:
+            # Rows past M are zeros, of which eps = 0 would make 0 * inf in dweight.
+            mean_square = tl.where(rows < M, mean_square, 1.0)
+        rstd = tl.rsqrt(mean_square + eps)
         xhat = x * rstd
         if NEEDS_DWEIGHT:
             dweight += dy * xhat

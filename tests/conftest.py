@@ -1,0 +1,47 @@
+"""Options and profiles. Kernels run interpreted, on CPU tensors, unless --device names a real device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+COMMON = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("ci", max_examples=30, **COMMON)
+settings.register_profile("nightly", max_examples=1000, **{**COMMON, "derandomize": False})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda", "npu"),
+        default="cpu",
+        help="where kernels run: cpu interprets those of both devices",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    config.addinivalue_line("markers", "device_kernels: runs kernels on the device that is named")
+    device = config.getoption("--device")
+    os.environ["LIGER_OPS_TEST_DEVICE"] = device
+    # Triton reads this when a kernel is defined.
+    os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
+    if device == "cpu":
+        import interpreter
+
+        interpreter.patch()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    device = config.getoption("--device")
+    if device != "cpu":
+        reason = f"runs on the CPU whatever the device; --device {device} runs kernels"
+        for item in items:
+            if "device_kernels" not in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))

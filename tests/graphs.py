@@ -1,0 +1,35 @@
+"""The graphs that torch.compile makes of a function, for tests to look at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+
+class Recorder:
+    """A backend that runs the traced forward and backward graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.forwards: list[torch.fx.GraphModule] = []
+        self.backwards: list[torch.fx.GraphModule] = []
+
+    def backend(self) -> Callable[..., Any]:
+        def keep(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+            def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+                graphs.append(graph)
+                return make_boxed_func(graph.forward)
+
+            return compile_graph
+
+        return aot_autograd(fw_compiler=keep(self.forwards), bw_compiler=keep(self.backwards))
+
+
+def liger_ops_of(graphs: list[torch.fx.GraphModule]) -> Counter[str]:
+    """How often each liger op stands in the graphs."""
+    names = (str(node.target) for graph in graphs for node in graph.graph.nodes)
+    return Counter(name.split(".")[1] for name in names if name.startswith("liger."))

@@ -1,0 +1,171 @@
+"""What the tests know of each op: how its arguments are made of a drawn case, and its reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import liger_ops
+from liger_ops import library
+
+DEVICE = os.environ.get("LIGER_OPS_TEST_DEVICE", "cpu")
+# The folders whose kernels run here: both interpreted on a CPU, a device's own on the device.
+FOLDERS = ("cuda", "npu") if DEVICE == "cpu" else (DEVICE,)
+if "npu" in FOLDERS:
+    import liger_ops.lowering.npu
+
+X_LAYOUTS = ("contiguous", "transposed", "sliced")
+DY_LAYOUTS = (*X_LAYOUTS, "expanded")
+
+Tensors = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One drawn use of an op. Values come from a seed; Hypothesis draws what can go wrong: form."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None = None
+    bias_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None
+    eps: float = 1e-6
+    offset: float = 0.0
+    casting_mode: str = "llama"
+    num_groups: int = 1
+    layout: str = "contiguous"
+    dy_layout: str = "contiguous"
+    has_ds: bool = True
+    output_mask: tuple[bool, ...] = (True, True, True)
+    tile: tuple[int, int] | None = None
+    scale: float = 1.0
+    shift: float = 0.0
+    seed: int = 0
+
+    def tensors(self, op: OpUnderTest) -> Tensors:
+        """x, weight, bias, residual, dy, ds on the device under test."""
+        generator = torch.Generator().manual_seed(self.seed)
+        columns = (self.shape[op.parameter_dim],)
+
+        def draw(
+            shape: tuple[int, ...], dtype: torch.dtype | None, layout: str = "contiguous"
+        ) -> Tensor | None:
+            values = torch.randn(shape, generator=generator)
+            if dtype is None:
+                return None
+            return laid_out(values.to(DEVICE, dtype), layout)
+
+        x = torch.randn(self.shape, generator=generator) * self.scale + self.shift * self.scale
+        s_dtype = self.dtype
+        if op.name == "fused_add_rms_norm" and self.residual_dtype is not None:
+            s_dtype = torch.promote_types(self.dtype, self.residual_dtype)
+        return {
+            "x": laid_out(x.to(DEVICE, self.dtype), self.layout),
+            "weight": draw(columns, self.weight_dtype),
+            "bias": draw(columns, self.bias_dtype),
+            "residual": draw(self.shape, self.residual_dtype, self.layout),
+            "dy": draw(self.shape, s_dtype, self.dy_layout),
+            "ds": draw(self.shape, s_dtype if self.has_ds else None, self.layout),
+        }
+
+
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    """The same values with other strides."""
+    if layout == "contiguous" or values.numel() == 0:
+        return values
+    if layout == "transposed":
+        return values.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":
+        # Neither the start nor the rows are aligned.
+        wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), float("nan"))
+        wide[..., 1:-2] = values
+        return wide[..., 1:-2]
+    if layout == "expanded":
+        return values.flatten()[0].expand(values.shape)
+    raise ValueError(f"laid_out: layout must be a known one, got {layout!r}")
+
+
+@dataclass(frozen=True)
+class OpUnderTest:
+    """An op: its arguments and its backward op's, in the order of the schema."""
+
+    name: str
+    parameter_dim: int
+    forward_args: Callable[[Case, Tensors], tuple[Any, ...]]
+    backward_args: Callable[[Case, Tensors], tuple[Any, ...]]
+    # The tensors of forward_args that backward's outputs are the gradients of, in their order.
+    gradients_of: tuple[str, ...]
+
+    @property
+    def backward_name(self) -> str:
+        return f"{self.name}_backward"
+
+    @property
+    def definition(self) -> Callable[..., Any]:
+        return library.OPS[self.name].definition
+
+    def overload(self, backward: bool = False) -> Any:
+        return library.OPS[self.backward_name if backward else self.name].overload
+
+    def kernel(self, folder: str, backward: bool = False) -> Callable[..., Any]:
+        return library.OPS[self.backward_name if backward else self.name].kernels[folder]
+
+
+OPS = {
+    op.name: op
+    for op in (
+        OpUnderTest(
+            "rms_norm",
+            -1,
+            lambda c, t: (t["x"], t["weight"], c.eps, c.offset, c.casting_mode),
+            lambda c, t: (t["dy"], t["x"], t["weight"], c.eps, c.offset, list(c.output_mask[:2])),
+            ("x", "weight"),
+        ),
+        OpUnderTest(
+            "fused_add_rms_norm",
+            -1,
+            lambda c, t: (t["x"], t["residual"], t["weight"], c.eps, c.offset, c.casting_mode),
+            lambda c, t: (
+                t["dy"],
+                t["ds"],
+                (t["x"] + t["residual"]),
+                t["weight"],
+                c.eps,
+                c.offset,
+                list(c.output_mask[:2]),
+            ),
+            ("x", "weight"),
+        ),
+        OpUnderTest(
+            "layer_norm",
+            -1,
+            lambda c, t: (t["x"], t["weight"], t["bias"], c.eps),
+            lambda c, t: (t["dy"], t["x"], t["weight"], t["bias"], c.eps, list(c.output_mask)),
+            ("x", "weight", "bias"),
+        ),
+        OpUnderTest(
+            "group_norm",
+            1,
+            lambda c, t: (t["x"], c.num_groups, t["weight"], t["bias"], c.eps),
+            lambda c, t: (
+                t["dy"],
+                t["x"],
+                c.num_groups,
+                t["weight"],
+                t["bias"],
+                c.eps,
+                list(c.output_mask),
+            ),
+            ("x", "weight", "bias"),
+        ),
+    )
+}
+
+
+def public(name: str) -> Callable[..., Any]:
+    return getattr(liger_ops, name)

@@ -1,0 +1,25 @@
+"""The tile that a case asks for, as each device's folder names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from op_table import Case
+
+
+def plan(folder: str, op: str, case: Case) -> Any:
+    """A plan of few programs with the case's tile, or None for the host code's own choice."""
+    if case.tile is None:
+        return None
+    rows, columns = case.tile
+    if folder == "npu":
+        from liger_ops.lowering.npu.tiling import Plan
+
+        return Plan(rows, columns, cores=2)
+    if op == "group_norm":
+        from liger_ops.lowering.cuda.group_plan import GroupPlan
+
+        return GroupPlan(rows, columns, threads=128, pieces=2)
+    from liger_ops.lowering.cuda.launch import Plan
+
+    return Plan(rows, columns, threads=128, programs=2)

@@ -1,0 +1,152 @@
+"""A simulated `npu` device: PrivateUse1, with the CPU for memory and Triton's interpreter for kernels.
+
+An npu tensor is a plain tensor whose storage holds nothing; the values are in a CPU tensor found by that
+storage. ATen ops run on the CPU tensors. Ops of other namespaces are refused unless they have an npu kernel
+or a definition of their own: a missing kernel must be seen, not served by somebody else's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from triton.runtime.interpreter import GridExecutor
+
+
+class _DeviceModule:
+    """What torch_npu calls torch.npu."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.zeros(8, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        pass
+
+
+_values: dict[int, torch.Tensor] = {}
+launched: list[str] = []
+
+
+def to_npu(value: Any) -> Any:
+    """A CPU tensor as an npu tensor that shares its memory where it is contiguous."""
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+        return value
+    tensor = torch._C._acc.create_empty_tensor(tuple(value.shape), value.dtype)
+    storage = tensor.untyped_storage()
+    _values[storage._cdata] = value.detach().contiguous()
+    weakref.finalize(storage, _values.pop, storage._cdata, None)
+    return tensor
+
+
+def to_cpu(value: Any) -> Any:
+    """The CPU tensor that holds an npu tensor's values."""
+    if isinstance(value, torch.Tensor) and value.device.type == "npu":
+        return _values[value.untyped_storage()._cdata]
+    if isinstance(value, torch.device) and value.type == "npu":
+        return torch.device("cpu")
+    return value
+
+
+def _on_cpu(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = (args, kwargs)
+    on_cpu = pytree.tree_map(to_cpu, given)
+    outputs = op(*on_cpu[0], **on_cpu[1])
+    # An op that returns its argument, such as an out= variant, has to return the npu tensor of it.
+    same = {
+        id(cpu): npu
+        for cpu, npu in zip(pytree.tree_leaves(on_cpu), pytree.tree_leaves(given), strict=True)
+        if isinstance(cpu, torch.Tensor)
+    }
+    return pytree.tree_map(lambda output: same.get(id(output), to_npu(output)), outputs)
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    if op.namespace not in ("aten", "prims"):
+        raise NotImplementedError(f"{op} has no npu kernel")
+    return _on_cpu(op, *args, **kwargs)
+
+
+def _empty(size: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
+    return to_npu(torch.empty(size, dtype=dtype))
+
+
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
+    return to_npu(torch.empty(size, dtype=dtype))
+
+
+def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
+    to_cpu(target).copy_(to_cpu(source))
+    return target
+
+
+_OWN = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy_from}
+# Composites of the above, whose kernels are right for any device.
+_COMPOSITE = {"detach", "alias", "_to_copy", "copy_", "_local_scalar_dense"}
+_libraries: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Make the device, once in a process."""
+    if _libraries:
+        return
+    _setup_privateuseone_for_python_backend("npu", backend_module=_DeviceModule())
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(_fallback, "PrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    _libraries.extend([everything, aten])
+    for name, kernel in _OWN.items():
+        aten.impl(name, kernel, "PrivateUse1")
+    # ATen's kernels for every device outrank a fallback, and would touch the empty storage.
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        if namespace != "aten" or name in _OWN or name in _COMPOSITE:
+            continue
+        key = "CompositeExplicitAutograd"
+        if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key):
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+            if op is not None:
+                aten.impl(name, partial(_on_cpu, op), "PrivateUse1")
+    _interpret_npu_tensors()
+
+
+def _interpret_npu_tensors() -> None:
+    """Let the interpreter find an npu tensor's values, and note which kernels it runs."""
+    run = GridExecutor.__call__
+
+    def call(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, torch.Tensor) and arg.device.type == "npu" for arg in args):
+            launched.append(f"{self.fn.__module__}.{self.fn.__name__}")
+        return run(
+            self,
+            *[to_cpu(arg) for arg in args],
+            **{key: to_cpu(value) for key, value in kwargs.items()},
+        )
+
+    GridExecutor.__call__ = call

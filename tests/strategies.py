@@ -1,0 +1,101 @@
+"""Hypothesis strategies: a drawn case is a form of use; its values come from a seed."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from op_table import DY_LAYOUTS, X_LAYOUTS, Case
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# One element, odd, prime, both sides of a power of two, a round model size.
+SIZES = (1, 2, 3, 7, 13, 16, 31, 64, 127, 128, 129, 257, 300, 768, 1021)
+ROWS = (0, 1, 2, 3, 5, 9)
+# Small tiles, so that programs walk several and rows need several.
+TILES = (None, (1, 16), (2, 16), (4, 64), (1, 64), (2, 1024))
+
+
+def leading_shapes() -> st.SearchStrategy[tuple[int, ...]]:
+    return st.one_of(
+        st.just(()),
+        st.tuples(st.sampled_from(ROWS)),
+        st.tuples(st.integers(1, 2), st.sampled_from(ROWS)),
+        st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
+    )
+
+
+@st.composite
+def row_norms(
+    draw: st.DrawFn, *, has_offset: bool, has_bias: bool, has_residual: bool, mask_length: int
+) -> Case:
+    """A case of an op that normalises the last dimension."""
+    dtype = draw(st.sampled_from(DTYPES))
+    parameter_dtype = st.sampled_from((dtype, torch.float32, None))
+    weight_dtype = draw(parameter_dtype)
+    tile = draw(st.sampled_from(TILES))
+    # Interpreted time grows with the tiles walked, some milliseconds each.
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    return Case(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        bias_dtype=draw(parameter_dtype) if has_bias else None,
+        residual_dtype=draw(st.sampled_from((dtype, torch.float32))) if has_residual else None,
+        eps=draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
+        offset=draw(st.sampled_from((0.0, 1.0))) if has_offset and weight_dtype else 0.0,
+        casting_mode=draw(st.sampled_from(("llama", "gemma", "none"))) if has_offset else "llama",
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        has_ds=draw(st.booleans()),
+        output_mask=tuple(draw(st.booleans()) for _ in range(mask_length)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        # A mean far from zero, which layer_norm must subtract before it squares.
+        shift=0.0 if has_offset else draw(st.sampled_from((0.0, 30.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def rms_norms() -> st.SearchStrategy[Case]:
+    return row_norms(has_offset=True, has_bias=False, has_residual=False, mask_length=2)
+
+
+def fused_add_rms_norms() -> st.SearchStrategy[Case]:
+    return row_norms(has_offset=True, has_bias=False, has_residual=True, mask_length=2)
+
+
+def layer_norms() -> st.SearchStrategy[Case]:
+    return row_norms(has_offset=False, has_bias=True, has_residual=False, mask_length=3)
+
+
+@st.composite
+def group_norms(draw: st.DrawFn) -> Case:
+    dtype = draw(st.sampled_from(DTYPES))
+    parameter_dtype = st.sampled_from((dtype, torch.float32, None))
+    num_groups = draw(st.sampled_from((1, 2, 3)))
+    channels = num_groups * draw(st.sampled_from((1, 2, 3, 7)))
+    tile = draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4))))
+    # Interpreted time grows with the tiles walked, some milliseconds each.
+    positions = ((), (1,), (7,), (0,), (3, 5), (2, 3, 3))
+    large = () if tile else ((129,), (16, 16))
+    spatial = draw(st.sampled_from(positions + large))
+    return Case(
+        shape=(draw(st.sampled_from((0, 1, 2))), channels, *spatial),
+        dtype=dtype,
+        weight_dtype=draw(parameter_dtype),
+        bias_dtype=draw(parameter_dtype),
+        num_groups=num_groups,
+        eps=draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        shift=draw(st.sampled_from((0.0, 30.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def has_rows(case: Case) -> bool:
+    """Whether the first dimension is one of several rows."""
+    return len(case.shape) > 1 and case.shape[0] > 1

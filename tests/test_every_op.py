@@ -1,0 +1,283 @@
+"""What holds for every op, whatever it computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphs import Recorder, liger_ops_of
+from liger_ops import library
+from op_checks import as_tuple
+from op_table import DY_LAYOUTS, OPS, X_LAYOUTS, Case, OpUnderTest, public
+
+EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+
+
+def sample(op: OpUnderTest, dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> Case:
+    shape = (rows, 6, 5) if op.name == "group_norm" else (rows, 2, 7)
+    return Case(
+        shape=shape,
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        residual_dtype=dtype,
+        num_groups=3 if op.name == "group_norm" else 1,
+        **form,
+    )
+
+
+SLOT = object()
+
+
+def form(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with a slot for each tensor, for `with_leaves` to fill."""
+    return tuple(SLOT if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def leaves(args: tuple[Any, ...]) -> list[Tensor]:
+    return [arg for arg in args if isinstance(arg, Tensor)]
+
+
+def with_leaves(args: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    given = iter(tensors)
+    return tuple(next(given) if arg is SLOT else arg for arg in form(args))
+
+
+def differentiable(op: OpUnderTest, case: Case) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    args = op.forward_args(case, case.tensors(op))
+    tensors = tuple(tensor.clone().requires_grad_() for tensor in leaves(args))
+    return with_leaves(args, tensors), tensors
+
+
+def as_function(
+    call: Callable[..., Any], args: tuple[Any, ...]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The call as a function of its tensors alone, giving all outputs."""
+    return lambda *tensors: as_tuple(call(*with_leaves(args, tensors)))
+
+
+@EVERY_OP
+@pytest.mark.parametrize("layout", X_LAYOUTS)
+def test_opcheck_forward(op: OpUnderTest, layout: str) -> None:
+    case = sample(op, torch.float32, layout=layout)
+    args = op.forward_args(case, case.tensors(op))
+    torch.library.opcheck(op.overload(), args)
+    for tensor in leaves(args):
+        tensor.requires_grad_()
+    torch.library.opcheck(op.overload(), args)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("dy_layout", DY_LAYOUTS)
+def test_opcheck_backward(op: OpUnderTest, dy_layout: str) -> None:
+    case = sample(op, torch.float32, layout="transposed", dy_layout=dy_layout)
+    torch.library.opcheck(op.overload(backward=True), op.backward_args(case, case.tensors(op)))
+
+
+@EVERY_OP
+def test_opcheck_of_the_defaults(op: OpUnderTest) -> None:
+    """The dispatcher drops arguments that are the default, and the gradient has to count them."""
+    case = sample(op, torch.float32)
+    required = [
+        argument for argument in op.overload()._schema.arguments if not argument.has_default_value()
+    ]
+    args = op.forward_args(case, case.tensors(op))[: len(required)]
+    for tensor in leaves(args):
+        tensor.requires_grad_()
+    torch.library.opcheck(op.overload(), args)
+
+
+@EVERY_OP
+def test_gradcheck(op: OpUnderTest) -> None:
+    args, tensors = differentiable(op, sample(op))
+    assert torch.autograd.gradcheck(as_function(op.overload(), args), tensors)
+
+
+@EVERY_OP
+def test_double_backward(op: OpUnderTest) -> None:
+    args, tensors = differentiable(op, sample(op, rows=2))
+    assert torch.autograd.gradgradcheck(as_function(op.overload(), args), tensors)
+
+
+@EVERY_OP
+def test_gradient_present_exactly_when_required(op: OpUnderTest) -> None:
+    case = sample(op)
+    args = op.forward_args(case, case.tensors(op))
+    n = len(leaves(args))
+    full_args, full = differentiable(op, case)
+    sum(output.sum() for output in as_tuple(op.overload()(*full_args))).backward()
+    for required in itertools.product((False, True), repeat=n):
+        tensors = tuple(
+            tensor.clone().requires_grad_(needed)
+            for tensor, needed in zip(leaves(args), required, strict=True)
+        )
+        outputs = as_tuple(op.overload()(*with_leaves(args, tensors)))
+        assert all(output.requires_grad == any(required) for output in outputs)
+        if any(required):
+            sum(output.sum() for output in outputs).backward()
+        for tensor, needed, reference in zip(tensors, required, full, strict=True):
+            assert (tensor.grad is not None) == needed
+            if needed:
+                torch.testing.assert_close(tensor.grad, reference.grad)
+
+
+@EVERY_OP
+def test_backward_twice_is_bitwise_equal(op: OpUnderTest) -> None:
+    """Nothing saved is written to by the first backward."""
+    args, tensors = differentiable(op, sample(op, torch.float32))
+    outputs = as_tuple(op.overload()(*args))
+    loss = sum(output.square().sum() for output in outputs)
+    first = torch.autograd.grad(loss, tensors, retain_graph=True)
+    second = torch.autograd.grad(loss, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@EVERY_OP
+def test_saves_nothing_but_tensors_that_exist_anyway(op: OpUnderTest) -> None:
+    args, tensors = differentiable(op, sample(op, torch.float32))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        outputs = as_tuple(op.overload()(*args))
+    existing = {tensor.data_ptr() for tensor in (*tensors, *outputs)}
+    assert {tensor.data_ptr() for tensor in saved} <= existing
+
+
+@EVERY_OP
+def test_one_dynamic_compilation(op: OpUnderTest) -> None:
+    """Two batch sizes, one compilation; each op once in the graph, whole; results those of eager."""
+    recorder = Recorder()
+    samples = [sample(op, torch.float32, rows=rows) for rows in (3, 5)]
+    slots = form(op.forward_args(samples[0], samples[0].tensors(op)))
+
+    def model(*tensors: Tensor) -> tuple[Tensor, ...]:
+        tensors = (tensors[0] * 2, *tensors[1:])
+        return tuple(out + 1 for out in as_tuple(op.overload()(*with_leaves(slots, tensors))))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
+    for case in samples:
+        _, tensors = differentiable(op, case)
+        expected = model(*tensors)
+        outputs = compiled(*tensors)
+        weights = [torch.randn_like(output) for output in outputs]
+        grads = torch.autograd.grad(outputs, tensors, weights)
+        expected_grads = torch.autograd.grad(expected, tensors, weights)
+        for a, b in zip((*outputs, *grads), (*expected, *expected_grads), strict=True):
+            assert torch.equal(a, b)
+    assert len(recorder.forwards) == len(recorder.backwards) == 1
+    assert liger_ops_of(recorder.forwards) == Counter([op.name])
+    assert liger_ops_of(recorder.backwards) == Counter([op.backward_name])
+
+
+def test_inductor_compiles_every_op_whole() -> None:
+    """One function with all ops, through Inductor, at two sizes."""
+    forms = {}
+    for op in OPS.values():
+        case = sample(op, torch.float32)
+        forms[op] = form(op.forward_args(case, case.tensors(op)))
+
+    def model(*groups: tuple[Tensor, ...]) -> Tensor:
+        total = torch.zeros(())
+        for (op, slots), tensors in zip(forms.items(), groups, strict=True):
+            for output in as_tuple(op.overload()(*with_leaves(slots, tensors))):
+                total = total + (output * 2).square().sum()
+        return total
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for rows in (3, 5):
+        groups = [differentiable(op, sample(op, torch.float32, rows=rows))[1] for op in forms]
+        tensors = [tensor for group in groups for tensor in group]
+        expected, actual = model(*groups), compiled(*groups)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual, tensors), torch.autograd.grad(expected, tensors)
+        )
+
+
+@EVERY_OP
+def test_transforms_are_those_of_the_definition(op: OpUnderTest) -> None:
+    args, tensors = differentiable(op, sample(op, rows=2))
+    tensors = tuple(tensor.detach() for tensor in tensors)
+    f, definition = (
+        lambda *given, call=call: sum((out.pow(3)).sum() for out in as_function(call, args)(*given))
+        for call in (op.overload(), op.definition)
+    )
+    every = tuple(range(len(tensors)))
+    compare = torch.testing.assert_close
+    compare(torch.func.grad(f, every)(*tensors), torch.func.grad(definition, every)(*tensors))
+    tangents = tuple(torch.randn_like(tensor) for tensor in tensors)
+    true = torch.func.jvp(definition, tensors, tangents)
+    assert true[1] != 0
+    compare(torch.func.jvp(f, tensors, tangents), true)
+    hessian = torch.func.hessian(f)(*tensors)
+    compare(hessian, torch.func.hessian(definition)(*tensors))
+    batch = torch.stack([tensors[0], tensors[0] * 2, tensors[0] - 1])
+    in_dims = (0, *(None for _ in tensors[1:]))
+    for transformed in (torch.vmap, lambda g, dims: torch.vmap(torch.func.grad(g), dims)):
+        compare(
+            transformed(f, in_dims)(batch, *tensors[1:]),
+            transformed(definition, in_dims)(batch, *tensors[1:]),
+        )
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensors[0], tangents[0])
+        tangent = forward_ad.unpack_dual(f(dual, *tensors[1:])).tangent
+        expected = forward_ad.unpack_dual(definition(dual, *tensors[1:])).tangent
+        compare(tangent, expected)
+
+
+@EVERY_OP
+def test_wrong_types_name_the_op_and_the_argument(op: OpUnderTest) -> None:
+    call = public(op.name)
+    first = op.overload()._schema.arguments[0].name
+    with pytest.raises(TypeError, match=rf"{op.name}.*'{first}'.*list"):
+        call([1.0, 2.0])
+    with pytest.raises(TypeError, match=rf"{op.name}.*missing.*'{first}'"):
+        call()
+
+
+@EVERY_OP
+def test_every_tensor_is_checked(op: OpUnderTest) -> None:
+    """Integers, another device and another shape are refused in each place, eagerly and in tracing alike."""
+    case = sample(op, torch.float32)
+    for backward in (False, True):
+        args = (op.backward_args if backward else op.forward_args)(case, case.tensors(op))
+        arguments = op.overload(backward)._schema.arguments
+        name = op.backward_name if backward else op.name
+        for i, arg in enumerate(args):
+            if not isinstance(arg, Tensor):
+                continue
+            changes = [(arg.long(), TypeError), (arg.to("meta"), ValueError)]
+            if arguments[i].name not in ("x", "s"):
+                changes.append((torch.cat([arg, arg]), ValueError))
+            for wrong, error in changes:
+                given = (*args[:i], wrong, *args[i + 1 :])
+                with pytest.raises(error) as eager:
+                    library.OPS[name].check_and_define(*given)
+                assert str(eager.value).startswith(f"{name}: ")
+                if wrong.is_meta:
+                    continue
+                assert arguments[i].name in str(eager.value)
+                with pytest.raises(error) as dispatched:
+                    op.overload(backward)(*given)
+                with FakeTensorMode() as mode, pytest.raises(error) as traced:
+                    fakes = [mode.from_tensor(g) if isinstance(g, Tensor) else g for g in given]
+                    op.overload(backward)(*fakes)
+                assert str(eager.value) == str(dispatched.value) == str(traced.value)
+
+
+@EVERY_OP
+def test_documentation(op: OpUnderTest) -> None:
+    for name in (op.name, op.backward_name):
+        text = library.OPS[name].definition.__doc__
+        assert all(section in text for section in ("Args:", "Returns:", "Raises:"))
+    assert "Example:" in op.definition.__doc__
+    assert public(op.name).__doc__ == op.definition.__doc__

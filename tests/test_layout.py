@@ -1,0 +1,317 @@
+"""House rules: who imports whom, what every op has, and what no kernel's host code does."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Each layer imports from itself and from those before it. The rest of liger_ops is above ops.
+LAYERS = ("library", "ops", "meta", "lowering")
+
+# Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
+SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
+
+
+def sources(*folders: str) -> list[Path]:
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    return [file for file in files if "liger_ops/meta/" not in file.as_posix()]
+
+
+def module_of(file: Path) -> str:
+    """The module that a file of the root is, meta and lowering being part of liger_ops."""
+    parts = file.with_suffix("").parts
+    parts = parts if parts[0] == "liger_ops" else ("liger_ops", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """The absolute name of everything imported: of `from a import b`, a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")
+            parents = parents[: len(parents) - node.level + is_package] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def layer_of(module: str) -> int:
+    """A module's place in LAYERS, or one past the last for the rest of liger_ops."""
+    parts = module.split(".")
+    return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else len(LAYERS)
+
+
+def misplaced_imports(file: Path, source: str) -> list[str]:
+    """What `file`, a path from the root, imports against the direction of the layers."""
+    module = module_of(file)
+    if module == "liger_ops":
+        return []
+    own_layer = layer_of(module)
+    own_device = module.split(".")[2:3] if own_layer == LAYERS.index("lowering") else []
+    wrong = []
+    for name in imported_modules(ast.parse(source), module, file.stem == "__init__"):
+        parts = name.split(".")
+        if parts[0] != "liger_ops":
+            continue
+        layer = layer_of(name)
+        downward = layer > own_layer
+        if own_layer == len(LAYERS):
+            downward = layer == LAYERS.index("lowering")
+        devices = {"cuda", "npu"}
+        other_device = set(own_device) <= devices and set(parts[2:3]) & (devices - set(own_device))
+        if downward or (own_device and other_device):
+            wrong.append(f"{file}: {module} imports {name}")
+    return wrong
+
+
+def synchronising_calls(file: Path, source: str) -> list[str]:
+    """Calls in `file` that wait for the device, or declare an op that mutates."""
+    wrong = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            call = ast.unparse(node.func)
+            if node.func.attr in SYNCHRONISING or call == "torch.equal":
+                wrong.append(f"{file}:{node.lineno}: {call}() synchronises with the device")
+        if isinstance(node, ast.keyword) and node.arg == "mutates_args":
+            value = ast.unparse(node.value)
+            if value != "()":
+                wrong.append(f"{file}:{node.value.lineno}: mutates_args is {value}, not ()")
+    return wrong
+
+
+def run(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_imports_point_one_way():
+    wrong = [
+        problem
+        for file in sources("liger_ops", "meta", "lowering")
+        for problem in misplaced_imports(file.relative_to(ROOT), file.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("liger_ops/library.py", "from .ops import rms_norm"),
+        ("liger_ops/ops/x.py", "from ..meta import checks"),
+        ("liger_ops/ops/x.py", "from .. import nn"),
+        ("liger_ops/ops/x.py", "import liger_ops.lowering"),
+        ("liger_ops/nn.py", "from . import lowering"),
+        ("meta/__init__.py", "from ..lowering import cuda"),
+        ("meta/x.py", "def f():\n    from ..lowering.cuda import launch"),
+        ("meta/x.py", "from liger_ops.nn import RMSNorm"),
+        ("lowering/npu/x.py", "from ..cuda.launch import Plan"),
+        ("lowering/cuda/x.py", "from .. import npu"),
+    ],
+)
+def test_a_misplaced_import_is_found(file, source):
+    assert len(misplaced_imports(Path(file), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("liger_ops/__init__.py", "from . import meta, lowering"),
+        ("liger_ops/ops/x.py", "from .. import library\nfrom .precision import widened"),
+        ("liger_ops/nn.py", "from . import library\nfrom .ops.rms_norm import rms_norm"),
+        ("meta/x.py", "from .. import library\nfrom . import checks\nimport torch.cuda"),
+        ("lowering/__init__.py", "from . import cuda, npu"),
+        ("lowering/npu/x.py", "from ... import library, meta\nfrom ..triton_math import rounded"),
+        ("lowering/cuda/x.py", "from .launch import Plan\nimport triton.language as tl"),
+    ],
+)
+def test_a_well_placed_import_passes(file, source):
+    assert misplaced_imports(Path(file), source) == []
+
+
+def test_nothing_waits_for_the_device_or_mutates():
+    wrong = [
+        problem
+        for file in sources("liger_ops/ops", "meta", "lowering")
+        + [ROOT / "liger_ops/library.py", ROOT / "liger_ops/nn.py"]
+        for problem in synchronising_calls(file.relative_to(ROOT), file.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "n = x.max().item()",
+        "x.shape_tensor.tolist()",
+        "torch.cuda.synchronize()",
+        "torch.equal(x, y)",
+        "y = x.sum(0).cpu()",
+        'custom_op("liger::x", mutates_args=("x",))',
+    ],
+)
+def test_a_call_that_waits_or_mutates_is_found(source):
+    assert len(synchronising_calls(Path("meta/x.py"), source)) == 1
+
+
+# In a process of its own: other tests define ops, and an import that registers kernels stays.
+REGISTRY = """
+import json
+import torch
+import liger_ops, liger_ops.nn
+import liger_ops.lowering.cuda, liger_ops.lowering.npu
+from liger_ops import library
+
+def has_kernel(name, key):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{name}", key)
+
+dispatched = {
+    name.removeprefix("liger::").split(".")[0]
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("liger::")
+}
+print(json.dumps({
+    "dispatched": sorted(dispatched),
+    "ops": {
+        name: {
+            "kernels": {
+                "cuda": "cuda" in op.kernels and has_kernel(name, "CUDA"),
+                "npu": "npu" in op.kernels and has_kernel(name, "PrivateUse1"),
+            },
+            "kernel_modules": {device: f.__module__ for device, f in op.kernels.items()},
+            "fake": op.fake is not None,
+            "gradient": op.differentiable,
+            "mutates": op.overload._schema.is_mutable,
+            "docstring": bool(op.definition.__doc__),
+            "exported": getattr(
+                getattr(liger_ops, name, None), "__wrapped__", None
+            ) is op.definition,
+        }
+        for name, op in library.OPS.items()
+    },
+    "modules": [
+        name for name, value in vars(liger_ops.nn).items()
+        if isinstance(value, type) and issubclass(value, torch.nn.Module)
+    ],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def registry() -> dict[str, Any]:
+    return json.loads(run(REGISTRY))
+
+
+def base(op: str) -> str:
+    """The public op that an op belongs to, and in whose files it is."""
+    return op.removesuffix("_backward").removesuffix("_forward")
+
+
+def module_class(op: str) -> str:
+    return "".join("RMS" if part == "rms" else part.capitalize() for part in op.split("_"))
+
+
+def test_every_op_goes_through_the_library(registry):
+    assert set(registry["dispatched"]) == set(registry["ops"]), "registered elsewhere"
+    assert registry["ops"], "no op is registered"
+
+
+def test_every_public_op_has_all_its_parts(registry):
+    ops = registry["ops"]
+    missing = []
+    for op in sorted({base(op) for op in ops}):
+        files = [
+            f"liger_ops/ops/{op}.py",
+            f"meta/{op}.py",
+            f"lowering/cuda/{op}.py",
+            f"lowering/npu/{op}.py",
+            f"tests/test_{op}.py",
+        ]
+        missing += [f"{op}: the file {file}" for file in files if not (ROOT / file).is_file()]
+        missing += [f"{op}: the op {part}" for part in (op, f"{op}_backward") if part not in ops]
+        if not ops.get(op, {}).get("exported"):
+            missing.append(f"{op}: an export in liger_ops/__init__.py")
+        if module_class(op) not in registry["modules"]:
+            missing.append(f"{op}: the module liger_ops.nn.{module_class(op)}")
+    assert not missing, "missing: " + "; ".join(missing)
+
+
+def test_every_op_is_registered_in_full(registry):
+    missing = []
+    for op, facts in registry["ops"].items():
+        missing += [
+            f"{op}: a kernel for {device}" for device, has in facts["kernels"].items() if not has
+        ]
+        missing += [
+            f"{op}: a kernel for {device} of its own, not that of {module}"
+            for device, module in facts["kernel_modules"].items()
+            if module != f"liger_ops.lowering.{device}.{base(op)}"
+        ]
+        missing += [
+            f"{op}: a {part}" for part in ("fake", "gradient", "docstring") if not facts[part]
+        ]
+        if facts["mutates"]:
+            missing.append(f"{op}: a schema that mutates nothing")
+    assert not missing, "missing: " + "; ".join(missing)
+
+
+def test_every_example_has_a_main():
+    examples = sources("examples")
+    assert examples, "there is no example"
+    for file in examples:
+        tree = ast.parse(file.read_text())
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        tests = [ast.unparse(node.test) for node in tree.body if isinstance(node, ast.If)]
+        assert "main" in functions, f"{file.name} has no main()"
+        assert "__name__ == '__main__'" in tests, f"{file.name} does not run main() as a script"
+
+
+BARE_IMPORT = """
+import sys
+from importlib.machinery import PathFinder
+
+absent = set(sys.argv[1:])
+
+class WithoutThem(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in absent else super().find_spec(name, path, target)
+
+sys.meta_path = [WithoutThem if finder is PathFinder else finder for finder in sys.meta_path]
+
+def packages():
+    names = {name.split(".")[0] for name in sys.modules if not name.startswith("_")}
+    return names - set(sys.stdlib_module_names)
+
+import torch
+before = packages()
+import liger_ops
+print(*packages() - before)
+x = torch.randn(3, 5, requires_grad=True)
+torch.ops.liger.rms_norm(x, torch.ones(5), 1e-6).sum().backward()
+assert x.grad is not None
+"""
+
+
+def test_import_needs_torch_alone():
+    assert run(BARE_IMPORT, "triton", "torch_npu", "transformers").split() == ["liger_ops"]
+
+
+def test_import_loads_nothing_but_the_kernels_toolchain():
+    assert set(run(BARE_IMPORT).split()) - {"triton", "torch_npu"} == {"liger_ops"}

@@ -1,0 +1,71 @@
+"""What registration promises beside what every op shows: devices, autocast, caches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_ops
+from liger_ops import library
+from liger_ops.compile_cache import package_hash
+from op_table import OPS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("key", ("AutocastCUDA", "AutocastXPU", "AutocastCPU"))
+def test_autocast_rule_exists_where_pytorch_has_one(op: str, key: str) -> None:
+    norm = op.removeprefix("fused_add_")
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_rule(f"liger::{op}", key) == has_rule(f"aten::{norm}", key)
+
+
+def test_cpu_autocast_leaves_the_dtypes() -> None:
+    x = torch.randn(2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert liger_ops.rms_norm(x, torch.randn(8)).dtype is torch.float32
+        assert liger_ops.rms_norm(x.bfloat16()).dtype is torch.bfloat16
+
+
+def test_infer_device_is_one_that_works() -> None:
+    device = liger_ops.infer_device()
+    assert torch.ones(2, device=device).sum().item() == 2
+
+
+def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
+    """The key of the compile caches changes with any source, and a tag of the user's stays."""
+    assert f"liger_ops={package_hash()}" in torch.compiler.config.cache_key_tag.split(";")
+    code = (
+        "import torch.compiler.config as c; c.cache_key_tag = 'mine'; import liger_ops;"
+        "print(c.cache_key_tag)"
+    )
+    tags = []
+    for change in ("", "\n# changed\n"):
+        copy = tmp_path / f"copy{len(tags)}"
+        for name in ("liger_ops", "meta", "lowering"):
+            shutil.copytree(ROOT / name, copy / name, symlinks=True)
+        with (copy / "meta" / "rms_norm.py").open("a") as file:
+            file.write(change)
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=copy
+        )
+        assert run.returncode == 0, run.stderr
+        tags.append(run.stdout.strip())
+    assert all(tag.startswith("mine;liger_ops=") for tag in tags)
+    assert tags[0] != tags[1]
+
+
+def test_implementation_names_the_file() -> None:
+    for name in OPS:
+        op = library.OPS[name]
+        assert library.implementation(op, "cuda") == f"lowering.cuda.{name}"
+        assert library.implementation(op, "npu") == f"lowering.npu.{name}"
+        assert library.implementation(op, "cpu") == "definition"

@@ -1,0 +1,138 @@
+"""Dispatch on a simulated npu: the ops' npu kernels are what runs there, interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import simulated_npu
+from liger_ops import library
+from op_checks import as_tuple
+from op_table import OPS, Case, OpUnderTest
+from simulated_npu import to_cpu, to_npu
+
+EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+
+
+@pytest.fixture(autouse=True)
+def npu() -> Iterator[None]:
+    simulated_npu.install()
+    simulated_npu.launched.clear()
+    yield
+    simulated_npu.launched.clear()
+
+
+def case(op: OpUnderTest, dtype: torch.dtype = torch.float32) -> Case:
+    is_group_norm = op.name == "group_norm"
+    return Case(
+        shape=(2, 6, 5) if is_group_norm else (5, 24),
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        residual_dtype=dtype,
+        num_groups=3 if is_group_norm else 1,
+    )
+
+
+def on_npu(args: tuple[object, ...], requires_grad: bool = False) -> tuple[object, ...]:
+    return tuple(
+        to_npu(arg.clone()).requires_grad_(requires_grad) if isinstance(arg, Tensor) else arg
+        for arg in args
+    )
+
+
+def launched_modules() -> set[str]:
+    """The files of lowering.npu whose kernels ran; anything else would be somebody else's kernel."""
+    modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
+    assert all(module.startswith("liger_ops.lowering.npu.") for module in modules), modules
+    return modules
+
+
+@EVERY_OP
+def test_eager_runs_the_npu_kernel(op: OpUnderTest) -> None:
+    args = op.forward_args(case(op), case(op).tensors(op))
+    outputs = as_tuple(op.overload()(*on_npu(args)))
+    assert launched_modules()
+    for output, expected in zip(outputs, as_tuple(op.kernel("npu")(*args)), strict=True):
+        assert output.device.type == "npu"
+        assert torch.equal(to_cpu(output), expected)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("backend", (None, "eager", "aot_eager"))
+def test_training_runs_the_npu_kernels(op: OpUnderTest, backend: str | None) -> None:
+    args = op.forward_args(case(op), case(op).tensors(op))
+    given = on_npu(args, requires_grad=True)
+    call = op.overload()
+    if backend:
+        torch._dynamo.reset()
+        call = torch.compile(lambda *a: op.overload()(*a), backend=backend, fullgraph=True)
+    outputs = as_tuple(call(*given))
+    weights = [torch.randn(output.shape) for output in outputs]
+    simulated_npu.launched.clear()
+    tensors = [arg for arg in given if isinstance(arg, Tensor)]
+    grads = torch.autograd.grad(outputs, tensors, [to_npu(weight) for weight in weights])
+    assert launched_modules()
+
+    references = tuple(
+        arg.clone().requires_grad_() if isinstance(arg, Tensor) else arg for arg in args
+    )
+    expected = torch.autograd.grad(
+        as_tuple(op.definition(*references)),
+        [arg for arg in references if isinstance(arg, Tensor)],
+        weights,
+    )
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(to_cpu(grad), reference)
+
+
+@EVERY_OP
+def test_float64_runs_the_definition(op: OpUnderTest) -> None:
+    args = op.forward_args(case(op, torch.float64), case(op, torch.float64).tensors(op))
+    outputs = as_tuple(op.overload()(*on_npu(args)))
+    assert not simulated_npu.launched
+    for output, expected in zip(outputs, as_tuple(op.definition(*args)), strict=True):
+        assert torch.equal(to_cpu(output), expected)
+
+
+@EVERY_OP
+def test_autocast_computes_in_float32(op: OpUnderTest) -> None:
+    """As torch.nn.functional's norms do under autocast of a device that has their rule."""
+    form = case(op, torch.bfloat16)
+    args = op.forward_args(form, form.tensors(op))
+    with torch.autocast("npu", dtype=torch.bfloat16):
+        outputs = as_tuple(op.overload()(*on_npu(args)))
+    wide = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
+    assert launched_modules()
+    for output, expected in zip(outputs, as_tuple(op.kernel("npu")(*wide)), strict=True):
+        assert output.dtype is torch.float32
+        assert torch.equal(to_cpu(output), expected)
+
+
+def test_an_op_without_a_kernel_runs_its_definition() -> None:
+    calls = []
+
+    def doubled_for_this_test(x: Tensor) -> Tensor:
+        calls.append(x.device.type)
+        return x * 2
+
+    try:
+        call = library.define("(Tensor x) -> Tensor")(doubled_for_this_test)
+        x = torch.randn(3, 4)
+        assert torch.equal(to_cpu(call(to_npu(x))), x * 2)
+        assert calls == ["npu"]
+        assert not simulated_npu.launched
+    finally:
+        library.OPS.pop("doubled_for_this_test")
+
+
+def test_the_device_refuses_what_has_neither_kernel_nor_definition() -> None:
+    """The simulated device does not serve another library's missing kernel on the CPU in silence."""
+    with torch.library._scoped_library("liger_ops_tests", "FRAGMENT") as other:
+        other.define("cpu_only(Tensor x) -> Tensor")
+        other.impl("cpu_only", lambda x: x + 1, "CPU")
+        with pytest.raises(NotImplementedError, match="no npu kernel"):
+            torch.ops.liger_ops_tests.cpu_only(to_npu(torch.randn(2)))
