@@ -66,8 +66,9 @@ def token_inputs(dtype: torch.dtype) -> Tensor:
 
 
 def image_inputs(dtype: torch.dtype) -> Tensor:
+    """Random numbers that every dtype holds."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, 3, 8, 8, generator=generator).to(dtype)
+    return torch.randn(2, 3, 8, 8, generator=generator).bfloat16().to(dtype)
 
 
 def text(name: str, rms_norms: int, **options: Any) -> Family:

@@ -31,12 +31,17 @@ def fused_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, FUSED)]
 
 
+def gradient_of(y: Tensor) -> Tensor:
+    """Random numbers that every dtype holds."""
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    return dy.bfloat16().to(y.dtype)
+
+
 def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """The output, and the gradient of every parameter for one random gradient of the output."""
     model.zero_grad()
     y = output(model, x)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
-    y.backward(dy)
+    y.backward(gradient_of(y))
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
         "output": y.detach(),
@@ -96,9 +101,8 @@ def test_compiles_whole(family: Family) -> None:
     recorder = Recorder()
     compiled = torch.compile(model, fullgraph=True, backend=recorder.backend())
     y = output(compiled, x)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     model.zero_grad()
-    y.backward(dy)
+    y.backward(gradient_of(y))
     assert len(recorder.forwards) == len(recorder.backwards) == 1
     assert liger_ops_of(recorder.forwards) == family.norms
     backward = {f"{op}_backward": count for op, count in family.norms.items()}
@@ -558,7 +562,6 @@ NEAR_MISSES = [
     (compiled(Rms()), "it is compiled by itself"),
     (parametrized(Rms()), "it is parametrized"),
     (parametrizations.spectral_norm(nn.LayerNorm(24), dim=0), "it is parametrized"),
-    (torch.jit.script(nn.LayerNorm(24)), "it is a ScriptModule"),
     (nn.LayerNorm((3, 8)), "its parameters have shapes [(3, 8)], not one size"),
     (nn.BatchNorm1d(24), "it has buffers: running_mean"),
     (nn.BatchNorm1d(24, track_running_stats=False), "it has buffers"),
@@ -584,6 +587,12 @@ def test_near_miss_is_left_with_the_reason(module: nn.Module, reason: str) -> No
     ]
     assert reason in report.left[0].reason
     assert reason in str(report)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_script_module_is_left() -> None:
+    report = fuse(nn.ModuleDict({"norm": torch.jit.script(nn.LayerNorm(24))}))
+    assert [entry.reason for entry in report.left] == ["it is a ScriptModule"]
 
 
 def test_left_modules_that_no_one_calls_a_norm_are_not_reported() -> None:

@@ -1,7 +1,4 @@
-"""rms_norm for NPUs. M rows, N columns; a tile is (BLOCK_M, BLOCK_N).
-
-A row that fits a tile is read once; a longer one is walked in chunks of BLOCK_N columns.
-"""
+"""rms_norm, with and without a residual added first. M rows, N columns."""
 
 from __future__ import annotations
 
@@ -11,115 +8,127 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
-from ..triton_math import rms_rstd, rms_square, rounded
-from . import tiling
-from .tiling import Plan
+from ..triton_math import rms_rstd, rms_scaled, rms_square
+from . import tiling, wide_backward
+from .partial_sums import partial_sums, summed
+from .tile import load, remaining, within
+from .tiling import Plan, cdiv, launch
 
 
 @triton.jit
-def rms_weight(weight, offset, dtype: tl.constexpr, CASTING_MODE: tl.constexpr):
-    """What xhat is multiplied by, float32."""
-    scale = weight.to(tl.float32) + offset
-    if CASTING_MODE == "none":
-        scale = rounded(rounded(scale, weight.dtype), dtype)
-    return scale
+def _load(
+    x_ptr, residual_ptr, start, offsets, mask, dtype: tl.constexpr, HAS_RESIDUAL: tl.constexpr
+):
+    """What is normalised, in the dtype that it is stored in."""
+    x = load(x_ptr + start, offsets, mask)
+    if HAS_RESIDUAL:
+        x += load(residual_ptr + start, offsets, mask)
+    return x.to(dtype)
 
 
-@triton.jit
-def rms_normalised(x, rstd, dtype: tl.constexpr, CASTING_MODE: tl.constexpr):
-    """xhat, rounded where the casting mode rounds it ahead of the product with the weight."""
-    xhat = x * rstd
-    if CASTING_MODE != "gemma":
-        xhat = rounded(xhat, dtype)
-    return xhat
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rms_norm_kernel(
-    y_ptr,
     x_ptr,
+    residual_ptr,
     weight_ptr,
+    y_ptr,
+    s_ptr,
     M,
     N,
     eps,
     offset,
     CASTING_MODE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
+    weight = None
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
-        scale = rms_weight(weight, offset, dtype, CASTING_MODE)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        first = tile * BLOCK_M
-        start = first.to(tl.int64) * N
-        mask = (rows < M - first) & (cols < N)
-        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-        total = tl.sum(rms_square(x, dtype, CASTING_MODE), axis=1)[:, None]
-        y = rms_normalised(x, rms_rstd(total, N, eps, dtype, CASTING_MODE), dtype, CASTING_MODE)
-        if HAS_WEIGHT:
-            y = y * scale
+        weight = load(weight_ptr, cols, cols < N)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        start = row * N
+        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
+        s = _load(x_ptr, residual_ptr, start, offsets, mask, dtype, HAS_RESIDUAL)
+        if HAS_RESIDUAL:
+            tl.store(s_ptr + start + offsets, s, mask=mask)
+        x = s.to(tl.float32)
+        sum_of_squares = tl.sum(rms_square(x, dtype, CASTING_MODE), axis=1)[:, None]
+        rstd = rms_rstd(sum_of_squares, N, eps, dtype, CASTING_MODE)
+        y = rms_scaled(x, rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
         tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
 
 
-@triton.jit
-def _rms_norm_chunked_kernel(
-    y_ptr,
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm_wide_kernel(
     x_ptr,
+    residual_ptr,
     weight_ptr,
+    y_ptr,
+    s_ptr,
     M,
     N,
     eps,
     offset,
     CASTING_MODE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # The second walk finds the rows in the L2 cache; s is not read back, which would have to wait for it.
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        first = tile * BLOCK_M
-        start = first.to(tl.int64) * N
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        row_mask = rows < remaining(M, row, BLOCK_M)
+        squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for col in tl.range(0, N, BLOCK_N):
-            mask = (rows < M - first) & (cols < N - col)
-            x = tl.load(x_ptr + start + col + offsets, mask=mask, other=0.0).to(tl.float32)
-            total += rms_square(x, dtype, CASTING_MODE)
-        rstd = rms_rstd(tl.sum(total, axis=1)[:, None], N, eps, dtype, CASTING_MODE)
+            start = row * N + col
+            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+            s = _load(x_ptr, residual_ptr, start, offsets, mask, dtype, HAS_RESIDUAL)
+            squares += rms_square(s.to(tl.float32), dtype, CASTING_MODE)
+        rstd = rms_rstd(tl.sum(squares, axis=1)[:, None], N, eps, dtype, CASTING_MODE)
         for col in tl.range(0, N, BLOCK_N):
-            mask = (rows < M - first) & (cols < N - col)
-            x = tl.load(x_ptr + start + col + offsets, mask=mask, other=0.0).to(tl.float32)
-            y = rms_normalised(x, rstd, dtype, CASTING_MODE)
+            start = row * N + col
+            col_mask = cols < remaining(N, col, BLOCK_N)
+            mask = row_mask & col_mask
+            s = _load(x_ptr, residual_ptr, start, offsets, mask, dtype, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(s_ptr + start + offsets, s, mask=mask)
+            x = s.to(tl.float32)
+            weight = None
             if HAS_WEIGHT:
-                weight = tl.load(weight_ptr + col + cols, mask=cols < N - col, other=0.0)
-                y = y * rms_weight(weight, offset, dtype, CASTING_MODE)
-            tl.store(y_ptr + start + col + offsets, y.to(dtype), mask=mask)
+                weight = load(weight_ptr + col, cols, col_mask)
+            y = rms_scaled(x, rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
+            tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rms_norm_backward_kernel(
-    dx_ptr,
-    partial_ptr,
     dy_ptr,
     ds_ptr,
     x_ptr,
     weight_ptr,
+    dx_ptr,
+    dweight_ptr,
     M,
     N,
     eps,
     offset,
-    HAS_DX: tl.constexpr,
-    HAS_DWEIGHT: tl.constexpr,
     HAS_DS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -127,140 +136,220 @@ def _rms_norm_backward_kernel(
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
     if HAS_WEIGHT:
-        scale = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
-    if HAS_DWEIGHT:
-        dweight = tl.zeros((BLOCK_N,), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        first = tile * BLOCK_M
-        start = first.to(tl.int64) * N
-        mask = (rows < M - first) & (cols < N)
-        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+        weight = load(weight_ptr, cols, cols < N) + offset
+    if NEEDS_DWEIGHT:
+        dweight = tl.zeros((1, BLOCK_N), tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        start = row * N
+        left = remaining(M, row, BLOCK_M)
+        mask = (rows < left) & (cols < N)
+        x = load(x_ptr + start, offsets, mask)
+        dy = load(dy_ptr + start, offsets, mask)
         mean_square = tl.sum(x * x, axis=1)[:, None] / N
         if BLOCK_M > 1:
-            # Rows past M are zeros: at eps = 0 they would add 0 * inf to dweight.
-            mean_square += tl.minimum(tl.maximum(rows + 1 - (M - first), 0), 1).to(tl.float32)
+            # Rows past M are zeros, of which eps = 0 would make 0 * inf in dweight.
+            mean_square += 1.0 - within(rows, left)
         rstd = tl.rsqrt(mean_square + eps)
         xhat = x * rstd
         product = dy * xhat
-        if HAS_DWEIGHT:
-            dweight += tl.sum(product, axis=0)
-        if HAS_DX:
+        if NEEDS_DWEIGHT:
+            dweight += tl.sum(product, axis=0)[None, :]
+        if NEEDS_DX:
             g = dy
             if HAS_WEIGHT:
-                g = dy * scale
-            # The same sum twice: at (1, 4096), bf16 and fp32, the first takes 83% and 79% of the buffer
-            # with ds (the second 83% and 92%), the second 88% and 75% without (the first 96% and 83%).
+                g = dy * weight
+            # One sum in two orders. Of the buffer at (1, 4096), bf16 and fp32, the first takes 83% and 79%
+            # with ds, where the second takes 83% and 92%; without ds 96% and 83% against 88% and 75%.
             if HAS_DS:
-                dot = tl.sum(g * xhat, axis=1)[:, None] / N
-            else:
-                if HAS_WEIGHT:
-                    product = product * scale
-                dot = tl.sum(product, axis=1)[:, None] / N
-            dx = g * rstd - xhat * (dot * rstd)
+                product = g * xhat
+            elif HAS_WEIGHT:
+                product = product * weight
+            projection = tl.sum(product, axis=1)[:, None] / N
+            dx = (g - xhat * projection) * rstd
             if HAS_DS:
-                dx += tl.load(ds_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+                dx += load(ds_ptr + start, offsets, mask)
             tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if HAS_DWEIGHT:
-        col = tl.arange(0, BLOCK_N)
-        tl.store(partial_ptr + tl.program_id(0) * N + col, dweight, mask=col < N)
+    if NEEDS_DWEIGHT:
+        sums = program * N
+        tl.store(dweight_ptr + sums + cols, dweight, mask=cols < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rms_norm_statistics_kernel(
-    rstd_ptr,
-    dot_ptr,
     dy_ptr,
     x_ptr,
     weight_ptr,
+    rstd_ptr,
+    projection_ptr,
     M,
     N,
     eps,
     offset,
-    HAS_DX: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of each row: rstd, and what xhat is multiplied by in dx, rstd * mean(g * xhat)."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        first = tile * BLOCK_M
-        start = first.to(tl.int64) * N
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        row_mask = rows < remaining(M, row, BLOCK_M)
         squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for col in tl.range(0, N, BLOCK_N):
-            mask = (rows < M - first) & (cols < N - col)
-            x = tl.load(x_ptr + start + col + offsets, mask=mask, other=0.0).to(tl.float32)
+            start = row * N + col
+            col_mask = cols < remaining(N, col, BLOCK_N)
+            x = load(x_ptr + start, offsets, row_mask & col_mask)
             squares += x * x
-            if HAS_DX:
-                g = tl.load(dy_ptr + start + col + offsets, mask=mask, other=0.0).to(tl.float32)
+            if NEEDS_DX:
+                g = load(dy_ptr + start, offsets, row_mask & col_mask)
                 if HAS_WEIGHT:
-                    weight = tl.load(weight_ptr + col + cols, mask=cols < N - col, other=0.0)
-                    g = g * (weight.to(tl.float32) + offset)
+                    g *= load(weight_ptr + col, cols, col_mask) + offset
                 products += g * x
         rstd = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / N + eps)
-        tl.store(rstd_ptr + first + rows, rstd, mask=rows < M - first)
-        if HAS_DX:
-            dot = tl.sum(products, axis=1)[:, None] / N * rstd * rstd
-            tl.store(dot_ptr + first + rows, dot, mask=rows < M - first)
+        tl.store(rstd_ptr + row + rows, rstd, mask=row_mask)
+        if NEEDS_DX:
+            projection = tl.sum(products, axis=1)[:, None] / N * rstd
+            tl.store(projection_ptr + row + rows, projection, mask=row_mask)
 
 
-@triton.jit
-def _rms_norm_backward_chunked_kernel(
-    dx_ptr,
-    partial_ptr,
-    rstd_ptr,
-    dot_ptr,
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    weight_ptr,
-    M,
-    N,
-    offset,
-    slabs,
-    HAS_DX: tl.constexpr,
-    HAS_DWEIGHT: tl.constexpr,
-    HAS_DS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Each item is one chunk of columns and every slabs-th tile of rows: dweight sums over its loop."""
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    for item in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_N) * slabs, tl.num_programs(0)):
-        slab = item % slabs
-        col = (item // slabs).to(tl.int64) * BLOCK_N
-        left = tl.minimum(N - col, BLOCK_N).to(tl.int32)
-        if HAS_WEIGHT:
-            weight = tl.load(weight_ptr + col + cols, mask=cols < left, other=0.0)
-            scale = weight.to(tl.float32) + offset
-        if HAS_DWEIGHT:
-            dweight = tl.zeros((BLOCK_N,), tl.float32)
-        for tile in tl.range(slab, tl.cdiv(M, BLOCK_M), slabs):
-            first = tile * BLOCK_M
-            start = first.to(tl.int64) * N + col
-            mask = (rows < M - first) & (cols < left)
-            rstd = tl.load(rstd_ptr + first + rows, mask=rows < M - first, other=0.0)
-            x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-            dy = tl.load(dy_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-            xhat = x * rstd
-            if HAS_DWEIGHT:
-                dweight += tl.sum(dy * xhat, axis=0)
-            if HAS_DX:
-                dot = tl.load(dot_ptr + first + rows, mask=rows < M - first, other=0.0)
-                g = dy
-                if HAS_WEIGHT:
-                    g = dy * scale
-                dx = g * rstd - xhat * dot
-                if HAS_DS:
-                    dx += tl.load(ds_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-                tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if HAS_DWEIGHT:
-            c = tl.arange(0, BLOCK_N)
-            tl.store(partial_ptr + slab.to(tl.int64) * N + col + c, dweight, mask=c < left)
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    y: Tensor,
+    s: Tensor | None,
+    eps: float,
+    offset: float,
+    casting_mode: str,
+    plan: Plan | None,
+) -> None:
+    """Launch the forward of rms_norm, and of fused_add_rms_norm where there is a residual."""
+    if x.numel() == 0:
+        return
+    x, residual, weight = tiling.rows(x), tiling.rows(residual), tiling.contiguous(weight)
+    M, N = x.shape
+    if plan is None:
+        plan = tiling.plan("rms_norm" if residual is None else "fused_add_rms_norm", N, x, residual)
+    launch(
+        _rms_norm_kernel if plan.BLOCK_N >= N else _rms_norm_wide_kernel,
+        plan,
+        cdiv(M, plan.BLOCK_M),
+        x,
+        residual,
+        weight,
+        y,
+        s,
+        M,
+        N,
+        eps,
+        offset,
+        CASTING_MODE=casting_mode,
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+    )
+
+
+def backward(
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    eps: float,
+    offset: float,
+    plan: Plan | None,
+) -> None:
+    """Launch the backward of rms_norm, and of fused_add_rms_norm where there is a ds."""
+    if x.numel() == 0 or (dx is None and dweight is None):
+        if dweight is not None:
+            dweight.zero_()
+        return
+    dy, ds, x, weight = (
+        tiling.rows(dy),
+        tiling.rows(ds),
+        tiling.rows(x),
+        tiling.contiguous(weight),
+    )
+    M, N = x.shape
+    forced, plan = plan, plan or tiling.plan("rms_norm_backward", N, x, dy)
+    tiles = cdiv(M, plan.BLOCK_M)
+    if plan.BLOCK_N < N:
+        rstd, projection = x.new_empty((2, M), dtype=torch.float32)
+        launch(
+            _rms_norm_statistics_kernel,
+            plan,
+            tiles,
+            dy,
+            x,
+            weight,
+            rstd,
+            projection,
+            M,
+            N,
+            eps,
+            offset,
+            HAS_WEIGHT=weight is not None,
+            NEEDS_DX=dx is not None,
+        )
+        statistics = wide_backward.Statistics(rstd=rstd, projection=projection)
+        wide_backward.run(dy, ds, x, weight, dx, dweight, None, offset, statistics, forced)
+        return
+    partial = partial_sums(dweight, plan.programs(tiles))
+    launch(
+        _rms_norm_backward_kernel,
+        plan,
+        tiles,
+        dy,
+        ds,
+        x,
+        weight,
+        dx,
+        partial,
+        M,
+        N,
+        eps,
+        offset,
+        HAS_DS=ds is not None,
+        HAS_WEIGHT=weight is not None,
+        NEEDS_DX=dx is not None,
+        NEEDS_DWEIGHT=dweight is not None,
+    )
+    summed(partial, dweight)
+
+
+@library.kernel("rms_norm", "npu")
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    *,
+    plan: Plan | None = None,
+) -> Tensor:
+    y = meta.rms_norm.rms_norm(x, weight, eps, offset, casting_mode)
+    forward(x, None, weight, y, None, eps, offset, casting_mode, plan)
+    return y
+
+
+@library.kernel("rms_norm_backward", "npu")
+def rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    output_mask: list[bool],
+    *,
+    plan: Plan | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    dx, dweight = meta.rms_norm.rms_norm_backward(dy, x, weight, eps, offset, output_mask)
+    backward(dy, None, x, weight, dx, dweight, eps, offset, plan)
+    return dx, dweight

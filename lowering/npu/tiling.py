@@ -19,6 +19,226 @@ MAX_PROGRAMS = 65535
 INTERPRETED_UB_BYTES = 196608
 INTERPRETED_VECTOR_CORES = 3
 
-# A tile's last axis is padded to this, of which 32 bytes, a block of the Unified Buffer, are a divisor.
+# 32 bytes, one block of the Unified Buffer, in the narrowest dtype.
 MIN_BLOCK_N = 16
+# More rows than this are not faster to copy, and each statistic of a row takes a block of 32 bytes.
 MAX_BLOCK_M = 64
+# The planner's figure differs by version of CANN; what is left over covers that.
+UB_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of Unified Buffer that an element of the tile takes, by the bytes an element is stored in.
+
+    `whole` is of the kernel of rows that fit a tile, which takes `padding` more where the row is narrower
+    than the tile; `wide` is of the kernels of rows that do not fit.
+    """
+
+    whole: dict[int, float]
+    wide: dict[int, float]
+    padding: float = 0
+
+
+# What the planner of ascendnpu-ir takes of 196608 bytes, the most of 1.0.0, 1.1.0 and 1.2.0 and of options,
+# for bf16 | fp32. 43.2 bytes an element are 90% at 4096 elements, 86.4 at 2048.
+COSTS = {
+    # whole (1, 4096): 58.6% | 37.6%, fp32 (1, 8192): 75.1%. wide (1, 4096): 87.6% | 70.9%.
+    "rms_norm": Cost({2: 28.2, 4: 18.1}, {2: 42.2, 4: 34.1}),
+    # whole (1, 4096): 91.8% | 54.2%. wide (1, 2048): 73.0% | 52.1%, (1, 4096): 91.8% | 91.8%.
+    "fused_add_rms_norm": Cost({2: 44.1, 4: 26.1}, {2: 70.1, 4: 50.1}),
+    # whole (1, 4096): 87.6% | 79.2%. wide (1, 2048): 46.0% | 46.0%, (1, 4096): 91.8% | 91.8%.
+    "rms_norm_backward": Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}),
+    # whole (1, 4096): 66.9% | 50.1%, padded 75.2% | 58.5%. wide (1, 2048): 89.7% | 85.6%.
+    "layer_norm": Cost({2: 32.2, 4: 24.2}, {2: 86.2, 4: 82.2}, padding=4),
+    # whole (1, 4096): 83.5% | 71.0%, padded 91.8% | 79.3%. wide (1, 1024): 47.1%, (1, 2048): 94.0%.
+    "layer_norm_backward": Cost({2: 40.2, 4: 34.2}, {2: 90.3, 4: 90.3}, padding=4),
+    # (1, 2048): 54.3% | 50.1%, (1, 4096): 91.8% | overflow.
+    "wide_backward": Cost({}, {2: 52.2, 4: 52.2}),
+    # whole 4096 elements: 84.9% | 76.6%. wide (1, 4096): 75.1% | 75.1%.
+    "group_norm": Cost({2: 41.0, 4: 37.0}, {2: 36.1, 4: 36.1}),
+    # whole 4096 elements: 76.1% | 67.9%, flat 95.9% | overflow. wide (1, 2048): 85.6%, (1, 4096): overflow.
+    "group_norm_backward": Cost({2: 37.0, 4: 33.0}, {2: 82.3, 4: 82.3}),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tile of a kernel, and the most programs that walk the tiles."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    cores: int
+
+    def whole(self, N: int) -> bool:
+        """Whether a row of N columns fits the tile."""
+        return self.BLOCK_N >= N
+
+    def programs(self, tiles: int) -> int:
+        return min(self.cores, tiles)
+
+    def slabs(self, tiles: int, chunks: int) -> int:
+        """Into how many parts a chunk of columns has its tiles of rows split: 4 items a core, at most."""
+        return max(1, min(tiles, 4 * self.cores // chunks))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """x as (batch * G, C_G, S): groups, the channels of each, and their positions."""
+
+    batch: int
+    G: int
+    C_G: int
+    S: int
+
+    @classmethod
+    def of(cls, x: Tensor, num_groups: int) -> Groups:
+        batch, channels = x.shape[:2]
+        return cls(batch, num_groups, channels // num_groups, x.numel() // (batch * channels))
+
+    @property
+    def groups(self) -> int:
+        return self.batch * self.G
+
+    @property
+    def length(self) -> float:
+        return float(self.C_G * self.S)
+
+    @property
+    def flat(self) -> bool:
+        """Whether the channels lie along the last axis of the tile, there being one position."""
+        return self.S == 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return (1, self.C_G) if self.flat else (self.C_G, self.S)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a group fits the tile."""
+        return plan.BLOCK_M >= self.sizes[0] and plan.BLOCK_N >= self.sizes[1]
+
+    def layout(self, plan: Plan) -> dict[str, bool]:
+        return {"FLAT": self.flat, "PADDED": (plan.BLOCK_M, plan.BLOCK_N) != self.sizes}
+
+
+def plan(op: str, N: int, *tensors: Tensor | None) -> Plan:
+    """The plan of an op for rows of N columns of these tensors, on this machine."""
+    return rows_plan(op, N, _itemsizes(*tensors), ub_bytes(), vector_cores())
+
+
+def group_plan(op: str, shape: Groups, *tensors: Tensor) -> Plan:
+    """The plan of an op for groups of this shape of these tensors, on this machine."""
+    return groups_plan(op, shape, _itemsizes(*tensors), ub_bytes(), vector_cores())
+
+
+def _itemsizes(*tensors: Tensor | None) -> set[int]:
+    return {tensor.element_size() for tensor in tensors if tensor is not None}
+
+
+def rows_plan(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -> Plan:
+    """The plan of an op for rows of N columns, of tensors of these bytes an element."""
+    cost = COSTS[op]
+    block_n = max(MIN_BLOCK_N, next_power_of_2(N))
+    if cost.whole:
+        padding = cost.padding if block_n > N else 0
+        elements = tile_elements(max(map(cost.whole.get, itemsizes)) + padding, ub_bytes)
+        if block_n <= elements:
+            # Half of what fits: several rows can take more than one row of as many elements.
+            block_m = min(MAX_BLOCK_M, max(1, elements // 2 // block_n))
+            return Plan(block_m, block_n, cores)
+    return Plan(1, chunk(N, tile_elements(max(map(cost.wide.get, itemsizes)), ub_bytes)), cores)
+
+
+def groups_plan(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, cores: int) -> Plan:
+    """The plan of an op for groups of this shape, of tensors of these bytes an element."""
+    cost = COSTS[op]
+    block_m, block_n = (next_power_of_2(size) for size in shape.sizes)
+    block_n = max(MIN_BLOCK_N, block_n)
+    elements = tile_elements(max(map(cost.whole.get, itemsizes)), ub_bytes)
+    if shape.flat:
+        # A flat tile keeps the sums of its channels as wide as itself.
+        elements //= 2
+    if block_m <= MAX_BLOCK_M and block_m * block_n <= elements:
+        return Plan(block_m, block_n, cores)
+    elements = tile_elements(max(map(cost.wide.get, itemsizes)), ub_bytes)
+    block_n = max(MIN_BLOCK_N, next_power_of_2(shape.S))
+    if block_n > elements:
+        return Plan(1, chunk(shape.S, elements), cores)
+    rows = min(MAX_BLOCK_M, next_power_of_2(shape.C_G), max(1, elements // 2 // block_n))
+    return Plan(rows, block_n, cores)
+
+
+def chunk(N: int, elements: int) -> int:
+    """The width of at most `elements`, and at least a quarter of it, that pads N the least."""
+    widths = [max(MIN_BLOCK_N, elements >> shift) for shift in range(3)]
+    return min(widths, key=lambda width: (cdiv(N, width) * width, -width))
+
+
+def tile_elements(cost: float, ub_bytes: int) -> int:
+    """The largest power of two of elements that fits at `cost` bytes an element."""
+    return max(MIN_BLOCK_N, 1 << (int(ub_bytes * UB_SHARE / cost).bit_length() - 1))
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def ub_bytes() -> int:
+    """The capacity of a vector core's Unified Buffer."""
+    override = os.environ.get("LIGER_OPS_NPU_UB_BYTES")
+    if override:
+        return int(override)
+    return INTERPRETED_UB_BYTES if _interpreted() else _device_ub_bytes()
+
+
+def vector_cores() -> int:
+    """The vector cores of the device, and so the most programs worth starting."""
+    override = os.environ.get("LIGER_OPS_NPU_VECTOR_CORES")
+    if override:
+        cores = int(override)
+    else:
+        cores = INTERPRETED_VECTOR_CORES if _interpreted() else _device_vector_cores()
+    return min(cores, MAX_PROGRAMS)
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def rows(tensor: Tensor | None) -> Tensor | None:
+    """A tensor as contiguous (M, N)."""
+    return None if tensor is None else tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _device_vector_cores() -> int:
+    properties = driver.active.utils.get_device_properties(driver.active.get_current_device())
+    return properties["num_vectorcore"]
+
+
+@functools.cache
+def _device_ub_bytes() -> int:
+    # triton-ascend's driver knows the chip, CANN's platform tables its buffer.
+    from tbe.common.platform import get_soc_spec, set_current_compile_soc_info
+
+    set_current_compile_soc_info(driver.active.get_current_target().arch)
+    return int(get_soc_spec("UB_SIZE"))
+
+
+def launch(kernel: Any, plan: Plan, tiles: int, x: Tensor, *args: Any, **constants: Any) -> None:
+    """Run kernel over the tiles on the NPU that holds x, its first argument, current or not."""
+    grid = (plan.programs(tiles),)
+    tile = {"BLOCK_M": plan.BLOCK_M, "BLOCK_N": plan.BLOCK_N}
+    if x.device.type == "npu" and x.device.index not in (None, torch.npu.current_device()):
+        with torch.npu.device(x.device):
+            kernel[grid](x, *args, **constants, **tile)
+    else:
+        kernel[grid](x, *args, **constants, **tile)

@@ -1,0 +1,49 @@
+# `make demo` and `make test` make what they need: a virtual environment, .venv, with torch for this
+# machine. PYTHON=/path/to/python makes it with another Python than python3;
+# PYTHON_ENV=/path/to/python uses an environment that is there already, and installs nothing.
+
+PYTHON ?= python3
+PYTHON_ENV ?=
+ARGS ?=
+
+ifeq ($(PYTHON_ENV),)
+  PY := .venv/bin/python
+  READY := .venv/ready
+else
+  PY := $(PYTHON_ENV)
+  READY := check-environment
+  export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+
+export PYTHON PYTHON_ENV
+
+.PHONY: help demo test lint format clean check-environment
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s%s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## train a small Llama with its norms fused; ARGS="--device cpu --steps 50"
+	$(PY) examples/train_llama.py $(ARGS)
+
+# One thread a process: PyTorch's own threads would compete with the other workers for the same cores.
+test: $(READY) ## every test; ARGS="tests/test_rms_norm.py -k compile" for some of them
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+lint: $(READY) ## format, lint and types, checked
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(READY) ## rewrite the sources as `make lint` wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean: ## remove .venv, caches and build output
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/ready: pyproject.toml .ci/setup
+	@.ci/setup
+
+check-environment:
+	@.ci/setup

@@ -1,0 +1,592 @@
+"""Train a Llama twice, untouched and with liger_ops' norms compiled whole, and compare the two.
+
+    python examples/train_llama.py [--help]
+
+Both runs start from the same seed and see the same batches of real text: the source of Python's own
+standard library, byte by byte. The first is the transformers model as it comes, eager. The second
+is `liger_ops.fuse(model)` under `torch.compile(fullgraph=True)`. The exit status is 1 unless every
+norm is an op of the compiled graphs, nothing broke the graph, the loss curves coincide and the
+checkpoint loads as a plain transformers model. Bad arguments end in one sentence and status 2.
+
+Needs transformers, matplotlib and tqdm beside liger_ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import matplotlib.figure
+import torch
+import transformers
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from tqdm import tqdm
+
+import liger_ops
+
+VOCABULARY = 256
+MAX_TEXT_BYTES = 8 * 2**20
+PROMPT = b"def __init__(self, "
+
+# The largest difference between the two loss curves that passes, up to step EARLY_STEPS and after.
+# Training magnifies a difference in rounding. Measured, tiny: float32 on a CPU 5e-7 to step 100 and
+# 1e-3 to step 200 at a constant rate; bfloat16 on an H200 1e-2 and 2e-2, and small 5e-3 and 3e-3.
+EARLY_STEPS = 100
+LOSS_BOUND = {torch.float32: (1e-4, 5e-2), torch.bfloat16: (5e-2, 2e-1)}
+# Equal parameters under the same arithmetic: the fused norms' rounding is all that may differ.
+CHECKPOINT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's shape, and how it trains."""
+
+    shape: dict[str, int]
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+
+
+PRESETS = {
+    "tiny": Preset(
+        {
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        steps=100,
+        batch_size=16,
+        sequence_length=128,
+        learning_rate=1e-3,
+    ),
+    "small": Preset(
+        {
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+        },
+        steps=150,
+        batch_size=16,
+        sequence_length=512,
+        learning_rate=3e-4,
+    ),
+    "llama-3.2-1b": Preset(
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        steps=100,
+        batch_size=8,
+        sequence_length=1024,
+        learning_rate=1e-4,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments, with everything that was left open decided."""
+
+    device: str
+    dtype: torch.dtype
+    backend: str
+    backend_reason: str
+    preset_name: str
+    preset: Preset
+    seed: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run measured; a single step has no speed, for the first one compiles."""
+
+    losses: Tensor
+    first_step_seconds: float
+    tokens_per_second: float | None
+
+
+class UsageError(Exception):
+    """An argument that cannot be used, in one sentence."""
+
+
+class GraphRecorder:
+    """A backend of torch.compile that counts the liger ops in every graph that it compiles.
+
+    AOTAutograd hands it each forward and each backward graph, and code is generated from these.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self.backend == "inductor":
+            # A hit in AOTAutograd's cache would pass by the recorder. Inductor's cache stays on.
+            with functorch_config.patch(enable_autograd_cache=False):
+                return compile_fx(graph, inputs, inner_compile=self._generate_code)
+        interpret = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(self._count(graph, self.forward)),
+            bw_compiler=lambda graph, _: make_boxed_func(self._count(graph, self.backward)),
+        )
+        return interpret(graph, inputs)
+
+    def _generate_code(self, graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        self._count(graph, self.backward if options.get("is_backward") else self.forward)
+        return compile_fx_inner(graph, inputs, **options)
+
+    @staticmethod
+    def _count(graph: torch.fx.GraphModule, counts: Counter[str]) -> torch.fx.GraphModule:
+        for node in graph.graph.nodes:
+            if getattr(node.target, "namespace", None) == liger_ops.library.NAMESPACE:
+                counts[node.target.name().partition("::")[2]] += 1
+        return graph
+
+
+def main(arguments: list[str] | None = None) -> int:
+    started = time.perf_counter()
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    try:
+        settings = decide(options)
+        text, text_name = load_text(options.text, settings.preset)
+        checkpoint = prepare_folder(options.output / "checkpoint")
+    except UsageError as error:
+        parser.error(str(error))
+    transformers.utils.logging.disable_progress_bar()
+    preset, device = settings.preset, settings.device
+    split = len(text) - preset.batch_size * preset.sequence_length
+    held_out = text[split:].view(preset.batch_size, -1).long().to(device)
+
+    print(f"Training the {settings.preset_name} Llama twice on {text_name}.", flush=True)
+    if settings.backend_reason:
+        print(settings.backend_reason, flush=True)
+    try:
+        model = build_model(settings)
+        batches = draw_batches(text[:split], settings)
+        untouched = train(model, model, batches, settings, "untouched, eager")
+        del model
+
+        model = build_model(settings)
+        report = liger_ops.fuse(model)
+        recorder = GraphRecorder(settings.backend)
+        compiled = torch.compile(model, fullgraph=True, backend=recorder)
+        batches = draw_batches(text[:split], settings)
+        breaks_before = sum(counters["graph_break"].values())
+        fused = train(compiled, model, batches, settings, f"fused, {settings.backend}")
+        graph_breaks = sum(counters["graph_break"].values()) - breaks_before
+    except torch.OutOfMemoryError:
+        advice = "a smaller --preset, --batch-size or --sequence-length needs less"
+        print(f"{parser.prog}: {device} ran out of memory; {advice}", file=sys.stderr)
+        return 1
+
+    model.save_pretrained(checkpoint)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=settings.dtype)
+    loaded.to(device)
+    trained, stored = model.state_dict(), loaded.state_dict()
+    trained_loss, loaded_loss = evaluate(model, held_out), evaluate(loaded, held_out)
+
+    difference = (untouched.losses - fused.losses).abs()
+    bounds = loss_bounds(settings)
+    picture = options.output / "loss.png"
+    plot(untouched, fused, settings, picture)
+
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ops = {
+        name: liger_ops.library.implementation(liger_ops.library.OPS[name], device)
+        for name in sorted({*recorder.forward, *recorder.backward})
+    }
+    summary = {
+        "device": f"{device_name(device)}, {settings.dtype}, torch {torch.__version__}",
+        "model": f"{settings.preset_name}: {config.num_hidden_layers} layers, hidden size"
+        f" {config.hidden_size}, {parameters / 1e6:.1f} M parameters",
+        "data": f"{text_name} ({len(text) / 1e6:.1f} MB), {preset.steps} steps of"
+        f" {preset.batch_size} x {preset.sequence_length} bytes",
+        "fuse": str(report),
+        "implementation": align(ops) or "no op ran",
+        "graph breaks": str(graph_breaks),
+        "forward graph": describe_counts(recorder.forward),
+        "backward graph": describe_counts(recorder.backward),
+        "untouched": f"eager: {describe_run(untouched)}",
+        "fused": f"{settings.backend}: {describe_run(fused)}",
+        "difference": describe_difference(difference, bounds),
+        "checkpoint": f"{checkpoint}, held-out loss {loaded_loss:.4f} (before: {trained_loss:.4f})",
+        "curves": str(picture),
+        "continuation": sample(loaded, settings),
+        "total time": f"{time.perf_counter() - started:.0f} s",
+    }
+    print("\n" + align(summary))
+
+    norms = 2 * config.num_hidden_layers + 1
+    checkpoint_bound = CHECKPOINT_BOUND[settings.dtype]
+    checks = {
+        f"the forward graph must hold rms_norm {norms} times and no other liger op": (
+            recorder.forward == {"rms_norm": norms}
+        ),
+        f"the backward graph must hold rms_norm_backward {norms} times and no other liger op": (
+            recorder.backward == {"rms_norm_backward": norms}
+        ),
+        "there must be no graph break": graph_breaks == 0,
+        "the loss curves must not differ by more than the bound": bool(
+            (difference <= bounds).all()
+        ),
+        "the loaded checkpoint must hold the model's parameters": (
+            trained.keys() == stored.keys()
+            and all(torch.equal(trained[name], stored[name]) for name in trained)
+        ),
+        f"the loaded checkpoint's loss must be the model's within {checkpoint_bound:.0e}": (
+            abs(loaded_loss - trained_loss) <= checkpoint_bound
+        ),
+    }
+    failures = [sentence for sentence, passed in checks.items() if not passed]
+    for sentence in failures:
+        print(f"{parser.prog}: {sentence}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            self.exit(2, f"{self.prog}: {message}\n")
+
+    introduction = (__doc__ or "").split("\n\n")
+    parser = Parser(description=f"{introduction[0]} {introduction[2]}")
+    parser.add_argument("--preset", choices=PRESETS, help="default: tiny on a CPU, else small")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto")
+    parser.add_argument("--steps", type=integer(1), help="default: the preset's")
+    parser.add_argument("--batch-size", type=integer(1), help="default: the preset's")
+    parser.add_argument("--sequence-length", type=integer(2), help="default: the preset's")
+    parser.add_argument("--seed", type=integer(0), default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="a file, or a folder whose text files are read; default: Python's standard library",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=Path("runs/train_llama"),
+        help="where the checkpoint and the picture go; default: %(default)s",
+    )
+    parser.add_argument(
+        "--compile-backend",
+        choices=["auto", "inductor", "aot_eager"],
+        default="auto",
+        help="auto: inductor, or aot_eager on a CPU without what Inductor needs to build C++",
+    )
+    return parser
+
+
+def integer(least: int) -> Callable[[str], int]:
+    """An argument type: an integer of at least `least` that fits 32 bits."""
+
+    def convert(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            number = least - 1
+        if not least <= number < 2**31:
+            raise argparse.ArgumentTypeError(f"{value!r} is not an integer of at least {least}")
+        return number
+
+    return convert
+
+
+def decide(options: argparse.Namespace) -> Settings:
+    """Turn what was asked for into what this machine can do, or raise UsageError."""
+    device = best = liger_ops.infer_device()
+    if options.device != "auto":
+        device = options.device
+        module = getattr(torch, device, None)
+        if module is None or not module.is_available():
+            raise UsageError(f"--device {device}: PyTorch finds none here; it does find {best}")
+    backend, reason = options.compile_backend, ""
+    if backend == "auto":
+        missing = missing_for_inductor() if device == "cpu" else ""
+        backend = "aot_eager" if missing else "inductor"
+        reason = f"Inductor cannot work here: {missing}. Using aot_eager." if missing else ""
+    preset_name = options.preset or ("tiny" if device == "cpu" else "small")
+    preset = PRESETS[preset_name]
+    preset = replace(
+        preset,
+        steps=options.steps or preset.steps,
+        batch_size=options.batch_size or preset.batch_size,
+        sequence_length=options.sequence_length or preset.sequence_length,
+    )
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return Settings(device, dtype, backend, reason, preset_name, preset, options.seed)
+
+
+def missing_for_inductor() -> str:
+    """What Inductor lacks to build C++ for a CPU, as it looks for it; "" when nothing."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"the C++ compiler {compiler} is not installed"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"Python's header {header} is not installed"
+
+
+def prepare_folder(path: Path) -> Path:
+    """The folder, which is made where it is missing and can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise UsageError(f"--output: {path} cannot be written: {error.strerror}") from None
+    return path
+
+
+def load_text(path: Path | None, preset: Preset) -> tuple[Tensor, str]:
+    """The text's bytes, as many as MAX_TEXT_BYTES, and what to call it."""
+    name, suffix = str(path), ""
+    if path is None:
+        path, suffix = Path(sysconfig.get_paths()["stdlib"]), ".py"
+        name = "the source of Python's standard library"
+    try:
+        files = [path] if path.is_file() else walk(path, suffix)
+        text = b""
+        for file in files:
+            with file.open("rb") as opened:
+                content = opened.read(MAX_TEXT_BYTES - len(text))
+            # As git and grep tell text from binary.
+            text += b"" if b"\0" in content else content
+            if len(text) == MAX_TEXT_BYTES:
+                break
+    except OSError as error:
+        raise UsageError(f"--text {name} cannot be read: {error.strerror}") from None
+    needed = (preset.batch_size + 1) * preset.sequence_length
+    if len(text) < needed:
+        raise UsageError(
+            f"--text {name} has {len(text)} bytes of text, and batches of {preset.batch_size} x"
+            f" {preset.sequence_length} with one held out need {needed}"
+        )
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8), name
+
+
+def walk(folder: Path, suffix: str) -> Iterator[Path]:
+    """The folder's files in sorted order, without hidden ones and installed packages."""
+    skipped = {"__pycache__", "site-packages", "dist-packages"}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name in skipped:
+            continue
+        if path.is_file() and path.name.endswith(suffix):
+            yield path
+        elif path.is_dir() and not path.is_symlink():
+            yield from walk(path, suffix)
+
+
+def draw_batches(text: Tensor, settings: Settings) -> Iterator[Tensor]:
+    """As many batches as there are steps, from random places of the text; all of one shape."""
+    preset = settings.preset
+    generator = torch.Generator().manual_seed(settings.seed)
+    window = torch.arange(preset.sequence_length)
+    places = len(text) - preset.sequence_length + 1
+    for _ in range(preset.steps):
+        starts = torch.randint(places, (preset.batch_size, 1), generator=generator)
+        yield text[starts + window].long().to(settings.device)
+
+
+def build_model(settings: Settings) -> Any:
+    """The model, with the random weights of the seed."""
+    torch.manual_seed(settings.seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=settings.preset.sequence_length,
+        tie_word_embeddings=True,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        **settings.preset.shape,
+    )
+    # Not .to(dtype), which would round the rotary frequencies too.
+    with torch.device(settings.device):
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=settings.dtype, attn_implementation="sdpa"
+        )
+
+
+def train(
+    forward: Callable[..., Any],
+    model: torch.nn.Module,
+    batches: Iterator[Tensor],
+    settings: Settings,
+    label: str,
+) -> Run:
+    """Train `model`, whose forward is `forward`, with AdamW and a rate that rises, then falls to 0.
+
+    The optimizer keeps float32 parameters: in bfloat16 a norm's weight, which starts at 1, would
+    lose every update below 1/256. Where the model is float32 they are the model's own memory.
+    """
+    preset = settings.preset
+    parameters = list(model.parameters())
+    masters = [parameter.detach().float() for parameter in parameters]
+    optimizer = torch.optim.AdamW(masters, lr=preset.learning_rate, betas=(0.9, 0.95))
+    warmup = min(10, preset.steps)
+    tokens = preset.batch_size * preset.sequence_length
+    losses: list[Tensor] = []
+    started = shown = time.perf_counter()
+    first_step_seconds = 0.0
+    bar = tqdm(
+        batches, desc=label, total=preset.steps, unit="step", dynamic_ncols=True, mininterval=0.5
+    )
+    bar.set_postfix_str("first step")
+    for step, batch in enumerate(bar):
+        rate = preset.learning_rate * min((step + 1) / warmup, 1) * (1 - step / preset.steps)
+        optimizer.param_groups[0]["lr"] = rate
+        loss = forward(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        for parameter, master in zip(parameters, masters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+        losses.append(loss.detach().float())
+        now = time.perf_counter()
+        if step == 0:
+            synchronize(settings.device)
+            first_step_seconds = time.perf_counter() - started
+            steady = time.perf_counter()
+        elif now - shown > 0.5:
+            # item() waits for the device, so that the speed is that of finished steps.
+            value = losses[-1].item()
+            speed = tokens * step / (time.perf_counter() - steady)
+            bar.set_postfix_str(f"loss {value:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            shown = now
+    synchronize(settings.device)
+    seconds = time.perf_counter() - steady
+    speed = tokens * (preset.steps - 1) / seconds if preset.steps > 1 else None
+    return Run(torch.stack(losses).cpu(), first_step_seconds, speed)
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        getattr(torch, device).synchronize()
+
+
+@torch.no_grad()
+def evaluate(model: Any, batch: Tensor) -> float:
+    return model(input_ids=batch, labels=batch, use_cache=False).loss.item()
+
+
+def sample(model: Any, settings: Settings) -> str:
+    """What the model writes after the prompt, with ? for what a terminal should not print."""
+    torch.manual_seed(settings.seed)
+    prompt = torch.tensor([list(PROMPT)], device=settings.device)
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=100,
+        do_sample=True,
+        temperature=0.7,
+        use_cache=True,
+    )
+    text = bytes(output[0].tolist()).decode("ascii", errors="replace").replace("\ufffd", "?")
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def plot(untouched: Run, fused: Run, settings: Settings, path: Path) -> None:
+    """Both loss curves, and below them their difference."""
+    steps = range(1, len(untouched.losses) + 1)
+    figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
+    curves, differences = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    curves.plot(steps, untouched.losses, color="tab:orange", linewidth=5, alpha=0.5)
+    curves.plot(steps, fused.losses, color="tab:blue", linewidth=1.2)
+    curves.legend(["untouched, eager", f"liger_ops fused, {settings.backend}"])
+    curves.set_ylabel("loss (nats per byte)")
+    curves.set_title(f"{settings.preset_name} Llama on {device_name(settings.device)}")
+    # A logarithmic axis leaves out the steps where the two are equal to the last bit.
+    difference = (untouched.losses - fused.losses).abs()
+    differences.plot(steps, difference, ".", color="tab:green", label="where not 0")
+    differences.plot(steps, loss_bounds(settings), color="tab:red", linestyle="--", label="bound")
+    differences.set_yscale("log", nonpositive="mask")
+    differences.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+    differences.set_ylabel("|difference|")
+    differences.set_xlabel("step")
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def device_name(device: str) -> str:
+    if device == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu ({threads} thread{'s' * (threads != 1)})"
+    return f"{device} ({getattr(torch, device).get_device_name()})"
+
+
+def loss_bounds(settings: Settings) -> Tensor:
+    """The bound of every step."""
+    early, late = LOSS_BOUND[settings.dtype]
+    steps = torch.arange(1, settings.preset.steps + 1)
+    return torch.where(steps <= EARLY_STEPS, early, late)
+
+
+def describe_difference(difference: Tensor, bounds: Tensor) -> str:
+    """The largest difference of the steps under each bound."""
+    parts = []
+    for first, last in ((1, EARLY_STEPS), (EARLY_STEPS + 1, len(difference))):
+        steps = slice(first - 1, last)
+        if first <= len(difference):
+            parts.append(
+                f"at most {difference[steps].max():.1e} in steps {first} to"
+                f" {min(last, len(difference))} (bound {bounds[first - 1]:.0e})"
+            )
+    return "\n".join(parts)
+
+
+def describe_counts(counts: Counter[str]) -> str:
+    parts = [f"{count} x liger.{op}" for op, count in sorted(counts.items())]
+    return ", ".join(parts) or "no liger op"
+
+
+def describe_run(run: Run) -> str:
+    speed = "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f} tokens/s, "
+    return (
+        f"loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}, {speed}"
+        f"first step {run.first_step_seconds:.1f} s"
+    )
+
+
+def align(rows: dict[str, str]) -> str:
+    """Two columns; the further lines of a value stand below its first."""
+    width = max((len(name) for name in rows), default=0) + 2
+    indent = " " * width
+    return "\n".join(
+        name.ljust(width) + textwrap.indent(value, indent).removeprefix(indent)
+        for name, value in rows.items()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What a report of a defect needs to say of its machine: versions, devices, and what runs where."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__, library
+from .compile_cache import package_hash
+from .device import PREFERENCE, infer_device
+
+PACKAGES = ("torch", "triton", "torch_npu", "triton-ascend", "transformers")
+
+
+def describe() -> dict[str, Any]:
+    """The environment as JSON types.
+
+    `versions`: of each package, or None where it is not installed. `liger_ops`: version, folder and
+    a hash of the sources. `devices`: device type to the devices of that type that PyTorch can use.
+    `kernels`: device type to the ops with a kernel for it, whether this machine has one or not.
+    `ops`: op to device type to what runs there, for the devices of this machine.
+    """
+    # First: it imports torch_npu where that is installed, without which there is no torch.npu.
+    best, problem = _best_device()
+    devices = {"cpu": [_cpu()]}
+    for kind in PREFERENCE:
+        found = _accelerators(kind)
+        if found:
+            devices[kind] = found
+    return {
+        "liger_ops": {
+            "version": __version__,
+            "sources": package_hash(),
+            "folder": str(Path(__file__).parent),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in PACKAGES},
+        },
+        "platform": platform.platform(),
+        "cuda_of_torch": torch.version.cuda,
+        "hip_of_torch": torch.version.hip,
+        "devices": devices,
+        "best_device": best,
+        "problem": problem,
+        "kernels": {
+            device: [name for name, op in library.OPS.items() if device in op.kernels]
+            for device in library.DEVICES
+        },
+        "ops": {
+            name: {device: library.implementation(op, device) for device in devices}
+            for name, op in library.OPS.items()
+        },
+    }
+
+
+def _best_device() -> tuple[str, str | None]:
+    try:
+        return infer_device(), None
+    except Exception as error:
+        # A vendor's package that does not import is what the report is then about.
+        return "unknown", f"{type(error).__name__}: {error}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, str | None]:
+    return {"name": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def _accelerators(kind: str) -> list[dict[str, str | None]]:
+    module: Any = getattr(torch, kind, None)
+    if module is None or not module.is_available():
+        return []
+    # Only CUDA's and XPU's modules are PyTorch's own: of a vendor's neither function is certain.
+    name = getattr(module, "get_device_name", lambda index: kind)
+    capability = getattr(module, "get_device_capability", lambda index: None)
+    return [
+        {"name": name(index), "capability": _dotted(capability(index))}
+        for index in range(module.device_count())
+    ]
+
+
+def _dotted(capability: Any) -> str | None:
+    # CUDA's is a pair. XPU's is a dictionary of everything, too long to print.
+    return ".".join(map(str, capability)) if isinstance(capability, tuple) else None

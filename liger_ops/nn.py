@@ -1,0 +1,295 @@
+"""Modules that call the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor, nn
+
+from .ops.fused_add_rms_norm import fused_add_rms_norm
+from .ops.group_norm import group_norm
+from .ops.layer_norm import layer_norm
+from .ops.rms_norm import rms_norm
+
+__all__ = ["FusedAddRMSNorm", "GroupNorm", "LayerNorm", "RMSNorm"]
+
+
+class _RMSNormBase(nn.Module):
+    """The weight and the options of the two modules that normalise by the root mean square."""
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int | None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        weight = None
+        if hidden_size is not None:
+            _check_size(owner, "hidden_size", hidden_size)
+            if elementwise_affine:
+                weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        elif elementwise_affine:
+            raise ValueError(f"{owner}: hidden_size must be a positive int, got None")
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.offset = offset
+        self.casting_mode = casting_mode
+        self.elementwise_affine = elementwise_affine
+        self.register_parameter("weight", weight)
+        self._check_options()
+        self.reset_parameters()
+
+    def _check_options(self) -> None:
+        """Raise now, not at the first forward, what the op says of the options."""
+        nothing = torch.empty(0, 1, device="meta")
+        weight = torch.empty(1, device="meta") if self.elementwise_affine else None
+        rms_norm(nothing, weight, self.eps, self.offset, self.casting_mode)
+
+    def _check_width(self, x: Tensor) -> None:
+        # With a weight the op compares its size.
+        if self.weight is None and self.hidden_size not in (None, x.shape[-1]):
+            raise ValueError(
+                f"{type(self).__name__}: x must be (..., {self.hidden_size}),"
+                f" got shape {tuple(x.shape)}"
+            )
+
+    def reset_parameters(self) -> None:
+        """Make weight + offset one."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.hidden_size}, eps={self.eps}, offset={self.offset},"
+            f" casting_mode={self.casting_mode!r}, elementwise_affine={self.elementwise_affine}"
+        )
+
+
+class RMSNorm(_RMSNormBase):
+    """Root-mean-square normalisation over the last dimension, by `liger_ops.rms_norm`.
+
+        y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
+
+    Where the result is rounded, the precision and the gradient are those of `liger_ops.rms_norm`. y
+    has x's dtype, whatever weight's.
+
+    Args:
+        hidden_size: the size N of the last dimension. None, for any, without a weight only.
+        eps: added to the mean square, at least 0.
+        offset: added to the weight: 1.0 for models that store weight - 1 (Gemma), else 0.
+        casting_mode: "llama", "gemma" or "none": see `liger_ops.rms_norm`.
+        elementwise_affine: whether there is a weight.
+        device, dtype: of the weight.
+
+    Attributes:
+        weight: (N,), or None. It starts as 1 - offset.
+
+    Shape:
+        x: (..., N), floating point, any strides; y: the same, contiguous.
+
+    Raises:
+        TypeError: an argument is of another type, or x is not floating point.
+        ValueError: hidden_size is not positive, an option is not as above, or x is of another
+            width.
+
+    Example:
+        >>> liger_ops.nn.RMSNorm(2, elementwise_affine=False)(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.8485, 1.1314]])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_width(x)
+        return rms_norm(x, self.weight, self.eps, self.offset, self.casting_mode)
+
+
+class FusedAddRMSNorm(_RMSNormBase):
+    """Residual addition and root-mean-square normalisation, by `liger_ops.fused_add_rms_norm`.
+
+        s = x + residual
+        y = s / sqrt(mean(s**2, -1) + eps) * (weight + offset)
+
+    For a block that normalises the sum and passes it on: the sum is written once, and its own
+        gradient
+    joins the norm's in one kernel. Precision and gradient are those of
+    `liger_ops.fused_add_rms_norm`.
+
+    Args:
+        hidden_size: the size N of the last dimension. None, for any, without a weight only.
+        eps: added to the mean square, at least 0.
+        offset: added to the weight: 1.0 for models that store weight - 1 (Gemma), else 0.
+        casting_mode: "llama", "gemma" or "none": see `liger_ops.rms_norm`.
+        elementwise_affine: whether there is a weight.
+        device, dtype: of the weight.
+
+    Attributes:
+        weight: (N,), or None. It starts as 1 - offset.
+
+    Shape:
+        x, residual: (..., N), floating point, any strides; y and s: the same, contiguous, of the
+            dtype
+        of x + residual.
+
+    Raises:
+        TypeError: an argument is of another type, or x or residual is not floating point.
+        ValueError: hidden_size is not positive, an option is not as above, or x is of another width
+            than hidden_size, or of another shape than residual.
+
+    Example:
+        >>> y, s = liger_ops.nn.FusedAddRMSNorm(2)(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]))
+        >>> s.tolist()
+        [[3.0, 4.0]]
+    """
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        self._check_width(x)
+        return fused_add_rms_norm(
+            x, residual, self.weight, self.eps, self.offset, self.casting_mode
+        )
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` by `liger_ops.layer_norm`: the same arguments, parameters, state dict.
+
+        y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+
+    with mean and biased variance over the last dimensions, those of normalized_shape. It is a
+    subclass, so that what asks for `torch.nn.LayerNorm`, such as a rule against weight decay on
+    norms, finds it. Precision and gradient are those of `liger_ops.layer_norm`.
+
+    Args:
+        normalized_shape: the size of the last dimension, or the sizes of the last dimensions. None,
+            for the last dimension of whatever size, without parameters only.
+        eps: added to the variance, at least 0.
+        elementwise_affine: whether there is a weight.
+        bias: whether there is a bias too; without a weight there is none.
+        device, dtype: of the parameters.
+
+    Attributes:
+        weight, bias: of normalized_shape, or None. They start as ones and zeros.
+
+    Shape:
+        input: (..., *normalized_shape), floating point, any strides; the output: the same,
+            contiguous.
+
+    Raises:
+        TypeError: an argument is of another type, or input is not floating point.
+        ValueError: a size is not positive, eps is negative, or input does not end in
+            normalized_shape.
+
+    Example:
+        >>> liger_ops.nn.LayerNorm(2, elementwise_affine=False)(torch.tensor([[1.0, 3.0]]))
+        tensor([[-1.0000,  1.0000]])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if normalized_shape is None:
+            if elementwise_affine:
+                raise ValueError(
+                    "LayerNorm: normalized_shape must be an int or a tuple of ints, got None"
+                )
+            sizes: tuple[int, ...] = ()
+        elif isinstance(normalized_shape, Sequence):
+            sizes = tuple(normalized_shape)
+            if not sizes:
+                raise ValueError("LayerNorm: normalized_shape must name a dimension, got ()")
+        else:
+            sizes = (normalized_shape,)
+        for size in sizes:
+            _check_size("LayerNorm", "normalized_shape", size)
+        layer_norm(torch.empty(0, 1, device="meta"), None, None, eps)
+        super().__init__(sizes, eps, elementwise_affine, bias, device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        shape = self.normalized_shape
+        dims = len(shape)
+        if input.shape[input.dim() - dims :] != shape:
+            sizes = ", ".join(map(str, shape))
+            raise ValueError(
+                f"LayerNorm: input must be (..., {sizes}), got shape {tuple(input.shape)}"
+            )
+        if dims <= 1:
+            return layer_norm(input, self.weight, self.bias, self.eps)
+        weight = None if self.weight is None else self.weight.flatten()
+        bias = None if self.bias is None else self.bias.flatten()
+        return layer_norm(input.flatten(-dims), weight, bias, self.eps).reshape(input.shape)
+
+
+class GroupNorm(nn.GroupNorm):
+    """`torch.nn.GroupNorm` by `liger_ops.group_norm`: the same arguments, parameters, state dict.
+
+        y[n, c] = (x[n, c] - mean(n, g)) / sqrt(var(n, g) + eps) * weight[c] + bias[c]
+
+    with mean and biased variance over all positions and channels of the group g that holds channel
+    c. Precision and gradient are those of `liger_ops.group_norm`.
+
+    Args:
+        num_groups: the number of groups, a divisor of num_channels.
+        num_channels: the size C of the second dimension. Without parameters, as in torch, it is not
+            checked: input may have any multiple of num_groups.
+        eps: added to the variance, at least 0.
+        affine: whether there are weight and bias.
+        device, dtype: of the parameters.
+
+    Attributes:
+        weight, bias: (C,), or None. They start as ones and zeros.
+
+    Shape:
+        input: (N, C, *spatial), floating point, any strides; the output: the same, contiguous.
+
+    Raises:
+        TypeError: an argument is of another type, or input is not floating point.
+        ValueError: num_groups does not divide num_channels, a size is not positive, eps is
+            negative, or input has another number of channels than the parameters.
+
+    Example:
+        >>> norm = liger_ops.nn.GroupNorm(2, 4, affine=False)
+        >>> norm(torch.tensor([[1.0, 3.0, 0.0, 4.0]]))
+        tensor([[-1.0000,  1.0000, -1.0000,  1.0000]])
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_size("GroupNorm", "num_groups", num_groups)
+        _check_size("GroupNorm", "num_channels", num_channels)
+        if num_channels % num_groups != 0:
+            raise ValueError(
+                f"GroupNorm: num_groups must be a divisor of num_channels, {num_channels},"
+                f" got {num_groups}"
+            )
+        group_norm(torch.empty(0, 1, device="meta"), 1, None, None, eps)
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+def _check_size(owner: str, name: str, size: int) -> None:
+    if not isinstance(size, Integral):
+        raise TypeError(f"{owner}: {name} must be an int, got {type(size).__name__}")
+    if size < 1:
+        raise ValueError(f"{owner}: {name} must be at least 1, got {size}")

@@ -1,0 +1,262 @@
+"""group_norm. A group that fits a tile is read once; see group_pieces for others.
+
+x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions), or where
+there is one position, flat: (1, channels).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import library, meta
+from . import group_pieces, tiling
+from .partial_sums import partial_sums, summed
+from .tile import load, within
+from .tiling import Plan, launch
+
+
+@triton.jit
+def _channel_sums(x, FLAT: tl.constexpr):
+    if FLAT:
+        return tl.sum(x, axis=0)[None, :]
+    else:
+        return tl.sum(x, axis=1)[:, None]
+
+
+@triton.jit
+def _group_sum(x):
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def _standardised(x, inside, length, eps, PADDED: tl.constexpr):
+    centred = x - _group_sum(x) / length
+    if PADDED:
+        centred = centred * inside
+    rstd = tl.rsqrt(_group_sum(centred * centred) / length + eps)
+    return centred * rstd, rstd
+
+
+@triton.jit(do_not_specialize=["batch", "slabs"])
+def _group_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    batch,
+    G,
+    C_G,
+    S,
+    length,
+    slabs,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    FLAT: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    channels = tl.arange(0, BLOCK_M)[:, None]
+    positions = tl.arange(0, BLOCK_N)[None, :]
+    if FLAT:
+        channels, positions = positions, channels
+    offsets = channels * S + positions
+    mask = (channels < C_G) & (positions < S)
+    inside = None
+    if PADDED:
+        inside = within(channels, C_G) * within(positions, S)
+    # An item is one group of every slabs-th sample: weight and bias are loaded once for its loop.
+    program = tl.program_id(0).to(tl.int64)
+    for item in tl.range(program, G * slabs, tl.num_programs(0)):
+        first = (item // slabs) * C_G
+        if HAS_WEIGHT:
+            weight = load(weight_ptr + first, channels, channels < C_G)
+        if HAS_BIAS:
+            bias = load(bias_ptr + first, channels, channels < C_G)
+        for sample in tl.range(item % slabs, batch, slabs):
+            start = (sample * G * C_G + first) * S
+            y, _ = _standardised(load(x_ptr + start, offsets, mask), inside, length, eps, PADDED)
+            if HAS_WEIGHT:
+                y = y * weight
+            if HAS_BIAS:
+                y = y + bias
+            tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["batch", "slabs"])
+def _group_norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    batch,
+    G,
+    C_G,
+    S,
+    length,
+    slabs,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    FLAT: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    channels = tl.arange(0, BLOCK_M)[:, None]
+    positions = tl.arange(0, BLOCK_N)[None, :]
+    if FLAT:
+        channels, positions = positions, channels
+    offsets = channels * S + positions
+    mask = (channels < C_G) & (positions < S)
+    inside = None
+    if PADDED:
+        inside = within(channels, C_G) * within(positions, S)
+    program = tl.program_id(0).to(tl.int64)
+    for item in tl.range(program, G * slabs, tl.num_programs(0)):
+        slab = item % slabs
+        first = (item // slabs) * C_G
+        if HAS_WEIGHT:
+            weight = load(weight_ptr + first, channels, channels < C_G)
+        if NEEDS_DWEIGHT:
+            dweight = tl.zeros(channels.shape, tl.float32)
+        if NEEDS_DBIAS:
+            dbias = tl.zeros(channels.shape, tl.float32)
+        for sample in tl.range(slab, batch, slabs):
+            start = (sample * G * C_G + first) * S
+            dy = load(dy_ptr + start, offsets, mask)
+            if NEEDS_DBIAS:
+                dbias += _channel_sums(dy, FLAT)
+            if NEEDS_DX or NEEDS_DWEIGHT:
+                x = load(x_ptr + start, offsets, mask)
+                xhat, rstd = _standardised(x, inside, length, eps, PADDED)
+                sums = _channel_sums(dy * xhat, FLAT)
+                if NEEDS_DWEIGHT:
+                    dweight += sums
+                if NEEDS_DX:
+                    g = dy
+                    if HAS_WEIGHT:
+                        g = dy * weight
+                        sums = sums * weight
+                    mean_g = _group_sum(g) / length
+                    projection = _group_sum(sums) / length
+                    dx = (g - mean_g - xhat * projection) * rstd
+                    tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        sums_at = slab * G * C_G + first + channels
+        if NEEDS_DWEIGHT:
+            tl.store(dweight_ptr + sums_at, dweight, mask=channels < C_G)
+        if NEEDS_DBIAS:
+            tl.store(dbias_ptr + sums_at, dbias, mask=channels < C_G)
+
+
+@library.kernel("group_norm", "npu")
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    plan: Plan | None = None,
+) -> Tensor:
+    y = meta.group_norm.group_norm(x, num_groups, weight, bias, eps)
+    if x.numel() == 0:
+        return y
+    x, weight, bias = x.contiguous(), tiling.contiguous(weight), tiling.contiguous(bias)
+    shape = tiling.Groups.of(x, num_groups)
+    if plan is None:
+        plan = tiling.group_plan("group_norm", shape, x)
+    if not shape.fits(plan):
+        statistics = group_pieces.forward_statistics(x, shape, eps, plan)
+        group_pieces.apply(None, x, weight, bias, statistics, y, shape, plan)
+        return y
+    slabs = plan.slabs(shape.batch, shape.G)
+    launch(
+        _group_norm_kernel,
+        plan,
+        shape.G * slabs,
+        x,
+        weight,
+        bias,
+        y,
+        shape.batch,
+        shape.G,
+        shape.C_G,
+        shape.S,
+        shape.length,
+        slabs,
+        eps,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        **shape.layout(plan),
+    )
+    return y
+
+
+@library.kernel("group_norm_backward", "npu")
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    output_mask: list[bool],
+    *,
+    plan: Plan | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx, dweight, dbias = gradients = meta.group_norm.group_norm_backward(
+        dy, x, num_groups, weight, bias, eps, output_mask
+    )
+    if x.numel() == 0 or gradients == (None, None, None):
+        for sums in (dweight, dbias):
+            if sums is not None:
+                sums.zero_()
+        return gradients
+    dy, x, weight = dy.contiguous(), x.contiguous(), tiling.contiguous(weight)
+    shape = tiling.Groups.of(x, num_groups)
+    if plan is None:
+        plan = tiling.group_plan("group_norm_backward", shape, x, dy)
+    if not shape.fits(plan):
+        statistics = group_pieces.backward_statistics(
+            dy, x, weight, dweight, dbias, shape, eps, plan
+        )
+        if dx is not None:
+            group_pieces.apply(dy, x, weight, None, statistics, dx, shape, plan)
+        return gradients
+    slabs = plan.slabs(shape.batch, shape.G)
+    dweights = partial_sums(dweight, slabs)
+    dbiases = partial_sums(dbias, slabs)
+    launch(
+        _group_norm_backward_kernel,
+        plan,
+        shape.G * slabs,
+        dy,
+        x,
+        weight,
+        dx,
+        dweights,
+        dbiases,
+        shape.batch,
+        shape.G,
+        shape.C_G,
+        shape.S,
+        shape.length,
+        slabs,
+        eps,
+        HAS_WEIGHT=weight is not None,
+        NEEDS_DX=dx is not None,
+        NEEDS_DWEIGHT=dweight is not None,
+        NEEDS_DBIAS=dbias is not None,
+        **shape.layout(plan),
+    )
+    summed(dweights, dweight)
+    summed(dbiases, dbias)
+    return gradients

@@ -1,0 +1,319 @@
+"""layer_norm. M rows, N columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import library, meta
+from . import tiling, wide_backward
+from .partial_sums import partial_sums, summed
+from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, within
+from .tiling import Plan, cdiv, launch
+
+
+@triton.jit
+def _standardised(x, inside, N, eps, PADDED: tl.constexpr):
+    centred = x - tl.sum(x, axis=1)[:, None] / N
+    if PADDED:
+        centred = centred * inside
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1)[:, None] / N + eps)
+    return centred * rstd, rstd
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    inside = None
+    if PADDED:
+        inside = within(cols, N)
+    if HAS_WEIGHT:
+        weight = load(weight_ptr, cols, cols < N)
+    if HAS_BIAS:
+        bias = load(bias_ptr, cols, cols < N)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        start = row * N
+        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
+        y, _ = _standardised(load(x_ptr + start, offsets, mask), inside, N, eps, PADDED)
+        if HAS_WEIGHT:
+            y = y * weight
+        if HAS_BIAS:
+            y = y + bias
+        tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_wide_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # The second walk finds the rows in the L2 cache.
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    counts = lane_counts(cols, N, BLOCK_N)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        row_mask = rows < remaining(M, row, BLOCK_M)
+        lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        m2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for chunk in tl.range(0, tl.cdiv(N, BLOCK_N)):
+            col = chunk * BLOCK_N
+            left = remaining(N, col, BLOCK_N)
+            x = load(x_ptr + row * N + col, offsets, row_mask & (cols < left))
+            lane_mean, m2 = lanes_updated(x, within(cols, left), chunk + 1, lane_mean, m2)
+        mean, _, rest, squares = lanes_merged(lane_mean, m2, counts, N)
+        mean += rest
+        rstd = tl.rsqrt(squares / N + eps)
+        for chunk in tl.range(0, tl.cdiv(N, BLOCK_N)):
+            col = chunk * BLOCK_N
+            col_mask = cols < remaining(N, col, BLOCK_N)
+            start = row * N + col
+            mask = row_mask & col_mask
+            y = (load(x_ptr + start, offsets, mask) - mean) * rstd
+            if HAS_WEIGHT:
+                y = y * load(weight_ptr + col, cols, col_mask)
+            if HAS_BIAS:
+                y = y + load(bias_ptr + col, cols, col_mask)
+            tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    N,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    inside = None
+    if PADDED:
+        inside = within(cols, N)
+    if HAS_WEIGHT:
+        weight = load(weight_ptr, cols, cols < N)
+    if NEEDS_DWEIGHT:
+        dweight = tl.zeros((1, BLOCK_N), tl.float32)
+    if NEEDS_DBIAS:
+        dbias = tl.zeros((1, BLOCK_N), tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        start = row * N
+        left = remaining(M, row, BLOCK_M)
+        mask = (rows < left) & (cols < N)
+        dy = load(dy_ptr + start, offsets, mask)
+        if NEEDS_DBIAS:
+            dbias += tl.sum(dy, axis=0)[None, :]
+        if NEEDS_DX or NEEDS_DWEIGHT:
+            x = load(x_ptr + start, offsets, mask)
+            # Rows past M are zeros, of which eps = 0 would make 0 * inf in dweight.
+            past = 1.0 - within(rows, left)
+            xhat, rstd = _standardised(x, inside, N, eps + past, PADDED)
+            product = dy * xhat
+            if NEEDS_DWEIGHT:
+                dweight += tl.sum(product, axis=0)[None, :]
+            if NEEDS_DX:
+                g = dy
+                if HAS_WEIGHT:
+                    g = dy * weight
+                    product = product * weight
+                mean_g = tl.sum(g, axis=1)[:, None] / N
+                projection = tl.sum(product, axis=1)[:, None] / N
+                dx = (g - mean_g - xhat * projection) * rstd
+                tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    sums = program * N
+    if NEEDS_DWEIGHT:
+        tl.store(dweight_ptr + sums + cols, dweight, mask=cols < N)
+    if NEEDS_DBIAS:
+        tl.store(dbias_ptr + sums + cols, dbias, mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _layer_norm_statistics_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    mean_g_ptr,
+    projection_ptr,
+    M,
+    N,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # One walk: every lane keeps the sum of g * (x - its mean so far), corrected whenever that mean moves.
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    counts = lane_counts(cols, N, BLOCK_N)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        row_mask = rows < remaining(M, row, BLOCK_M)
+        lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        m2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        sum_g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for chunk in tl.range(0, tl.cdiv(N, BLOCK_N)):
+            col = chunk * BLOCK_N
+            start = row * N + col
+            left = remaining(N, col, BLOCK_N)
+            mask = row_mask & (cols < left)
+            x = load(x_ptr + start, offsets, mask)
+            g = load(dy_ptr + start, offsets, mask)
+            if HAS_WEIGHT:
+                g = g * load(weight_ptr + col, cols, cols < left)
+            before = lane_mean
+            lane_mean, m2 = lanes_updated(x, within(cols, left), chunk + 1, lane_mean, m2)
+            product += g * (x - lane_mean) - sum_g * (lane_mean - before)
+            sum_g += g
+        mean, deviation, rest, squares = lanes_merged(lane_mean, m2, counts, N)
+        rstd = tl.rsqrt(squares / N + eps)
+        mean_g = tl.sum(sum_g, axis=1)[:, None] / N
+        mean_gx = tl.sum(product + sum_g * deviation, axis=1)[:, None] / N
+        projection = (mean_gx - mean_g * rest) * rstd
+        tl.store(mean_ptr + row + rows, mean + rest, mask=row_mask)
+        tl.store(rstd_ptr + row + rows, rstd, mask=row_mask)
+        tl.store(mean_g_ptr + row + rows, mean_g, mask=row_mask)
+        tl.store(projection_ptr + row + rows, projection, mask=row_mask)
+
+
+@library.kernel("layer_norm", "npu")
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    plan: Plan | None = None,
+) -> Tensor:
+    y = meta.layer_norm.layer_norm(x, weight, bias, eps)
+    if x.numel() == 0:
+        return y
+    x, weight, bias = tiling.rows(x), tiling.contiguous(weight), tiling.contiguous(bias)
+    M, N = x.shape
+    if plan is None:
+        plan = tiling.plan("layer_norm", N, x)
+    arguments = (plan, cdiv(M, plan.BLOCK_M), x, weight, bias, y, M, N, eps)
+    has = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    if plan.BLOCK_N >= N:
+        launch(_layer_norm_kernel, *arguments, **has, PADDED=plan.BLOCK_N > N)
+    else:
+        launch(_layer_norm_wide_kernel, *arguments, **has)
+    return y
+
+
+@library.kernel("layer_norm_backward", "npu")
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    output_mask: list[bool],
+    *,
+    plan: Plan | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx, dweight, dbias = gradients = meta.layer_norm.layer_norm_backward(
+        dy, x, weight, bias, eps, output_mask
+    )
+    if x.numel() == 0 or gradients == (None, None, None):
+        for sums in (dweight, dbias):
+            if sums is not None:
+                sums.zero_()
+        return gradients
+    dy, x, weight = tiling.rows(dy), tiling.rows(x), tiling.contiguous(weight)
+    M, N = x.shape
+    forced, plan = plan, plan or tiling.plan("layer_norm_backward", N, x, dy)
+    tiles = cdiv(M, plan.BLOCK_M)
+    if plan.BLOCK_N < N:
+        mean, rstd, mean_g, projection = x.new_empty((4, M), dtype=torch.float32)
+        launch(
+            _layer_norm_statistics_kernel,
+            plan,
+            tiles,
+            dy,
+            x,
+            weight,
+            mean,
+            rstd,
+            mean_g,
+            projection,
+            M,
+            N,
+            eps,
+            HAS_WEIGHT=weight is not None,
+        )
+        statistics = wide_backward.Statistics(rstd, projection, mean, mean_g)
+        wide_backward.run(dy, None, x, weight, dx, dweight, dbias, 0.0, statistics, forced)
+        return gradients
+    dweights = partial_sums(dweight, plan.programs(tiles))
+    dbiases = partial_sums(dbias, plan.programs(tiles))
+    launch(
+        _layer_norm_backward_kernel,
+        plan,
+        tiles,
+        dy,
+        x,
+        weight,
+        dx,
+        dweights,
+        dbiases,
+        M,
+        N,
+        eps,
+        HAS_WEIGHT=weight is not None,
+        NEEDS_DX=dx is not None,
+        NEEDS_DWEIGHT=dweight is not None,
+        NEEDS_DBIAS=dbias is not None,
+        PADDED=plan.BLOCK_N > N,
+    )
+    summed(dweights, dweight)
+    summed(dbiases, dbias)
+    return gradients

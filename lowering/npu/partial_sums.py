@@ -1,0 +1,22 @@
+"""Weight gradients: every program's partial sums, and their sum in one fixed order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def partial_sums(dweight: Tensor | None, parts: int) -> Tensor | None:
+    """A float32 row for each part of the rows to store its sum in, once."""
+    if dweight is None:
+        return None
+    return dweight.new_empty((parts, *dweight.shape), dtype=torch.float32)
+
+
+def summed(partial: Tensor | None, dweight: Tensor | None) -> None:
+    """Sum the parts into dweight, in float32 and deterministically."""
+    if partial is not None and dweight is not None:
+        if dweight.dtype is torch.float32:
+            torch.sum(partial, 0, out=dweight)
+        else:
+            dweight.copy_(partial.sum(0))

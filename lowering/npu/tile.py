@@ -1,0 +1,57 @@
+"""@triton.jit helpers for tiles of (BLOCK_M, BLOCK_N).
+
+The start of a tile is an int64 scalar added to the pointer; the offsets within it are int32, because
+int64 arithmetic on a tile runs as a scalar loop.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load(ptr, offsets, mask):
+    """Elements as float32, 0 where masked off."""
+    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def remaining(size, first, BLOCK: tl.constexpr):
+    """How many of the BLOCK elements from `first` on are within `size`, as int32."""
+    return tl.minimum(size - first, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def within(indices, count):
+    """1.0 where an index is below count, else 0.0. A product with it masks a tile; tl.where is a scalar loop
+    on CANN 8.5."""
+    return tl.minimum(tl.maximum(count - indices, 0), 1).to(tl.float32)
+
+
+@triton.jit
+def lanes_updated(x, inside, visits, mean, m2):
+    """Add an element to every lane's own mean and sum of squared deviations, the visits-th (Welford)."""
+    delta = (x - mean) * inside
+    mean += delta * (1.0 / visits)
+    return mean, m2 + delta * (x - mean)
+
+
+@triton.jit
+def lane_counts(lanes, length, BLOCK: tl.constexpr):
+    """How many of `length` elements, dealt to BLOCK lanes in turn, fall to each lane."""
+    turns = length // BLOCK
+    return within(lanes, length - turns * BLOCK) + turns
+
+
+@triton.jit
+def lanes_merged(lane_mean, m2, counts, length):
+    """The rows' mean but for a small rest, the lanes' deviations from it, the rest, and the rows' sum of
+    squared deviations.
+
+    The rest is the rounding of the first sum, which would be in every xhat where the mean is far larger than
+    the deviation.
+    """
+    mean = tl.sum(lane_mean * counts, axis=1)[:, None] / length
+    deviation = lane_mean - mean
+    weighted = deviation * counts
+    rest = tl.sum(weighted, axis=1)[:, None] / length
+    return mean, deviation, rest, tl.sum(m2 + weighted * deviation, axis=1)[:, None]

@@ -1,0 +1,152 @@
+"""The backward of rows too wide for a tile, of rms_norm and layer_norm alike.
+
+Once every row's statistics are known the rest is elementwise over (rows, columns): programs own a chunk
+of columns and walk rows, keeping the columns' weight gradients in the Unified Buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tiling
+from .partial_sums import partial_sums, summed
+from .tile import load, remaining
+from .tiling import Plan, cdiv, launch
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the whole row says about each of its elements, (M,) float32 each.
+
+    projection is mean(g * xhat). mean and mean_g are layer_norm's; rms_norm subtracts no mean.
+    """
+
+    rstd: Tensor
+    projection: Tensor
+    mean: Tensor | None = None
+    mean_g: Tensor | None = None
+
+
+@triton.jit(do_not_specialize=["M", "slabs"])
+def _wide_backward_kernel(
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    mean_g_ptr,
+    projection_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    N,
+    slabs,
+    offset,
+    HAS_DS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    # An item is a chunk of columns and a slab: every slabs-th tile of rows.
+    program = tl.program_id(0).to(tl.int64)
+    for item in tl.range(program, tl.cdiv(N, BLOCK_N) * slabs, tl.num_programs(0)):
+        slab = item % slabs
+        col = (item // slabs) * BLOCK_N
+        col_mask = cols < remaining(N, col, BLOCK_N)
+        if HAS_WEIGHT:
+            weight = load(weight_ptr + col, cols, col_mask) + offset
+        if NEEDS_DWEIGHT:
+            dweight = tl.zeros((1, BLOCK_N), tl.float32)
+        if NEEDS_DBIAS:
+            dbias = tl.zeros((1, BLOCK_N), tl.float32)
+        for tile in tl.range(slab, tl.cdiv(M, BLOCK_M), slabs):
+            row = tile * BLOCK_M
+            row_mask = rows < remaining(M, row, BLOCK_M)
+            mask = row_mask & col_mask
+            start = row * N + col
+            rstd = load(rstd_ptr + row, rows, row_mask)
+            x = load(x_ptr + start, offsets, mask)
+            dy = load(dy_ptr + start, offsets, mask)
+            if HAS_MEAN:
+                x -= load(mean_ptr + row, rows, row_mask)
+            xhat = x * rstd
+            if NEEDS_DWEIGHT:
+                dweight += tl.sum(dy * xhat, axis=0)[None, :]
+            if NEEDS_DBIAS:
+                dbias += tl.sum(dy, axis=0)[None, :]
+            if NEEDS_DX:
+                g = dy
+                if HAS_WEIGHT:
+                    g = dy * weight
+                if HAS_MEAN:
+                    g -= load(mean_g_ptr + row, rows, row_mask)
+                dx = rstd * (g - xhat * load(projection_ptr + row, rows, row_mask))
+                if HAS_DS:
+                    dx += load(ds_ptr + start, offsets, mask)
+                tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        sums = slab * N + col
+        if NEEDS_DWEIGHT:
+            tl.store(dweight_ptr + sums + cols, dweight, mask=col_mask)
+        if NEEDS_DBIAS:
+            tl.store(dbias_ptr + sums + cols, dbias, mask=col_mask)
+
+
+def run(
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    offset: float,
+    statistics: Statistics,
+    plan: Plan | None,
+) -> None:
+    M, N = x.shape
+    plan = plan or tiling.plan("wide_backward", N, x, dy)
+    chunks = cdiv(N, plan.BLOCK_N)
+    slabs = plan.slabs(cdiv(M, plan.BLOCK_M), chunks)
+    dweights = partial_sums(dweight, slabs)
+    dbiases = partial_sums(dbias, slabs)
+    launch(
+        _wide_backward_kernel,
+        plan,
+        chunks * slabs,
+        dy,
+        ds,
+        x,
+        weight,
+        statistics.mean,
+        statistics.rstd,
+        statistics.mean_g,
+        statistics.projection,
+        dx,
+        dweights,
+        dbiases,
+        M,
+        N,
+        slabs,
+        offset,
+        HAS_DS=ds is not None,
+        HAS_MEAN=statistics.mean is not None,
+        HAS_WEIGHT=weight is not None,
+        NEEDS_DX=dx is not None,
+        NEEDS_DWEIGHT=dweight is not None,
+        NEEDS_DBIAS=dbias is not None,
+    )
+    summed(dweights, dweight)
+    summed(dbiases, dbias)
