@@ -26,7 +26,8 @@ from torch._library.autograd import make_autograd_impl
 
 NAMESPACE = "liger"
 
-# PrivateUse1 is called "npu" only once torch_npu has renamed it; its own name works before and after.
+# PrivateUse1 is called "npu" only once torch_npu has renamed it; its own name works before and
+# after.
 DEVICES = {"cuda": "cuda", "npu": "privateuseone"}
 AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "npu": "AutocastPrivateUse1", "xpu": "AutocastXPU"}
 
@@ -124,8 +125,9 @@ def gradient(
 ) -> None:
     """Register the autograd formula of op `name`.
 
-    `backward(ctx, *grads)` finds `ctx.needs`, one bool for every argument of the schema. PyTorch's own
-    `ctx.needs_input_grad` lacks the arguments that the dispatcher dropped for being the default.
+    `backward(ctx, *grads)` finds `ctx.needs`, one bool for every argument of the schema. PyTorch's
+    own `ctx.needs_input_grad` lacks the arguments that the dispatcher dropped for being the
+    default.
     """
     op = OPS[name]
     n_arguments = len(op.overload._schema.arguments)
@@ -151,8 +153,8 @@ def differentiate_definition(name: str) -> None:
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = [i for i, needed in enumerate(ctx.needs) if needed]
         with torch.enable_grad():
-            # Views, because one input may have been computed from another: the gradient stops at the view
-            # of either, instead of going on from the one to the other.
+            # Views, because one input may have been computed from another: the gradient stops at
+            # the view of either, instead of going on from the one to the other.
             views = iter([tensor.view_as(tensor) for tensor in ctx.saved_tensors])
             inputs = [
                 next(views) if is_tensor else value
@@ -217,7 +219,8 @@ def _autocast_value(value: Any, dtype: torch.dtype) -> Any:
 def _serve_transforms(op: Op) -> None:
     """Send functorch transforms and forward-mode AD to the definition.
 
-    A custom op refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a zero tangent.
+    A custom op refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a zero
+    tangent.
     """
     library = op.custom_op._lib
     library.impl(op.name, op.check_and_define, "FuncTorchDynamicLayerFrontMode")

@@ -1,7 +1,7 @@
 """Argument checks and output allocation: one file an op.
 
-Each function is its op's fake implementation, and what a device's kernel calls to check its arguments
-and allocate its outputs.
+Each function is its op's fake implementation, and what a device's kernel calls to check its
+arguments and allocate its outputs.
 """
 
 from . import fused_add_rms_norm, group_norm, layer_norm, rms_norm

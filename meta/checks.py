@@ -1,4 +1,7 @@
-"""The checks that the meta functions share. Every message names op, argument, what came, what is accepted."""
+"""The checks that the meta functions share.
+
+Every message names the op, the argument, what is accepted and what came.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-CASTING_MODES = ("llama", "gemma", "none")
+from ..ops.rms_norm import CASTING_MODES
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:
@@ -49,7 +52,7 @@ def casting(op: str, weight: Tensor | None, offset: float, casting_mode: str | N
 
 
 def same_form(op: str, x: Tensor, x_name: str, **tensors: Tensor | None) -> None:
-    """Tensors that must be floating point, on x's device and of x's shape: gradients, a residual."""
+    """Tensors that must be floating point, on x's device and of x's shape."""
     floating(op, **tensors)
     same_device(op, x, **tensors)
     for name, tensor in tensors.items():

@@ -1,8 +1,10 @@
-"""Compile every cuda kernel, as its host code launches it, for GPUs that this machine need not have.
+"""Compile every cuda kernel, as its host code launches it, for GPUs that this machine need not
+have.
 
     TRITON_INTERPRET=0 python tests/compile_for_gpus.py [TARGET ...]
 
-prints a JSON record a compiled launch: kernel, target, options, registers a thread, bytes spilled a thread.
+prints a JSON record a compiled launch: kernel, target, options, registers a thread, bytes spilled a
+thread.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def record_launches() -> list[Launch]:
-    """Replace the launch of every module of lowering.cuda by one that appends to the returned list."""
+    """Replace the launch of every module of lowering.cuda by one that appends to the returned
+    list."""
     launches: list[Launch] = []
 
     def record(kernel: Any, grid: Any, x: Any, *args: Any, **options: Any) -> None:

@@ -1,4 +1,5 @@
-"""Options and profiles. Kernels run interpreted, on CPU tensors, unless --device names a real device."""
+"""Options and profiles. Kernels run interpreted, on CPU tensors, unless --device names a real
+device."""
 
 from __future__ import annotations
 

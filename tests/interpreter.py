@@ -1,7 +1,7 @@
 """Triton's interpreter, made to round as devices do.
 
-It truncates float32 to bfloat16 where every device rounds to the nearest, ties to even; a kernel's error
-would be held against bounds that its device code meets.
+It truncates float32 to bfloat16 where every device rounds to the nearest, ties to even; a kernel's
+error would be held against bounds that its device code meets.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from liger_ops import library
 from op_table import Case, OpUnderTest, Tensors
 from plans import plan
 
-# Rounding errors of float32 arithmetic that a result may collect beside the eager reference's own, in units
-# of float32's epsilon times the largest term: the two sum in different orders.
+# Rounding errors of float32 arithmetic that a result may collect beside the eager reference's own,
+# in units of float32's epsilon times the largest term: the two sum in different orders.
 FLOAT32_ROUNDINGS = 8
 
 
@@ -46,7 +46,8 @@ def run_kernel(
 
 
 def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:
-    """The kernel is no further from float64 than twice the definition in the same dtype, and a constant."""
+    """The kernel is no further from float64 than twice the definition in the same dtype, and a
+    constant."""
     tensors = case.tensors(op)
     args = op.forward_args(case, tensors)
     before = clones(args)

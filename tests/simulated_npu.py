@@ -1,8 +1,10 @@
-"""A simulated `npu` device: PrivateUse1, with the CPU for memory and Triton's interpreter for kernels.
+"""A simulated `npu` device: PrivateUse1, with the CPU for memory and Triton's interpreter for
+kernels.
 
-An npu tensor is a plain tensor whose storage holds nothing; the values are in a CPU tensor found by that
-storage. ATen ops run on the CPU tensors. Ops of other namespaces are refused unless they have an npu kernel
-or a definition of their own: a missing kernel must be seen, not served by somebody else's.
+An npu tensor is a plain tensor whose storage holds nothing; the values are in a CPU tensor found by
+that storage. ATen ops run on the CPU tensors. Ops of other namespaces are refused unless they have
+an npu kernel or a definition of their own: a missing kernel must be seen, not served by somebody
+else's.
 """
 
 from __future__ import annotations
@@ -118,6 +120,8 @@ def install() -> None:
     _setup_privateuseone_for_python_backend("npu", backend_module=_DeviceModule())
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
+    # As torch_npu: an op without a rule of its own is left alone by autocast.
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     _libraries.extend([everything, aten])
     for name, kernel in _OWN.items():

@@ -1,4 +1,5 @@
-"""Every cuda kernel compiles for GPUs that this machine does not have, and keeps its values in registers."""
+"""Every cuda kernel compiles for GPUs that this machine does not have, and keeps its values in
+registers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "tests" / "compile_for_gpus.py"
 
-# Bytes that a thread may spill: a few registers around the loop of the widest tiles, in the L1 cache.
+# Bytes that a thread may spill: a few registers around the loop of the widest tiles, in the L1
+# cache.
 SPILLED_BYTES = 128
 
 

@@ -152,7 +152,8 @@ def test_saves_nothing_but_tensors_that_exist_anyway(op: OpUnderTest) -> None:
 
 @EVERY_OP
 def test_one_dynamic_compilation(op: OpUnderTest) -> None:
-    """Two batch sizes, one compilation; each op once in the graph, whole; results those of eager."""
+    """Two batch sizes, one compilation; each op once in the graph, whole; results those of
+    eager."""
     recorder = Recorder()
     samples = [sample(op, torch.float32, rows=rows) for rows in (3, 5)]
     slots = form(op.forward_args(samples[0], samples[0].tensors(op)))
@@ -246,7 +247,8 @@ def test_wrong_types_name_the_op_and_the_argument(op: OpUnderTest) -> None:
 
 @EVERY_OP
 def test_every_tensor_is_checked(op: OpUnderTest) -> None:
-    """Integers, another device and another shape are refused in each place, eagerly and in tracing alike."""
+    """Integers, another device and another shape are refused in each place, eagerly and in tracing
+    alike."""
     case = sample(op, torch.float32)
     for backward in (False, True):
         args = (op.backward_args if backward else op.forward_args)(case, case.tensors(op))

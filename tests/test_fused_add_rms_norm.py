@@ -83,7 +83,8 @@ def test_unused_outputs() -> None:
 
 
 def test_residual_of_another_dtype() -> None:
-    """A float32 residual stream with bfloat16 branches: the sum is float32, each gradient of its input's."""
+    """A float32 residual stream with bfloat16 branches: the sum is float32, each gradient of its
+    input's."""
     x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
     residual = torch.randn(3, 8, requires_grad=True)
     y, s = liger_ops.fused_add_rms_norm(x, residual, torch.randn(8))

@@ -72,7 +72,8 @@ def test_agrees_with_aten(dtype: torch.dtype, has_weight: bool, has_bias: bool) 
     theirs = torch.nn.functional.layer_norm(x, (33,), weight, bias, 1e-5)
     torch.testing.assert_close(ours, theirs)
     given_tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    # ATen rounds inside its half-precision backward: a few units in the last place of the largest gradient.
+    # ATen rounds inside its half-precision backward: a few units in the last place of the largest
+    # gradient.
     bounds = {} if dtype.itemsize > 2 else {"rtol": 0.02, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(
         torch.autograd.grad(ours, given_tensors, dy),

@@ -61,7 +61,8 @@ def test_zero_eps_with_rows_left_over(folder: str) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_definition_is_the_models_code(dtype: torch.dtype) -> None:
-    """Bit for bit: Llama's norm, Gemma's, a norm that never leaves its dtype; and ATen's to a rounding."""
+    """Bit for bit: Llama's norm, Gemma's, a norm that never leaves its dtype; and ATen's to a
+    rounding."""
     torch.manual_seed(0)
     x, weight = torch.randn(7, 96).to(dtype), torch.randn(96).to(dtype)
     llama, gemma = LlamaRMSNorm(96, 1e-5).to(dtype), GemmaRMSNorm(96, 1e-5).to(dtype)

@@ -45,7 +45,8 @@ def on_npu(args: tuple[object, ...], requires_grad: bool = False) -> tuple[objec
 
 
 def launched_modules() -> set[str]:
-    """The files of lowering.npu whose kernels ran; anything else would be somebody else's kernel."""
+    """The files of lowering.npu whose kernels ran; anything else would be somebody else's
+    kernel."""
     modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
     assert all(module.startswith("liger_ops.lowering.npu.") for module in modules), modules
     return modules
@@ -130,7 +131,8 @@ def test_an_op_without_a_kernel_runs_its_definition() -> None:
 
 
 def test_the_device_refuses_what_has_neither_kernel_nor_definition() -> None:
-    """The simulated device does not serve another library's missing kernel on the CPU in silence."""
+    """The simulated device does not serve another library's missing kernel on the CPU in
+    silence."""
     with torch.library._scoped_library("liger_ops_tests", "FRAGMENT") as other:
         other.define("cpu_only(Tensor x) -> Tensor")
         other.impl("cpu_only", lambda x: x + 1, "CPU")

@@ -81,7 +81,7 @@ def fused_add_rms_norm_backward(
         ds: the gradient of s, likewise, or None where s is not used.
         s: the sum that the forward returned.
         weight, eps, offset: as given to the forward.
-        output_mask: whether dx and dweight are wanted; what is not is neither computed nor allocated.
+        output_mask: whether dx and dweight are wanted; no other is computed or allocated.
 
     Returns:
         dx, contiguous, of s's shape and dtype, or None; dweight, of weight's, or None.

@@ -33,8 +33,8 @@ def group_norm(
     does not change between runs. The backward recomputes mean and variance from x: nothing but the
     inputs is saved, and the normalised x is never in memory.
 
-    Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.group_norm` does.
-    float64 runs the definition on every device.
+    Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.group_norm`
+    does. float64 runs the definition on every device.
 
     Args:
         x: (N, C, *spatial), floating point, any strides.
@@ -92,8 +92,8 @@ def group_norm_backward(
             allocated.
 
     Returns:
-        dx, contiguous, of x's shape and dtype; dweight, of weight's; dbias, of bias's; None for each
-        that is not wanted.
+        dx, contiguous, of x's shape and dtype; dweight, of weight's; dbias, of bias's; None for
+        each that is not wanted.
 
     Raises:
         TypeError, ValueError: as `group_norm`; or dy is not of x's shape.

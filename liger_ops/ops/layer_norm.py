@@ -30,8 +30,8 @@ def layer_norm(
     does not change between runs. The backward recomputes mean and variance from x: nothing but
     the inputs is saved, and the normalised x is never in memory.
 
-    Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.layer_norm` does.
-    float64 runs the definition on every device.
+    Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.layer_norm`
+    does. float64 runs the definition on every device.
 
     Args:
         x: (..., N), floating point, any strides.
@@ -87,8 +87,8 @@ def layer_norm_backward(
             allocated.
 
     Returns:
-        dx, contiguous, of x's shape and dtype; dweight, of weight's; dbias, of bias's; None for each
-        that is not wanted.
+        dx, contiguous, of x's shape and dtype; dweight, of weight's; dbias, of bias's; None for
+        each that is not wanted.
 
     Raises:
         TypeError, ValueError: as `layer_norm`; or dy is not of x's shape.

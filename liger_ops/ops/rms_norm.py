@@ -10,6 +10,8 @@ from torch import Tensor
 from .. import library
 from .precision import widened
 
+CASTING_MODES = ("llama", "gemma", "none")
+
 
 @library.define(
     "(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode='llama')"
@@ -26,8 +28,8 @@ def rms_norm(
 
         y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
 
-    `casting_mode` names where the result is rounded on its way to x.dtype; in float32 and float64 the
-    three are the same:
+    `casting_mode` names where the result is rounded on its way to x.dtype; in float32 and float64
+    the three are the same:
 
     * "llama": x / rms is computed in float32 and rounded to x.dtype; its product with
       (weight + offset) is computed in float32 and rounded (Llama, Mistral, Qwen, Phi).
@@ -98,7 +100,7 @@ def rms_norm_backward(
     Args:
         dy: (..., N), any strides.
         x, weight, eps, offset: as given to `rms_norm`.
-        output_mask: whether dx and dweight are wanted; what is not is neither computed nor allocated.
+        output_mask: whether dx and dweight are wanted; no other is computed or allocated.
 
     Returns:
         dx, contiguous, of x's shape and dtype, or None; dweight, of weight's, or None.
