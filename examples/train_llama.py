@@ -45,7 +45,7 @@ MAX_TEXT_BYTES = 8 * 2**20
 PROMPT = b"def __init__(self, "
 
 # The largest difference between the two loss curves that passes, up to step EARLY_STEPS and after.
-# Training magnifies a difference in rounding. Measured, tiny: float32 on a CPU 5e-7 to step 100 and
+# Training magnifies a difference in rounding. Measured, tiny: float32 on a CPU 1e-6 to step 100 and
 # 1e-3 to step 200 at a constant rate; bfloat16 on an H200 1e-2 and 2e-2. llama-3.2-1b there: 2e-2.
 EARLY_STEPS = 100
 LOSS_BOUND = {torch.float32: (1e-4, 5e-2), torch.bfloat16: (5e-2, 2e-1)}
@@ -485,8 +485,8 @@ def train(
             shown = now
     synchronize(settings.device)
     seconds = time.perf_counter() - steady
-    speed = tokens * (preset.steps - 1) / seconds if preset.steps > 1 else None
-    return Run(torch.stack(losses).cpu(), first_step_seconds, speed)
+    tokens_per_second = tokens * (preset.steps - 1) / seconds if preset.steps > 1 else None
+    return Run(torch.stack(losses).cpu(), first_step_seconds, tokens_per_second)
 
 
 def synchronize(device: str) -> None:

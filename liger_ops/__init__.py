@@ -10,6 +10,8 @@ from .ops.fused_add_rms_norm import fused_add_rms_norm
 from .ops.layer_norm import layer_norm
 from .ops.group_norm import group_norm
 from . import meta, lowering
+from . import nn
+from .fusion import fuse, unfuse
 from .compile_cache import tag_compile_caches
 
 __version__ = "0.1.0"

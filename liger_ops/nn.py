@@ -119,8 +119,7 @@ class FusedAddRMSNorm(_RMSNormBase):
         y = s / sqrt(mean(s**2, -1) + eps) * (weight + offset)
 
     For a block that normalises the sum and passes it on: the sum is written once, and its own
-        gradient
-    joins the norm's in one kernel. Precision and gradient are those of
+    gradient joins the norm's in one kernel. Precision and gradient are those of
     `liger_ops.fused_add_rms_norm`.
 
     Args:
@@ -136,8 +135,7 @@ class FusedAddRMSNorm(_RMSNormBase):
 
     Shape:
         x, residual: (..., N), floating point, any strides; y and s: the same, contiguous, of the
-            dtype
-        of x + residual.
+            dtype of x + residual.
 
     Raises:
         TypeError: an argument is of another type, or x or residual is not floating point.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import library
-from .meta.checks import CASTING_MODES
+from .ops.rms_norm import CASTING_MODES
 
 DEVICE = torch.device("cpu")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,8 @@ from torch.nn.utils import parametrizations, parametrize
 import liger_ops.nn
 from families import FAMILIES, Family, output
 from graphs import Recorder, liger_ops_of
-from liger_ops.fuse import FuseReport, fuse, unfuse
+from liger_ops import fusion
+from liger_ops.fusion import FuseReport, fuse, unfuse
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 LLAMA = FAMILIES[0]
@@ -625,11 +625,9 @@ def test_weight_of_another_dtype_than_the_model() -> None:
 def test_equal_norms_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a class, a size, a dtype and equal attributes; anything else is probed by itself."""
     probed = []
-    # By name, liger_ops.fuse is the function.
-    module = sys.modules[fuse.__module__]
-    probe = module.probe
+    probe = fusion.probe
     monkeypatch.setattr(
-        module,
+        fusion,
         "probe",
         lambda module, dtypes: probed.append(module) or probe(module, dtypes),
     )

@@ -1,7 +1,7 @@
 """group_norm. A group that fits a tile is read once; see group_pieces for others.
 
-x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions), or where
-there is one position, flat: (1, channels).
+x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions),
+or where there is one position, flat: (1, channels).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""group_norm of groups too large for a tile: moments of channels, statistics of groups, then the elementwise rest.
+"""group_norm of groups too large for a tile: moments of channels, statistics of groups, the rest.
 
-M channels of all groups and samples, of S positions each. Gradients of weight and bias come from the channels'
-moments, of which there is one for every sample: programs share no sum.
+M channels of all groups and samples, of S positions each. Gradients of weight and bias come from
+the channels' moments, which every sample has of its own: programs share no sum.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _channel_moments_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Of each channel: mean, squared deviations, and of dy the sum and the sum of dy * (x - mean). Every lane
-    # keeps the latter with its mean so far, and corrects it whenever that mean moves.
+    # Of each channel: mean, squared deviations, and of dy the sum and the sum of dy * (x - mean).
+    # Every lane keeps the latter with its mean so far, and corrects it whenever that mean moves.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * S + cols
@@ -93,8 +93,8 @@ def _group_statistics_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Of each group: mean, rstd, mean(g) and mean(g * xhat), from its channels' moments, which all count S
-    # elements; and each channel's part of the gradient of weight.
+    # Of each group: mean, rstd, mean(g) and mean(g * xhat), from its channels' moments, which all
+    # count S elements; and each channel's part of the gradient of weight.
     one = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     program = tl.program_id(0).to(tl.int64)
@@ -162,7 +162,8 @@ def _group_apply_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # y, or for BACKWARD dx, with the groups' statistics known. An item is a block of channels of one group.
+    # y, or for BACKWARD dx, with the groups' statistics known. An item is a block of channels of one
+    # group.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * S + cols
@@ -209,7 +210,7 @@ def _statistics(
     eps: float,
     plan: Plan,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The channels' moments and the groups' statistics; of each the last two are None without dy."""
+    """The channels' moments and the groups' statistics; the last two are None without dy."""
     channels = shape.groups * shape.C_G
     absent = [None, None] if dy is None else []
     moments = [*x.new_empty((4 - len(absent), channels), dtype=torch.float32), *absent]
@@ -246,9 +247,7 @@ def _statistics(
     return moments, statistics
 
 
-def forward_statistics(
-    x: Tensor, shape: Groups, eps: float, plan: Plan
-) -> list[Tensor | None]:
+def forward_statistics(x: Tensor, shape: Groups, eps: float, plan: Plan) -> list[Tensor | None]:
     """The groups' mean and rstd."""
     return _statistics(None, x, None, None, shape, eps, plan)[1]
 

@@ -123,6 +123,7 @@ def _layer_norm_backward_kernel(
     NEEDS_DWEIGHT: tl.constexpr,
     NEEDS_DBIAS: tl.constexpr,
     PADDED: tl.constexpr,
+    REUSES_PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -159,7 +160,13 @@ def _layer_norm_backward_kernel(
                 g = dy
                 if HAS_WEIGHT:
                     g = dy * weight
-                    product = product * weight
+                    # One sum in two orders. At (1, 4096) without dbias the first takes 83% of the buffer
+                    # where fp32 fills the tile, and the second 92%; otherwise the second takes less:
+                    # bf16 75% and not 96%, fp32 that does not fill it 71% and not 92%.
+                    if REUSES_PRODUCT:
+                        product = product * weight
+                    else:
+                        product = g * xhat
                 mean_g = tl.sum(g, axis=1)[:, None] / N
                 projection = tl.sum(product, axis=1)[:, None] / N
                 dx = (g - mean_g - xhat * projection) * rstd
@@ -187,7 +194,8 @@ def _layer_norm_statistics_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # One walk: every lane keeps the sum of g * (x - its mean so far), corrected whenever that mean moves.
+    # One walk: every lane keeps the sum of g * (x - its mean so far), and corrects it whenever that
+    # mean moves.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -313,6 +321,7 @@ def layer_norm_backward(
         NEEDS_DWEIGHT=dweight is not None,
         NEEDS_DBIAS=dbias is not None,
         PADDED=plan.BLOCK_N > N,
+        REUSES_PRODUCT=plan.BLOCK_N == N and x.element_size() > 2,
     )
     summed(dweights, dweight)
     summed(dbiases, dbias)

@@ -1,6 +1,6 @@
 """@triton.jit helpers for tiles of (BLOCK_M, BLOCK_N).
 
-The start of a tile is an int64 scalar added to the pointer; the offsets within it are int32, because
+The start of a tile is an int64 scalar added to the pointer; the offsets within it are int32, for
 int64 arithmetic on a tile runs as a scalar loop.
 """
 
@@ -22,14 +22,16 @@ def remaining(size, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(indices, count):
-    """1.0 where an index is below count, else 0.0. A product with it masks a tile; tl.where is a scalar loop
-    on CANN 8.5."""
+    """1.0 where an index is below count, else 0.0.
+
+    A product with it masks a tile, as tl.where would in a scalar loop on CANN 8.5.
+    """
     return tl.minimum(tl.maximum(count - indices, 0), 1).to(tl.float32)
 
 
 @triton.jit
 def lanes_updated(x, inside, visits, mean, m2):
-    """Add an element to every lane's own mean and sum of squared deviations, the visits-th (Welford)."""
+    """Add the visits-th element to each lane's mean and sum of squared deviations (Welford)."""
     delta = (x - mean) * inside
     mean += delta * (1.0 / visits)
     return mean, m2 + delta * (x - mean)
@@ -44,11 +46,11 @@ def lane_counts(lanes, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def lanes_merged(lane_mean, m2, counts, length):
-    """The rows' mean but for a small rest, the lanes' deviations from it, the rest, and the rows' sum of
+    """The rows' mean but for a rest, the lanes' deviations from it, the rest, and the rows' sum of
     squared deviations.
 
-    The rest is the rounding of the first sum, which would be in every xhat where the mean is far larger than
-    the deviation.
+    The rest is the rounding of the first sum, which would be in every xhat where the mean is far
+    larger than the deviation.
     """
     mean = tl.sum(lane_mean * counts, axis=1)[:, None] / length
     deviation = lane_mean - mean

@@ -1,7 +1,7 @@
 """The backward of rows too wide for a tile, of rms_norm and layer_norm alike.
 
-Once every row's statistics are known the rest is elementwise over (rows, columns): programs own a chunk
-of columns and walk rows, keeping the columns' weight gradients in the Unified Buffer.
+Once every row's statistics are known the rest is elementwise over (rows, columns): programs own a
+chunk of columns and walk rows, keeping the columns' weight gradients in the Unified Buffer.
 """
 
 from __future__ import annotations

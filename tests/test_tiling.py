@@ -1,0 +1,120 @@
+"""The npu's tile rules: what they choose fits the Unified Buffer and the grid, for any sizes."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import liger_ops.lowering.npu as npu
+from liger_ops import library
+from liger_ops.lowering.npu import tiling
+from liger_ops.lowering.npu.tiling import COSTS, MIN_BLOCK_N, Groups, Plan
+
+UB_BYTES = st.sampled_from((65536, 131072, 196608, 262144))
+ITEMSIZES = st.sampled_from(({2}, {4}, {2, 4}))
+CORES = st.integers(1, 64)
+SIZES = st.one_of(st.integers(1, 300), st.integers(1, 2**20), st.sampled_from((2048, 4096, 8192)))
+ROW_OPS = [op for op in COSTS if not op.startswith("group_norm")]
+GROUP_OPS = [op for op in COSTS if op.startswith("group_norm")]
+
+
+def assert_fits(op: str, plan: Plan, whole: bool, itemsizes: set[int], ub_bytes: int) -> None:
+    """Within the share of the buffer that leaves room for what the planners differ in."""
+    for size in (plan.BLOCK_M, plan.BLOCK_N):
+        assert size & (size - 1) == 0
+    cost = COSTS[op].whole if whole else COSTS[op].wide
+    elements = plan.BLOCK_M * plan.BLOCK_N
+    bytes_taken = elements * max(cost[itemsize] for itemsize in itemsizes)
+    assert bytes_taken <= tiling.UB_SHARE * ub_bytes or elements <= MIN_BLOCK_N
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+@given(N=SIZES, itemsizes=ITEMSIZES, ub_bytes=UB_BYTES, cores=CORES)
+def test_rows_fit(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -> None:
+    plan = tiling.rows_plan(op, N, itemsizes, ub_bytes, cores)
+    assert_fits(op, plan, bool(COSTS[op].whole) and plan.whole(N), itemsizes, ub_bytes)
+    if not plan.whole(N):
+        assert plan.BLOCK_M == 1
+    assert plan.programs(10**9) == cores
+
+
+@pytest.mark.parametrize("op", GROUP_OPS)
+@given(
+    shape=st.builds(Groups, st.integers(1, 99999), st.integers(1, 64), SIZES, SIZES),
+    itemsizes=ITEMSIZES,
+    ub_bytes=UB_BYTES,
+    cores=CORES,
+)
+def test_groups_fit(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, cores: int) -> None:
+    plan = tiling.groups_plan(op, shape, itemsizes, ub_bytes, cores)
+    assert_fits(op, plan, shape.fits(plan), itemsizes, ub_bytes)
+
+
+def test_short_rows_go_several_to_a_tile() -> None:
+    """A row that fits is never walked twice, and narrow rows take fewer turns."""
+    for op in ("rms_norm", "fused_add_rms_norm", "rms_norm_backward"):
+        plans = [tiling.rows_plan(op, N, {2}, 196608, 40) for N in (2048, 1024, 512, 256)]
+        assert all(plan.whole(N) for plan, N in zip(plans, (2048, 1024, 512, 256), strict=True))
+        rows = [plan.BLOCK_M for plan in plans]
+        assert rows == [rows[0], 2 * rows[0], 4 * rows[0], 8 * rows[0]]
+
+
+def test_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = torch.empty(1, 4096)
+    default = tiling.plan("rms_norm", 4096, row)
+    assert default.whole(4096) and default.cores == tiling.INTERPRETED_VECTOR_CORES
+    monkeypatch.setenv("LIGER_OPS_NPU_UB_BYTES", "32768")
+    monkeypatch.setenv("LIGER_OPS_NPU_VECTOR_CORES", "48")
+    small = tiling.plan("rms_norm", 4096, row)
+    assert not small.whole(4096) and small.cores == 48
+
+
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The grids that host code asks for; nothing is launched."""
+    recorded: list[int] = []
+
+    def record(kernel: Any, plan: Plan, tiles: int, *args: Any, **constants: Any) -> None:
+        recorded.append(plan.programs(tiles))
+
+    for module in pkgutil.iter_modules(npu.__path__):
+        loaded = importlib.import_module(f"{npu.__name__}.{module.name}")
+        if hasattr(loaded, "launch"):
+            monkeypatch.setattr(loaded, "launch", record)
+    return recorded
+
+
+@pytest.mark.parametrize("cores", (1, 40, 10**6))
+@pytest.mark.parametrize(
+    ("shape", "num_groups"),
+    (((70000, 2, 1), 2), ((2, 70000, 2), 70000), ((1, 131072), 1), ((3, 4, 33, 65), 2)),
+)
+def test_the_grid_stays_below_65536(
+    monkeypatch: pytest.MonkeyPatch,
+    grids: list[int],
+    cores: int,
+    shape: tuple[int, ...],
+    num_groups: int,
+) -> None:
+    """At any (N, C, groups) and any number of rows, and never above the vector cores."""
+    monkeypatch.setenv("LIGER_OPS_NPU_VECTOR_CORES", str(cores))
+    kernel = {name: op.kernels["npu"] for name, op in library.OPS.items()}
+    x, weight = torch.empty(shape), torch.empty(shape[1])
+    row = torch.empty(shape[-1])
+    both, all_three = [True] * 2, [True] * 3
+    kernel["group_norm"](x, num_groups, weight, weight)
+    kernel["group_norm_backward"](x, x, num_groups, weight, weight, 1e-5, all_three)
+    kernel["rms_norm"](x, row)
+    kernel["rms_norm_backward"](x, x, row, 1e-6, 0.0, both)
+    kernel["fused_add_rms_norm"](x, x, row)
+    kernel["fused_add_rms_norm_backward"](x, x, x, row, 1e-6, 0.0, both)
+    kernel["layer_norm"](x, row, row)
+    kernel["layer_norm_backward"](x, x, row, row, 1e-5, all_three)
+    assert len(grids) >= 8
+    assert all(1 <= grid <= min(cores, 65535) for grid in grids)
