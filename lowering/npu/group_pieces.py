@@ -162,8 +162,8 @@ def _group_apply_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # y, or for BACKWARD dx, with the groups' statistics known. An item is a block of channels of one
-    # group.
+    # y, or for BACKWARD dx, with the groups' statistics known. An item is a block of channels of
+    # one group.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * S + cols

@@ -160,9 +160,9 @@ def _layer_norm_backward_kernel(
                 g = dy
                 if HAS_WEIGHT:
                     g = dy * weight
-                    # One sum in two orders. At (1, 4096) without dbias the first takes 83% of the buffer
-                    # where fp32 fills the tile, and the second 92%; otherwise the second takes less:
-                    # bf16 75% and not 96%, fp32 that does not fill it 71% and not 92%.
+                    # One sum in two orders. At (1, 4096) without dbias the first takes 83% of the
+                    # buffer where fp32 fills the tile, and the second 92%; otherwise the second
+                    # takes less: bf16 75% and not 96%, fp32 that does not fill it 71% and not 92%.
                     if REUSES_PRODUCT:
                         product = product * weight
                     else:
