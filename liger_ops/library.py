@@ -100,15 +100,16 @@ def fake(name: str) -> Callable[[Function], Function]:
 
 
 def kernel(name: str, device: str) -> Callable[[Function], Function]:
-    """Register a device's kernel of op `name`; float64 runs the definition on every device."""
+    """Register a device's kernel of op `name`; with a float64 argument the definition runs."""
 
     def decorate(function: Function) -> Function:
         op = OPS[name]
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if args and args[0].dtype is torch.float64:
-                return op.check_and_define(*args, **kwargs)
+            for value in args:
+                if isinstance(value, Tensor) and value.dtype is torch.float64:
+                    return op.check_and_define(*args, **kwargs)
             return function(*args, **kwargs)
 
         op.custom_op.register_kernel(DEVICES[device])(run)

@@ -1,4 +1,5 @@
-"""Arithmetic that the kernels of every device share. Values are float32 unless `dtype` rounds them."""
+"""Arithmetic that the kernels of every device share. Values are float32 unless `dtype` rounds
+them."""
 
 import triton
 import triton.language as tl
@@ -39,7 +40,8 @@ def rms_scaled(
     CASTING_MODE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """x * rstd * (weight + offset), rounded as the casting mode says; weight is None without one."""
+    """x * rstd * (weight + offset), rounded as the casting mode says; weight is None without
+    one."""
     y = x * rstd
     if HAS_WEIGHT:
         scale = weight + offset

@@ -35,8 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
     if device == "cpu":
         import interpreter
+        import simulated_npu
 
         interpreter.patch()
+        simulated_npu.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,7 +24,7 @@ class _DeviceModule:
     """What torch_npu calls torch.npu."""
 
     def is_available(self) -> bool:
-        return True
+        return active
 
     def is_initialized(self) -> bool:
         return True
@@ -51,6 +51,8 @@ class _DeviceModule:
         pass
 
 
+# Whether the device shows itself: other tests of the process are to find a machine without one.
+active = False
 _values: dict[int, torch.Tensor] = {}
 launched: list[str] = []
 
@@ -114,9 +116,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Make the device, once in a process."""
-    if _libraries:
-        return
+    """Make the device, before the process's first backward: autograd counts the devices then."""
     _setup_privateuseone_for_python_backend("npu", backend_module=_DeviceModule())
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")

@@ -18,8 +18,8 @@ EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 
 
 @pytest.fixture(autouse=True)
-def npu() -> Iterator[None]:
-    simulated_npu.install()
+def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(simulated_npu, "active", True)
     simulated_npu.launched.clear()
     yield
     simulated_npu.launched.clear()

@@ -1,4 +1,5 @@
-"""group_norm. A group that fits in a tile is one program's, in one pass over memory; see group_pieces for others."""
+"""group_norm. A group that fits in a tile is one program's, in one pass over memory; see
+group_pieces for others."""
 
 from __future__ import annotations
 

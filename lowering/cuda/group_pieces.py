@@ -1,5 +1,5 @@
-"""group_norm of groups too large for one program: moments of pieces of channels, statistics of groups, then the
-elementwise rest. Few groups fill the GPU too."""
+"""group_norm of groups too large for one program: moments of pieces of channels, statistics of
+groups, then the elementwise rest. Few groups fill the GPU too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .launch import cdiv, launch
 
 @triton.jit
 def _place(C_G, parts, BLOCK_C: tl.constexpr):
-    # One grid dimension, whose limit is 2**31, for groups x blocks of channels x parts of the positions.
+    # One grid dimension, whose limit is 2**31, for groups x blocks of channels x parts of the
+    # positions.
     program = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(C_G, BLOCK_C)
     part = program % parts
@@ -38,8 +39,8 @@ def _group_moments_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    # For a piece of the positions of each of BLOCK_C channels: mean, squared deviations, and of dy the sum
-    # and the sum of dy * (x - mean), corrected whenever a lane's mean moves.
+    # For a piece of the positions of each of BLOCK_C channels: mean, squared deviations, and of dy
+    # the sum and the sum of dy * (x - mean), corrected whenever a lane's mean moves.
     group, channels, part = _place(C_G, pieces, BLOCK_C)
     start = part * piece
     length = tl.minimum(S - start, piece)
@@ -92,8 +93,8 @@ def _group_statistics_kernel(
     NEEDS_DWEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its pieces; and each piece's part
-    # of the gradient of weight.
+    # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its pieces; and each
+    # piece's part of the gradient of weight.
     group = tl.program_id(0).to(tl.int64)
     entries = C_G * pieces
     base = moments_ptr + group * entries

@@ -1,4 +1,5 @@
-"""x as group_norm's kernels see it, (groups, channels of a group, positions), and how it is tiled."""
+"""x as group_norm's kernels see it, (groups, channels of a group, positions), and how it is
+tiled."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def per_channel(pointer, channels, group, G, C_G):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A tile of channels and positions. pieces is 0 where the tile is the whole group, and otherwise in how
-    many pieces the positions of a channel are dealt to programs."""
+    """A tile of channels and positions. pieces is 0 where the tile is the whole group, and
+    otherwise in how many pieces the positions of a channel are dealt to programs."""
 
     BLOCK_C: int
     BLOCK_S: int

@@ -156,8 +156,8 @@ def _layer_norm_statistics_kernel(
     HAS_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Each wide row's mean, rstd, mean(g) and mean(g * xhat), in one walk: every lane keeps the sum of
-    # g * (x - its mean so far), and corrects it whenever that mean moves.
+    # Each wide row's mean, rstd, mean(g) and mean(g * xhat), in one walk: every lane keeps the sum
+    # of g * (x - its mean so far), and corrects it whenever that mean moves.
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
     mean = tl.zeros((BLOCK_N,), tl.float32)

@@ -1,7 +1,7 @@
 """The backward of rows too wide for one program, of rms_norm and layer_norm alike.
 
-Once every row's statistics are known the rest is elementwise over (rows, columns): programs own a tile
-of columns and walk rows, keeping the columns' weight gradients in registers.
+Once every row's statistics are known the rest is elementwise over (rows, columns): programs own a
+tile of columns and walk rows, keeping the columns' weight gradients in registers.
 """
 
 from __future__ import annotations

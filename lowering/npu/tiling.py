@@ -23,6 +23,9 @@ INTERPRETED_VECTOR_CORES = 3
 MIN_BLOCK_N = 16
 # More rows than this are not faster to copy, and each statistic of a row takes a block of 32 bytes.
 MAX_BLOCK_M = 64
+# What several rows may take of the buffer, by the planners, of what one row of as many elements
+# takes: every tile that this allows was planned at 90% or less.
+SEVERAL_ROWS = 1.9
 # The planner's figure differs by version of CANN; what is left over covers that.
 UB_SHARE = 0.9
 
@@ -144,11 +147,10 @@ def rows_plan(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -
     block_n = max(MIN_BLOCK_N, next_power_of_2(N))
     if cost.whole:
         padding = cost.padding if block_n > N else 0
-        elements = tile_elements(max(map(cost.whole.get, itemsizes)) + padding, ub_bytes)
-        if block_n <= elements:
-            # Half of what fits: several rows can take more than one row of as many elements.
-            block_m = min(MAX_BLOCK_M, max(1, elements // 2 // block_n))
-            return Plan(block_m, block_n, cores)
+        whole = max(map(cost.whole.get, itemsizes)) + padding
+        if block_n <= tile_elements(whole, ub_bytes):
+            rows = tile_elements(SEVERAL_ROWS * whole, ub_bytes) // block_n
+            return Plan(min(MAX_BLOCK_M, max(1, rows)), block_n, cores)
     return Plan(1, chunk(N, tile_elements(max(map(cost.wide.get, itemsizes)), ub_bytes)), cores)
 
 
