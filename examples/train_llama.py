@@ -74,7 +74,7 @@ PRESETS = {
             "num_key_value_heads": 2,
         },
         steps=100,
-        batch_size=16,
+        batch_size=8,
         sequence_length=128,
         learning_rate=1e-3,
     ),

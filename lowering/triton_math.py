@@ -1,5 +1,7 @@
-"""Arithmetic that the kernels of every device share. Values are float32 unless `dtype` rounds
-them."""
+"""Arithmetic that the kernels of every device share.
+
+Values are float32 unless `dtype` rounds them.
+"""
 
 import triton
 import triton.language as tl
@@ -9,6 +11,19 @@ import triton.language as tl
 def rounded(value, dtype: tl.constexpr):
     """value as storing it in dtype would leave it."""
     return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def widened_again(x):
+    """x.to(float32) once more, by a road that the compiler does not merge with the first.
+
+    A row between its two uses then stays in registers as it is stored: a bfloat16 row in half of
+    them.
+    """
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -40,8 +55,7 @@ def rms_scaled(
     CASTING_MODE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    """x * rstd * (weight + offset), rounded as the casting mode says; weight is None without
-    one."""
+    """x * rstd * (weight + offset), rounded as the casting mode says; weight may be None."""
     y = x * rstd
     if HAS_WEIGHT:
         scale = weight + offset
@@ -81,3 +95,14 @@ def lanes_updated(x, mask, tile, mean, m2):
 def lane_counts(index, length, BLOCK: tl.constexpr):
     """How many of `length` elements, dealt to BLOCK lanes in turn, fall to each lane."""
     return ((length - index + BLOCK - 1) // BLOCK).to(tl.float32)
+
+
+@triton.jit
+def folded(x, FOLD: tl.constexpr):
+    """A tile, flattened, summed over every FOLD neighbours.
+
+    A thread holds neighbours, so nothing moves, and an accumulator takes 1 / FOLD of a tile's
+    registers.
+    """
+    tile: tl.constexpr = x.numel
+    return tl.sum(tl.reshape(x, (tile // FOLD, FOLD)), 1)

@@ -1,5 +1,8 @@
-"""group_norm. A group that fits in a tile is one program's, in one pass over memory; see
-group_pieces for others."""
+"""group_norm.
+
+A group that fits in a tile is one program's, in one pass over memory; for others see group_walk
+and group_pieces.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
-from . import group_pieces
+from . import group_pieces, group_walk
 from .group_plan import GroupPlan, grouped, per_channel
 from .launch import launch
 from .partial_sums import partial_sums, summed
@@ -105,10 +108,13 @@ def group_norm(
     x = x.contiguous()
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    shape = grouped(x, num_groups, plan)
+    shape = grouped(x, num_groups, plan, False)
     if shape.plan.pieces:
         values, _, _ = group_pieces.statistics(None, x, weight, shape, eps, False)
         group_pieces.apply(None, x, weight, bias, values, y, shape)
+        return y
+    if shape.walked:
+        group_walk.forward(x, weight, bias, y, shape, eps)
         return y
     launch(
         _group_norm_kernel,
@@ -152,7 +158,7 @@ def group_norm_backward(
         return gradients
     x, dy = x.contiguous(), dy.contiguous()
     weight = None if weight is None else weight.contiguous()
-    shape = grouped(x, num_groups, plan)
+    shape = grouped(x, num_groups, plan, True)
     if shape.plan.pieces:
         values, dweights, dbiases = group_pieces.statistics(
             dy, x, weight, shape, eps, dweight is not None
@@ -163,6 +169,9 @@ def group_norm_backward(
             dweight.copy_(dweights.sum((0, 2)))
         if dbias is not None:
             dbias.copy_(dbiases.sum((0, 2)))
+        return gradients
+    if shape.walked:
+        group_walk.backward(dy, x, weight, dx, dweight, dbias, shape, eps)
         return gradients
     dweights = partial_sums(dweight, x.shape[0])
     dbiases = partial_sums(dbias, x.shape[0])

@@ -1,5 +1,7 @@
-"""group_norm of groups too large for one program: moments of pieces of channels, statistics of
-groups, then the elementwise rest. Few groups fill the GPU too."""
+"""group_norm of groups too large, or too few, for a program each.
+
+Moments of pieces of channels, then statistics of groups, then the elementwise rest.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,11 @@ WARP_SIZE = 64 if torch.version.hip else 32
 # The interpreter's stand-in, small so that programs of a persistent kernel walk several tiles.
 INTERPRETED_PROCESSORS = 3
 
+# Every GPU gives a program this much shared memory; Triton's reductions take up to 128 bytes a row
+# of a tile.
+MINIMAL_SHARED_MEMORY = 48 * 1024
+REDUCTION_SCRATCH = 2048
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -35,13 +40,28 @@ class Plan:
 
 
 @functools.cache
-def _processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _properties(index: int) -> Any:
+    return torch.cuda.get_device_properties(index)
 
 
 def processors(x: Tensor) -> int:
     """The multiprocessors of the GPU that holds x."""
-    return _processors(x.device.index) if x.is_cuda else INTERPRETED_PROCESSORS
+    return (
+        _properties(x.device.index).multi_processor_count if x.is_cuda else INTERPRETED_PROCESSORS
+    )
+
+
+def pipeline_stages(x: Tensor, tile_bytes: int, wanted: int = 3) -> int:
+    """How many tiles deep a loop may prefetch: `wanted` at most, and what shared memory holds.
+
+    One stage is no prefetch; each further one holds a tile, the loop's loads together, in shared
+    memory.
+    """
+    capacity = MINIMAL_SHARED_MEMORY
+    if x.is_cuda:
+        properties = _properties(x.device.index)
+        capacity = getattr(properties, "shared_memory_per_block_optin", capacity)
+    return max(1, min(wanted, 1 + (capacity - REDUCTION_SCRATCH) // tile_bytes))
 
 
 def rows(x: Tensor) -> Tensor:

@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from .launch import cdiv, launch
+
+
+@triton.jit(do_not_specialize=["P"])
+def _column_sums_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)[:, None]
+        mask = (rows < P) & (cols < N)
+        sums += tl.load(partial_ptr + rows.to(tl.int64) * N + cols, mask=mask, other=0.0)
+    total = tl.sum(sums, 0)[None, :]
+    tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
 def partial_sums(dweight: Tensor | None, programs: int) -> Tensor | None:
     """A float32 row for each program to store its part of dweight in, once."""
     if dweight is None:
         return None
-    return dweight.new_empty((programs, *dweight.shape), dtype=torch.float32)
+    return dweight.new_empty((programs, dweight.numel()), dtype=torch.float32)
 
 
 def summed(partial: Tensor | None, dweight: Tensor | None) -> None:
     """Sum the programs' rows into dweight, in float32 and deterministically."""
-    if partial is not None and dweight is not None:
-        if dweight.dtype is torch.float32:
-            torch.sum(partial, 0, out=dweight)
-        else:
-            dweight.copy_(partial.sum(0))
+    if partial is None or dweight is None:
+        return
+    P, N = partial.shape
+    # 132 x 16384 in 8 us, 528 x 4096 in 9; torch.sum and a cast take 15 and 26.
+    BLOCK_N = 8 if N < 4096 else 16
+    launch(
+        _column_sums_kernel,
+        (cdiv(N, BLOCK_N),),
+        partial,
+        partial,
+        dweight,
+        P,
+        N,
+        BLOCK_P=128,
+        BLOCK_N=BLOCK_N,
+        num_warps=4,
+    )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Plan, cdiv, launch
+from .launch import Plan, cdiv, launch, pipeline_stages, processors
 from .partial_sums import partial_sums, summed
 
 
@@ -56,15 +56,18 @@ def _wide_backward_kernel(
     NEEDS_DBIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     group = tl.program_id(1).to(tl.int64)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(group * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
-        rows = (start + tl.arange(0, BLOCK_M))[:, None]
+    # The rows that the statistics read last come first: they may still be in the L2 cache.
+    tiles = tl.cdiv(M, BLOCK_M)
+    for tile in tl.range(group, tiles, tl.num_programs(1), num_stages=STAGES):
+        rows = ((tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
         x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
@@ -94,15 +97,19 @@ def _wide_backward_kernel(
         tl.store(dbias_ptr + group * N + cols, sums, mask=cols < N)
 
 
-# The tile of `_wide_backward_kernel`: columns a program owns, and rows it takes at a time.
+# The tile of `_wide_backward_kernel`: columns a program owns, and rows it takes at a time. A 4096 x
+# 32768 backward of rms_norm takes 0.325 ms with these, 0.330 ms without prefetch and with twice the
+# programs.
 OWNED_COLUMNS = 1024
 OWNED_ROWS = 4
 
 
-def plan(M: int, N: int, processors: int) -> Plan:
-    """programs is the number of row groups: enough programs in all to fill the GPU a few times."""
-    groups = max(1, cdiv(4 * processors, cdiv(N, OWNED_COLUMNS)))
-    return Plan(OWNED_ROWS, 4096, threads=512, programs=min(cdiv(M, OWNED_ROWS), groups))
+def plan(x: Tensor) -> Plan:
+    """programs is the number of row groups: two programs a processor in all."""
+    M, N = x.shape
+    groups = max(1, 2 * processors(x) // cdiv(N, OWNED_COLUMNS))
+    stages = pipeline_stages(x, 3 * OWNED_ROWS * OWNED_COLUMNS * x.element_size())
+    return Plan(OWNED_ROWS, 2048, 256, min(cdiv(M, OWNED_ROWS), groups), stages)
 
 
 def run(
@@ -150,6 +157,7 @@ def run(
         NEEDS_DBIAS=dbias is not None,
         BLOCK_M=plan.BLOCK_M,
         BLOCK_N=columns,
+        STAGES=plan.stages,
         num_warps=4,
     )
     summed(dweights, dweight)
