@@ -71,7 +71,11 @@ def calls() -> Iterator[Callable[[], Any]]:
                 x, x, x, row, 1e-6, 0.0, both
             )
             yield lambda x=x, row=row: kernel["layer_norm_backward"](x, x, row, row, 1e-5, yes)
-        for shape, groups in (((2, 64, 8, 8), 32), ((2, 320, 64, 64), 32)):
+        for shape, groups in (
+            ((2, 64, 8, 8), 32),
+            ((2, 320, 64, 64), 32),
+            ((1, 64, 512, 512), 32),
+        ):
             x, row = torch.empty(shape, dtype=dtype), torch.empty(shape[1], dtype=dtype)
             yield lambda x=x, row=row, groups=groups: kernel["group_norm"](x, groups, row, row)
             yield lambda x=x, row=row, groups=groups: kernel["group_norm_backward"](

@@ -144,7 +144,11 @@ def _layer_norm_backward_kernel(
             mean = tl.sum(x, 1)[:, None] / N
             mean_g = tl.sum(g, 1)[:, None] / N
             centred = tl.where(mask, x - mean, 0.0)
-            rstd = tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / N + eps)
+            variance = tl.sum(centred * centred, 1)[:, None] / N
+            if BLOCK_M > 1:
+                # Rows past M are zeros, of which eps = 0 would make 0 * inf in dweight.
+                variance = tl.where(rows < M, variance, 1.0)
+            rstd = tl.rsqrt(variance + eps)
             projection = tl.sum(g * centred, 1)[:, None] / N * rstd
             xhat = centred * rstd
             if NEEDS_DWEIGHT:

@@ -1,0 +1,236 @@
+"""The Triton kernels of rms_norm, with and without a residual added first."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..triton_math import rms_rstd, rms_scaled, rms_square, widened_again
+
+
+@triton.jit
+def _load(
+    x_ptr,
+    residual_ptr,
+    rows,
+    cols,
+    mask,
+    stride_x,
+    stride_residual,
+    dtype: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0, eviction_policy=EVICTION)
+    if HAS_RESIDUAL:
+        residual = tl.load(
+            residual_ptr + rows * stride_residual + cols,
+            mask=mask,
+            other=0.0,
+            eviction_policy=EVICTION,
+        )
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    return x
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    s_ptr,
+    M,
+    N,
+    stride_x,
+    stride_residual,
+    eps,
+    offset,
+    CASTING_MODE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    x = _load(
+        x_ptr, residual_ptr, rows, cols, mask, stride_x, stride_residual, dtype, HAS_RESIDUAL, ""
+    )
+    if HAS_RESIDUAL:
+        tl.store(s_ptr + rows * N + cols, x, mask=mask)
+    sum_of_squares = tl.sum(rms_square(x.to(tl.float32), dtype, CASTING_MODE), 1)[:, None]
+    rstd = rms_rstd(sum_of_squares, N, eps, dtype, CASTING_MODE)
+    # Loaded only now: before the sum it would take as many registers as x.
+    weight = None
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    y = rms_scaled(widened_again(x), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
+    tl.store(y_ptr + rows * N + cols, y.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_wide_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    s_ptr,
+    M,
+    N,
+    stride_x,
+    stride_residual,
+    eps,
+    offset,
+    CASTING_MODE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNROLL: tl.constexpr,
+    TRIPS: tl.constexpr,
+):
+    # A row a program, in tiles. The second walk finds the row in the caches, the first asks them to
+    # keep it.
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    sums = tl.zeros((BLOCK_N,), tl.float32)
+    for trip in range(0, TRIPS):
+        for i in tl.static_range(UNROLL):
+            cols = (trip * UNROLL + i) * BLOCK_N + tl.arange(0, BLOCK_N)
+            x = _load(
+                x_ptr,
+                residual_ptr,
+                row,
+                cols,
+                cols < N,
+                stride_x,
+                stride_residual,
+                dtype,
+                HAS_RESIDUAL,
+                "evict_last",
+            )
+            sums += rms_square(x.to(tl.float32), dtype, CASTING_MODE)
+    rstd = rms_rstd(tl.sum(sums, 0), N, eps, dtype, CASTING_MODE)
+    for trip in range(0, TRIPS):
+        for i in tl.static_range(UNROLL):
+            cols = (trip * UNROLL + i) * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = cols < N
+            x = _load(
+                x_ptr,
+                residual_ptr,
+                row,
+                cols,
+                mask,
+                stride_x,
+                stride_residual,
+                dtype,
+                HAS_RESIDUAL,
+                "evict_first",
+            )
+            if HAS_RESIDUAL:
+                tl.store(s_ptr + row * N + cols, x, mask=mask)
+            weight = None
+            if HAS_WEIGHT:
+                weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            y = rms_scaled(x.to(tl.float32), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
+            tl.store(y_ptr + row * N + cols, y.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_backward_kernel(
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    weight_ptr,
+    dx_ptr,
+    dweight_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_ds,
+    stride_x,
+    eps,
+    offset,
+    HAS_DS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
+    KEEPS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # KEEPS_WEIGHT: in registers. A wide row needs them, and loads weight again with every row.
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    if HAS_WEIGHT and KEEPS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
+    dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+        rows = (start + tl.arange(0, BLOCK_M))[:, None]
+        mask = (rows < M) & (cols < N)
+        x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0)
+        if HAS_WEIGHT and not KEEPS_WEIGHT:
+            weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
+        wide = x.to(tl.float32)
+        mean_square = tl.sum(wide * wide, 1)[:, None] / N
+        if BLOCK_M > 1:
+            # Rows past M are zeros, of which eps = 0 would make 0 * inf in dweight.
+            mean_square = tl.where(rows < M, mean_square, 1.0)
+        rstd = tl.rsqrt(mean_square + eps)
+        if NEEDS_DX:
+            g = dy.to(tl.float32)
+            if HAS_WEIGHT:
+                g *= weight.to(tl.float32) + offset
+            projection = tl.sum(g * wide, 1)[:, None] / N * rstd
+        xhat = widened_again(x) * rstd
+        g = widened_again(dy)
+        if NEEDS_DWEIGHT:
+            dweight += g * xhat
+        if NEEDS_DX:
+            if HAS_WEIGHT:
+                g *= widened_again(weight) + offset
+            dx = rstd * (g - xhat * projection)
+            if HAS_DS:
+                dx += tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEEDS_DWEIGHT:
+        sums = tl.sum(dweight, 0)[None, :]
+        tl.store(dweight_ptr + program * N + cols, sums, mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_statistics_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    projection_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_x,
+    eps,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # For each wide row: rstd, and mean(g * xhat), the projection of g on xhat.
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    products = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = cols < N
+        x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
+        squares += x * x
+        products += g * x
+    rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    tl.store(rstd_ptr + row, rstd)
+    tl.store(projection_ptr + row, tl.sum(products, 0) * rstd / N)
