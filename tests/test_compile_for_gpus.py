@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "tests" / "compile_for_gpus.py"
 
-# Bytes that a thread may spill: a few registers around the loop of the widest tiles, in the L1
-# cache.
-SPILLED_BYTES = 128
+# Bytes that a thread may spill. The 16384 wide backward of rms_norm spills 224 around its loop, in
+# the L1 cache, and is faster so than as a wide row: 0.24 ms and 0.33 ms for 8192 x 16384 on an H200.
+SPILLED_BYTES = 256
 
 
 @pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "gfx942"))

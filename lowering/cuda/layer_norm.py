@@ -235,7 +235,7 @@ def plan_backward(x: Tensor) -> Plan:
     """32768 x 4096 takes 0.207 ms with 32 elements a thread and prefetch, 0.216 ms with 16.
 
     A row of 16384 with both sums does not fit in registers: 0.54 ms in one piece, 0.33 ms as a wide
-    row.
+    row. Rows of 128 take 79% of the H200's copy rate with 8 elements a thread, 35% with 32.
     """
     M, N = x.shape
     BLOCK_N = next_power_of_2(N)
@@ -245,7 +245,8 @@ def plan_backward(x: Tensor) -> Plan:
     BLOCK_M = tile // BLOCK_N
     programs = processors(x) * max(1, 8192 // tile)
     stages = pipeline_stages(x, 2 * tile * x.element_size())
-    return Plan(BLOCK_M, BLOCK_N, tile // 32, min(cdiv(M, BLOCK_M), programs), stages)
+    threads = tile // (8 if BLOCK_N <= 128 else 32)
+    return Plan(BLOCK_M, BLOCK_N, threads, min(cdiv(M, BLOCK_M), programs), stages)
 
 
 @library.kernel("layer_norm", "cuda")

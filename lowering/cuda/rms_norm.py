@@ -41,7 +41,8 @@ def plan_backward(x: Tensor, loads: int) -> Plan:
 
     With prefetch and 32 elements a thread, 32768 x 4096 takes 0.201 ms and 16384 x 8192 0.203 ms;
     without prefetch 0.265 ms. A row of 16384 leaves no registers for it: 0.240 ms, and 0.242 ms
-    with 1024 threads.
+    with 1024 threads. Rows of 128 take 85% of the H200's copy rate with 8 elements a thread, 71%
+    with 32.
     """
     M, N = x.shape
     BLOCK_N = next_power_of_2(N)
@@ -53,7 +54,7 @@ def plan_backward(x: Tensor, loads: int) -> Plan:
     stages = 1
     if BLOCK_N < 16384:
         stages = pipeline_stages(x, loads * tile * x.element_size())
-    return Plan(BLOCK_M, BLOCK_N, tile // 32, programs, stages)
+    return Plan(BLOCK_M, BLOCK_N, tile // (8 if BLOCK_N <= 128 else 32), programs, stages)
 
 
 def forward(
