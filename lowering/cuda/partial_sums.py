@@ -34,8 +34,8 @@ def summed(partial: Tensor | None, dweight: Tensor | None) -> None:
     if partial is None or dweight is None:
         return
     P, N = partial.shape
-    # 132 x 16384 in 8 us, 528 x 4096 in 9; torch.sum and a cast take 15 and 26. Wide rows come in few
-    # parts, and fill the GPU in wider blocks.
+    # 132 x 16384 in 8 us, 528 x 4096 in 9; torch.sum and a cast take 15 and 26. Wide rows come in
+    # few parts, and fill the GPU in wider blocks.
     BLOCK_N = 8 if N < 4096 else 16 if N < 32768 else 64
     launch(
         _column_sums_kernel,
