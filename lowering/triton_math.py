@@ -113,7 +113,7 @@ def gated_gradients(dy, gate, up, a, b, c, ACTIVATION: tl.constexpr):
         return dgate, dy * (gate * tl.sigmoid(z)) * inside_up
     elif ACTIVATION == "geglu_tanh":
         # The sigmoid is 0 or 1 beyond 30; there gate**3 of inf would make 0 * inf.
-        near = tl.minimum(tl.maximum(gate, -30.0), 30.0)
+        near = within(gate, 30.0)
         sigmoid = tl.sigmoid(_gelu_argument(near))
         derivative = 1.5957691216057308 * (1.0 + 0.134145 * near * near)
         slope = sigmoid * (1.0 + (1.0 - sigmoid) * near * derivative)
@@ -125,6 +125,13 @@ def gated_gradients(dy, gate, up, a, b, c, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def within(x, limit):
+    """x in [-limit, limit]; NaN where x is."""
+    x = tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def relu(x):
     """max(x, 0); NaN where x is."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -133,17 +140,15 @@ def relu(x):
 @triton.jit
 def _silu_slope(z):
     # The sigmoid is 0 or 1 beyond 1000; there a z of inf would make 0 * inf.
-    z = tl.minimum(tl.maximum(z, -1000.0), 1000.0)
+    z = within(z, 1000.0)
     sigmoid = tl.sigmoid(z)
     return sigmoid * (1.0 + z * (1.0 - sigmoid))
 
 
 @triton.jit
 def _clamped(gate, up, limit):
-    """gate from above and up from both sides; NaN where either is."""
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
-    return gate, tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+    """gate from above and up from both sides."""
+    return tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL), within(up, limit)
 
 
 @triton.jit

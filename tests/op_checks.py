@@ -75,7 +75,7 @@ def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> N
     truths = true_gradients(op, case, tensors)
     magnitudes = op.gradient_magnitudes(case, tensors)
     for i, name in enumerate(op.gradients_of):
-        wanted = case.output_mask[i] and truths[i] is not None
+        wanted = op.wants(case, i) and truths[i] is not None
         assert (outputs[i] is not None) == wanted, f"{op.id}: d{name} present is not {wanted}"
         if wanted:
             label = f"{op.backward_name}[{folder}] d{name}"

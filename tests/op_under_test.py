@@ -136,6 +136,12 @@ class OpUnderTest:
     def kernel(self, folder: str, backward: bool = False) -> Callable[..., Any]:
         return library.OPS[self.backward_name if backward else self.name].kernels[folder]
 
+    def wants(self, case: Case, i: int) -> bool:
+        """Whether the case asks backward for the gradient of gradients_of[i]."""
+        arguments = self.overload(backward=True)._schema.arguments
+        has_mask = any(argument.name == "output_mask" for argument in arguments)
+        return case.output_mask[i] if has_mask else True
+
 
 def public(name: str) -> Callable[..., Any]:
     return getattr(liger_ops, name)

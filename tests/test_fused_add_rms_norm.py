@@ -64,7 +64,9 @@ def test_is_rms_norm_of_the_sum(folder: str, case: NormCase) -> None:
 @pytest.mark.parametrize("columns", (4096, 14336, 131072))
 def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
     dtype = torch.bfloat16
-    case = NormCase(shape=(3, columns), dtype=dtype, weight_dtype=dtype, residual_dtype=dtype, layout="sliced")
+    case = NormCase(
+        shape=(3, columns), dtype=dtype, weight_dtype=dtype, residual_dtype=dtype, layout="sliced"
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 

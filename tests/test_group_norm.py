@@ -52,7 +52,14 @@ def test_groups_by_the_host_codes_own_plan(
     folder: str, shape: tuple[int, ...], num_groups: int
 ) -> None:
     dtype = torch.bfloat16
-    case = NormCase(shape=shape, dtype=dtype, weight_dtype=dtype, bias_dtype=dtype, num_groups=num_groups, shift=30.0)
+    case = NormCase(
+        shape=shape,
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        num_groups=num_groups,
+        shift=30.0,
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
@@ -62,7 +69,15 @@ def test_groups_by_the_host_codes_own_plan(
 @pytest.mark.parametrize("tile", (None, (1, 16), (2, 8)))
 def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
     dtype = torch.float32
-    case = NormCase(shape=(2, 6, 50), dtype=dtype, weight_dtype=dtype, bias_dtype=dtype, num_groups=2, shift=1e4, tile=tile)
+    case = NormCase(
+        shape=(2, 6, 50),
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        num_groups=2,
+        shift=1e4,
+        tile=tile,
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 

@@ -46,7 +46,14 @@ def test_properties(folder: str, case: NormCase) -> None:
 @pytest.mark.parametrize("columns", (4096, 14336, 131072))
 def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
     dtype = torch.bfloat16
-    case = NormCase(shape=(3, columns), dtype=dtype, weight_dtype=dtype, bias_dtype=dtype, layout="sliced", shift=30.0)
+    case = NormCase(
+        shape=(3, columns),
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        layout="sliced",
+        shift=30.0,
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
@@ -57,7 +64,9 @@ def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None
 def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
     """Where mean(x**2) - mean(x)**2 would have no correct digit."""
     dtype = torch.float32
-    case = NormCase(shape=(4, 100), dtype=dtype, weight_dtype=dtype, bias_dtype=dtype, shift=1e4, tile=tile)
+    case = NormCase(
+        shape=(4, 100), dtype=dtype, weight_dtype=dtype, bias_dtype=dtype, shift=1e4, tile=tile
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 

@@ -91,7 +91,8 @@ def test_agrees_with_the_models_code(dtype: torch.dtype) -> None:
     activation_checks.assert_model_may_be_replaced(
         lambda: phi3(x), lambda: phi3.down_proj(liger_ops.swiglu(phi3.gate_up_proj(x))), phi3
     )
-    config = FalconH1Config(**SIZES, mlp_multipliers=[0.7, 0.3])
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = FalconH1Config(**SIZES, **heads, mlp_multipliers=[0.7, 0.3])
     falcon = FalconH1MLP(config).to(dtype)
     activation_checks.assert_model_may_be_replaced(
         lambda: falcon(x),

@@ -64,7 +64,7 @@ def clamped_swiglu(
 
     Example:
         >>> liger_ops.clamped_swiglu(torch.tensor([9.0, 1.0]), torch.tensor([-9.0, 1.0]))
-        tensor([-41.9997,   1.6915])
+        tensor([-41.9997,   1.6916])
     """
     gate, up, dtype = gate_and_up(gate, up, interleaved)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -114,13 +114,22 @@ def clamped_swiglu_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, *ctx.options = inputs
+    gate, up, ctx.alpha, ctx.limit, ctx.up_offset, ctx.interleaved = inputs
     ctx.save_for_backward(gate, up)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     gate, up = ctx.saved_tensors
-    dgate, dup = clamped_swiglu_backward(dy, gate, up, *ctx.options, list(ctx.needs[:2]))
+    dgate, dup = clamped_swiglu_backward(
+        dy,
+        gate,
+        up,
+        ctx.alpha,
+        ctx.limit,
+        ctx.up_offset,
+        ctx.interleaved,
+        list(ctx.needs[:2]),
+    )
     return dgate, dup, None, None, None, None
 
 

@@ -12,6 +12,7 @@ from .. import library
 from .gated import gate_and_up, gradients
 
 APPROXIMATIONS = ("tanh", "none")
+SCALE = 2 * math.sqrt(2 / math.pi)
 
 
 @library.define(
@@ -57,8 +58,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
         tensor([ 1.6824, -0.3176])
     """
     gate, up, dtype = gate_and_up(gate, up)
-    y = torch.nn.functional.gelu(gate, approximate=approximate) * up
-    return y.to(dtype).contiguous()
+    return (_gelu(gate, approximate) * up).to(dtype).contiguous()
 
 
 @library.define(
@@ -79,8 +79,8 @@ def geglu_backward(
         dup   = dy * gelu(gate)
 
     With the exact erf, and phi the density of the normal distribution,
-    gelu'(x) = gelu(x) / x + x * phi(x). With tanh, 2v = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3) and
-    s = sigmoid(2v), gelu(x) = x * s and gelu'(x) = s * (1 + (1 - s) * x * d(2v)/dx).
+    gelu'(x) = gelu(x) / x + x * phi(x). With tanh, 2v = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3)
+    and s = sigmoid(2v), gelu(x) = x * s and gelu'(x) = s * (1 + (1 - s) * x * d(2v)/dx).
 
     Args:
         dy: (..., N), any strides.
@@ -99,14 +99,23 @@ def geglu_backward(
     if approximate == "tanh":
         # The sigmoid is 0 or 1 beyond 30 even in float64, where a g**3 of inf would make 0 * inf.
         near = g.clamp(-30, 30)
-        scale = math.sqrt(8 / math.pi)
-        sigmoid = torch.sigmoid(scale * (near + 0.044715 * near**3))
-        slope = sigmoid * (1 + (1 - sigmoid) * near * scale * (1 + 0.134145 * near**2))
+        sigmoid = _tanh_factor(near)
+        slope = sigmoid * (1 + (1 - sigmoid) * near * SCALE * (1 + 0.134145 * near * near))
     else:
         cumulative = (1 + torch.erf(g * math.sqrt(0.5))) / 2
         slope = cumulative + g * torch.exp(-g * g / 2) * (1 / math.sqrt(2 * math.pi))
-    dup = dy * torch.nn.functional.gelu(g, approximate=approximate)
-    return gradients(dy * slope * u, dup, gate, up, output_mask)
+    return gradients(dy * slope * u, dy * _gelu(g, approximate), gate, up, output_mask)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    if approximate == "tanh":
+        return x * _tanh_factor(x)
+    return torch.nn.functional.gelu(x)
+
+
+def _tanh_factor(x: Tensor) -> Tensor:
+    """(1 + tanh(v)) / 2 as sigmoid(2 * v), which does not cancel where tanh is near -1."""
+    return torch.sigmoid(SCALE * x * (1 + 0.044715 * x * x))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

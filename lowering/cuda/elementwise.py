@@ -14,10 +14,11 @@ from .launch import Plan, cdiv, launch, next_power_of_2
 @triton.jit
 def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows of this program's tile, and its first column."""
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     across = tl.cdiv(N, BLOCK_N)
-    rows = (program // across * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    return rows, program % across * BLOCK_N
+    row = (program // across).to(tl.int64) * BLOCK_M
+    rows = (row + tl.arange(0, BLOCK_M))[:, None]
+    return rows, (program % across).to(tl.int64) * BLOCK_N
 
 
 @triton.jit

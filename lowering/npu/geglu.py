@@ -32,8 +32,6 @@ def geglu_backward(
     *,
     plan: Plan | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    dgate, dup = meta.geglu.geglu_backward(
-        dy, gate, up, approximate, output_mask
-    )
+    dgate, dup = meta.geglu.geglu_backward(dy, gate, up, approximate, output_mask)
     backward(dy, gate, up, dgate, dup, f"geglu_{approximate}", plan=plan)
     return dgate, dup
