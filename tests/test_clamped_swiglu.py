@@ -54,8 +54,7 @@ def test_properties(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @EVERY_FORM
-@pytest.mark.parametrize("layout", ("contiguous", "sliced"))
-@pytest.mark.parametrize("columns", (14336, 20011))
+@pytest.mark.parametrize(("columns", "layout"), ((14336, "contiguous"), (20011, "sliced")))
 def test_wide_rows_by_the_host_codes_own_plan(
     op: OpUnderTest, folder: str, columns: int, layout: str
 ) -> None:
