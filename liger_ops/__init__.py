@@ -9,6 +9,10 @@ from .ops.rms_norm import rms_norm
 from .ops.fused_add_rms_norm import fused_add_rms_norm
 from .ops.layer_norm import layer_norm
 from .ops.group_norm import group_norm
+from .ops.swiglu import swiglu
+from .ops.clamped_swiglu import clamped_swiglu
+from .ops.geglu import geglu
+from .ops.relu_squared import relu_squared
 from . import meta, lowering
 from . import nn
 from .fusion import fuse, unfuse

@@ -56,8 +56,15 @@ class Op:
 OPS: dict[str, Op] = {}
 
 
-def define(schema: str) -> Callable[[Function], Function]:
-    """Create the op `liger::<function name>` from its definition and return its public function."""
+def define(
+    schema: str, strides: torch.Tag = torch.Tag.needs_contiguous_strides
+) -> Callable[[Function], Function]:
+    """Create the op `liger::<function name>` from its definition and return its public function.
+
+    `strides` is what Inductor does to inputs: by default it has the producer write them contiguous,
+    instead of a copy here. An op whose kernels read a view where it lies, such as the halves of a
+    projection, takes them as they come, `needs_fixed_stride_order`: Inductor would copy the view.
+    """
 
     def decorate(definition: Function) -> Function:
         name = definition.__name__
@@ -66,8 +73,7 @@ def define(schema: str) -> Callable[[Function], Function]:
             lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
             mutates_args=(),
             schema=schema,
-            # Inductor then has the producer write contiguous inputs, instead of a copy here.
-            tags=(torch.Tag.needs_contiguous_strides,),
+            tags=(strides,),
         )
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         op = OPS[name] = Op(name, definition, custom_op, overload)

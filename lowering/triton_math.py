@@ -106,3 +106,84 @@ def folded(x, FOLD: tl.constexpr):
     """
     tile: tl.constexpr = x.numel
     return tl.sum(tl.reshape(x, (tile // FOLD, FOLD)), 1)
+
+
+@triton.jit
+def gated(gate, up, a, b, c, ACTIVATION: tl.constexpr):
+    """The result of the gated activations. a, b and c are their options, in their order."""
+    if ACTIVATION == "swiglu":
+        z = gate * a
+        return z * tl.sigmoid(z) * up * b
+    elif ACTIVATION == "clamped_swiglu":
+        gate, up = _clamped(gate, up, b)
+        return gate * tl.sigmoid(gate * a) * (up + c)
+    elif ACTIVATION == "geglu_tanh":
+        return gate * tl.sigmoid(_gelu_argument(gate)) * up
+    else:
+        return gate * _normal_cumulative(gate) * up
+
+
+@triton.jit
+def gated_gradients(dy, gate, up, a, b, c, ACTIVATION: tl.constexpr):
+    """The gradients of gate and up. dy meets the slope first, which may be the 0 that up * dy = inf
+    has to be multiplied by."""
+    if ACTIVATION == "swiglu":
+        z = gate * a
+        dy = dy * b
+        return dy * _silu_slope(z) * up * a, dy * (z * tl.sigmoid(z))
+    elif ACTIVATION == "clamped_swiglu":
+        inside_gate = (gate <= b).to(tl.float32)
+        inside_up = (tl.abs(up) <= b).to(tl.float32)
+        gate, up = _clamped(gate, up, b)
+        z = gate * a
+        dgate = dy * _silu_slope(z) * (up + c) * inside_gate
+        return dgate, dy * (gate * tl.sigmoid(z)) * inside_up
+    elif ACTIVATION == "geglu_tanh":
+        # The sigmoid is 0 or 1 beyond 30; there gate**3 of inf would make 0 * inf.
+        near = within(gate, 30.0)
+        sigmoid = tl.sigmoid(_gelu_argument(near))
+        derivative = 1.5957691216057308 * (1.0 + 0.134145 * near * near)
+        slope = sigmoid * (1.0 + (1.0 - sigmoid) * near * derivative)
+        return dy * slope * up, dy * (gate * sigmoid)
+    else:
+        cumulative = _normal_cumulative(gate)
+        slope = cumulative + gate * tl.exp(gate * gate * -0.5) * 0.3989422804014327
+        return dy * slope * up, dy * (gate * cumulative)
+
+
+@triton.jit
+def within(x, limit):
+    """x in [-limit, limit]; NaN where x is."""
+    x = tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0); NaN where x is."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _silu_slope(z):
+    # The sigmoid is 0 or 1 beyond 1000; there a z of inf would make 0 * inf.
+    z = within(z, 1000.0)
+    sigmoid = tl.sigmoid(z)
+    return sigmoid * (1.0 + z * (1.0 - sigmoid))
+
+
+@triton.jit
+def _clamped(gate, up, limit):
+    """gate from above and up from both sides."""
+    return tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL), within(up, limit)
+
+
+@triton.jit
+def _gelu_argument(x):
+    """2 * v, where (1 + tanh(v)) / 2 = sigmoid(2 * v) is the factor of GELU with tanh."""
+    return 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
+
+
+@triton.jit
+def _normal_cumulative(x):
+    return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)

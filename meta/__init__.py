@@ -4,6 +4,24 @@ Each function is its op's fake implementation, and what a device's kernel calls 
 arguments and allocate its outputs.
 """
 
-from . import fused_add_rms_norm, group_norm, layer_norm, rms_norm
+from . import (
+    clamped_swiglu,
+    fused_add_rms_norm,
+    geglu,
+    group_norm,
+    layer_norm,
+    relu_squared,
+    rms_norm,
+    swiglu,
+)
 
-__all__ = ["fused_add_rms_norm", "group_norm", "layer_norm", "rms_norm"]
+__all__ = [
+    "clamped_swiglu",
+    "fused_add_rms_norm",
+    "geglu",
+    "group_norm",
+    "layer_norm",
+    "relu_squared",
+    "rms_norm",
+    "swiglu",
+]

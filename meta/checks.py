@@ -19,10 +19,12 @@ def floating(op: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{op}: {name} must be a floating point tensor, got {tensor.dtype}")
 
 
-def same_device(op: str, x: Tensor, **tensors: Tensor | None) -> None:
+def same_device(op: str, x: Tensor, x_name: str = "x", **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {tensor.device}")
+            raise ValueError(
+                f"{op}: {name} must be on {x_name}'s device, {x.device}, got {tensor.device}"
+            )
 
 
 def shape(op: str, name: str, tensor: Tensor | None, expected: Sequence[int], meaning: str) -> None:
@@ -38,15 +40,20 @@ def at_least_dims(op: str, x: Tensor, dims: int, form: str) -> None:
         raise ValueError(f"{op}: x must be {form}, got shape {tuple(x.shape)}")
 
 
+def choice(op: str, name: str, value: str, accepted: Sequence[str]) -> None:
+    if value not in accepted:
+        names = ", ".join(map(repr, accepted))
+        raise ValueError(f"{op}: {name} must be one of {names}, got {value!r}")
+
+
 def epsilon(op: str, eps: float) -> None:
     if not eps >= 0:
         raise ValueError(f"{op}: eps must be a number of at least 0, got {eps}")
 
 
 def casting(op: str, weight: Tensor | None, offset: float, casting_mode: str | None = None) -> None:
-    if casting_mode is not None and casting_mode not in CASTING_MODES:
-        accepted = ", ".join(repr(mode) for mode in CASTING_MODES)
-        raise ValueError(f"{op}: casting_mode must be one of {accepted}, got {casting_mode!r}")
+    if casting_mode is not None:
+        choice(op, "casting_mode", casting_mode, CASTING_MODES)
     if weight is None and offset != 0:
         raise ValueError(f"{op}: offset must be 0 without a weight to add it to, got {offset}")
 
@@ -54,7 +61,7 @@ def casting(op: str, weight: Tensor | None, offset: float, casting_mode: str | N
 def same_form(op: str, x: Tensor, x_name: str, **tensors: Tensor | None) -> None:
     """Tensors that must be floating point, on x's device and of x's shape."""
     floating(op, **tensors)
-    same_device(op, x, **tensors)
+    same_device(op, x, x_name, **tensors)
     for name, tensor in tensors.items():
         shape(op, name, tensor, x.shape, x_name)
 

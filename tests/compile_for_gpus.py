@@ -71,6 +71,8 @@ def calls() -> Iterator[Callable[[], Any]]:
                 x, x, x, row, 1e-6, 0.0, both
             )
             yield lambda x=x, row=row: kernel["layer_norm_backward"](x, x, row, row, 1e-5, yes)
+        for N in (100, 4096):
+            yield from activation_calls(kernel, torch.empty(4, N, dtype=dtype))
         for shape, groups in (
             ((2, 64, 8, 8), 32),
             ((2, 320, 64, 64), 32),
@@ -81,6 +83,30 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield lambda x=x, row=row, groups=groups: kernel["group_norm_backward"](
                 x, x, groups, row, row, 1e-5, yes
             )
+
+
+def activation_calls(
+    kernel: dict[str, Callable[..., Any]], gate: torch.Tensor
+) -> Iterator[Callable[[], Any]]:
+    """Every activation, of tensors apart and packed, which are one row and several."""
+    packed = torch.cat((gate, gate), -1)
+    forms = (
+        ("swiglu", (1.0, 1.0)),
+        ("geglu", ("tanh",)),
+        ("geglu", ("none",)),
+        ("clamped_swiglu", (1.702, 7.0, 1.0, False)),
+        ("clamped_swiglu", (1.702, 7.0, 1.0, True)),
+    )
+    for name, options in forms:
+        pairs = [(packed, None)] if options[-1] is True else [(packed, None), (gate, gate)]
+        for first, up in pairs:
+            mask = [True, up is not None]
+            yield lambda n=name, f=first, u=up, o=options: kernel[n](f, u, *o)
+            yield lambda n=name, f=first, u=up, o=options, m=mask: kernel[f"{n}_backward"](
+                gate, f, u, *o, m
+            )
+    yield lambda: kernel["relu_squared"](gate)
+    yield lambda: kernel["relu_squared_backward"](gate, gate)
 
 
 def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:

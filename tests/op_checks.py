@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_ops import library
-from op_table import DEVICE, Case, OpUnderTest, Tensors
+from op_under_test import DEVICE, Case, Magnitude, OpUnderTest, Tensors, max_abs
 from plans import plan
 
 # Rounding errors of float32 arithmetic that a result may collect beside the eager reference's own,
@@ -42,13 +43,13 @@ def run_kernel(
 ) -> tuple[Tensor | None, ...]:
     kernel = op.kernel(folder, backward)
     with poisoned_memory():
-        return as_tuple(kernel(*args, plan=plan(folder, op.name, case)))
+        return as_tuple(kernel(*args, plan=plan(folder, op, case)))
 
 
 def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:
     """The kernel is no further from float64 than twice the definition in the same dtype, and a
     constant."""
-    tensors = case.tensors(op)
+    tensors = op.tensors(case)
     args = op.forward_args(case, tensors)
     before = clones(args)
     outputs = run_kernel(op, folder, False, case, args)
@@ -56,14 +57,15 @@ def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> No
     assert_allocated_as_meta(op, False, args, outputs)
     references = as_tuple(op.definition(*args))
     truths = as_tuple(op.definition(*widened(args)))
-    magnitude, _ = magnitudes(op, case, tensors)
-    for i, (output, reference, truth) in enumerate(zip(outputs, references, truths, strict=True)):
-        assert_close(f"{op.name}[{folder}] output {i}", case, output, reference, truth, magnitude)
+    magnitudes = op.output_magnitudes(case, tensors)
+    for i, magnitude in enumerate(magnitudes):
+        label = f"{op.id}[{folder}] output {i}"
+        assert_close(op, label, case, outputs[i], references[i], truths[i], magnitude)
 
 
 def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:
     """Likewise for the gradients asked for; truth is autograd through the definition in float64."""
-    tensors = case.tensors(op)
+    tensors = op.tensors(case)
     args = op.backward_args(case, tensors)
     before = clones(args)
     outputs = run_kernel(op, folder, True, case, args)
@@ -71,84 +73,53 @@ def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> N
     assert_allocated_as_meta(op, True, args, outputs)
     references = as_tuple(library.OPS[op.backward_name].definition(*args))
     truths = true_gradients(op, case, tensors)
-    _, magnitude = magnitudes(op, case, tensors)
-    rows = [magnitude, *parameter_magnitudes(op, case, tensors)]
+    magnitudes = op.gradient_magnitudes(case, tensors)
     for i, name in enumerate(op.gradients_of):
-        wanted = case.output_mask[i] and truths[i] is not None
-        assert (outputs[i] is not None) == wanted, f"{op.name}: d{name} present is not {wanted}"
+        wanted = op.wants(case, i) and truths[i] is not None
+        assert (outputs[i] is not None) == wanted, f"{op.id}: d{name} present is not {wanted}"
         if wanted:
             label = f"{op.backward_name}[{folder}] d{name}"
-            assert_close(label, case, outputs[i], references[i], truths[i], rows[i])
+            assert_close(op, label, case, outputs[i], references[i], truths[i], magnitudes[i])
 
 
 def true_gradients(op: OpUnderTest, case: Case, tensors: Tensors) -> list[Tensor | None]:
     wide = {
-        name: None if value is None else value.double().clone() for name, value in tensors.items()
+        name: None if value is None else value.double().clone()
+        for name, value in op.seen_by_backward(case, tensors).items()
     }
-    dy, ds = wide["dy"], wide["ds"]
-    if op.name == "fused_add_rms_norm":
-        # The backward op takes the sum as the forward stored it.
-        wide["x"] = (tensors["x"] + tensors["residual"]).double()
-        wide["residual"] = torch.zeros_like(wide["x"])
     inputs = [wide[name] for name in op.gradients_of]
     for tensor in inputs:
         if tensor is not None:
             tensor.requires_grad_()
     outputs = as_tuple(op.definition(*op.forward_args(case, wide)))
-    scalar = (outputs[0] * dy).sum()
-    if len(outputs) > 1 and ds is not None:
-        scalar = scalar + (outputs[1] * ds).sum()
+    pairs = zip(outputs, (wide[name] for name in op.gradients_from), strict=True)
+    scalar = sum((output * grad).sum() for output, grad in pairs if grad is not None)
     given = [tensor for tensor in inputs if tensor is not None]
     grads = iter(torch.autograd.grad(scalar, given))
     return [None if tensor is None else next(grads) for tensor in inputs]
 
 
-def magnitudes(op: OpUnderTest, case: Case, tensors: Tensors) -> tuple[float, float]:
-    """The largest terms that are summed or cancelled on the way to an output, and to dx.
-
-    Where they cancel, the result is smaller than the rounding errors of what it was made of.
-    """
-    x = tensors["x"].double()
-    if op.name == "fused_add_rms_norm":
-        x = x + tensors["residual"].double()
-    if x.numel() == 0:
-        return 0.0, 0.0
-    if op.name == "group_norm":
-        groups = x.reshape(x.shape[0], case.num_groups, -1)
-        variance = groups.var(-1, unbiased=False)
-    elif op.name == "layer_norm":
-        variance = x.var(-1, unbiased=False)
-    else:
-        variance = x.square().mean(-1)
-    rstd = (variance + case.eps).rsqrt().max()
-    scale = max_abs(tensors["weight"], 1.0) + abs(case.offset)
-    normalised = rstd * x.abs().max()
-    gradient = rstd * max_abs(tensors["dy"]) * scale * (1 + normalised)
-    return float(normalised * scale), float(gradient)
+def amax(tensor: Tensor, op: OpUnderTest) -> Tensor:
+    """The largest of each row, for rows of one tensor may differ in scale; or each element."""
+    if op.elementwise or tensor.dim() == 0:
+        return tensor
+    return tensor.amax(-1, keepdim=True)
 
 
-def parameter_magnitudes(op: OpUnderTest, case: Case, tensors: Tensors) -> list[float]:
-    """The same for dweight and dbias, sums over every row."""
-    x, dy = tensors["x"], tensors["dy"]
-    if x.numel() == 0:
-        return [0.0, 0.0]
-    unscaled = {**tensors, "weight": None}
-    normalised, _ = magnitudes(op, Case(**{**vars(case), "offset": 0.0}), unscaled)
-    terms = dy.double().abs().sum() / x.shape[op.parameter_dim]
-    return [float(terms * (1 + normalised)), float(terms)]
-
-
-def max_abs(tensor: Tensor | None, default: float = 0.0) -> float:
-    return default if tensor is None or tensor.numel() == 0 else float(tensor.double().abs().max())
+def roundings(dtype: torch.dtype, values: Tensor, magnitude: Magnitude) -> Tensor:
+    """What storing values in dtype may change them by, and computing them in float32."""
+    stored = torch.finfo(dtype).eps * (values + torch.finfo(dtype).tiny)
+    return stored + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * magnitude
 
 
 def assert_close(
+    op: OpUnderTest,
     label: str,
     case: Case,
     output: Tensor | None,
     reference: Tensor | None,
     truth: Tensor | None,
-    magnitude: float,
+    magnitude: Magnitude,
 ) -> None:
     assert output is not None and reference is not None and truth is not None
     assert output.shape == truth.shape, f"{label}: shape {output.shape}, expected {truth.shape}"
@@ -157,13 +128,7 @@ def assert_close(
         return
     error = (output.double() - truth).abs()
     own = (reference.double() - truth).abs()
-    # Rows of one tensor may differ in scale, so each is held to its own.
-    dims = -1 if truth.dim() > 0 else None
-    allowed = (
-        2 * own.amax(dims, keepdim=True)
-        + torch.finfo(output.dtype).eps * truth.abs().amax(dims, keepdim=True)
-        + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * magnitude
-    )
+    allowed = 2 * amax(own, op) + roundings(output.dtype, amax(truth.abs(), op), magnitude)
     worst = (error - allowed).flatten().argmax()
     assert bool((error <= allowed).all()), (
         f"{label} of {case}: worst element {int(worst)}: kernel {output.flatten()[worst]!r},"
@@ -199,30 +164,28 @@ def assert_allocated_as_meta(
 
 
 def assert_deterministic(op: OpUnderTest, folder: str, case: Case) -> None:
-    tensors = case.tensors(op)
+    tensors = op.tensors(case)
     for backward, args in (
         (False, op.forward_args(case, tensors)),
         (True, op.backward_args(case, tensors)),
     ):
         first, second = (run_kernel(op, folder, backward, case, args) for _ in range(2))
         for a, b in zip(first, second, strict=True):
-            assert a is b is None or torch.equal(a, b), f"{op.name}: two runs differ"
+            assert a is b is None or torch.equal(a, b), f"{op.id}: two runs differ"
 
 
 def assert_tile_does_not_matter(op: OpUnderTest, folder: str, case: Case) -> None:
     """Every tile gives the result of every other, but for float32's rounding in another order."""
-    whole = Case(**{**vars(case), "tile": None})
-    tensors = case.tensors(op)
-    for backward, args in (
-        (False, op.forward_args(case, tensors)),
-        (True, op.backward_args(case, tensors)),
+    whole = replace(case, tile=None)
+    tensors = op.tensors(case)
+    for backward, args, magnitudes in (
+        (False, op.forward_args(case, tensors), op.output_magnitudes(case, tensors)),
+        (True, op.backward_args(case, tensors), op.gradient_magnitudes(case, tensors)),
     ):
         tiled = run_kernel(op, folder, backward, case, args)
         untiled = run_kernel(op, folder, backward, whole, args)
-        for a, b, magnitude in zip(
-            tiled, untiled, output_magnitudes(op, case, tensors, backward), strict=True
-        ):
-            assert_equal_but_for_rounding(a, b, magnitude)
+        for a, b, magnitude in zip(tiled, untiled, magnitudes, strict=False):
+            assert_equal_but_for_rounding(op, a, b, magnitude)
 
 
 def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> None:
@@ -231,43 +194,36 @@ def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> Non
     A compiler contracts the multiplications and additions of one row of a tile in another way than
     those of the next.
     """
-    tensors = case.tensors(op)
+    tensors = op.tensors(case)
     rows = torch.randperm(case.shape[0], generator=torch.Generator().manual_seed(case.seed))
-    rows = rows.to(tensors["x"].device)
-    per_row = ("x", "residual", "dy", "ds")
+    rows = rows.to(next(value.device for value in tensors.values() if value is not None))
     permuted = {
-        name: value[rows] if name in per_row and value is not None else value
+        name: value[rows] if name in op.per_row and value is not None else value
         for name, value in tensors.items()
     }
     for backward, arguments in ((False, op.forward_args), (True, op.backward_args)):
         outputs = run_kernel(op, folder, backward, case, arguments(case, tensors))
         others = run_kernel(op, folder, backward, case, arguments(case, permuted))
-        of_rows = 1 if backward else len(outputs)
-        allowed = output_magnitudes(op, case, tensors, backward)
-        for output, other, magnitude in zip(
-            outputs[:of_rows], others[:of_rows], allowed[:of_rows], strict=True
-        ):
+        magnitudes = (op.gradient_magnitudes if backward else op.output_magnitudes)(case, tensors)
+        for i, (output, other) in enumerate(zip(outputs, others, strict=True)):
+            if backward and op.gradients_of[i] not in op.per_row:
+                continue
             expected = None if output is None else output[rows]
             if DEVICE == "cpu":
                 assert expected is other is None or torch.equal(expected, other)
             else:
-                assert_equal_but_for_rounding(expected, other, magnitude)
+                assert_equal_but_for_rounding(op, expected, other, magnitudes[i])
 
 
-def output_magnitudes(op: OpUnderTest, case: Case, tensors: Tensors, backward: bool) -> list[float]:
-    """For each output of an op or its backward op, the largest terms that it is made of."""
-    forward, gradient = magnitudes(op, case, tensors)
-    if not backward:
-        return [forward] * len(op.overload()._schema.returns)
-    return [gradient, *parameter_magnitudes(op, case, tensors)][: len(op.gradients_of)]
-
-
-def assert_equal_but_for_rounding(a: Tensor | None, b: Tensor | None, magnitude: float) -> None:
+def assert_equal_but_for_rounding(
+    op: OpUnderTest, a: Tensor | None, b: Tensor | None, magnitude: Magnitude
+) -> None:
     assert (a is None) == (b is None)
     if a is not None and b is not None and a.numel():
-        unit = torch.finfo(a.dtype).eps * max_abs(b)
-        bound = unit + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * magnitude
-        assert max_abs(a.double() - b.double()) <= 2 * bound
+        values = b.double().abs() if op.elementwise else max_abs(b)
+        bound = 2 * roundings(a.dtype, values, magnitude)
+        close = (a.double() - b.double()).abs() <= bound
+        assert bool((close | (a == b)).all())
 
 
 def assert_rejects(op: OpUnderTest, args: tuple[Any, ...], message: str) -> None:

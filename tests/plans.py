@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from op_table import Case
+from op_under_test import Case, OpUnderTest
 
 
-def plan(folder: str, op: str, case: Case) -> Any:
+def plan(folder: str, op: OpUnderTest, case: Case) -> Any:
     """A plan of few programs with the case's tile, or None for the host code's own choice."""
     if case.tile is None:
         return None
@@ -16,7 +16,7 @@ def plan(folder: str, op: str, case: Case) -> Any:
         from liger_ops.lowering.npu.tiling import Plan
 
         return Plan(rows, columns, cores=2)
-    if op == "group_norm":
+    if op.name == "group_norm":
         from liger_ops.lowering.cuda.group_plan import GroupPlan
 
         return GroupPlan(rows, columns, threads=128, pieces=2)

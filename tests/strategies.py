@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from op_table import DY_LAYOUTS, X_LAYOUTS, Case
+from activations import ActivationCase
+from norms import NormCase
+from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # One element, odd, prime, both sides of a power of two, a round model size.
@@ -27,7 +29,7 @@ def leading_shapes() -> st.SearchStrategy[tuple[int, ...]]:
 @st.composite
 def row_norms(
     draw: st.DrawFn, *, has_offset: bool, has_bias: bool, has_residual: bool, mask_length: int
-) -> Case:
+) -> NormCase:
     """A case of an op that normalises the last dimension."""
     dtype = draw(st.sampled_from(DTYPES))
     parameter_dtype = st.sampled_from((dtype, torch.float32, None))
@@ -35,7 +37,7 @@ def row_norms(
     tile = draw(st.sampled_from(TILES))
     # Interpreted time grows with the tiles walked, some milliseconds each.
     sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
-    return Case(
+    return NormCase(
         shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
         dtype=dtype,
         weight_dtype=weight_dtype,
@@ -56,20 +58,20 @@ def row_norms(
     )
 
 
-def rms_norms() -> st.SearchStrategy[Case]:
+def rms_norms() -> st.SearchStrategy[NormCase]:
     return row_norms(has_offset=True, has_bias=False, has_residual=False, mask_length=2)
 
 
-def fused_add_rms_norms() -> st.SearchStrategy[Case]:
+def fused_add_rms_norms() -> st.SearchStrategy[NormCase]:
     return row_norms(has_offset=True, has_bias=False, has_residual=True, mask_length=2)
 
 
-def layer_norms() -> st.SearchStrategy[Case]:
+def layer_norms() -> st.SearchStrategy[NormCase]:
     return row_norms(has_offset=False, has_bias=True, has_residual=False, mask_length=3)
 
 
 @st.composite
-def group_norms(draw: st.DrawFn) -> Case:
+def group_norms(draw: st.DrawFn) -> NormCase:
     dtype = draw(st.sampled_from(DTYPES))
     parameter_dtype = st.sampled_from((dtype, torch.float32, None))
     num_groups = draw(st.sampled_from((1, 2, 3)))
@@ -79,7 +81,7 @@ def group_norms(draw: st.DrawFn) -> Case:
     positions = ((), (1,), (7,), (0,), (3, 5), (2, 3, 3))
     large = () if tile else ((129,), (16, 16))
     spatial = draw(st.sampled_from(positions + large))
-    return Case(
+    return NormCase(
         shape=(draw(st.sampled_from((0, 1, 2))), channels, *spatial),
         dtype=dtype,
         weight_dtype=draw(parameter_dtype),
@@ -92,6 +94,38 @@ def group_norms(draw: st.DrawFn) -> Case:
         tile=tile,
         scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
         shift=draw(st.sampled_from((0.0, 30.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+# Beyond where exp and its square leave float32, and where an activation is flat or its own slope;
+# NaN and 0 are themselves.
+SPECIAL_GATES = (1e4, -1e4, 88.0, -88.0, -104.0, 20.0, -20.0, -1.278, 0.0, 1e-7, -1e-30)
+HUGE_GATES = (3e38, -3e38, 1e20, -1e20)
+
+
+@st.composite
+def activations(draw: st.DrawFn) -> ActivationCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    special = SPECIAL_GATES if dtype is torch.float16 else SPECIAL_GATES + HUGE_GATES
+    return ActivationCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        up_dtype=draw(st.sampled_from((None, torch.float32))),
+        special=tuple(draw(st.lists(st.sampled_from(special), max_size=4))),
+        gate_multiplier=draw(st.sampled_from((1.0, 0.5, -0.3))),
+        down_multiplier=draw(st.sampled_from((1.0, 0.088))),
+        approximate=draw(st.sampled_from(("tanh", "none"))),
+        alpha=draw(st.sampled_from((1.0, 1.702))),
+        limit=draw(st.sampled_from((7.0, 0.5, float("inf")))),
+        up_offset=draw(st.sampled_from((1.0, 0.0))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(2)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 1e-3, 10.0))),
         seed=draw(st.integers(0, 2**31)),
     )
 

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 import liger_ops
 import op_checks
 import strategies
-from op_table import FOLDERS, OPS, Case
+from norms import NormCase
+from op_table import OPS
+from op_under_test import FOLDERS
 
 OP, RMS_NORM = OPS["fused_add_rms_norm"], OPS["rms_norm"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
@@ -20,14 +22,14 @@ EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.fused_add_rms_norms())
-def test_forward_matches_truth(folder: str, case: Case) -> None:
+def test_forward_matches_truth(folder: str, case: NormCase) -> None:
     op_checks.assert_forward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.fused_add_rms_norms())
-def test_backward_matches_truth(folder: str, case: Case) -> None:
+def test_backward_matches_truth(folder: str, case: NormCase) -> None:
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
@@ -35,7 +37,7 @@ def test_backward_matches_truth(folder: str, case: Case) -> None:
 @EVERY_FOLDER
 @settings(max_examples=settings().max_examples // 3)
 @given(case=strategies.fused_add_rms_norms().filter(strategies.has_rows))
-def test_properties(folder: str, case: Case) -> None:
+def test_properties(folder: str, case: NormCase) -> None:
     op_checks.assert_deterministic(OP, folder, case)
     op_checks.assert_tile_does_not_matter(OP, folder, case)
     op_checks.assert_rows_are_independent(OP, folder, case)
@@ -44,9 +46,9 @@ def test_properties(folder: str, case: Case) -> None:
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.fused_add_rms_norms())
-def test_is_rms_norm_of_the_sum(folder: str, case: Case) -> None:
+def test_is_rms_norm_of_the_sum(folder: str, case: NormCase) -> None:
     """Bit for bit, in the same tile; the sum is PyTorch's."""
-    tensors = case.tensors(OP)
+    tensors = OP.tensors(case)
     total = tensors["x"] + tensors["residual"]
     # The host code's own choice of tile may differ between the two ops.
     case = case if case.tile else replace(case, tile=(2, 2048))
@@ -62,7 +64,9 @@ def test_is_rms_norm_of_the_sum(folder: str, case: Case) -> None:
 @pytest.mark.parametrize("columns", (4096, 14336, 131072))
 def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
     dtype = torch.bfloat16
-    case = Case((3, columns), dtype, dtype, residual_dtype=dtype, layout="sliced")
+    case = NormCase(
+        shape=(3, columns), dtype=dtype, weight_dtype=dtype, residual_dtype=dtype, layout="sliced"
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 import liger_ops
 import op_checks
 import strategies
-from op_table import FOLDERS, OPS, Case
+from norms import NormCase
+from op_table import OPS
+from op_under_test import FOLDERS
 
 OP = OPS["group_norm"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
@@ -18,14 +20,14 @@ EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.group_norms())
-def test_forward_matches_truth(folder: str, case: Case) -> None:
+def test_forward_matches_truth(folder: str, case: NormCase) -> None:
     op_checks.assert_forward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.group_norms())
-def test_backward_matches_truth(folder: str, case: Case) -> None:
+def test_backward_matches_truth(folder: str, case: NormCase) -> None:
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
@@ -33,7 +35,7 @@ def test_backward_matches_truth(folder: str, case: Case) -> None:
 @EVERY_FOLDER
 @settings(max_examples=settings().max_examples // 3)
 @given(case=strategies.group_norms().filter(strategies.has_rows))
-def test_properties(folder: str, case: Case) -> None:
+def test_properties(folder: str, case: NormCase) -> None:
     op_checks.assert_deterministic(OP, folder, case)
     op_checks.assert_tile_does_not_matter(OP, folder, case)
     op_checks.assert_rows_are_independent(OP, folder, case)
@@ -50,7 +52,14 @@ def test_groups_by_the_host_codes_own_plan(
     folder: str, shape: tuple[int, ...], num_groups: int
 ) -> None:
     dtype = torch.bfloat16
-    case = Case(shape, dtype, dtype, dtype, num_groups=num_groups, shift=30.0)
+    case = NormCase(
+        shape=shape,
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        num_groups=num_groups,
+        shift=30.0,
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
@@ -60,7 +69,15 @@ def test_groups_by_the_host_codes_own_plan(
 @pytest.mark.parametrize("tile", (None, (1, 16), (2, 8)))
 def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
     dtype = torch.float32
-    case = Case((2, 6, 50), dtype, dtype, dtype, num_groups=2, shift=1e4, tile=tile)
+    case = NormCase(
+        shape=(2, 6, 50),
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        num_groups=2,
+        shift=1e4,
+        tile=tile,
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 import liger_ops
 import op_checks
 import strategies
-from op_table import FOLDERS, OPS, Case
+from norms import NormCase
+from op_table import OPS
+from op_under_test import FOLDERS
 
 OP = OPS["layer_norm"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
@@ -18,14 +20,14 @@ EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.layer_norms())
-def test_forward_matches_truth(folder: str, case: Case) -> None:
+def test_forward_matches_truth(folder: str, case: NormCase) -> None:
     op_checks.assert_forward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.layer_norms())
-def test_backward_matches_truth(folder: str, case: Case) -> None:
+def test_backward_matches_truth(folder: str, case: NormCase) -> None:
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
@@ -33,7 +35,7 @@ def test_backward_matches_truth(folder: str, case: Case) -> None:
 @EVERY_FOLDER
 @settings(max_examples=settings().max_examples // 3)
 @given(case=strategies.layer_norms().filter(strategies.has_rows))
-def test_properties(folder: str, case: Case) -> None:
+def test_properties(folder: str, case: NormCase) -> None:
     op_checks.assert_deterministic(OP, folder, case)
     op_checks.assert_tile_does_not_matter(OP, folder, case)
     op_checks.assert_rows_are_independent(OP, folder, case)
@@ -44,7 +46,14 @@ def test_properties(folder: str, case: Case) -> None:
 @pytest.mark.parametrize("columns", (4096, 14336, 131072))
 def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
     dtype = torch.bfloat16
-    case = Case((3, columns), dtype, dtype, dtype, layout="sliced", shift=30.0)
+    case = NormCase(
+        shape=(3, columns),
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        layout="sliced",
+        shift=30.0,
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
@@ -54,7 +63,10 @@ def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None
 @pytest.mark.parametrize("tile", (None, (1, 16)))
 def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
     """Where mean(x**2) - mean(x)**2 would have no correct digit."""
-    case = Case((4, 100), torch.float32, torch.float32, torch.float32, shift=1e4, tile=tile)
+    dtype = torch.float32
+    case = NormCase(
+        shape=(4, 100), dtype=dtype, weight_dtype=dtype, bias_dtype=dtype, shift=1e4, tile=tile
+    )
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 

@@ -223,8 +223,11 @@ def base(op: str) -> str:
     return op.removesuffix("_backward").removesuffix("_forward")
 
 
+CAPITALS = {"rms": "RMS", "swiglu": "SwiGLU", "geglu": "GEGLU", "relu": "ReLU"}
+
+
 def module_class(op: str) -> str:
-    return "".join("RMS" if part == "rms" else part.capitalize() for part in op.split("_"))
+    return "".join(CAPITALS.get(part, part.capitalize()) for part in op.split("_"))
 
 
 def test_every_op_goes_through_the_library(registry):

@@ -15,16 +15,16 @@ import liger_ops
 from liger_ops import library
 from liger_ops.compile_cache import package_hash
 from op_table import OPS
+from op_under_test import OpUnderTest
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 @pytest.mark.parametrize("key", ("AutocastCUDA", "AutocastXPU", "AutocastCPU"))
-def test_autocast_rule_exists_where_pytorch_has_one(op: str, key: str) -> None:
-    norm = op.removeprefix("fused_add_")
+def test_autocast_rule_exists_where_pytorch_has_one(op: OpUnderTest, key: str) -> None:
     has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has_rule(f"liger::{op}", key) == has_rule(f"aten::{norm}", key)
+    assert has_rule(f"liger::{op.name}", key) == has_rule(f"aten::{op.autocast_as}", key)
 
 
 def test_cpu_autocast_leaves_the_dtypes() -> None:
@@ -64,7 +64,7 @@ def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
 
 
 def test_implementation_names_the_file() -> None:
-    for name in OPS:
+    for name in {op.name for op in OPS.values()}:
         op = library.OPS[name]
         assert library.implementation(op, "cuda") == f"lowering.cuda.{name}"
         assert library.implementation(op, "npu") == f"lowering.npu.{name}"

@@ -11,7 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import liger_ops
 import op_checks
 import strategies
-from op_table import FOLDERS, OPS, Case
+from norms import NormCase
+from op_table import OPS
+from op_under_test import FOLDERS
 
 OP = OPS["rms_norm"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
@@ -20,14 +22,14 @@ EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.rms_norms())
-def test_forward_matches_truth(folder: str, case: Case) -> None:
+def test_forward_matches_truth(folder: str, case: NormCase) -> None:
     op_checks.assert_forward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @given(case=strategies.rms_norms())
-def test_backward_matches_truth(folder: str, case: Case) -> None:
+def test_backward_matches_truth(folder: str, case: NormCase) -> None:
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
@@ -35,7 +37,7 @@ def test_backward_matches_truth(folder: str, case: Case) -> None:
 @EVERY_FOLDER
 @settings(max_examples=settings().max_examples // 3)
 @given(case=strategies.rms_norms().filter(strategies.has_rows))
-def test_properties(folder: str, case: Case) -> None:
+def test_properties(folder: str, case: NormCase) -> None:
     op_checks.assert_deterministic(OP, folder, case)
     op_checks.assert_tile_does_not_matter(OP, folder, case)
     op_checks.assert_rows_are_independent(OP, folder, case)
@@ -45,7 +47,8 @@ def test_properties(folder: str, case: Case) -> None:
 @EVERY_FOLDER
 @pytest.mark.parametrize("columns", (4096, 14336, 131072, 200003))
 def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
-    case = Case((3, columns), torch.bfloat16, torch.bfloat16, layout="sliced")
+    dtype = torch.bfloat16
+    case = NormCase(shape=(3, columns), dtype=dtype, weight_dtype=dtype, layout="sliced")
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
@@ -54,7 +57,8 @@ def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None
 @EVERY_FOLDER
 def test_zero_eps_with_rows_left_over(folder: str) -> None:
     """The rows that pad a tile are zeros, whose 1 / rms is infinite without an eps."""
-    case = Case((3, 13), torch.float32, torch.float32, eps=0.0, tile=(4, 64))
+    dtype = torch.float32
+    case = NormCase(shape=(3, 13), dtype=dtype, weight_dtype=dtype, eps=0.0, tile=(4, 64))
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 

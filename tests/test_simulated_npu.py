@@ -11,7 +11,8 @@ from torch import Tensor
 import simulated_npu
 from liger_ops import library
 from op_checks import as_tuple
-from op_table import OPS, Case, OpUnderTest
+from op_table import OPS
+from op_under_test import OpUnderTest
 from simulated_npu import to_cpu, to_npu
 
 EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
@@ -25,16 +26,9 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     simulated_npu.launched.clear()
 
 
-def case(op: OpUnderTest, dtype: torch.dtype = torch.float32) -> Case:
-    is_group_norm = op.name == "group_norm"
-    return Case(
-        shape=(2, 6, 5) if is_group_norm else (5, 24),
-        dtype=dtype,
-        weight_dtype=dtype,
-        bias_dtype=dtype,
-        residual_dtype=dtype,
-        num_groups=3 if is_group_norm else 1,
-    )
+def forward_args(op: OpUnderTest, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
+    case = op.sample(dtype, rows=5)
+    return op.forward_args(case, op.tensors(case))
 
 
 def on_npu(args: tuple[object, ...], requires_grad: bool = False) -> tuple[object, ...]:
@@ -54,7 +48,7 @@ def launched_modules() -> set[str]:
 
 @EVERY_OP
 def test_eager_runs_the_npu_kernel(op: OpUnderTest) -> None:
-    args = op.forward_args(case(op), case(op).tensors(op))
+    args = forward_args(op)
     outputs = as_tuple(op.overload()(*on_npu(args)))
     assert launched_modules()
     for output, expected in zip(outputs, as_tuple(op.kernel("npu")(*args)), strict=True):
@@ -65,7 +59,7 @@ def test_eager_runs_the_npu_kernel(op: OpUnderTest) -> None:
 @EVERY_OP
 @pytest.mark.parametrize("backend", (None, "eager", "aot_eager"))
 def test_training_runs_the_npu_kernels(op: OpUnderTest, backend: str | None) -> None:
-    args = op.forward_args(case(op), case(op).tensors(op))
+    args = forward_args(op)
     given = on_npu(args, requires_grad=True)
     call = op.overload()
     if backend:
@@ -92,7 +86,7 @@ def test_training_runs_the_npu_kernels(op: OpUnderTest, backend: str | None) -> 
 
 @EVERY_OP
 def test_float64_runs_the_definition(op: OpUnderTest) -> None:
-    args = op.forward_args(case(op, torch.float64), case(op, torch.float64).tensors(op))
+    args = forward_args(op, torch.float64)
     outputs = as_tuple(op.overload()(*on_npu(args)))
     assert not simulated_npu.launched
     for output, expected in zip(outputs, as_tuple(op.definition(*args)), strict=True):
@@ -100,16 +94,17 @@ def test_float64_runs_the_definition(op: OpUnderTest) -> None:
 
 
 @EVERY_OP
-def test_autocast_computes_in_float32(op: OpUnderTest) -> None:
-    """As torch.nn.functional's norms do under autocast of a device that has their rule."""
-    form = case(op, torch.bfloat16)
-    args = op.forward_args(form, form.tensors(op))
+def test_autocast_does_what_pytorchs_does(op: OpUnderTest) -> None:
+    """float32 where ATen's op has the rule, as its norms do; the dtypes as they come elsewhere."""
+    args = forward_args(op, torch.bfloat16)
     with torch.autocast("npu", dtype=torch.bfloat16):
         outputs = as_tuple(op.overload()(*on_npu(args)))
-    wide = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
+    dtype = torch.float32 if has_rule(f"aten::{op.autocast_as}", "AutocastCUDA") else torch.bfloat16
+    cast = tuple(arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args)
     assert launched_modules()
-    for output, expected in zip(outputs, as_tuple(op.kernel("npu")(*wide)), strict=True):
-        assert output.dtype is torch.float32
+    for output, expected in zip(outputs, as_tuple(op.kernel("npu")(*cast)), strict=True):
+        assert output.dtype is dtype
         assert torch.equal(to_cpu(output), expected)
 
 

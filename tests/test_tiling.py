@@ -20,7 +20,9 @@ UB_BYTES = st.sampled_from((65536, 131072, 196608, 262144))
 ITEMSIZES = st.sampled_from(({2}, {4}, {2, 4}))
 CORES = st.integers(1, 64)
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 2**20), st.sampled_from((2048, 4096, 8192)))
-ROW_OPS = [op for op in COSTS if not op.startswith("group_norm")]
+ACTIVATIONS = ("swiglu", "geglu", "clamped_swiglu", "relu_squared")
+ELEMENTWISE_OPS = [op for op in COSTS if any(name in op for name in ACTIVATIONS)]
+ROW_OPS = [op for op in COSTS if not op.startswith("group_norm") and op not in ELEMENTWISE_OPS]
 GROUP_OPS = [op for op in COSTS if op.startswith("group_norm")]
 
 
@@ -54,6 +56,16 @@ def test_rows_fit(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: in
 def test_groups_fit(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, cores: int) -> None:
     plan = tiling.groups_plan(op, shape, itemsizes, ub_bytes, cores)
     assert_fits(op, plan, shape.fits(plan), itemsizes, ub_bytes)
+
+
+@pytest.mark.parametrize("op", ELEMENTWISE_OPS)
+@given(M=st.integers(1, 99999), N=SIZES, itemsizes=ITEMSIZES, ub_bytes=UB_BYTES, cores=CORES)
+def test_tiles_fit(op: str, M: int, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -> None:
+    """And no core is idle for want of tiles, but where they would be less than 16 elements."""
+    plan = tiling.tiles_plan(op, M, N, itemsizes, ub_bytes, cores)
+    assert_fits(op, plan, False, itemsizes, ub_bytes)
+    tiles = tiling.cdiv(M, plan.BLOCK_M) * tiling.cdiv(N, plan.BLOCK_N)
+    assert 2 * tiles >= min(cores, M * N // MIN_BLOCK_N)
 
 
 def test_short_rows_go_several_to_a_tile() -> None:
@@ -114,7 +126,10 @@ def test_the_grid_stays_below_65536(
     kernel["rms_norm_backward"](x, x, row, 1e-6, 0.0, both)
     kernel["fused_add_rms_norm"](x, x, row)
     kernel["fused_add_rms_norm_backward"](x, x, x, row, 1e-6, 0.0, both)
+    kernel["swiglu"](x, x)
+    kernel["clamped_swiglu_backward"](x, x, x, 1.702, 7.0, 1.0, False, both)
+    kernel["relu_squared_backward"](x, x)
     kernel["layer_norm"](x, row, row)
     kernel["layer_norm_backward"](x, x, row, row, 1e-5, all_three)
-    assert len(grids) >= 8
+    assert len(grids) >= 11
     assert all(1 <= grid <= min(cores, 65535) for grid in grids)

@@ -1,5 +1,23 @@
 """Triton kernels for GPUs, NVIDIA's and AMD's: PyTorch's device type is "cuda" on both."""
 
-from . import fused_add_rms_norm, group_norm, layer_norm, rms_norm
+from . import (
+    clamped_swiglu,
+    fused_add_rms_norm,
+    geglu,
+    group_norm,
+    layer_norm,
+    relu_squared,
+    rms_norm,
+    swiglu,
+)
 
-__all__ = ["fused_add_rms_norm", "group_norm", "layer_norm", "rms_norm"]
+__all__ = [
+    "clamped_swiglu",
+    "fused_add_rms_norm",
+    "geglu",
+    "group_norm",
+    "layer_norm",
+    "relu_squared",
+    "rms_norm",
+    "swiglu",
+]

@@ -1,5 +1,23 @@
 """Triton-Ascend kernels for Huawei's NPUs, tiled for the Unified Buffer of a vector core."""
 
-from . import fused_add_rms_norm, group_norm, layer_norm, rms_norm
+from . import (
+    clamped_swiglu,
+    fused_add_rms_norm,
+    geglu,
+    group_norm,
+    layer_norm,
+    relu_squared,
+    rms_norm,
+    swiglu,
+)
 
-__all__ = ["fused_add_rms_norm", "group_norm", "layer_norm", "rms_norm"]
+__all__ = [
+    "clamped_swiglu",
+    "fused_add_rms_norm",
+    "geglu",
+    "group_norm",
+    "layer_norm",
+    "relu_squared",
+    "rms_norm",
+    "swiglu",
+]

@@ -65,6 +65,30 @@ COSTS = {
     # whole 4096 elements: 76.1% | 67.9%, flat 95.9% | overflow.
     # wide (1, 2048): 85.6%, (1, 4096): overflow.
     "group_norm_backward": Cost({2: 37.0, 4: 33.0}, {2: 82.3, 4: 82.3}),
+    # Elementwise, in tiles of any form. (1, 4096): 50.0% | 41.7%.
+    "swiglu": Cost({}, {2: 24.1, 4: 20.1}),
+    # (1, 2048): 83.7% | 79.5%.
+    "swiglu_backward": Cost({}, {2: 80.5, 4: 76.5}),
+    # (1, 4096): 50.0% | 41.7%.
+    "clamped_swiglu": Cost({}, {2: 24.1, 4: 20.1}),
+    # (1, 1024): 50.4% | 50.4%, (1, 2048): 92.5% | 92.5%.
+    "clamped_swiglu_backward": Cost({}, {2: 96.9, 4: 96.9}),
+    # (1, 4096): 66.7% | 66.7%.
+    "interleaved_clamped_swiglu": Cost({}, {2: 32.1, 4: 32.1}),
+    # (1, 1024): 79.6% | 79.6%, (1, 2048): 95.8% | 100%.
+    "interleaved_clamped_swiglu_backward": Cost({}, {2: 153, 4: 153}),
+    # (1, 4096): 58.3% | 50.0%, fp32 (1, 8192): 100%.
+    "geglu_tanh": Cost({}, {2: 28.1, 4: 24.1}),
+    # (1, 2048): 87.9% | 83.7%.
+    "geglu_tanh_backward": Cost({}, {2: 84.5, 4: 80.5}),
+    # (1, 4096): 75.0% | 75.0%.
+    "geglu_none": Cost({}, {2: 36.1, 4: 36.1}),
+    # (1, 2048): 54.2% | 54.2%, (1, 4096): 100%.
+    "geglu_none_backward": Cost({}, {2: 52.1, 4: 52.1}),
+    # (1, 8192): 50.0% | 33.3%.
+    "relu_squared": Cost({}, {2: 12.1, 4: 8.1}),
+    # (1, 8192): 83.3% | 66.7%.
+    "relu_squared_backward": Cost({}, {2: 20.1, 4: 16.1}),
 }
 
 
@@ -152,6 +176,22 @@ def rows_plan(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -
             rows = tile_elements(SEVERAL_ROWS * whole, ub_bytes) // block_n
             return Plan(min(MAX_BLOCK_M, max(1, rows)), block_n, cores)
     return Plan(1, chunk(N, tile_elements(max(map(cost.wide.get, itemsizes)), ub_bytes)), cores)
+
+
+def elementwise_plan(op: str, M: int, N: int, *tensors: Tensor | None) -> Plan:
+    """The plan of an op whose elements are each for themselves, on this machine."""
+    return tiles_plan(op, M, N, _itemsizes(*tensors), ub_bytes(), vector_cores())
+
+
+def tiles_plan(op: str, M: int, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -> Plan:
+    """The plan for M rows of N columns: the largest tiles that leave none of the cores idle."""
+    cost = COSTS[op].wide
+    share = max(MIN_BLOCK_N, next_power_of_2(cdiv(M * N, cores)))
+    elements = min(tile_elements(max(map(cost.get, itemsizes)), ub_bytes), share)
+    block_n = max(MIN_BLOCK_N, next_power_of_2(N))
+    if block_n > elements:
+        return Plan(1, chunk(N, elements), cores)
+    return Plan(min(MAX_BLOCK_M, elements // block_n), block_n, cores)
 
 
 def groups_plan(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, cores: int) -> Plan:

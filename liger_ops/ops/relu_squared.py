@@ -1,0 +1,72 @@
+"""The squared ReLU activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .precision import widened
+
+
+@library.define("(Tensor x) -> Tensor", strides=torch.Tag.needs_fixed_stride_order)
+def relu_squared(x: Tensor) -> Tensor:
+    """The square of the rectified x.
+
+        y = max(x, 0)**2
+
+    Computed in float32 and rounded once: bit for bit what model code gives, which rounds nothing
+    but the square. A NaN stays one. Nothing but x is saved for the backward. float64 runs the
+    definition on every device.
+
+    Args:
+        x: floating point, any shape, any strides.
+
+    Returns:
+        of x's shape and dtype, contiguous.
+
+    Raises:
+        TypeError: x is not floating point.
+
+    Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
+
+    Example:
+        >>> liger_ops.relu_squared(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+    """
+    return torch.relu(widened(x)).square().to(x.dtype).contiguous()
+
+
+@library.define("(Tensor dy, Tensor x) -> Tensor", strides=torch.Tag.needs_fixed_stride_order)
+def relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `relu_squared`.
+
+        dx = dy * 2 * max(x, 0)
+
+    Args:
+        dy: like x, any strides.
+        x: as given to `relu_squared`.
+
+    Returns:
+        dx, contiguous, of x's shape and dtype.
+
+    Raises:
+        TypeError, ValueError: as `relu_squared`; or dy is not of x's shape.
+    """
+    wide = widened(x)
+    return (dy.to(wide.dtype) * (2 * torch.relu(wide))).to(x.dtype).contiguous()
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (x,) = ctx.saved_tensors
+    return (relu_squared_backward(dy, x),)
+
+
+library.gradient("relu_squared", _backward, _setup_context)
+library.differentiate_definition("relu_squared_backward")

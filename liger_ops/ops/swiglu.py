@@ -1,0 +1,119 @@
+"""The SwiGLU activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .gated import gate_and_up, gradients, silu_slope
+
+
+@library.define(
+    "(Tensor gate, Tensor? up=None, float gate_multiplier=1.0, float down_multiplier=1.0)"
+    " -> Tensor",
+    strides=torch.Tag.needs_fixed_stride_order,
+)
+def swiglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+) -> Tensor:
+    """SwiGLU: up, gated by the SiLU of gate.
+
+        z = gate * gate_multiplier
+        y = z * sigmoid(z) * up * down_multiplier
+
+    Everything is computed in float32 and rounded once. Model code rounds to its dtype after every
+    operation, `silu(gate)` before the product above all: in float32 and float64 the two are the
+    same, in half precision y is the closer of the two to the equation, and the difference is that
+    of one or two roundings.
+
+    Packed, gate and up are one tensor, side by side, as one projection makes them (Phi3, GLM4):
+    give it as gate, without up. It is read where it lies, and its gradient is one tensor too. The
+    two halves given as views are read where they lie likewise.
+
+    The backward recomputes the activation: nothing but gate and up is saved. float64 runs the
+    definition on every device.
+
+    Args:
+        gate: (..., N), floating point, any strides; packed, (..., 2N), the gate's N first.
+        up: like gate, of the same shape; its dtype may differ. None where gate holds both.
+        gate_multiplier: multiplies the gate (Falcon-H1).
+        down_multiplier: multiplies the result (Falcon-H1, whose down projection is linear).
+
+    Returns:
+        (..., N), contiguous, of the dtype of gate * up.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape or a device is not as above, or the width of a packed gate is odd.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+
+    Example:
+        >>> liger_ops.swiglu(torch.tensor([1.0, -1.0]), torch.tensor([2.0, 2.0]))
+        tensor([ 1.4621, -0.5379])
+    """
+    gate, up, dtype = gate_and_up(gate, up)
+    y = torch.nn.functional.silu(gate * gate_multiplier) * up * down_multiplier
+    return y.to(dtype).contiguous()
+
+
+@library.define(
+    "(Tensor dy, Tensor gate, Tensor? up, float gate_multiplier, float down_multiplier,"
+    " bool[2] output_mask) -> (Tensor?, Tensor?)",
+    strides=torch.Tag.needs_fixed_stride_order,
+)
+def swiglu_backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    gate_multiplier: float,
+    down_multiplier: float,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of `swiglu`.
+
+    With z = gate * gate_multiplier and s = sigmoid(z):
+
+        dgate = dy * s * (1 + z * (1 - s)) * up * gate_multiplier * down_multiplier
+        dup   = dy * z * s * down_multiplier
+
+    Args:
+        dy: (..., N), any strides.
+        gate, up, gate_multiplier, down_multiplier: as given to `swiglu`.
+        output_mask: whether dgate and dup are wanted; no other is computed or allocated.
+
+    Returns:
+        dgate, contiguous, of gate's shape and dtype, or None; dup, of up's, or None. Of a packed
+        gate, dgate is the gradient of both.
+
+    Raises:
+        TypeError, ValueError: as `swiglu`; or dy is not of y's shape.
+    """
+    g, u, _ = gate_and_up(gate, up)
+    dy = dy.to(g.dtype) * down_multiplier
+    z = g * gate_multiplier
+    dgate = dy * silu_slope(z) * u * gate_multiplier
+    return gradients(dgate, dy * torch.nn.functional.silu(z), gate, up, output_mask)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.gate_multiplier, ctx.down_multiplier = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    gate, up = ctx.saved_tensors
+    dgate, dup = swiglu_backward(
+        dy, gate, up, ctx.gate_multiplier, ctx.down_multiplier, list(ctx.needs[:2])
+    )
+    return dgate, dup, None, None
+
+
+library.gradient("swiglu", _backward, _setup_context)
+library.differentiate_definition("swiglu_backward")

@@ -1,0 +1,174 @@
+"""The gated activations: swiglu, clamped_swiglu and geglu. M rows, N columns of the result."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..elementwise import as_rows, parts, row_stride
+from ..triton_math import gated, gated_gradients
+from .elementwise import columns, launch_tiles, place
+from .launch import Plan
+
+
+@triton.jit
+def _load(
+    gate_ptr,
+    up_ptr,
+    rows,
+    col,
+    M,
+    N,
+    stride_gate,
+    stride_up,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    if INTERLEAVED:
+        cols, mask = columns(col * 2, rows, M, N * 2, BLOCK_N * 2)
+        pairs = tl.load(gate_ptr + rows * stride_gate + cols, mask=mask)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        cols, mask = columns(col, rows, M, N, BLOCK_N)
+        gate = tl.load(gate_ptr + rows * stride_gate + cols, mask=mask)
+        up = tl.load(up_ptr + rows * stride_up + cols, mask=mask)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_kernel(
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_gate,
+    stride_up,
+    a,
+    b,
+    c,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows, col = place(M, N, BLOCK_M, BLOCK_N)
+    gate, up = _load(
+        gate_ptr, up_ptr, rows, col, M, N, stride_gate, stride_up, INTERLEAVED, BLOCK_M, BLOCK_N
+    )
+    y = gated(gate, up, a, b, c, ACTIVATION)
+    cols, mask = columns(col, rows, M, N, BLOCK_N)
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_backward_kernel(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_gate,
+    stride_up,
+    stride_dgate,
+    stride_dup,
+    a,
+    b,
+    c,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NEEDS_DGATE: tl.constexpr,
+    NEEDS_DUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows, col = place(M, N, BLOCK_M, BLOCK_N)
+    gate, up = _load(
+        gate_ptr, up_ptr, rows, col, M, N, stride_gate, stride_up, INTERLEAVED, BLOCK_M, BLOCK_N
+    )
+    cols, mask = columns(col, rows, M, N, BLOCK_N)
+    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask).to(tl.float32)
+    dgate, dup = gated_gradients(dy, gate, up, a, b, c, ACTIVATION)
+    if INTERLEAVED:
+        pairs = tl.interleave(dgate, dup).to(dgate_ptr.dtype.element_ty)
+        cols, mask = columns(col * 2, rows, M, N * 2, BLOCK_N * 2)
+        tl.store(dgate_ptr + rows * stride_dgate + cols, pairs, mask=mask)
+    else:
+        if NEEDS_DGATE:
+            dgate = dgate.to(dgate_ptr.dtype.element_ty)
+            tl.store(dgate_ptr + rows * stride_dgate + cols, dgate, mask=mask)
+        if NEEDS_DUP:
+            dup = dup.to(dup_ptr.dtype.element_ty)
+            tl.store(dup_ptr + rows * stride_dup + cols, dup, mask=mask)
+
+
+def forward(
+    gate: Tensor,
+    up: Tensor | None,
+    y: Tensor,
+    activation: str,
+    options: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    interleaved: bool = False,
+    plan: Plan | None = None,
+) -> None:
+    """Launch the forward of a gated activation. `options` are its scalars."""
+    if y.numel() == 0:
+        return
+    gate, up = parts(gate, up, interleaved)
+    y, gate, up = as_rows(y, gate, up)
+    M, N = y.shape
+    launch_tiles(
+        _gated_kernel,
+        plan,
+        y,
+        gate,
+        up,
+        y,
+        M,
+        N,
+        row_stride(gate),
+        row_stride(up),
+        *options,
+        ACTIVATION=activation,
+        INTERLEAVED=interleaved,
+    )
+
+
+def backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    dgate: Tensor | None,
+    dup: Tensor | None,
+    activation: str,
+    options: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    interleaved: bool = False,
+    plan: Plan | None = None,
+) -> None:
+    """Launch the backward of a gated activation."""
+    if dy.numel() == 0 or (dgate is None and dup is None):
+        return
+    if up is None:
+        gate, up = parts(gate, None, interleaved)
+        dgate, dup = parts(dgate, None, interleaved)
+    pointers = as_rows(dy, gate, up, dgate, dup)
+    M, N = pointers[0].shape
+    launch_tiles(
+        _gated_backward_kernel,
+        plan,
+        pointers[0],
+        *pointers,
+        M,
+        N,
+        *map(row_stride, pointers),
+        *options,
+        ACTIVATION=activation,
+        INTERLEAVED=interleaved,
+        NEEDS_DGATE=dgate is not None,
+        NEEDS_DUP=dup is not None,
+    )

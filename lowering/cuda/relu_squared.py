@@ -1,0 +1,71 @@
+"""relu_squared. M rows, N columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import library, meta
+from ..elementwise import as_rows, row_stride
+from ..triton_math import relu
+from .elementwise import columns, launch_tiles, place
+from .launch import Plan
+
+
+@triton.jit(do_not_specialize=["M"])
+def _relu_squared_kernel(
+    x_ptr, y_ptr, M, N, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    rows, col = place(M, N, BLOCK_M, BLOCK_N)
+    cols, mask = columns(col, rows, M, N, BLOCK_N)
+    x = relu(tl.load(x_ptr + rows * stride_x + cols, mask=mask).to(tl.float32))
+    tl.store(y_ptr + rows * N + cols, (x * x).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _relu_squared_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_x,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows, col = place(M, N, BLOCK_M, BLOCK_N)
+    cols, mask = columns(col, rows, M, N, BLOCK_N)
+    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask).to(tl.float32)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask).to(tl.float32)
+    dx = dy * (2.0 * relu(x))
+    tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@library.kernel("relu_squared", "cuda")
+def relu_squared(x: Tensor, *, plan: Plan | None = None) -> Tensor:
+    result = meta.relu_squared.relu_squared(x)
+    if x.numel() > 0:
+        y, x = as_rows(result, x)
+        launch_tiles(_relu_squared_kernel, plan, x, x, y, *x.shape, row_stride(x))
+    return result
+
+
+@library.kernel("relu_squared_backward", "cuda")
+def relu_squared_backward(dy: Tensor, x: Tensor, *, plan: Plan | None = None) -> Tensor:
+    result = meta.relu_squared.relu_squared_backward(dy, x)
+    if x.numel() > 0:
+        dx, dy, x = as_rows(result, dy, x)
+        launch_tiles(
+            _relu_squared_backward_kernel,
+            plan,
+            x,
+            dy,
+            x,
+            dx,
+            *x.shape,
+            row_stride(dy),
+            row_stride(x),
+        )
+    return result

@@ -1,0 +1,168 @@
+"""The gated activations: swiglu, clamped_swiglu and geglu. M rows, N columns of the result."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..elementwise import as_rows, parts, row_stride
+from ..triton_math import gated, gated_gradients
+from .elementwise import launch_tiles, load, place, store, tiles
+from .tiling import Plan
+
+
+@triton.jit
+def _load(
+    gate_ptr,
+    up_ptr,
+    row,
+    col,
+    M,
+    N,
+    stride_gate,
+    stride_up,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    if INTERLEAVED:
+        pairs = load(gate_ptr, row, col * 2, M, N * 2, stride_gate, BLOCK_M, BLOCK_N * 2)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        gate = load(gate_ptr, row, col, M, N, stride_gate, BLOCK_M, BLOCK_N)
+        up = load(up_ptr, row, col, M, N, stride_up, BLOCK_M, BLOCK_N)
+    return gate, up
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_kernel(
+    y_ptr,
+    gate_ptr,
+    up_ptr,
+    M,
+    N,
+    stride_gate,
+    stride_up,
+    a,
+    b,
+    c,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
+        row, col = place(tile, N, BLOCK_M, BLOCK_N)
+        gate, up = _load(
+            gate_ptr, up_ptr, row, col, M, N, stride_gate, stride_up, INTERLEAVED, BLOCK_M, BLOCK_N
+        )
+        y = gated(gate, up, a, b, c, ACTIVATION)
+        store(y_ptr, row, col, M, N, N, y, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_backward_kernel(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_gate,
+    stride_up,
+    stride_dgate,
+    stride_dup,
+    a,
+    b,
+    c,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NEEDS_DGATE: tl.constexpr,
+    NEEDS_DUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
+        row, col = place(tile, N, BLOCK_M, BLOCK_N)
+        gate, up = _load(
+            gate_ptr, up_ptr, row, col, M, N, stride_gate, stride_up, INTERLEAVED, BLOCK_M, BLOCK_N
+        )
+        dy = load(dy_ptr, row, col, M, N, stride_dy, BLOCK_M, BLOCK_N)
+        dgate, dup = gated_gradients(dy, gate, up, a, b, c, ACTIVATION)
+        if INTERLEAVED:
+            pairs = tl.interleave(dgate, dup)
+            store(dgate_ptr, row, col * 2, M, N * 2, stride_dgate, pairs, BLOCK_M, BLOCK_N * 2)
+        else:
+            if NEEDS_DGATE:
+                store(dgate_ptr, row, col, M, N, stride_dgate, dgate, BLOCK_M, BLOCK_N)
+            if NEEDS_DUP:
+                store(dup_ptr, row, col, M, N, stride_dup, dup, BLOCK_M, BLOCK_N)
+
+
+def _cost(activation: str, interleaved: bool) -> str:
+    """The name of what a tile of the forward takes of the buffer."""
+    return f"interleaved_{activation}" if interleaved else activation
+
+
+def forward(
+    gate: Tensor,
+    up: Tensor | None,
+    y: Tensor,
+    activation: str,
+    options: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    interleaved: bool = False,
+    plan: Plan | None = None,
+) -> None:
+    """Launch the forward of a gated activation. `options` are its scalars."""
+    if y.numel() == 0:
+        return
+    gate, up = parts(gate, up, interleaved)
+    y, gate, up = as_rows(y, gate, up)
+    launch_tiles(
+        _cost(activation, interleaved),
+        _gated_kernel,
+        plan,
+        [y, gate, up],
+        row_stride(gate),
+        row_stride(up),
+        *options,
+        ACTIVATION=activation,
+        INTERLEAVED=interleaved,
+    )
+
+
+def backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    dgate: Tensor | None,
+    dup: Tensor | None,
+    activation: str,
+    options: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    interleaved: bool = False,
+    plan: Plan | None = None,
+) -> None:
+    """Launch the backward of a gated activation."""
+    if dy.numel() == 0 or (dgate is None and dup is None):
+        return
+    if up is None:
+        gate, up = parts(gate, None, interleaved)
+        dgate, dup = parts(dgate, None, interleaved)
+    tensors = as_rows(dy, gate, up, dgate, dup)
+    launch_tiles(
+        f"{_cost(activation, interleaved)}_backward",
+        _gated_backward_kernel,
+        plan,
+        tensors,
+        *map(row_stride, tensors),
+        *options,
+        ACTIVATION=activation,
+        INTERLEAVED=interleaved,
+        NEEDS_DGATE=dgate is not None,
+        NEEDS_DUP=dup is not None,
+    )

@@ -1,0 +1,69 @@
+"""relu_squared. M rows, N columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import library, meta
+from ..elementwise import as_rows, row_stride
+from ..triton_math import relu
+from .elementwise import launch_tiles, load, place, store, tiles
+from .tiling import Plan
+
+
+@triton.jit(do_not_specialize=["M"])
+def _relu_squared_kernel(
+    y_ptr, x_ptr, M, N, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
+        row, col = place(tile, N, BLOCK_M, BLOCK_N)
+        x = relu(load(x_ptr, row, col, M, N, stride_x, BLOCK_M, BLOCK_N))
+        store(y_ptr, row, col, M, N, N, x * x, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _relu_squared_backward_kernel(
+    dx_ptr,
+    dy_ptr,
+    x_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_x,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
+        row, col = place(tile, N, BLOCK_M, BLOCK_N)
+        x = relu(load(x_ptr, row, col, M, N, stride_x, BLOCK_M, BLOCK_N))
+        dy = load(dy_ptr, row, col, M, N, stride_dy, BLOCK_M, BLOCK_N)
+        store(dx_ptr, row, col, M, N, N, dy * (2.0 * x), BLOCK_M, BLOCK_N)
+
+
+@library.kernel("relu_squared", "npu")
+def relu_squared(x: Tensor, *, plan: Plan | None = None) -> Tensor:
+    result = meta.relu_squared.relu_squared(x)
+    if x.numel() > 0:
+        y, x = as_rows(result, x)
+        launch_tiles("relu_squared", _relu_squared_kernel, plan, [y, x], row_stride(x))
+    return result
+
+
+@library.kernel("relu_squared_backward", "npu")
+def relu_squared_backward(dy: Tensor, x: Tensor, *, plan: Plan | None = None) -> Tensor:
+    result = meta.relu_squared.relu_squared_backward(dy, x)
+    if x.numel() > 0:
+        dx, dy, x = as_rows(result, dy, x)
+        launch_tiles(
+            "relu_squared_backward",
+            _relu_squared_backward_kernel,
+            plan,
+            [dx, dy, x],
+            row_stride(dy),
+            row_stride(x),
+        )
+    return result

@@ -1,0 +1,130 @@
+"""clamped_swiglu against float64 truth, and against the code that people replace with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+import activation_checks
+import liger_ops
+import op_checks
+import strategies
+from activations import ActivationCase
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS, OpUnderTest
+
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+EVERY_FORM = pytest.mark.parametrize(
+    "op", [pytest.param(op, id=op.id) for op in OPS.values() if op.name == "clamped_swiglu"]
+)
+# The interpreter is NumPy, which warns of the infinities that the arithmetic is made for.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+@given(case=strategies.activations())
+def test_forward_matches_truth(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
+    op_checks.assert_forward_matches_truth(op, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+@given(case=strategies.activations())
+def test_backward_matches_truth(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
+    op_checks.assert_backward_matches_truth(op, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+@settings(max_examples=settings().max_examples // 3)
+@given(case=strategies.activations().filter(strategies.has_rows))
+def test_properties(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
+    op_checks.assert_deterministic(op, folder, case)
+    op_checks.assert_tile_does_not_matter(op, folder, case)
+    op_checks.assert_rows_are_independent(op, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+@pytest.mark.parametrize(("columns", "layout"), ((14336, "contiguous"), (20011, "sliced")))
+def test_wide_rows_by_the_host_codes_own_plan(
+    op: OpUnderTest, folder: str, columns: int, layout: str
+) -> None:
+    case = ActivationCase(shape=(3, columns), dtype=torch.bfloat16, layout=layout)
+    op_checks.assert_forward_matches_truth(op, folder, case)
+    op_checks.assert_backward_matches_truth(op, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+def test_a_nan_stays_one(op: OpUnderTest, folder: str) -> None:
+    activation_checks.assert_nan_stays(op, folder)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_agrees_with_the_models_code(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=16, intermediate_size=40, num_local_experts=2)
+    experts = GptOssExperts(config)
+    gate_up = torch.nn.Parameter((torch.randn(7, 80) * 6).to(dtype))
+    experts.gate_up = gate_up
+    activation_checks.assert_model_may_be_replaced(
+        lambda: experts._apply_gate(gate_up),
+        lambda: liger_ops.clamped_swiglu(
+            gate_up, alpha=experts.alpha, limit=experts.limit, interleaved=True
+        ),
+        experts,
+    )
+    assert float((gate_up.abs() > experts.limit).float().mean()) > 0.1
+
+
+def test_the_forms_are_one() -> None:
+    torch.manual_seed(0)
+    gate, up = torch.randn(3, 6) * 5, torch.randn(3, 6) * 5
+    y = liger_ops.clamped_swiglu(gate, up)
+    side_by_side = torch.cat((gate, up), -1)
+    pairs = torch.stack((gate, up), -1).flatten(-2)
+    assert torch.equal(y, liger_ops.clamped_swiglu(side_by_side))
+    assert torch.equal(y, liger_ops.clamped_swiglu(pairs, interleaved=True))
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_on_the_limit_the_gradient_is_the_insides(folder: str) -> None:
+    limit = 7.0
+    gate = torch.tensor([limit, 1.0, 1.0, 7.5, 1.0]).to(DEVICE)
+    up = torch.tensor([1.0, limit, -limit, 1.0, -7.5]).to(DEVICE)
+    kernel = OPS["clamped_swiglu"].kernel(folder, backward=True)
+    dy = torch.ones_like(gate)
+    dgate, dup = kernel(dy, gate, up, 1.702, limit, 1.0, False, [True, True])
+    assert (dgate != 0).tolist() == [True, True, True, False, True]
+    assert (dup != 0).tolist() == [True, True, True, True, False]
+
+
+def test_rejects() -> None:
+    gate = torch.zeros(2, 8)
+    for args, message in (
+        (
+            (gate, gate, 1.0, -1.0),
+            "clamped_swiglu: limit must be a number of at least 0, got -1.0",
+        ),
+        (
+            (gate, gate, 1.0, 7.0, 1.0, True),
+            "clamped_swiglu: interleaved must be False with an up beside gate, got True",
+        ),
+        (
+            (torch.zeros(2, 7), None, 1.0, 7.0, 1.0, True),
+            "clamped_swiglu: gate must be (..., 2N) without up, which it then holds,"
+            " got shape (2, 7)",
+        ),
+    ):
+        op_checks.assert_rejects(OPS["clamped_swiglu"], args, message)

@@ -1,0 +1,140 @@
+"""swiglu against float64 truth, and against the code that people replace with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from transformers import FalconH1Config, LlamaConfig, Phi3Config
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+import activation_checks
+import liger_ops
+import op_checks
+import strategies
+from activations import ActivationCase
+from liger_ops import library
+from op_table import OPS
+from op_under_test import FOLDERS, OpUnderTest
+
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+EVERY_FORM = pytest.mark.parametrize(
+    "op", [pytest.param(op, id=op.id) for op in OPS.values() if op.name == "swiglu"]
+)
+# The interpreter is NumPy, which warns of the infinities that the arithmetic is made for.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+@given(case=strategies.activations())
+def test_forward_matches_truth(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
+    op_checks.assert_forward_matches_truth(op, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+@given(case=strategies.activations())
+def test_backward_matches_truth(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
+    op_checks.assert_backward_matches_truth(op, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+@settings(max_examples=settings().max_examples // 3)
+@given(case=strategies.activations().filter(strategies.has_rows))
+def test_properties(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
+    op_checks.assert_deterministic(op, folder, case)
+    op_checks.assert_tile_does_not_matter(op, folder, case)
+    op_checks.assert_rows_are_independent(op, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+@pytest.mark.parametrize(("columns", "layout"), ((14336, "contiguous"), (20011, "sliced")))
+def test_wide_rows_by_the_host_codes_own_plan(
+    op: OpUnderTest, folder: str, columns: int, layout: str
+) -> None:
+    case = ActivationCase(shape=(3, columns), dtype=torch.bfloat16, layout=layout)
+    op_checks.assert_forward_matches_truth(op, folder, case)
+    op_checks.assert_backward_matches_truth(op, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_FORM
+def test_a_nan_stays_one(op: OpUnderTest, folder: str) -> None:
+    activation_checks.assert_nan_stays(op, folder)
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 40}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_agrees_with_the_models_code(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 16).to(dtype)
+    llama = LlamaMLP(LlamaConfig(**SIZES)).to(dtype)
+    activation_checks.assert_model_may_be_replaced(
+        lambda: llama(x),
+        lambda: llama.down_proj(liger_ops.swiglu(llama.gate_proj(x), llama.up_proj(x))),
+        llama,
+    )
+    phi3 = Phi3MLP(Phi3Config(**SIZES, pad_token_id=0)).to(dtype)
+    activation_checks.assert_model_may_be_replaced(
+        lambda: phi3(x), lambda: phi3.down_proj(liger_ops.swiglu(phi3.gate_up_proj(x))), phi3
+    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = FalconH1Config(**SIZES, **heads, mlp_multipliers=[0.7, 0.3])
+    falcon = FalconH1MLP(config).to(dtype)
+    activation_checks.assert_model_may_be_replaced(
+        lambda: falcon(x),
+        lambda: falcon.down_proj(
+            liger_ops.swiglu(falcon.gate_proj(x), falcon.up_proj(x), *config.mlp_multipliers)
+        ),
+        falcon,
+    )
+
+
+def test_inductor_hands_over_the_halves_of_a_projection_as_they_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strides = []
+    record = library.OPS["swiglu"]
+    definition = record.definition
+
+    def recorded(gate: torch.Tensor, up: torch.Tensor, *options: float) -> torch.Tensor:
+        strides.append((gate.stride(), up.stride()))
+        return definition(gate, up, *options)
+
+    monkeypatch.setattr(record, "definition", recorded)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: liger_ops.swiglu(*(x @ w).chunk(2, -1)), fullgraph=True)
+    x, w = torch.randn(6, 8), torch.randn(8, 32)
+    torch.testing.assert_close(compiled(x, w), definition(*(x @ w).chunk(2, -1)))
+    assert strides[0] == ((32, 1), (32, 1))
+
+
+def test_rejects() -> None:
+    gate = torch.zeros(2, 8)
+    for args, message in (
+        (
+            (torch.zeros(2, 7),),
+            "swiglu: gate must be (..., 2N) without up, which it then holds, got shape (2, 7)",
+        ),
+        (
+            (torch.tensor(1.0),),
+            "swiglu: gate must be (..., 2N) without up, which it then holds, got shape ()",
+        ),
+        (
+            (gate, torch.zeros(2, 7)),
+            "swiglu: up must have the shape of gate, (2, 8), got (2, 7)",
+        ),
+    ):
+        op_checks.assert_rejects(OPS["swiglu"], args, message)
