@@ -9,6 +9,8 @@ from .ops.rms_norm import rms_norm
 from .ops.fused_add_rms_norm import fused_add_rms_norm
 from .ops.layer_norm import layer_norm
 from .ops.group_norm import group_norm
+from .ops.softmax import softmax
+from .ops.log_softmax import log_softmax
 from . import meta, lowering
 from . import nn
 from .fusion import fuse, unfuse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from .ops.fused_add_rms_norm import fused_add_rms_norm
 from .ops.group_norm import group_norm
 from .ops.layer_norm import layer_norm
+from .ops.log_softmax import log_softmax
 from .ops.rms_norm import rms_norm
+from .ops.softmax import softmax
 
-__all__ = ["FusedAddRMSNorm", "GroupNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["FusedAddRMSNorm", "GroupNorm", "LayerNorm", "LogSoftmax", "RMSNorm", "Softmax"]
 
 
 class _RMSNormBase(nn.Module):
@@ -284,6 +286,78 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class Softmax(nn.Softmax):
+    """`torch.nn.Softmax` by `liger_ops.softmax`, whose precision and gradient it has.
+
+    Args:
+        dim: the dimension of which each slice sums to one. The last is fast; any other is moved
+            there and back.
+
+    Shape:
+        input: any with this dimension, floating point, any strides; the output: the same.
+
+    Raises:
+        TypeError: dim is not an int, or input is not floating point.
+        ValueError: input has no such dimension.
+
+    Example:
+        >>> liger_ops.nn.Softmax()(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        tensor([[0.5000, 0.5000, 0.0000]])
+    """
+
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        _check_dim("Softmax", dim)
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _over_dim("Softmax", softmax, input, self.dim)
+
+
+class LogSoftmax(nn.LogSoftmax):
+    """`torch.nn.LogSoftmax` by `liger_ops.log_softmax`, whose precision and gradient it has.
+
+    Args:
+        dim: the dimension of which each slice's exponentials sum to one. The last is fast; any
+            other is moved there and back.
+
+    Shape:
+        input: any with this dimension, floating point, any strides; the output: the same.
+
+    Raises:
+        TypeError: dim is not an int, or input is not floating point.
+        ValueError: input has no such dimension.
+
+    Example:
+        >>> liger_ops.nn.LogSoftmax()(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        tensor([[-0.6931, -0.6931,    -inf]])
+    """
+
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        _check_dim("LogSoftmax", dim)
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _over_dim("LogSoftmax", log_softmax, input, self.dim)
+
+
+def _check_dim(owner: str, dim: int) -> None:
+    if not isinstance(dim, Integral):
+        raise TypeError(f"{owner}: dim must be an int, got {type(dim).__name__}")
+
+
+def _over_dim(owner: str, op: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """An op of the last dimension, along another."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{owner}: dim must be one of input's {x.dim()} dimensions, got {dim}")
+    if dim in (-1, x.dim() - 1):
+        return op(x)
+    return op(x.transpose(dim, -1)).transpose(dim, -1)
 
 
 def _check_size(owner: str, name: str, size: int) -> None:

@@ -19,10 +19,12 @@ def floating(op: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{op}: {name} must be a floating point tensor, got {tensor.dtype}")
 
 
-def same_device(op: str, x: Tensor, **tensors: Tensor | None) -> None:
+def same_device(op: str, x: Tensor, x_name: str = "x", /, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {tensor.device}")
+            raise ValueError(
+                f"{op}: {name} must be on {x_name}'s device, {x.device}, got {tensor.device}"
+            )
 
 
 def shape(op: str, name: str, tensor: Tensor | None, expected: Sequence[int], meaning: str) -> None:
@@ -33,9 +35,9 @@ def shape(op: str, name: str, tensor: Tensor | None, expected: Sequence[int], me
         )
 
 
-def at_least_dims(op: str, x: Tensor, dims: int, form: str) -> None:
+def at_least_dims(op: str, x: Tensor, dims: int, form: str, x_name: str = "x") -> None:
     if x.dim() < dims:
-        raise ValueError(f"{op}: x must be {form}, got shape {tuple(x.shape)}")
+        raise ValueError(f"{op}: {x_name} must be {form}, got shape {tuple(x.shape)}")
 
 
 def epsilon(op: str, eps: float) -> None:
@@ -54,7 +56,7 @@ def casting(op: str, weight: Tensor | None, offset: float, casting_mode: str | N
 def same_form(op: str, x: Tensor, x_name: str, **tensors: Tensor | None) -> None:
     """Tensors that must be floating point, on x's device and of x's shape."""
     floating(op, **tensors)
-    same_device(op, x, **tensors)
+    same_device(op, x, x_name, **tensors)
     for name, tensor in tensors.items():
         shape(op, name, tensor, x.shape, x_name)
 

@@ -65,6 +65,11 @@ COSTS = {
     # whole 4096 elements: 76.1% | 67.9%, flat 95.9% | overflow.
     # wide (1, 2048): 85.6%, (1, 4096): overflow.
     "group_norm_backward": Cost({2: 37.0, 4: 33.0}, {2: 82.3, 4: 82.3}),
+    # log_softmax's, which takes as much or more. whole (1, 8192): 75.3% | 58.6%, (2, 2048) padded
+    # 42.1% | 33.8%. wide (1, 4096): 46.2% | 37.9%, (1, 8192): 92.1% | 75.4%.
+    "softmax": Cost({2: 18.1, 4: 14.1}, {2: 22.2, 4: 18.2}, padding=2.2),
+    # whole (1, 4096): 54.5% | 46.1%, (1, 8192): 100.0% | 91.7%. wide (1, 4096): 79.2% | 70.9%.
+    "softmax_backward": Cost({2: 26.2, 4: 22.2}, {2: 38.1, 4: 34.1}),
 }
 
 
