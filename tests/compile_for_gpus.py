@@ -71,6 +71,11 @@ def calls() -> Iterator[Callable[[], Any]]:
                 x, x, x, row, 1e-6, 0.0, both
             )
             yield lambda x=x, row=row: kernel["layer_norm_backward"](x, x, row, row, 1e-5, yes)
+        for N in (100, 4096, 32768, 65536):
+            x = torch.empty(4, N, dtype=dtype)
+            for op in ("softmax", "log_softmax"):
+                yield lambda x=x, op=op: kernel[op](x)
+                yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
         for shape, groups in (((2, 64, 8, 8), 32), ((2, 320, 64, 64), 32)):
             x, row = torch.empty(shape, dtype=dtype), torch.empty(shape[1], dtype=dtype)
             yield lambda x=x, row=row, groups=groups: kernel["group_norm"](x, groups, row, row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_ops import library
-from op_table import Case, OpUnderTest, Tensors
+from op_table import DEVICE, Case, OpUnderTest, Tensors
 from plans import plan
 
 # Rounding errors of float32 arithmetic that a result may collect beside the eager reference's own,
@@ -56,9 +57,10 @@ def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> No
     assert_allocated_as_meta(op, False, args, outputs)
     references = as_tuple(op.definition(*args))
     truths = as_tuple(op.definition(*widened(args)))
-    magnitude, _ = magnitudes(op, case, tensors)
+    magnitudes, _ = bounds(op, case, tensors)
     for i, (output, reference, truth) in enumerate(zip(outputs, references, truths, strict=True)):
-        assert_close(f"{op.name}[{folder}] output {i}", case, output, reference, truth, magnitude)
+        label = f"{op.name}[{folder}] output {i}"
+        assert_close(label, case, output, reference, truth, magnitudes[i])
 
 
 def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:
@@ -71,17 +73,20 @@ def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> N
     assert_allocated_as_meta(op, True, args, outputs)
     references = as_tuple(library.OPS[op.backward_name].definition(*args))
     truths = true_gradients(op, case, tensors)
-    _, magnitude = magnitudes(op, case, tensors)
-    rows = [magnitude, *parameter_magnitudes(op, case, tensors)]
+    _, magnitudes = bounds(op, case, tensors)
     for i, name in enumerate(op.gradients_of):
         wanted = case.output_mask[i] and truths[i] is not None
         assert (outputs[i] is not None) == wanted, f"{op.name}: d{name} present is not {wanted}"
         if wanted:
             label = f"{op.backward_name}[{folder}] d{name}"
-            assert_close(label, case, outputs[i], references[i], truths[i], rows[i])
+            assert_close(label, case, outputs[i], references[i], truths[i], magnitudes[i])
 
 
 def true_gradients(op: OpUnderTest, case: Case, tensors: Tensors) -> list[Tensor | None]:
+    if op.backward_from_output:
+        # Of the output as rounded: autograd through the forward would start from another.
+        args = widened(op.backward_args(case, tensors))
+        return list(as_tuple(library.OPS[op.backward_name].definition(*args)))
     wide = {
         name: None if value is None else value.double().clone() for name, value in tensors.items()
     }
@@ -101,6 +106,14 @@ def true_gradients(op: OpUnderTest, case: Case, tensors: Tensors) -> list[Tensor
     given = [tensor for tensor in inputs if tensor is not None]
     grads = iter(torch.autograd.grad(scalar, given))
     return [None if tensor is None else next(grads) for tensor in inputs]
+
+
+def bounds(op: OpUnderTest, case: Case, tensors: Tensors) -> tuple[list[float], list[float]]:
+    """The magnitude of each output and of each gradient."""
+    if op.bounds is not None:
+        return op.bounds(case, tensors)
+    forward, gradient = magnitudes(op, case, tensors)
+    return [forward] * 2, [gradient, *parameter_magnitudes(op, case, tensors)]
 
 
 def magnitudes(op: OpUnderTest, case: Case, tensors: Tensors) -> tuple[float, float]:
@@ -211,17 +224,16 @@ def assert_deterministic(op: OpUnderTest, folder: str, case: Case) -> None:
 
 def assert_tile_does_not_matter(op: OpUnderTest, folder: str, case: Case) -> None:
     """Every tile gives the result of every other, but for float32's rounding in another order."""
-    whole = Case(**{**vars(case), "tile": None})
+    whole = replace(case, tile=None)
     tensors = case.tensors(op)
-    forward, gradient = magnitudes(op, case, tensors)
-    bounds = {False: [forward] * 2, True: [gradient, *parameter_magnitudes(op, case, tensors)]}
+    magnitudes = bounds(op, case, tensors)
     for backward, args in (
         (False, op.forward_args(case, tensors)),
         (True, op.backward_args(case, tensors)),
     ):
         tiled = run_kernel(op, folder, backward, case, args)
         untiled = run_kernel(op, folder, backward, whole, args)
-        for a, b, magnitude in zip(tiled, untiled, bounds[backward], strict=False):
+        for a, b, magnitude in zip(tiled, untiled, magnitudes[backward], strict=False):
             if a is not None and b is not None and a.numel():
                 unit = torch.finfo(a.dtype).eps * max_abs(b)
                 bound = unit + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * magnitude
@@ -232,16 +244,17 @@ def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> Non
     """Permuting the first dimension permutes the result, bit for bit."""
     tensors = case.tensors(op)
     rows = torch.randperm(case.shape[0], generator=torch.Generator().manual_seed(case.seed))
-    rows = rows.to(tensors["x"].device)
-    per_row = ("x", "residual", "dy", "ds")
+    rows = rows.to(DEVICE)
     permuted = {
-        name: value[rows] if name in per_row and value is not None else value
+        name: value[rows] if name in op.per_row and value is not None else value
         for name, value in tensors.items()
     }
     for backward, arguments in ((False, op.forward_args), (True, op.backward_args)):
         outputs = run_kernel(op, folder, backward, case, arguments(case, tensors))
         others = run_kernel(op, folder, backward, case, arguments(case, permuted))
-        of_rows = 1 if backward else len(outputs)
+        of_rows = len(outputs)
+        if backward:
+            of_rows = sum(name in op.per_row for name in op.gradients_of)
         for output, other in zip(outputs[:of_rows], others[:of_rows], strict=True):
             assert output is other is None or torch.equal(output[rows], other)
 

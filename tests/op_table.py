@@ -48,7 +48,9 @@ class Case:
     seed: int = 0
 
     def tensors(self, op: OpUnderTest) -> Tensors:
-        """x, weight, bias, residual, dy, ds on the device under test."""
+        """x, weight, bias, residual, dy, ds on the device under test, or the op's own."""
+        if op.tensors is not None:
+            return op.tensors(self)
         generator = torch.Generator().manual_seed(self.seed)
         columns = (self.shape[op.parameter_dim],)
 
@@ -100,6 +102,17 @@ class OpUnderTest:
     backward_args: Callable[[Case, Tensors], tuple[Any, ...]]
     # The tensors of forward_args that backward's outputs are the gradients of, in their order.
     gradients_of: tuple[str, ...]
+    # Of an op that is no norm: its tensors; a small case of a number of rows; and the largest terms
+    # on the way to each output and to each gradient, which op_checks.magnitudes explains.
+    tensors: Callable[[Case], Tensors] | None = None
+    sample: Callable[..., Case] | None = None
+    bounds: Callable[[Case, Tensors], tuple[list[float], list[float]]] | None = None
+    # The tensors whose first dimension is that of the rows.
+    per_row: tuple[str, ...] = ("x", "residual", "dy", "ds")
+    # Whether the backward op takes the output, as rounded, in place of the inputs.
+    backward_from_output: bool = False
+    # The op of ATen whose autocast rule it has; None if it has none.
+    aten: str | None = None
 
     @property
     def backward_name(self) -> str:
@@ -116,6 +129,46 @@ class OpUnderTest:
         return library.OPS[self.backward_name if backward else self.name].kernels[folder]
 
 
+def softmax_under_test(name: str) -> OpUnderTest:
+    """softmax or log_softmax, whose backward op takes y."""
+    definition = library.OPS[name].definition
+
+    def tensors(case: Case) -> Tensors:
+        generator = torch.Generator().manual_seed(case.seed)
+        x, dy = torch.randn((2, *case.shape), generator=generator)
+        x = ((x + case.shift) * case.scale).to(DEVICE, case.dtype)
+        return {
+            "x": laid_out(x, case.layout),
+            "y": laid_out(definition(x), case.layout),
+            "dy": laid_out(dy.to(DEVICE, case.dtype), case.dy_layout),
+        }
+
+    def bounds(case: Case, tensors: Tensors) -> tuple[list[float], list[float]]:
+        x, y, dy = (tensors[key].double() for key in ("x", "y", "dy"))
+        if x.numel() == 0:
+            return [0.0], [0.0]
+        # The rounding of x - max(x) is a relative error of its exponential.
+        exponent = 1 + (x - x.amax(-1, keepdim=True)).abs()
+        if name == "softmax":
+            gradient = y * (dy.abs() + (dy * y).abs().sum(-1, keepdim=True))
+            return [float((y * exponent).max())], [float(gradient.max())]
+        gradient = dy.abs() + y.exp() * dy.abs().sum(-1, keepdim=True)
+        return [float((y.abs() + exponent).max())], [float(gradient.max())]
+
+    return OpUnderTest(
+        name,
+        -1,
+        lambda c, t: (t["x"],),
+        lambda c, t: (t["dy"], t["y"]),
+        ("x",),
+        tensors=tensors,
+        bounds=bounds,
+        per_row=("x", "y", "dy"),
+        backward_from_output=True,
+        aten=f"{name}.int",
+    )
+
+
 OPS = {
     op.name: op
     for op in (
@@ -125,6 +178,7 @@ OPS = {
             lambda c, t: (t["x"], t["weight"], c.eps, c.offset, c.casting_mode),
             lambda c, t: (t["dy"], t["x"], t["weight"], c.eps, c.offset, list(c.output_mask[:2])),
             ("x", "weight"),
+            aten="rms_norm",
         ),
         OpUnderTest(
             "fused_add_rms_norm",
@@ -140,6 +194,7 @@ OPS = {
                 list(c.output_mask[:2]),
             ),
             ("x", "weight"),
+            aten="rms_norm",
         ),
         OpUnderTest(
             "layer_norm",
@@ -147,6 +202,7 @@ OPS = {
             lambda c, t: (t["x"], t["weight"], t["bias"], c.eps),
             lambda c, t: (t["dy"], t["x"], t["weight"], t["bias"], c.eps, list(c.output_mask)),
             ("x", "weight", "bias"),
+            aten="layer_norm",
         ),
         OpUnderTest(
             "group_norm",
@@ -162,7 +218,10 @@ OPS = {
                 list(c.output_mask),
             ),
             ("x", "weight", "bias"),
+            aten="group_norm",
         ),
+        softmax_under_test("softmax"),
+        softmax_under_test("log_softmax"),
     )
 }
 

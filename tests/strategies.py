@@ -69,6 +69,24 @@ def layer_norms() -> st.SearchStrategy[Case]:
 
 
 @st.composite
+def softmaxes(draw: st.DrawFn) -> Case:
+    """A case of softmax and log_softmax. float16 holds 5 times the largest scale."""
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    scale = draw(st.sampled_from((1.0, 0.05, 10.0, 1e4)))
+    return Case(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from((0, *sizes)))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        tile=tile,
+        scale=scale,
+        shift=draw(st.sampled_from((0.0, 30.0))) if scale <= 10 else 0.0,
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
 def group_norms(draw: st.DrawFn) -> Case:
     dtype = draw(st.sampled_from(DTYPES))
     parameter_dtype = st.sampled_from((dtype, torch.float32, None))

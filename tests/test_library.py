@@ -14,17 +14,17 @@ import torch
 import liger_ops
 from liger_ops import library
 from liger_ops.compile_cache import package_hash
-from op_table import OPS
+from op_table import OPS, OpUnderTest
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 @pytest.mark.parametrize("key", ("AutocastCUDA", "AutocastXPU", "AutocastCPU"))
-def test_autocast_rule_exists_where_pytorch_has_one(op: str, key: str) -> None:
-    norm = op.removeprefix("fused_add_")
+def test_autocast_rule_exists_where_pytorch_has_one(op: OpUnderTest, key: str) -> None:
     has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has_rule(f"liger::{op}", key) == has_rule(f"aten::{norm}", key)
+    expected = op.aten is not None and has_rule(f"aten::{op.aten}", key)
+    assert has_rule(f"liger::{op.name}", key) == expected
 
 
 def test_cpu_autocast_leaves_the_dtypes() -> None:
