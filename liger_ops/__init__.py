@@ -11,6 +11,7 @@ from .ops.layer_norm import layer_norm
 from .ops.group_norm import group_norm
 from .ops.softmax import softmax
 from .ops.log_softmax import log_softmax
+from .ops.rope import rope
 from . import meta, lowering
 from . import nn
 from .fusion import fuse, unfuse

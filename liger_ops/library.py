@@ -56,8 +56,15 @@ class Op:
 OPS: dict[str, Op] = {}
 
 
-def define(schema: str) -> Callable[[Function], Function]:
-    """Create the op `liger::<function name>` from its definition and return its public function."""
+def define(schema: str, *, any_strides: bool = False) -> Callable[[Function], Function]:
+    """Create the op `liger::<function name>` from its definition and return its public function.
+
+    `any_strides` says that the kernels read inputs of any strides as they are, and that the outputs
+    follow them.
+    """
+    # Inductor keeps the strides that tracing saw; or has the producer write contiguous inputs,
+    # instead of a copy here.
+    tag = torch.Tag.needs_exact_strides if any_strides else torch.Tag.needs_contiguous_strides
 
     def decorate(definition: Function) -> Function:
         name = definition.__name__
@@ -66,8 +73,7 @@ def define(schema: str) -> Callable[[Function], Function]:
             lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
             mutates_args=(),
             schema=schema,
-            # Inductor then has the producer write contiguous inputs, instead of a copy here.
-            tags=(torch.Tag.needs_contiguous_strides,),
+            tags=(tag,),
         )
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         op = OPS[name] = Op(name, definition, custom_op, overload)

@@ -4,6 +4,14 @@ Each function is its op's fake implementation, and what a device's kernel calls 
 arguments and allocate its outputs.
 """
 
-from . import fused_add_rms_norm, group_norm, layer_norm, log_softmax, rms_norm, softmax
+from . import fused_add_rms_norm, group_norm, layer_norm, log_softmax, rms_norm, rope, softmax
 
-__all__ = ["fused_add_rms_norm", "group_norm", "layer_norm", "log_softmax", "rms_norm", "softmax"]
+__all__ = [
+    "fused_add_rms_norm",
+    "group_norm",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "rope",
+    "softmax",
+]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.rms_norm import CASTING_MODES
+from ..ops.strides import inverse, memory_order
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:
@@ -66,6 +67,12 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(
         tensor, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False
     )
+
+
+def in_layout_of(tensor: Tensor) -> Tensor:
+    """An uninitialised dense tensor of the same shape, with its dimensions in the same order."""
+    order = memory_order(tensor)
+    return tensor.new_empty([tensor.shape[dim] for dim in order]).permute(inverse(order))
 
 
 def like_if(wanted: bool, tensor: Tensor | None) -> Tensor | None:

@@ -82,6 +82,9 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
         return values
     if layout == "transposed":
         return values.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "model":
+        # The heads of a projection: (B, S, heads, D) seen as (B, heads, S, D).
+        return values.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":
         # Neither the start nor the rows are aligned.
         wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), float("nan"))
@@ -169,6 +172,57 @@ def softmax_under_test(name: str) -> OpUnderTest:
     )
 
 
+@dataclass(frozen=True)
+class RopeCase(Case):
+    """A drawn use of rope. shape is q's, dy and ds the gradients of the two results."""
+
+    k_heads: int = 1
+    # The shape of cos and sin before (S, R): none, one, or a table for each of the batch.
+    tables: str = "none"
+    rotary: int = 2
+    table_dtype: torch.dtype = torch.float32
+    k_layout: str = "contiguous"
+    table_layout: str = "contiguous"
+    interleaved: bool = False
+
+    def rope_tensors(self) -> Tensors:
+        generator = torch.Generator().manual_seed(self.seed)
+        B, _, S, D = self.shape
+        k_shape = (B, self.k_heads, S, D)
+        table_shape = {"none": (), "one": (1,), "batch": (B,)}[self.tables] + (S, self.rotary)
+
+        def draw(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
+            values = torch.randn(shape, generator=generator) * self.scale
+            return laid_out(values.to(DEVICE, dtype), layout)
+
+        return {
+            "q": draw(self.shape, self.dtype, self.layout),
+            "k": draw(k_shape, self.dtype, self.k_layout),
+            "cos": draw(table_shape, self.table_dtype, self.table_layout),
+            "sin": draw(table_shape, self.table_dtype, "contiguous"),
+            "dy": draw(self.shape, self.dtype, self.dy_layout),
+            "ds": draw(k_shape, self.dtype, self.k_layout),
+        }
+
+
+def rope_sample(dtype: torch.dtype, rows: int, **form: Any) -> RopeCase:
+    """`rows` batches of a partial rotation, with tables for each; k laid out as in a model."""
+    options = {"k_heads": 1, "tables": "batch", "rotary": 4, "k_layout": "model"}
+    return RopeCase((rows, 2, 3, 6), dtype, table_dtype=dtype, **options, **form)
+
+
+def rope_bounds(case: Case, tensors: Tensors) -> tuple[list[float], list[float]]:
+    def largest(name: str) -> float:
+        values = tensors[name].double()
+        return float(values.abs().max()) if values.numel() else 0.0
+
+    turn = largest("cos") + largest("sin")
+    forward, backward = (
+        [largest(name) * turn for name in names] for names in (("q", "k"), ("dy", "ds"))
+    )
+    return forward, backward
+
+
 OPS = {
     op.name: op
     for op in (
@@ -222,6 +276,24 @@ OPS = {
         ),
         softmax_under_test("softmax"),
         softmax_under_test("log_softmax"),
+        OpUnderTest(
+            "rope",
+            -1,
+            lambda c, t: (t["q"], t["k"], t["cos"], t["sin"], c.interleaved),
+            lambda c, t: (
+                t["dy"],
+                t["ds"],
+                t["cos"],
+                t["sin"],
+                c.interleaved,
+                list(c.output_mask[:2]),
+            ),
+            ("q", "k"),
+            tensors=RopeCase.rope_tensors,
+            sample=rope_sample,
+            bounds=rope_bounds,
+            per_row=("q", "k", "dy", "ds"),
+        ),
     )
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from op_table import DY_LAYOUTS, X_LAYOUTS, Case
+from op_table import DY_LAYOUTS, X_LAYOUTS, Case, RopeCase
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # One element, odd, prime, both sides of a power of two, a round model size.
@@ -110,6 +110,33 @@ def group_norms(draw: st.DrawFn) -> Case:
         tile=tile,
         scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
         shift=draw(st.sampled_from((0.0, 30.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -> RopeCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    layouts = (*X_LAYOUTS, "model")
+    D = draw(st.sampled_from((2, 3, 6, 16, 20, 34, 64, 80)))
+    whole = D - D % 2
+    positions, heads = st.sampled_from((0, 1, 2, 5, 9)), st.sampled_from((1, 2, 3, 8, 0))
+    return RopeCase(
+        shape=(draw(st.sampled_from((1, 2, 3, 0))), draw(heads), draw(positions), D),
+        dtype=dtype,
+        k_heads=draw(heads),
+        tables=draw(st.sampled_from(tables)),
+        rotary=draw(st.sampled_from((whole, 2 * (whole // 4) or whole))),
+        table_dtype=draw(st.sampled_from((dtype, torch.float32))),
+        layout=draw(st.sampled_from(layouts)),
+        k_layout=draw(st.sampled_from(layouts)),
+        table_layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from((*DY_LAYOUTS, "model"))),
+        interleaved=draw(st.booleans()),
+        output_mask=(draw(st.booleans()), draw(st.booleans())),
+        # Positions and pairs.
+        tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4), (2, 64)))),
+        scale=draw(st.sampled_from((1.0, 0.05, 100.0))),
         seed=draw(st.integers(0, 2**31)),
     )
 

@@ -81,7 +81,7 @@ def test_agrees_with_aten(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x = (4 * torch.randn(*shape, 33)).to(dtype).requires_grad_()
     dy = torch.randn(*shape, 33).to(dtype)
-    # ATen's own log_softmax of half-precision rounds on the way, on a CPU; not when it widens first.
+    # On a CPU, ATen's log_softmax of half precision rounds on the way, unless it widens first.
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     ours, theirs = (
         liger_ops.log_softmax(x),
