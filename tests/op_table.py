@@ -208,7 +208,7 @@ class RopeCase(Case):
 def rope_sample(dtype: torch.dtype, rows: int, **form: Any) -> RopeCase:
     """`rows` batches of a partial rotation, with tables for each; k laid out as in a model."""
     options = {"k_heads": 1, "tables": "batch", "rotary": 4, "k_layout": "model"}
-    return RopeCase((rows, 2, 3, 6), dtype, table_dtype=dtype, **options, **form)
+    return RopeCase((rows, 2, 4, 6), dtype, table_dtype=dtype, **options, **form)
 
 
 def rope_bounds(case: Case, tensors: Tensors) -> tuple[list[float], list[float]]:

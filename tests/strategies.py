@@ -118,11 +118,12 @@ def group_norms(draw: st.DrawFn) -> Case:
 def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -> RopeCase:
     dtype = draw(st.sampled_from(DTYPES))
     layouts = (*X_LAYOUTS, "model")
-    D = draw(st.sampled_from((2, 3, 6, 16, 20, 34, 64, 80)))
+    # Interpreted time grows with the tiles walked, some milliseconds each.
+    D = draw(st.sampled_from((2, 3, 6, 16, 20, 34, 80)))
     whole = D - D % 2
-    positions, heads = st.sampled_from((0, 1, 2, 5, 9)), st.sampled_from((1, 2, 3, 8, 0))
+    positions, heads = st.sampled_from((1, 2, 3, 5, 0)), st.sampled_from((1, 2, 3, 0))
     return RopeCase(
-        shape=(draw(st.sampled_from((1, 2, 3, 0))), draw(heads), draw(positions), D),
+        shape=(draw(st.sampled_from((1, 2, 0))), draw(heads), draw(positions), D),
         dtype=dtype,
         k_heads=draw(heads),
         tables=draw(st.sampled_from(tables)),
@@ -135,7 +136,7 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
         interleaved=draw(st.booleans()),
         output_mask=(draw(st.booleans()), draw(st.booleans())),
         # Positions and pairs.
-        tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4), (2, 64)))),
+        tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),
         scale=draw(st.sampled_from((1.0, 0.05, 100.0))),
         seed=draw(st.integers(0, 2**31)),
     )

@@ -130,16 +130,16 @@ def _table_gradients(
     """The gradients of cos and sin, whose shape is cos's: sums over heads, and over a batch that
     shares them."""
     R = cos.shape[-1]
-    dcos = dsin = 0.0
+    dcos, dsin = [], []
     for dy, x in zip(grads, inputs, strict=True):
         dy, x = widened(dy)[..., :R], widened(x)[..., :R]
-        dcos = dcos + (dy * x).sum(-3)
-        dsin = dsin + (dy * _turned(x, interleaved)).sum(-3)
-    tables = (dcos, dsin)
+        dcos.append((dy * x).sum(-3))
+        dsin.append((dy * _turned(x, interleaved)).sum(-3))
+    tables = (dcos[0] + dcos[1], dsin[0] + dsin[1])
     if cos.dim() == 2:
-        tables = tuple(table.sum(0) for table in tables)
-    elif cos.shape[0] == 1:
-        tables = tuple(table.sum(0, keepdim=True) for table in tables)
+        return tables[0].sum(0), tables[1].sum(0)
+    if cos.shape[0] == 1:
+        return tables[0].sum(0, keepdim=True), tables[1].sum(0, keepdim=True)
     return tables
 
 

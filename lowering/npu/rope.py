@@ -206,7 +206,7 @@ def plan_tile(op: str, pairs: int, itemsize: int, positions: int, furthest: int)
     cores = tiling.vector_cores()
     elements = tiling.tile_elements(tiling.COSTS[op].wide[itemsize], tiling.ub_bytes())
     BLOCK_N = max(tiling.MIN_BLOCK_N, next_power_of_2(pairs))
-    if BLOCK_N > elements:
+    if elements < BLOCK_N:
         BLOCK_N = tiling.chunk(pairs, elements)
     BLOCK_M = min(
         tiling.MAX_BLOCK_M,
