@@ -13,6 +13,9 @@ from .ops.swiglu import swiglu
 from .ops.clamped_swiglu import clamped_swiglu
 from .ops.geglu import geglu
 from .ops.relu_squared import relu_squared
+from .ops.softmax import softmax
+from .ops.log_softmax import log_softmax
+from .ops.rope import rope
 from . import meta, lowering
 from . import nn
 from .fusion import fuse, unfuse

@@ -64,6 +64,8 @@ def define(
     `strides` is what Inductor does to inputs: by default it has the producer write them contiguous,
     instead of a copy here. An op whose kernels read a view where it lies, such as the halves of a
     projection, takes them as they come, `needs_fixed_stride_order`: Inductor would copy the view.
+    One whose outputs follow the strides of its inputs takes those that tracing saw,
+    `needs_exact_strides`.
     """
 
     def decorate(definition: Function) -> Function:

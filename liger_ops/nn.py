@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 
 import torch
@@ -13,8 +13,11 @@ from .ops.fused_add_rms_norm import fused_add_rms_norm
 from .ops.geglu import geglu
 from .ops.group_norm import group_norm
 from .ops.layer_norm import layer_norm
+from .ops.log_softmax import log_softmax
 from .ops.relu_squared import relu_squared
 from .ops.rms_norm import rms_norm
+from .ops.rope import rope
+from .ops.softmax import softmax
 from .ops.swiglu import swiglu
 
 __all__ = [
@@ -23,8 +26,11 @@ __all__ = [
     "FusedAddRMSNorm",
     "GroupNorm",
     "LayerNorm",
+    "LogSoftmax",
     "RMSNorm",
     "ReLUSquared",
+    "Rope",
+    "Softmax",
     "SwiGLU",
 ]
 
@@ -446,6 +452,113 @@ class ReLUSquared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return relu_squared(x)
+
+
+class Rope(nn.Module):
+    """Rotary position embedding of queries and keys, by `liger_ops.rope`.
+
+    It applies the tables cos and sin that a model's rotary embedding makes. Layout, precision and
+    gradient are those of `liger_ops.rope`.
+
+    Args:
+        interleaved: whether the elements of a pair are next to each other (GPT-J, GLM4, Cohere), or
+            in the two halves of a head (Llama and most others).
+
+    Shape:
+        q: (B, heads, S, D); k: (B, heads of k, S, D); cos, sin: (S, R), (1, S, R) or (B, S, R) with
+            R even and at most D; floating point, any strides. The results: as q and k.
+
+    Raises:
+        TypeError: a tensor is not floating point, or k is of another dtype than q.
+        ValueError: a shape is not as above.
+
+    Example:
+        >>> q = torch.tensor([[[[1.0, 0.0]]]])
+        >>> liger_ops.nn.Rope()(q, q, torch.zeros(1, 2), torch.ones(1, 2))[0]
+        tensor([[[[0., 1.]]]])
+    """
+
+    def __init__(self, interleaved: bool = False) -> None:
+        super().__init__()
+        self.interleaved = interleaved
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rope(q, k, cos, sin, self.interleaved)
+
+    def extra_repr(self) -> str:
+        return f"interleaved={self.interleaved}"
+
+
+class Softmax(nn.Softmax):
+    """`torch.nn.Softmax` by `liger_ops.softmax`, whose precision and gradient it has.
+
+    Args:
+        dim: the dimension of which each slice sums to one. The last is fast; any other is moved
+            there and back.
+
+    Shape:
+        input: any with this dimension, floating point, any strides; the output: the same.
+
+    Raises:
+        TypeError: dim is not an int, or input is not floating point.
+        ValueError: input has no such dimension.
+
+    Example:
+        >>> liger_ops.nn.Softmax()(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        tensor([[0.5000, 0.5000, 0.0000]])
+    """
+
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        _check_dim("Softmax", dim)
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _over_dim("Softmax", softmax, input, self.dim)
+
+
+class LogSoftmax(nn.LogSoftmax):
+    """`torch.nn.LogSoftmax` by `liger_ops.log_softmax`, whose precision and gradient it has.
+
+    Args:
+        dim: the dimension of which each slice's exponentials sum to one. The last is fast; any
+            other is moved there and back.
+
+    Shape:
+        input: any with this dimension, floating point, any strides; the output: the same.
+
+    Raises:
+        TypeError: dim is not an int, or input is not floating point.
+        ValueError: input has no such dimension.
+
+    Example:
+        >>> liger_ops.nn.LogSoftmax()(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        tensor([[-0.6931, -0.6931,    -inf]])
+    """
+
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        _check_dim("LogSoftmax", dim)
+        super().__init__(dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _over_dim("LogSoftmax", log_softmax, input, self.dim)
+
+
+def _check_dim(owner: str, dim: int) -> None:
+    if not isinstance(dim, Integral):
+        raise TypeError(f"{owner}: dim must be an int, got {type(dim).__name__}")
+
+
+def _over_dim(owner: str, op: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """An op of the last dimension, along another."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{owner}: dim must be one of input's {x.dim()} dimensions, got {dim}")
+    if dim in (-1, x.dim() - 1):
+        return op(x)
+    return op(x.transpose(dim, -1)).transpose(dim, -1)
 
 
 def _check_size(owner: str, name: str, size: int) -> None:

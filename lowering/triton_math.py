@@ -6,6 +6,11 @@ Values are float32 unless `dtype` rounds them.
 import triton
 import triton.language as tl
 
+# float32's lowest number, for a running maximum to start from. exp(-inf - LOWEST) is 0 where
+# exp(-inf - -inf) is NaN: a tile of nothing but -inf adds nothing to a sum of exponentials, and a
+# row of nothing but -inf comes to 0 / 0.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):

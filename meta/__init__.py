@@ -10,8 +10,11 @@ from . import (
     geglu,
     group_norm,
     layer_norm,
+    log_softmax,
     relu_squared,
     rms_norm,
+    rope,
+    softmax,
     swiglu,
 )
 
@@ -21,7 +24,10 @@ __all__ = [
     "geglu",
     "group_norm",
     "layer_norm",
+    "log_softmax",
     "relu_squared",
     "rms_norm",
+    "rope",
+    "softmax",
     "swiglu",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.rms_norm import CASTING_MODES
+from ..ops.strides import inverse, memory_order
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:
@@ -19,7 +20,7 @@ def floating(op: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{op}: {name} must be a floating point tensor, got {tensor.dtype}")
 
 
-def same_device(op: str, x: Tensor, x_name: str = "x", **tensors: Tensor | None) -> None:
+def same_device(op: str, x: Tensor, x_name: str = "x", /, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(
@@ -35,9 +36,9 @@ def shape(op: str, name: str, tensor: Tensor | None, expected: Sequence[int], me
         )
 
 
-def at_least_dims(op: str, x: Tensor, dims: int, form: str) -> None:
+def at_least_dims(op: str, x: Tensor, dims: int, form: str, x_name: str = "x") -> None:
     if x.dim() < dims:
-        raise ValueError(f"{op}: x must be {form}, got shape {tuple(x.shape)}")
+        raise ValueError(f"{op}: {x_name} must be {form}, got shape {tuple(x.shape)}")
 
 
 def choice(op: str, name: str, value: str, accepted: Sequence[str]) -> None:
@@ -71,6 +72,12 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(
         tensor, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False
     )
+
+
+def in_layout_of(tensor: Tensor) -> Tensor:
+    """An uninitialised dense tensor of the same shape, with its dimensions in the same order."""
+    order = memory_order(tensor)
+    return tensor.new_empty([tensor.shape[dim] for dim in order]).permute(inverse(order))
 
 
 def like_if(wanted: bool, tensor: Tensor | None) -> Tensor | None:

@@ -73,6 +73,19 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield lambda x=x, row=row: kernel["layer_norm_backward"](x, x, row, row, 1e-5, yes)
         for N in (100, 4096):
             yield from activation_calls(kernel, torch.empty(4, N, dtype=dtype))
+        for N in (100, 4096, 32768, 65536):
+            x = torch.empty(4, N, dtype=dtype)
+            for op in ("softmax", "log_softmax"):
+                yield lambda x=x, op=op: kernel[op](x)
+                yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
+        for D, R in ((128, 128), (96, 24), (256, 256)):
+            q, k = torch.empty(2, 3, 32, D, dtype=dtype), torch.empty(2, 3, 8, D, dtype=dtype)
+            table = torch.empty(2, 3, R, dtype=dtype)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            for interleaved in (False, True):
+                args = (q, k, table, table, interleaved)
+                yield lambda args=args: kernel["rope"](*args)
+                yield lambda args=args: kernel["rope_backward"](*args, both)
         for shape, groups in (
             ((2, 64, 8, 8), 32),
             ((2, 320, 64, 64), 32),

@@ -1,7 +1,7 @@
 """What the tests have to know of an op, whatever it computes.
 
-A family of ops, `norms.py` or `activations.py`, subclasses Case with its options and makes an
-OpUnderTest an op; `op_table.py` lists them all.
+A family of ops, such as `norms.py` or `activations.py`, subclasses Case with its options and makes
+an OpUnderTest an op; `op_table.py` lists them all.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
         return values
     if layout == "transposed":
         return values.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "model":
+        # The heads of a projection: (B, S, heads, D) seen as (B, heads, S, D).
+        return values.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":
         # Neither the start nor the rows are aligned.
         wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), float("nan"))
@@ -102,6 +105,8 @@ class OpUnderTest:
     gradients_from: tuple[str, ...] = ("dy",)
     # What the inputs of the forward are, of which backward's arguments were made.
     seen_by_backward: Callable[[Any, Tensors], Tensors] = as_they_are
+    # Whether backward takes the output, as rounded, in place of the inputs.
+    backward_from_output: bool = False
     # The largest terms that are summed or cancelled on the way to each output, and to each gradient
     # of gradients_of. Where they cancel, the result is smaller than the rounding errors of what it
     # was made of.
@@ -115,7 +120,7 @@ class OpUnderTest:
     per_row: tuple[str, ...]
     # The arguments that give the others' shape.
     leading: tuple[str, ...]
-    # The ATen op whose autocast rule it has.
+    # The ATen op whose autocast rule it has, or, like it, has not.
     autocast_as: str
 
     @property

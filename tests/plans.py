@@ -20,6 +20,10 @@ def plan(folder: str, op: OpUnderTest, case: Case) -> Any:
         from liger_ops.lowering.cuda.group_plan import GroupPlan
 
         return GroupPlan(rows, columns, threads=128, pieces=2)
+    if op.name == "rope":
+        from liger_ops.lowering.cuda.rope import RopePlan
+
+        return RopePlan(rows, 2, columns)
     from liger_ops.lowering.cuda.launch import Plan
 
     return Plan(rows, columns, threads=128, programs=2)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from activations import ActivationCase
 from norms import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
+from ropes import RopeCase
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # One element, odd, prime, both sides of a power of two, a round model size.
@@ -71,6 +72,24 @@ def layer_norms() -> st.SearchStrategy[NormCase]:
 
 
 @st.composite
+def softmaxes(draw: st.DrawFn) -> Case:
+    """A case of softmax and log_softmax. float16 holds 5 times the largest scale."""
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    scale = draw(st.sampled_from((1.0, 0.05, 10.0, 1e4)))
+    return Case(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from((0, *sizes)))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        tile=tile,
+        scale=scale,
+        shift=draw(st.sampled_from((0.0, 30.0))) if scale <= 10 else 0.0,
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
 def group_norms(draw: st.DrawFn) -> NormCase:
     dtype = draw(st.sampled_from(DTYPES))
     parameter_dtype = st.sampled_from((dtype, torch.float32, None))
@@ -126,6 +145,34 @@ def activations(draw: st.DrawFn) -> ActivationCase:
         output_mask=tuple(draw(st.booleans()) for _ in range(2)),
         tile=tile,
         scale=draw(st.sampled_from((1.0, 1e-3, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -> RopeCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    layouts = (*X_LAYOUTS, "model")
+    # Interpreted time grows with the tiles walked, some milliseconds each.
+    D = draw(st.sampled_from((2, 3, 6, 16, 20, 34, 80)))
+    whole = D - D % 2
+    positions, heads = st.sampled_from((1, 2, 3, 5, 0)), st.sampled_from((1, 2, 3, 0))
+    return RopeCase(
+        shape=(draw(st.sampled_from((1, 2, 0))), draw(heads), draw(positions), D),
+        dtype=dtype,
+        k_heads=draw(heads),
+        tables=draw(st.sampled_from(tables)),
+        rotary=draw(st.sampled_from((whole, 2 * (whole // 4) or whole))),
+        table_dtype=draw(st.sampled_from((dtype, torch.float32))),
+        layout=draw(st.sampled_from(layouts)),
+        k_layout=draw(st.sampled_from(layouts)),
+        table_layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from((*DY_LAYOUTS, "model"))),
+        interleaved=draw(st.booleans()),
+        output_mask=(draw(st.booleans()), draw(st.booleans())),
+        # Positions and pairs.
+        tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),
+        scale=draw(st.sampled_from((1.0, 0.05, 100.0))),
         seed=draw(st.integers(0, 2**31)),
     )
 

@@ -131,5 +131,12 @@ def test_the_grid_stays_below_65536(
     kernel["relu_squared_backward"](x, x)
     kernel["layer_norm"](x, row, row)
     kernel["layer_norm_backward"](x, x, row, row, 1e-5, all_three)
-    assert len(grids) >= 11
+    for op in ("softmax", "log_softmax"):
+        kernel[op](x)
+        kernel[f"{op}_backward"](x, x)
+    heads = x.reshape(1, 2, -1, 2)
+    tables = heads[0, 0]
+    kernel["rope"](heads, heads, tables, tables)
+    kernel["rope_backward"](heads, heads, tables, tables, True, both)
+    assert len(grids) >= 19
     assert all(1 <= grid <= min(cores, 65535) for grid in grids)

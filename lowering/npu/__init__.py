@@ -6,8 +6,11 @@ from . import (
     geglu,
     group_norm,
     layer_norm,
+    log_softmax,
     relu_squared,
     rms_norm,
+    rope,
+    softmax,
     swiglu,
 )
 
@@ -17,7 +20,10 @@ __all__ = [
     "geglu",
     "group_norm",
     "layer_norm",
+    "log_softmax",
     "relu_squared",
     "rms_norm",
+    "rope",
+    "softmax",
     "swiglu",
 ]

@@ -89,6 +89,15 @@ COSTS = {
     "relu_squared": Cost({}, {2: 12.1, 4: 8.1}),
     # (1, 8192): 83.3% | 66.7%.
     "relu_squared_backward": Cost({}, {2: 20.1, 4: 16.1}),
+    # log_softmax's, which takes as much or more. whole (1, 8192): 75.3% | 58.6%, (2, 2048) padded
+    # 42.1% | 33.8%. wide (1, 4096): 46.2% | 37.9%, (1, 8192): 92.1% | 75.4%.
+    "softmax": Cost({2: 18.1, 4: 14.1}, {2: 22.2, 4: 18.2}, padding=2.2),
+    # whole (1, 4096): 54.5% | 46.1%, (1, 8192): 100.0% | 91.7%. wide (1, 4096): 79.2% | 70.9%.
+    "softmax_backward": Cost({2: 26.2, 4: 22.2}, {2: 38.1, 4: 34.1}),
+    # Of a pair. 2048 pairs: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
+    "rope": Cost({}, {2: 68.1, 4: 68.1}),
+    # 1024 pairs: 70.8%, 2048: 100.0%.
+    "rope_interleaved": Cost({}, {2: 136.1, 4: 136.1}),
 }
 
 

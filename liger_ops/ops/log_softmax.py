@@ -1,0 +1,79 @@
+"""The logarithm of softmax over the last dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .precision import widened
+
+
+@library.define("(Tensor x) -> Tensor")
+def log_softmax(x: Tensor) -> Tensor:
+    """The logarithm of softmax over the last dimension.
+
+        y = x - max(x, -1) - log(sum(exp(x - max(x, -1)), -1))
+
+    Computed in float32 whatever x's dtype, and rounded to it once. An element of -inf gives -inf; a
+    row of nothing but -inf, and a row with inf or NaN in it, gives NaN, as in PyTorch.
+
+    The gradient is computed from y, in float32, and rounded once; nothing but y is saved.
+
+    Under autocast on a device, x is cast to float32, as `torch.nn.functional.log_softmax` does.
+    float64 runs the definition on every device.
+
+    Args:
+        x: (..., N), floating point, any strides.
+
+    Returns:
+        (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: x is not floating point.
+        ValueError: x has no dimension.
+
+    Example:
+        >>> liger_ops.log_softmax(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        tensor([[-0.6931, -0.6931,    -inf]])
+    """
+    return torch.log_softmax(widened(x), -1).to(x.dtype).contiguous()
+
+
+@library.define("(Tensor dy, Tensor y) -> Tensor")
+def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
+    """The gradient of `log_softmax`, from its result.
+
+        dx = dy - exp(y) * sum(dy, -1)
+
+    Args:
+        dy: (..., N), floating point, any strides.
+        y: what `log_softmax` returned.
+
+    Returns:
+        dx: (..., N), contiguous, of y's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: y has no dimension, or dy is of another shape or on another device than y.
+    """
+    wide = widened(y)
+    dy = dy.to(wide.dtype)
+    dx = dy - torch.exp(wide) * dy.sum(-1, keepdim=True)
+    return dx.to(y.dtype).contiguous()
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (y,) = ctx.saved_tensors
+    return (log_softmax_backward(dy, y),)
+
+
+library.gradient("log_softmax", _backward, _setup_context)
+library.differentiate_definition("log_softmax_backward")
+library.autocast("log_softmax", torch.float32)

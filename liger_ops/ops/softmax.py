@@ -1,0 +1,79 @@
+"""Softmax over the last dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .precision import widened
+
+
+@library.define("(Tensor x) -> Tensor")
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension.
+
+        y = exp(x - max(x, -1)) / sum(exp(x - max(x, -1)), -1)
+
+    Computed in float32 whatever x's dtype, and rounded to it once. An element of -inf gives 0; a
+    row of nothing but -inf, and a row with inf or NaN in it, gives NaN, as in PyTorch.
+
+    The gradient is computed from y, in float32, and rounded once; nothing but y is saved.
+
+    Under autocast on a device, x is cast to float32, as `torch.nn.functional.softmax` does. float64
+    runs the definition on every device.
+
+    Args:
+        x: (..., N), floating point, any strides.
+
+    Returns:
+        (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: x is not floating point.
+        ValueError: x has no dimension.
+
+    Example:
+        >>> liger_ops.softmax(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        tensor([[0.5000, 0.5000, 0.0000]])
+    """
+    return torch.softmax(widened(x), -1).to(x.dtype).contiguous()
+
+
+@library.define("(Tensor dy, Tensor y) -> Tensor")
+def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
+    """The gradient of `softmax`, from its result.
+
+        dx = y * (dy - sum(dy * y, -1))
+
+    Args:
+        dy: (..., N), floating point, any strides.
+        y: what `softmax` returned.
+
+    Returns:
+        dx: (..., N), contiguous, of y's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: y has no dimension, or dy is of another shape or on another device than y.
+    """
+    wide = widened(y)
+    dy = dy.to(wide.dtype)
+    dx = wide * (dy - (dy * wide).sum(-1, keepdim=True))
+    return dx.to(y.dtype).contiguous()
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (y,) = ctx.saved_tensors
+    return (softmax_backward(dy, y),)
+
+
+library.gradient("softmax", _backward, _setup_context)
+library.differentiate_definition("softmax_backward")
+library.autocast("softmax", torch.float32)

@@ -1,0 +1,177 @@
+"""softmax and log_softmax. M rows, N columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import library, meta
+from ..triton_math import LOWEST
+from . import tiling
+from .tile import load, remaining
+from .tiling import Plan, cdiv, launch
+
+
+@triton.jit
+def _load(ptr, offsets, mask):
+    """Elements as float32, masked off where a maximum and a sum of exponentials do not see them."""
+    return tl.load(ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _softmax_kernel(
+    x_ptr,
+    y_ptr,
+    M,
+    N,
+    LOG: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        start = row * N
+        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
+        x = _load(x_ptr + start, offsets, mask)
+        x = x - tl.maximum(tl.max(x, axis=1), LOWEST)[:, None]
+        exp = tl.exp(x)
+        sum = tl.sum(exp, axis=1)[:, None]
+        y = x - tl.log(sum) if LOG else exp / sum
+        tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _softmax_wide_kernel(
+    x_ptr,
+    y_ptr,
+    M,
+    N,
+    LOG: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # The first walk keeps the rows' maxima so far, and their sums of exponentials relative to them.
+    # The second finds the rows in the L2 cache.
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        row_mask = rows < remaining(M, row, BLOCK_M)
+        maximum = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
+        sum = tl.zeros((BLOCK_M, 1), tl.float32)
+        for col in tl.range(0, N, BLOCK_N):
+            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+            x = _load(x_ptr + row * N + col, offsets, mask)
+            higher = tl.maximum(maximum, tl.max(x, axis=1)[:, None])
+            sum = sum * tl.exp(maximum - higher) + tl.sum(tl.exp(x - higher), axis=1)[:, None]
+            maximum = higher
+        for col in tl.range(0, N, BLOCK_N):
+            start = row * N + col
+            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+            x = load(x_ptr + start, offsets, mask) - maximum
+            y = x - tl.log(sum) if LOG else tl.exp(x) / sum
+            tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _softmax_backward_kernel(
+    dy_ptr,
+    y_ptr,
+    dx_ptr,
+    M,
+    N,
+    LOG: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        start = row * N
+        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
+        dy = load(dy_ptr + start, offsets, mask)
+        y = load(y_ptr + start, offsets, mask)
+        sum = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
+        dx = dy - tl.exp(y) * sum if LOG else y * (dy - sum)
+        tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _softmax_wide_backward_kernel(
+    dy_ptr,
+    y_ptr,
+    dx_ptr,
+    M,
+    N,
+    LOG: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * N + cols
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        row_mask = rows < remaining(M, row, BLOCK_M)
+        sum = tl.zeros((BLOCK_M, 1), tl.float32)
+        for col in tl.range(0, N, BLOCK_N):
+            start = row * N + col
+            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+            term = load(dy_ptr + start, offsets, mask)
+            if not LOG:
+                term *= load(y_ptr + start, offsets, mask)
+            sum += tl.sum(term, axis=1)[:, None]
+        for col in tl.range(0, N, BLOCK_N):
+            start = row * N + col
+            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+            dy = load(dy_ptr + start, offsets, mask)
+            y = load(y_ptr + start, offsets, mask)
+            dx = dy - tl.exp(y) * sum if LOG else y * (dy - sum)
+            tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
+    """Launch the forward of softmax, or of log_softmax."""
+    if x.numel() == 0:
+        return
+    x = tiling.rows(x)
+    M, N = x.shape
+    plan = plan or tiling.plan("softmax", N, x)
+    kernel = _softmax_kernel if plan.whole(N) else _softmax_wide_kernel
+    launch(kernel, plan, cdiv(M, plan.BLOCK_M), x, y, M, N, LOG=log)
+
+
+def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) -> None:
+    """Launch the backward of softmax, or of log_softmax."""
+    if y.numel() == 0:
+        return
+    dy, y = tiling.rows(dy), tiling.rows(y)
+    M, N = y.shape
+    plan = plan or tiling.plan("softmax_backward", N, dy, y)
+    kernel = _softmax_backward_kernel if plan.whole(N) else _softmax_wide_backward_kernel
+    launch(kernel, plan, cdiv(M, plan.BLOCK_M), dy, y, dx, M, N, LOG=log)
+
+
+@library.kernel("softmax", "npu")
+def softmax(x: Tensor, *, plan: Plan | None = None) -> Tensor:
+    y = meta.softmax.softmax(x)
+    forward(x, y, False, plan)
+    return y
+
+
+@library.kernel("softmax_backward", "npu")
+def softmax_backward(dy: Tensor, y: Tensor, *, plan: Plan | None = None) -> Tensor:
+    dx = meta.softmax.softmax_backward(dy, y)
+    backward(dy, y, dx, False, plan)
+    return dx
