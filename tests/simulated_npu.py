@@ -55,17 +55,32 @@ class _DeviceModule:
 active = False
 _values: dict[int, torch.Tensor] = {}
 launched: list[str] = []
+# By the memory of a copy: the copy, and the view that it is of.
+_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def to_npu(value: Any) -> Any:
-    """A CPU tensor as an npu tensor that shares its memory where it is contiguous."""
+    """A CPU tensor as an npu tensor that shares its memory where it is contiguous.
+
+    An npu tensor is contiguous. A view that is not has a copy for its values, which is written
+    back when a kernel was given it.
+    """
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
     tensor = torch._C._acc.create_empty_tensor(tuple(value.shape), value.dtype)
     storage = tensor.untyped_storage()
-    _values[storage._cdata] = value.detach().contiguous()
+    held = value.detach().contiguous()
+    if held.data_ptr() != value.data_ptr():
+        _copies[held.untyped_storage().data_ptr()] = (held, value.detach())
+    _values[storage._cdata] = held
     weakref.finalize(storage, _values.pop, storage._cdata, None)
     return tensor
+
+
+def forget() -> None:
+    """Start a test: nothing launched, no copies held."""
+    launched.clear()
+    _copies.clear()
 
 
 def to_cpu(value: Any) -> Any:
@@ -147,10 +162,13 @@ def _interpret_npu_tensors() -> None:
     def call(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, torch.Tensor) and arg.device.type == "npu" for arg in args):
             launched.append(f"{self.fn.__module__}.{self.fn.__name__}")
-        return run(
-            self,
-            *[to_cpu(arg) for arg in args],
-            **{key: to_cpu(value) for key, value in kwargs.items()},
-        )
+        on_cpu = [to_cpu(arg) for arg in args]
+        result = run(self, *on_cpu, **{key: to_cpu(value) for key, value in kwargs.items()})
+        for arg in on_cpu:
+            if isinstance(arg, torch.Tensor):
+                held, view = _copies.get(arg.untyped_storage().data_ptr(), (None, None))
+                if held is not None:
+                    view.copy_(held)
+        return result
 
     GridExecutor.__call__ = call

@@ -21,9 +21,9 @@ EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 @pytest.fixture(autouse=True)
 def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(simulated_npu, "active", True)
-    simulated_npu.launched.clear()
+    simulated_npu.forget()
     yield
-    simulated_npu.launched.clear()
+    simulated_npu.forget()
 
 
 def forward_args(op: OpUnderTest, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
