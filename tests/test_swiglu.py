@@ -80,17 +80,17 @@ SIZES = {"hidden_size": 16, "intermediate_size": 40}
 def test_agrees_with_the_models_code(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 16).to(dtype)
-    llama = LlamaMLP(LlamaConfig(**SIZES)).to(dtype)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    llama = LlamaMLP(LlamaConfig(**SIZES, **heads)).to(dtype)
     activation_checks.assert_model_may_be_replaced(
         lambda: llama(x),
         lambda: llama.down_proj(liger_ops.swiglu(llama.gate_proj(x), llama.up_proj(x))),
         llama,
     )
-    phi3 = Phi3MLP(Phi3Config(**SIZES, pad_token_id=0)).to(dtype)
+    phi3 = Phi3MLP(Phi3Config(**SIZES, **heads, pad_token_id=0)).to(dtype)
     activation_checks.assert_model_may_be_replaced(
         lambda: phi3(x), lambda: phi3.down_proj(liger_ops.swiglu(phi3.gate_up_proj(x))), phi3
     )
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = FalconH1Config(**SIZES, **heads, mlp_multipliers=[0.7, 0.3])
     falcon = FalconH1MLP(config).to(dtype)
     activation_checks.assert_model_may_be_replaced(

@@ -109,7 +109,8 @@ def clamped_swiglu_backward(
     dy = dy.to(g.dtype)
     clamped_g, clamped_u = g.clamp(max=limit), u.clamp(-limit, limit)
     dgate = dy * silu_slope(clamped_g, alpha) * (clamped_u + up_offset) * (g <= limit)
-    dup = dy * clamped_g * torch.sigmoid(clamped_g * alpha) * (u.abs() <= limit)
+    # The product first: it is 0 where dy * clamped_g overflows.
+    dup = dy * (clamped_g * torch.sigmoid(clamped_g * alpha)) * (u.abs() <= limit)
     return gradients(dgate, dup, gate, up, output_mask, interleaved)
 
 
