@@ -73,18 +73,6 @@ def rms_scaled(
 
 
 @triton.jit
-def moments_merged(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
-    """Count, mean and sum of squared deviations of two samples together (Chan, Golub and LeVeque).
-
-    Stable where sum(x**2) - N * mean**2 cancels. An empty sample has count 0.
-    """
-    count = count_a + count_b
-    share = count_b / tl.maximum(count, 1.0)
-    delta = mean_b - mean_a
-    return count, mean_a + delta * share, m2_a + m2_b + delta * delta * count_a * share
-
-
-@triton.jit
 def lanes_updated(x, mask, tile, mean, m2):
     """Add one tile to every lane's own mean and sum of squared deviations (Welford).
 
