@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Plan, cdiv, launch, next_power_of_2
+from ..sizes import cdiv, next_power_of_2
+from .launch import Plan, launch
 
 
 @triton.jit

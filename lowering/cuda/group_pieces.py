@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sizes import cdiv
 from ..triton_math import lane_counts, lanes_updated
 from .group_plan import Groups, per_channel
-from .launch import cdiv, launch
+from .launch import launch
 
 
 @triton.jit

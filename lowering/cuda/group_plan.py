@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import WARP_SIZE, cdiv, next_power_of_2, pipeline_stages, processors
+from ..sizes import cdiv, next_power_of_2
+from .launch import WARP_SIZE, pipeline_stages, processors
 
 
 @triton.jit

@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sizes import cdiv
 from ..triton_math import folded
 from .group_plan import Groups, per_channel
-from .launch import cdiv, launch
+from .launch import launch
 from .partial_sums import partial_sums, summed
 
 

@@ -70,14 +70,6 @@ def rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **options: Any) -> None:
     """Run kernel on the GPU that holds x, which need not be the current one."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():

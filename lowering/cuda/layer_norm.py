@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
+from ..sizes import cdiv, next_power_of_2
 from ..triton_math import folded, widened_again
 from . import wide_backward
-from .launch import Plan, cdiv, launch, next_power_of_2, pipeline_stages, processors, rows
+from .launch import Plan, launch, pipeline_stages, processors, rows
 from .partial_sums import partial_sums, summed
 
 

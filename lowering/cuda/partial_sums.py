@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launch
+from ..sizes import cdiv
+from .launch import launch
 
 
 @triton.jit(do_not_specialize=["P"])

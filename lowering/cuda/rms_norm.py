@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ... import library, meta
+from ..sizes import cdiv, next_power_of_2
 from . import wide_backward
-from .launch import Plan, cdiv, launch, next_power_of_2, pipeline_stages, processors, rows
+from .launch import Plan, launch, pipeline_stages, processors, rows
 from .partial_sums import partial_sums, summed
 from .rms_norm_kernels import (
     rms_norm_backward_kernel,

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
-from .launch import WARP_SIZE, cdiv, launch, next_power_of_2
+from ..sizes import cdiv, next_power_of_2
+from .launch import WARP_SIZE, launch
 
 
 @dataclass(frozen=True)

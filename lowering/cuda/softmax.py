@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
+from ..sizes import cdiv, next_power_of_2
 from ..triton_math import LOWEST
-from .launch import Plan, cdiv, launch, next_power_of_2, rows
+from .launch import Plan, launch, rows
 
 
 @triton.jit(do_not_specialize=["M"])

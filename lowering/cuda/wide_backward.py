@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Plan, cdiv, launch, pipeline_stages, processors
+from ..sizes import cdiv
+from .launch import Plan, launch, pipeline_stages, processors
 from .partial_sums import partial_sums, summed
 
 

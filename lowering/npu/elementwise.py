@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sizes import cdiv
 from . import tiling
 from .tile import load as load_tile
 from .tile import remaining
-from .tiling import Plan, cdiv, launch
+from .tiling import Plan, launch
 
 
 @triton.jit

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sizes import cdiv
 from .partial_sums import summed
 from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, within
-from .tiling import Groups, Plan, cdiv, launch
+from .tiling import Groups, Plan, launch
 
 # Channels at a time in `_group_statistics_kernel`, whose tiles are a thousandth of the work.
 STATISTICS_BLOCK = 1024

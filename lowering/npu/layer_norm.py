@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
+from ..sizes import cdiv
 from . import tiling, wide_backward
 from .partial_sums import partial_sums, summed
 from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, within
-from .tiling import Plan, cdiv, launch
+from .tiling import Plan, launch
 
 
 @triton.jit

@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
+from ..sizes import cdiv
 from ..triton_math import rms_rstd, rms_scaled, rms_square
 from . import tiling, wide_backward
 from .partial_sums import partial_sums, summed
 from .tile import load, remaining, within
-from .tiling import Plan, cdiv, launch
+from .tiling import Plan, launch
 
 
 @triton.jit

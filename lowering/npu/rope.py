@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
+from ..sizes import cdiv, next_power_of_2
 from . import tiling
 from .tile import load, remaining
-from .tiling import Plan, cdiv, launch, next_power_of_2
+from .tiling import Plan, launch
 
 
 @triton.jit

@@ -7,10 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
+from ..sizes import cdiv
 from ..triton_math import LOWEST
 from . import tiling
 from .tile import load, remaining
-from .tiling import Plan, cdiv, launch
+from .tiling import Plan, launch
 
 
 @triton.jit

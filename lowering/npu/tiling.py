@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from ..sizes import cdiv, next_power_of_2
+
 # The runtime refuses a grid of 65536 programs.
 MAX_PROGRAMS = 65535
 
@@ -231,14 +233,6 @@ def chunk(N: int, elements: int) -> int:
 def tile_elements(cost: float, ub_bytes: int) -> int:
     """The largest power of two of elements that fits at `cost` bytes an element."""
     return max(MIN_BLOCK_N, 1 << (int(ub_bytes * UB_SHARE / cost).bit_length() - 1))
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def ub_bytes() -> int:

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..sizes import cdiv
 from . import tiling
 from .partial_sums import partial_sums, summed
 from .tile import load, remaining
-from .tiling import Plan, cdiv, launch
+from .tiling import Plan, launch
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,22 @@
+"""Modules that call the ops."""
+
+from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
+from .group_norm import GroupNorm
+from .layer_norm import LayerNorm
+from .rms_norm import FusedAddRMSNorm, RMSNorm
+from .rope import Rope
+from .softmax import LogSoftmax, Softmax
+
+__all__ = [
+    "GEGLU",
+    "ClampedSwiGLU",
+    "FusedAddRMSNorm",
+    "GroupNorm",
+    "LayerNorm",
+    "LogSoftmax",
+    "RMSNorm",
+    "ReLUSquared",
+    "Rope",
+    "Softmax",
+    "SwiGLU",
+]

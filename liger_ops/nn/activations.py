@@ -1,0 +1,160 @@
+"""The activations of MLPs, as modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.clamped_swiglu import clamped_swiglu
+from ..ops.geglu import geglu
+from ..ops.relu_squared import relu_squared
+from ..ops.swiglu import swiglu
+
+
+class SwiGLU(nn.Module):
+    """The activation of a gated MLP, by `liger_ops.swiglu`: no projections, no parameters.
+
+        z = gate * gate_multiplier
+        y = z * sigmoid(z) * up * down_multiplier
+
+    Precision and gradient are those of `liger_ops.swiglu`.
+
+    Args:
+        gate_multiplier: multiplies the gate (Falcon-H1).
+        down_multiplier: multiplies the result (Falcon-H1).
+
+    Shape:
+        gate, up: (..., N) each, floating point, any strides; or gate alone, packed, (..., 2N).
+        y: (..., N), contiguous.
+
+    Raises:
+        TypeError: an argument is of another type, or gate or up is not floating point.
+        ValueError: gate and up differ in shape, or the width of a packed gate is odd.
+
+    Example:
+        >>> liger_ops.nn.SwiGLU()(torch.tensor([1.0, -1.0]), torch.tensor([2.0, 2.0]))
+        tensor([ 1.4621, -0.5379])
+    """
+
+    def __init__(self, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> None:
+        super().__init__()
+        self.gate_multiplier = gate_multiplier
+        self.down_multiplier = down_multiplier
+        nothing = torch.empty(0, device="meta")
+        swiglu(nothing, nothing, gate_multiplier, down_multiplier)
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return swiglu(gate, up, self.gate_multiplier, self.down_multiplier)
+
+    def extra_repr(self) -> str:
+        return f"gate_multiplier={self.gate_multiplier}, down_multiplier={self.down_multiplier}"
+
+
+class ClampedSwiGLU(nn.Module):
+    """SwiGLU within limits, as in GPT-OSS, by `liger_ops.clamped_swiglu`: no parameters.
+
+        g = min(gate, limit)
+        u = max(min(up, limit), -limit)
+        y = g * sigmoid(alpha * g) * (u + up_offset)
+
+    Precision and gradient are those of `liger_ops.clamped_swiglu`.
+
+    Args:
+        alpha: multiplies the gate in the sigmoid.
+        limit: the largest gate, and the largest magnitude of up, at least 0.
+        up_offset: added to up.
+        interleaved: whether a packed gate holds pairs (gate, up, gate, up) instead of halves.
+
+    Shape:
+        gate, up: (..., N) each, floating point, any strides; or gate alone, packed, (..., 2N).
+        y: (..., N), contiguous.
+
+    Raises:
+        TypeError: an argument is of another type, or gate or up is not floating point.
+        ValueError: limit is negative, gate and up differ in shape, the width of a packed gate is
+            odd, or up is given where gate is interleaved.
+
+    Example:
+        >>> pairs = torch.tensor([9.0, -9.0, 1.0, 1.0])
+        >>> liger_ops.nn.ClampedSwiGLU(interleaved=True)(pairs)
+        tensor([-41.9997,   1.6916])
+    """
+
+    def __init__(
+        self,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        up_offset: float = 1.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.limit = limit
+        self.up_offset = up_offset
+        self.interleaved = interleaved
+        clamped_swiglu(torch.empty(0, device="meta"), None, alpha, limit, up_offset, interleaved)
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return clamped_swiglu(gate, up, self.alpha, self.limit, self.up_offset, self.interleaved)
+
+    def extra_repr(self) -> str:
+        return (
+            f"alpha={self.alpha}, limit={self.limit}, up_offset={self.up_offset},"
+            f" interleaved={self.interleaved}"
+        )
+
+
+class GEGLU(nn.Module):
+    """The activation of a gated MLP with GELU, by `liger_ops.geglu`: no parameters.
+
+        y = gelu(gate) * up
+
+    Precision and gradient are those of `liger_ops.geglu`.
+
+    Args:
+        approximate: "tanh" or "none", as in `torch.nn.GELU`.
+
+    Shape:
+        gate, up: (..., N) each, floating point, any strides; or gate alone, packed, (..., 2N).
+        y: (..., N), contiguous.
+
+    Raises:
+        TypeError: an argument is of another type, or gate or up is not floating point.
+        ValueError: approximate is not as above, gate and up differ in shape, or the width of a
+            packed gate is odd.
+
+    Example:
+        >>> liger_ops.nn.GEGLU()(torch.tensor([1.0, -1.0]), torch.tensor([2.0, 2.0]))
+        tensor([ 1.6824, -0.3176])
+    """
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        self.approximate = approximate
+        geglu(torch.empty(0, device="meta"), None, approximate)
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return geglu(gate, up, self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class ReLUSquared(nn.Module):
+    """The square of the rectified input, by `liger_ops.relu_squared`.
+
+        y = max(x, 0)**2
+
+    Shape:
+        x: floating point, any shape, any strides; y: the same, contiguous.
+
+    Raises:
+        TypeError: x is not floating point.
+
+    Example:
+        >>> liger_ops.nn.ReLUSquared()(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_squared(x)
