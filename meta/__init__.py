@@ -6,6 +6,7 @@ arguments and allocate its outputs.
 
 from . import (
     clamped_swiglu,
+    cross_entropy,
     fused_add_rms_norm,
     geglu,
     group_norm,
@@ -20,6 +21,7 @@ from . import (
 
 __all__ = [
     "clamped_swiglu",
+    "cross_entropy",
     "fused_add_rms_norm",
     "geglu",
     "group_norm",
