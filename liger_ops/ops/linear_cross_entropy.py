@@ -442,14 +442,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    dloss, *others = grads[:4]
+    dloss = grads[0]
     *arguments, dx, dweight, dbias = ctx.saved_tensors
     x, weight, target, bias, _, _, num_items_in_batch, _, total_weight = arguments
     wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
     gradients: list[Tensor | None] = [None, None, None]
-    if dloss is not None and _loss_alone(others):
-        items = divisor(ctx.options[1], total_weight, num_items_in_batch)
-        scale = dloss / items
+    if dloss is not None and _loss_alone(grads):
+        scale = dloss / divisor(ctx.options[1], total_weight, num_items_in_batch)
         kept = (target != ctx.options[0]).unsqueeze(-1)
         # A token that is ignored has no gradient, though the mean may be of none and NaN.
         if wanted[0] and dx is not None:
@@ -457,20 +456,22 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         scale = torch.where(kept.any(), scale, 0.0)
         if wanted[1] and dweight is not None:
             gradients[1] = _scaled(dweight, scale.reshape(1, 1), weight.dtype)
-        if wanted[2] and dbias is not None and bias is not None:
-            gradients[2] = _scaled(dbias, scale.reshape(1), bias.dtype)
-    missing = [need and gradient is None for need, gradient in zip(wanted, gradients, strict=True)]
+        if wanted[2] and dbias is not None:
+            gradients[2] = _scaled(dbias, scale.reshape(1), weight.dtype)
+    missing = [
+        need and gradient is None for need, gradient in zip(wanted, gradients, strict=True)
+    ]
     if any(missing) and any(grad is not None for grad in grads[:4]):
         recomputed = linear_cross_entropy_backward(*grads[:4], *arguments, *ctx.options, missing)
         gradients = [a if b is None else b for a, b in zip(recomputed, gradients, strict=True)]
     return (gradients[0], gradients[1], None, gradients[2], *(None for _ in range(14)))
 
 
-def _loss_alone(others: list[Tensor | None]) -> bool:
+def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
     """Whether the gradients that the forward computed serve: nothing but the loss has one, and
-    nobody differentiates or batches the backward itself."""
-    differentiated = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-    return not differentiated and all(grad is None for grad in others)
+    nobody differentiates the backward itself."""
+    transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
+    return not transformed and all(grad is None for grad in grads[1:4])
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
