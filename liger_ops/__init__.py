@@ -17,6 +17,7 @@ from .ops.softmax import softmax
 from .ops.log_softmax import log_softmax
 from .ops.rope import rope
 from .ops.cross_entropy import cross_entropy, cross_entropy_forward
+from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from . import meta, lowering
 from . import nn
 from .fusion import fuse, unfuse
