@@ -68,8 +68,8 @@ def magnitudes(names: tuple[str, str], tensors: Tensors) -> list[float]:
 def rope(form: str, needed: int, **fields: Any) -> OpUnderTest:
     def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **drawn: Any) -> RopeCase:
         """Some batches of a partial rotation, with tables for each; k laid out as in a model."""
-        # Dynamo takes sizes that are equal to be one: the batch is of no other's size, that of three
-        # tables among them.
+        # Dynamo takes equal sizes to be one: the batch is of no other's, that of three tables among
+        # them.
         batch = rows + 2 if fields.get("sections") else rows
         return RopeCase(
             shape=(batch, 2, 2, 8),

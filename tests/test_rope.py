@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as cohere_rope
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as glm4_rope
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss_rope
-from transformers.models.llama4.modeling_llama4 import apply_rotary_emb as llama4_rope
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb as llama4_rope
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
@@ -138,10 +138,10 @@ def test_tables_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None
         )
         args = OP.forward_args(case, OP.tensors(case))
         OP.kernel("cuda")(*args)
-        given = {tensor.untyped_storage().data_ptr() for tensor in args[:4] if tensor is not None}
+        stored = {tensor.untyped_storage().data_ptr() for tensor in args[:4] if tensor is not None}
         read = [arg for arg in launched.pop() if isinstance(arg, Tensor)]
         # Its outputs are the last two.
-        assert {tensor.untyped_storage().data_ptr() for tensor in read[:-2]} == given
+        assert {tensor.untyped_storage().data_ptr() for tensor in read[:-2]} == stored
 
 
 @pytest.mark.device_kernels
@@ -284,8 +284,8 @@ def test_agrees_with_qwen2_vl(dtype: torch.dtype, sections: tuple[int, ...]) -> 
     angles = positions[..., None] * rotary.inv_freq
     tables = angles.cos().to(dtype), angles.sin().to(dtype)
     whole = tuple(torch.cat((table, table), -1) for table in tables)
-    for given, per_pair in ((tables, True), (whole, False)):
-        outputs = liger_ops.rope(q, k, *given, per_pair=per_pair, sections=list(sections))
+    for three, per_pair in ((tables, True), (whole, False)):
+        outputs = liger_ops.rope(q, k, *three, per_pair=per_pair, sections=list(sections))
         assert_all_agree((q, k), outputs, llama_rope(q, k, *composed))
 
 
