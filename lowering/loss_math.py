@@ -93,9 +93,9 @@ def gradient_factors(
 
 @triton.jit
 def dlogits(
-    logits,
+    x,
+    p,
     class_weight,
-    lse,
     soft,
     smoothed,
     hard,
@@ -105,13 +105,12 @@ def dlogits(
     HAS_SMOOTHING: tl.constexpr,
 ):
     """The gradient of a tile of logits."""
-    x = effective(logits, logit_scale, softcap)
-    dx = soft * tl.exp(x - lse)
+    dx = soft * p
     if HAS_SMOOTHING:
         dx -= smoothed * class_weight
     dx = tl.where(is_target, dx - hard, dx)
     if softcap is not None:
-        turn = x / softcap
+        turn = x * (1.0 / softcap)
         dx *= 1.0 - turn * turn
     if logit_scale is not None:
         dx *= logit_scale

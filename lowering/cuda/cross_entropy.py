@@ -22,7 +22,7 @@ def plan_forward(logits: Tensor, gradient: bool = False) -> Plan:
     if BLOCK_N > 8192:
         # Where the row is walked again, so few programs run at once that it stays in the L2 cache.
         threads = 1024 if gradient else 256
-        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=threads)
+        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=threads, stages=3)
     BLOCK_M = max(1, 2048 // BLOCK_N)
     return Plan(BLOCK_M, BLOCK_N, threads=min(1024, max(128, BLOCK_M * BLOCK_N // 16)))
 

@@ -10,18 +10,28 @@ from ..triton_math import LOWEST
 
 
 @triton.jit
+def _exp(x):
+    # tl.exp takes three instructions more for results below 2**-126, which come to nothing in a sum
+    # that holds a 1, and in a gradient.
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def _class_sum(classes_ptr, V):
     """sum_c weight_c, which is the number of classes without weights."""
     if classes_ptr is None:
         return V * 1.0
-    return tl.load(classes_ptr)
+    else:
+        return tl.load(classes_ptr)
 
 
 @triton.jit
-def _class_weights(weight_ptr, cols, V):
-    if weight_ptr is None:
+def _class_weights(weight_ptr, cols, V, HAS_SMOOTHING: tl.constexpr):
+    """What label smoothing weights the classes with."""
+    if weight_ptr is None or not HAS_SMOOTHING:
         return 1.0
-    return tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+    else:
+        return tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
@@ -58,19 +68,18 @@ def cross_entropy_kernel(
     target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     ignored = target == ignore_index
     within = row_mask & (target >= 0) & (target < V) & (target != ignore_index)
-    is_target = cols == target[:, None]
+    is_target = cols == tl.where(within, target, -1).to(tl.int32)[:, None]
 
     capped = effective(logits, logit_scale, softcap)
     x = tl.where(mask, capped, -float("inf"))
     maximum = tl.maximum(tl.max(x, 1), LOWEST)
-    exp = tl.exp(x - maximum[:, None])
+    exp = _exp(x - maximum[:, None])
     sum = tl.sum(exp, 1)
     lse = maximum + tl.log(sum)
-    target_logit = tl.where(within, tl.sum(tl.where(is_target, x, 0.0), 1), 0.0)
+    target_logit = tl.sum(tl.where(is_target, x, 0.0), 1)
     weighted_x = 0.0
-    class_weights = 1.0
+    class_weights = _class_weights(weight_ptr, cols, V, label_smoothing is not None)
     if label_smoothing is not None:
-        class_weights = _class_weights(weight_ptr, cols, V)
         weighted_x = tl.sum(tl.where(mask, capped * class_weights, 0.0), 1)
     weights, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
     classes = _class_sum(classes_ptr, V)
@@ -106,9 +115,9 @@ def cross_entropy_kernel(
         if label_smoothing is not None:
             smoothed = smoothed[:, None]
         dx = dlogits(
-            logits,
+            capped,
+            _exp(capped - lse[:, None]),
             class_weights,
-            lse[:, None],
             soft[:, None],
             smoothed,
             hard[:, None],
@@ -120,6 +129,49 @@ def cross_entropy_kernel(
         # An ignored token's logits may hold NaN.
         dx = tl.where(within[:, None], dx, 0.0)
         tl.store(tile_ptr, dx.to(logits_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _lanes_updated(
+    logits,
+    x,
+    class_weights,
+    cols,
+    V,
+    maxima,
+    sums,
+    weighted_xs,
+    expectations,
+    best,
+    predictions,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_PREDICTED: tl.constexpr,
+):
+    """Add one tile to what every lane has of its row so far. x is -inf where there is no column,
+    and class_weights 0."""
+    LANES: tl.constexpr = maxima.numel
+    FOLD: tl.constexpr = x.numel // LANES
+    lanes = tl.reshape(x, (LANES, FOLD))
+    higher = tl.maximum(maxima, tl.max(lanes, 1))
+    exp = _exp(lanes - higher[:, None])
+    rescaled = _exp(maxima - higher)
+    sums = sums * rescaled + tl.sum(exp, 1)
+    if HAS_SMOOTHING:
+        term = tl.where(cols < V, x * class_weights, 0.0)
+        weighted_xs += tl.sum(tl.reshape(term, (LANES, FOLD)), 1)
+    if HAS_ENTROPY:
+        # Of exponential 0, the product is 0 for -inf as well.
+        products = exp * tl.maximum(lanes, LOWEST)
+        expectations = expectations * rescaled + tl.sum(products, 1)
+    if HAS_PREDICTED:
+        lanes = tl.reshape(logits, (LANES, FOLD))
+        highest = tl.max(lanes, 1)
+        columns = tl.reshape(cols, (LANES, FOLD))
+        first = tl.min(tl.where(lanes == highest[:, None], columns, V - 1), 1)
+        predictions = tl.where(highest > best, first, predictions)
+        best = tl.maximum(best, highest)
+    return higher, sums, weighted_xs, expectations, best, predictions
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -151,6 +203,7 @@ def cross_entropy_wide_kernel(
     # keeps its maximum so far and its sum of exponentials relative to that, and nothing is
     # exchanged before the row's end. An exponential more for FOLD elements rescales the sum.
     LANES: tl.constexpr = BLOCK_N // FOLD
+    HAS_SMOOTHING: tl.constexpr = label_smoothing is not None
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -166,45 +219,62 @@ def cross_entropy_wide_kernel(
     expectations = tl.zeros((LANES,), tl.float32)
     best = tl.full((LANES,), -float("inf"), tl.float32)
     predictions = tl.zeros((LANES,), tl.int32)
-    for start in tl.range(0, V, BLOCK_N, num_stages=STAGES):
+    whole = V // BLOCK_N * BLOCK_N
+    for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
-        mask = cols < V
-        logits = tl.load(logits_ptr + cols, mask=mask, other=-float("inf")).to(tl.float32)
+        logits = tl.load(logits_ptr + cols).to(tl.float32)
+        x = effective(logits, logit_scale, softcap)
+        class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
+        maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
+            logits,
+            x,
+            class_weights,
+            cols,
+            V,
+            maxima,
+            sums,
+            weighted_xs,
+            expectations,
+            best,
+            predictions,
+            HAS_SMOOTHING,
+            entropy_ptr is not None,
+            predicted_ptr is not None,
+        )
+    if whole < V:
+        cols = whole + tl.arange(0, BLOCK_N)
+        logits = tl.load(logits_ptr + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
         if softcap is not None:
-            x = tl.where(mask, x, -float("inf"))
-        lanes = tl.reshape(x, (LANES, FOLD))
-        higher = tl.maximum(maxima, tl.max(lanes, 1))
-        exp = tl.exp(lanes - higher[:, None])
-        rescaled = tl.exp(maxima - higher)
-        sums = sums * rescaled + tl.sum(exp, 1)
-        maxima = higher
-        if label_smoothing is not None:
-            term = tl.where(mask, x * _class_weights(weight_ptr, cols, V), 0.0)
-            weighted_xs += tl.sum(tl.reshape(term, (LANES, FOLD)), 1)
-        if entropy_ptr is not None:
-            # Of exponential 0, the product is 0 for -inf as well.
-            products = exp * tl.maximum(lanes, LOWEST)
-            expectations = expectations * rescaled + tl.sum(products, 1)
-        if predicted_ptr is not None:
-            lanes = tl.reshape(logits, (LANES, FOLD))
-            highest = tl.max(lanes, 1)
-            columns = tl.reshape(cols, (LANES, FOLD))
-            first = tl.min(tl.where(lanes == highest[:, None], columns, V - 1), 1)
-            predictions = tl.where(highest > best, first, predictions)
-            best = tl.maximum(best, highest)
+            x = tl.where(cols < V, x, -float("inf"))
+        class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
+        maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
+            logits,
+            x,
+            class_weights,
+            cols,
+            V,
+            maxima,
+            sums,
+            weighted_xs,
+            expectations,
+            best,
+            predictions,
+            HAS_SMOOTHING,
+            entropy_ptr is not None,
+            predicted_ptr is not None,
+        )
 
     maximum = tl.max(maxima, 0)
-    rescaled = tl.exp(maxima - maximum)
+    rescaled = _exp(maxima - maximum)
     sum = tl.sum(sums * rescaled, 0)
     lse = maximum + tl.log(sum)
-    weighted_x = tl.sum(weighted_xs, 0)
     weights, counts = token_weights(target, within, row, weight_ptr, token_weight_ptr)
     classes = _class_sum(classes_ptr, V)
     loss, z_loss = token_loss(
         lse,
         target_logit,
-        weighted_x,
+        tl.sum(weighted_xs, 0),
         classes,
         weights,
         counts,
@@ -225,31 +295,30 @@ def cross_entropy_wide_kernel(
         first = tl.min(tl.where(best == tl.max(best, 0), predictions, V - 1), 0)
         tl.store(predicted_ptr + row, first.to(tl.int64))
     if GRADIENT:
-        # The second walk finds the row in the L2 cache.
+        # The second walk finds the row in the L2 cache. It does not read that of a token that does
+        # not count, and makes zeros of it.
         soft, smoothed, hard = gradient_factors(
             1.0, 0.0, lse, classes, weights, counts, within, V, label_smoothing, lse_square_scale
         )
-        counted = tl.where(within, V, 0)
+        lse = tl.where(within, lse, 0.0)
+        column = tl.where(within, target, -1).to(tl.int32)
+        readable = tl.where(within, V, 0)
         for start in range(0, V, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
-            logits = tl.load(logits_ptr + cols, mask=cols < counted, other=0.0).to(tl.float32)
-            class_weights = 1.0
-            if label_smoothing is not None:
-                class_weights = _class_weights(weight_ptr, cols, V)
+            logits = tl.load(logits_ptr + cols, mask=cols < readable, other=0.0).to(tl.float32)
+            x = effective(logits, logit_scale, softcap)
             dx = dlogits(
-                logits,
-                class_weights,
-                lse,
+                x,
+                _exp(x - lse),
+                _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
                 soft,
                 smoothed,
                 hard,
-                cols == target,
+                cols == column,
                 logit_scale,
                 softcap,
-                label_smoothing is not None,
+                HAS_SMOOTHING,
             )
-            # An ignored token's logits may hold NaN.
-            dx = tl.where(cols < counted, dx, 0.0)
             tl.store(logits_ptr + cols, dx.to(logits_ptr.dtype.element_ty), mask=cols < V)
 
 
@@ -258,7 +327,8 @@ def _upstream(ptr, rows, stride, row_mask):
     """The gradient of each token's own result; 0 where there is none."""
     if ptr is None:
         return 0.0
-    return tl.load(ptr + rows * stride, mask=row_mask, other=0.0).to(tl.float32)
+    else:
+        return tl.load(ptr + rows * stride, mask=row_mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
@@ -318,11 +388,13 @@ def cross_entropy_backward_kernel(
     hard = (hard - tl.where(within, dtarget_logit, 0.0))[:, None]
     if label_smoothing is not None:
         smoothed = smoothed[:, None]
-    # The logits of a token without a gradient may hold NaN, and need not be read.
+    # The logits of a token without a gradient may hold NaN, and are not read.
     nonzero = within
     if dlse_ptr is not None:
         nonzero = within | (row_mask & (dlse != 0.0))
     nonzero = nonzero[:, None]
+    lse = tl.where(nonzero, lse[:, None], 0.0)
+    column = tl.where(within, target, -1).to(tl.int32)[:, None]
     logits_ptr += rows[:, None] * stride_logits
     dlogits_ptr += rows[:, None] * stride_dlogits
     first = tl.program_id(1) * BLOCK_N
@@ -330,22 +402,20 @@ def cross_entropy_backward_kernel(
         cols = start + tl.arange(0, BLOCK_N)[None, :]
         mask = cols < V
         logits = tl.load(logits_ptr + cols, mask=mask & nonzero, other=0.0).to(tl.float32)
-        class_weights = 1.0
-        if label_smoothing is not None:
-            class_weights = _class_weights(weight_ptr, cols, V)
+        x = effective(logits, logit_scale, softcap)
         dx = dlogits(
-            logits,
-            class_weights,
-            lse[:, None],
+            x,
+            _exp(x - lse),
+            _class_weights(weight_ptr, cols, V, label_smoothing is not None),
             soft,
             smoothed,
             hard,
-            cols == target[:, None],
+            cols == column,
             logit_scale,
             softcap,
             label_smoothing is not None,
         )
-        dx = tl.where(nonzero, dx, 0.0).to(dlogits_ptr.dtype.element_ty)
+        dx = dx.to(dlogits_ptr.dtype.element_ty)
         tl.store(dlogits_ptr + cols, dx, mask=mask & row_mask[:, None])
 
 
