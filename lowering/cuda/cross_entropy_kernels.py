@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..loss_math import dlogits, effective, gradient_factors, token_loss, token_weights
+from ..loss_math import dlogits, effective
 from ..triton_math import LOWEST
+from .token_loss import gradient_factors, token_loss, token_weights
 
 
 @triton.jit
@@ -120,8 +121,7 @@ def cross_entropy_kernel(
             class_weights,
             soft[:, None],
             smoothed,
-            hard[:, None],
-            is_target,
+            tl.where(is_target, hard[:, None], 0.0),
             logit_scale,
             softcap,
             label_smoothing is not None,
@@ -313,8 +313,7 @@ def cross_entropy_wide_kernel(
                 _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
                 soft,
                 smoothed,
-                hard,
-                cols == column,
+                tl.where(cols == column, hard, 0.0),
                 logit_scale,
                 softcap,
                 HAS_SMOOTHING,
@@ -409,8 +408,7 @@ def cross_entropy_backward_kernel(
             _class_weights(weight_ptr, cols, V, label_smoothing is not None),
             soft,
             smoothed,
-            hard,
-            cols == column,
+            tl.where(cols == column, hard, 0.0),
             logit_scale,
             softcap,
             label_smoothing is not None,

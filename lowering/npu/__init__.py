@@ -2,6 +2,7 @@
 
 from . import (
     clamped_swiglu,
+    cross_entropy,
     fused_add_rms_norm,
     geglu,
     group_norm,
@@ -16,6 +17,7 @@ from . import (
 
 __all__ = [
     "clamped_swiglu",
+    "cross_entropy",
     "fused_add_rms_norm",
     "geglu",
     "group_norm",

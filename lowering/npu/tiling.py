@@ -96,6 +96,8 @@ COSTS = {
     "softmax": Cost({2: 18.1, 4: 14.1}, {2: 22.2, 4: 18.2}, padding=2.2),
     # whole (1, 4096): 54.5% | 46.1%, (1, 8192): 100.0% | 91.7%. wide (1, 4096): 79.2% | 70.9%.
     "softmax_backward": Cost({2: 26.2, 4: 22.2}, {2: 38.1, 4: 34.1}),
+    "cross_entropy": Cost({2: 40.1, 4: 40.1}, {2: 40.1, 4: 40.1}),
+    "cross_entropy_backward": Cost({2: 40.1, 4: 40.1}, {2: 40.1, 4: 40.1}),
     # Of a pair. 2048 pairs: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
     "rope": Cost({}, {2: 68.1, 4: 68.1}),
     # 1024 pairs: 70.8%, 2048: 100.0%.
