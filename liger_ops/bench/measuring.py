@@ -48,7 +48,9 @@ class Run:
     left: list[str] = field(default_factory=list)
 
     def steps(self) -> Iterator[Workload | None]:
-        """Measure; yield after every workload, and after the rest, when there is more to keep.
+        """Measure, and yield when there is more to keep: a workload, where it is done.
+
+        A small one is done twice, the second time with what its host costs.
 
         Raises:
             DeviceLost: after a failure that the device does not recover from.
@@ -76,7 +78,7 @@ class Run:
                     continue
                 self.say(f"{what}: {_label(workload)}")
                 self._measured(workload, partial(measure, names=right))
-                yield None
+                yield workload if what == "graph" else None
 
     def _measured(self, workload: Workload, measure: Callable[[Workload], Any]) -> Any:
         """A workload that fails as a whole is a failure of each of its providers."""

@@ -79,51 +79,45 @@ def _quack_linear(package: Any) -> Function:
     return lambda x, weight, target: module.chunked_linear_cross_entropy(x, weight, target)
 
 
-ENTRIES = tuple(
-    entry
-    for entry in (
-        Entry(
-            op="cross_entropy",
-            dims=("M", "V"),
-            inputs=_logits_and_target,
-            upstream=_one,
-            ours=lambda logits, target: torch.ops.liger.cross_entropy(logits, target),
-            eager=model_loss,
-            aten=lambda logits, target: F.cross_entropy(logits, target),
-            peers={
-                "liger-kernel": lambda liger: (
-                    lambda logits, target: liger.liger_cross_entropy(logits, target)
-                ),
-                "quack": lambda quack: lambda logits, target: quack.cross_entropy(logits, target),
-            },
-            work=_logits_read_and_gradient_written,
-            figures=((8192, 32768), (8192, 128256)),
-            models=models.of_vocabulary(),
-            small=(256, 32768),
-            truth=truth_by_rows,
-        ),
-        Entry(
-            op="linear_cross_entropy",
-            dims=("M", "D", "V"),
-            inputs=_x_weight_and_target,
-            upstream=_one,
-            ours=lambda x, weight, target: torch.ops.liger.linear_cross_entropy(x, weight, target),
-            eager=model_head_and_loss,
-            peers={
-                "liger-kernel": lambda liger: (
-                    lambda x, weight, target: liger.liger_fused_linear_cross_entropy(
-                        x, weight, target
-                    )
-                ),
-                "quack": _quack_linear,
-            },
-            work=_three_products,
-            is_matrix_product=True,
-            figures=((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),
-            models=models.of_head(),
-            small=(256, 512, 8192),
-            truth=truth_by_rows,
-        ),
-    )
-    if hasattr(liger_ops, entry.op)
+ENTRIES = (
+    Entry(
+        op="cross_entropy",
+        dims=("M", "V"),
+        inputs=_logits_and_target,
+        upstream=_one,
+        ours=lambda logits, target: liger_ops.cross_entropy(logits, target),
+        eager=model_loss,
+        aten=lambda logits, target: F.cross_entropy(logits, target),
+        peers={
+            "liger-kernel": lambda liger: (
+                lambda logits, target: liger.liger_cross_entropy(logits, target)
+            ),
+            "quack": lambda quack: lambda logits, target: quack.cross_entropy(logits, target),
+        },
+        work=_logits_read_and_gradient_written,
+        figures=((8192, 32768), (8192, 128256)),
+        models=models.of_vocabulary(),
+        small=(256, 32768),
+        truth=truth_by_rows,
+    ),
+    Entry(
+        op="linear_cross_entropy",
+        dims=("M", "D", "V"),
+        inputs=_x_weight_and_target,
+        upstream=_one,
+        ours=lambda x, weight, target: liger_ops.linear_cross_entropy(x, weight, target),
+        eager=model_head_and_loss,
+        peers={
+            "liger-kernel": lambda liger: (
+                lambda x, weight, target: liger.liger_fused_linear_cross_entropy(x, weight, target)
+            ),
+            "quack": _quack_linear,
+        },
+        work=_three_products,
+        is_matrix_product=True,
+        figures=((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),
+        models=models.of_head(),
+        small=(256, 512, 8192),
+        truth=truth_by_rows,
+    ),
 )
