@@ -14,6 +14,17 @@ DEVICE = torch.device("cpu")
 
 MODULE_STATE = frozenset(vars(nn.Module()))
 
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
 
 class NotAnOp(Exception):
     """The code computes what no op computes; the text says why, of "it"."""
@@ -32,6 +43,10 @@ def undisturbed() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, hooks, None) for hooks in HOOKS)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -67,3 +82,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def numbers_of(module: nn.Module) -> list[float]:
+    """The numbers that a module's code may compute with: its attributes, but for sizes."""
+    found: dict[float, None] = {}
+    for value in own_attributes(module).values():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 128:
+            found[float(value)] = None
+    return [number for number in found if number != 1.0]
