@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import liger_ops.nn
 from families import FAMILIES, Family, output
 from graphs import Recorder, liger_ops_of
-from liger_ops.fusion import FuseReport, fuse, unfuse
+from liger_ops.fusion import FuseReport, classes, fuse, unfuse
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 LLAMA = FAMILIES[0]
@@ -26,7 +26,11 @@ FUSED = (liger_ops.nn.RMSNorm, liger_ops.nn.LayerNorm, liger_ops.nn.GroupNorm)
 
 
 def fused_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, FUSED)]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, FUSED) or classes.overrides(module)
+    ]
 
 
 def gradient_of(y: Tensor) -> Tensor:
@@ -51,12 +55,12 @@ def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @FAMILY
-def test_every_norm_is_replaced(family: Family) -> None:
+def test_every_part_is_fused(family: Family) -> None:
     model = family.model()
     report = fuse(model)
-    assert Counter(entry.op for entry in report.fused) == family.norms
+    assert Counter(entry.op for entry in report.fused) == family.ops
     assert not report.left
-    assert len(fused_modules(model)) == len(report) == sum(family.norms.values())
+    assert len(fused_modules(model)) == len(report) == sum(family.ops.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -90,7 +94,7 @@ def test_results_are_as_near_to_truth_as_before(family: Family, dtype: torch.dty
 
 @FAMILY
 def test_compiles_whole(family: Family) -> None:
-    """One graph, in which every norm is one node forward and one backward; results as eager."""
+    """One graph, in which every op is one node forward and one backward; results as eager."""
     model = family.model()
     fuse(model)
     x = family.inputs(torch.float32)
@@ -102,8 +106,8 @@ def test_compiles_whole(family: Family) -> None:
     model.zero_grad()
     y.backward(gradient_of(y))
     assert len(recorder.forwards) == len(recorder.backwards) == 1
-    assert liger_ops_of(recorder.forwards) == family.norms
-    backward = {f"{op}_backward": count for op, count in family.norms.items()}
+    assert liger_ops_of(recorder.forwards) == family.ops
+    backward = {f"{op}_backward": count for op, count in family.ops.items()}
     assert liger_ops_of(recorder.backwards) == backward
     torch.testing.assert_close(y, eager["output"])
     for name, parameter in model.named_parameters():
@@ -183,7 +187,7 @@ def test_only_the_given_model_changes() -> None:
 
 def test_second_call_replaces_nothing() -> None:
     model = LLAMA.model()
-    assert len(fuse(model)) == 5
+    assert len(fuse(model)) == 9
     modules = dict(model.named_modules())
     report = fuse(model)
     assert not report
@@ -209,7 +213,7 @@ def test_random_state_and_global_modes_are_kept() -> None:
 def test_under_another_mode(mode: Callable[[], Any]) -> None:
     model = LLAMA.model()
     with mode(), torch.device("meta"):
-        assert len(fuse(model)) == 5
+        assert len(fuse(model)) == 9
     x = LLAMA.inputs(torch.float32)
     assert results(model, x).keys() == results(LLAMA.model(), x).keys()
 
@@ -266,10 +270,10 @@ def test_load_after_fuse(assign: bool) -> None:
 def test_model_made_on_meta() -> None:
     with torch.device("meta"):
         model = LLAMA.build()
-    assert len(fuse(model)) == 5
+    assert len(fuse(model)) == 9
     assert all(parameter.is_meta for parameter in model.parameters())
     model.load_state_dict(LLAMA.model().state_dict(), assign=True)
-    assert not any(module.weight.is_meta for module in fused_modules(model))
+    assert not any(parameter.is_meta for parameter in model.parameters())
     unfuse(model)
     assert not any(parameter.is_meta for parameter in model.parameters())
 

@@ -81,7 +81,9 @@ def unfuse(model: nn.Module) -> int:
         TypeError: model is not a torch.nn.Module.
     """
     _check_module("unfuse", model)
-    return norms.unfuse(model) + classes.restore(model)
+    # Refuses before anything has changed.
+    count = classes.restore(model)
+    return count + norms.unfuse(model)
 
 
 def _check_module(function: str, model: object) -> None:

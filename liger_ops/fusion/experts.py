@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from .. import library
 from . import classes
 from .activation_probe import Activation, find
-from .probing import NotAnOp, attributes_key, first_line, has_hooks, numbers_of, undisturbed
+from .probing import (
+    NotAnOp,
+    attributes_key,
+    first_line,
+    has_hooks,
+    leaf_key,
+    numbers_of,
+    undisturbed,
+)
 from .report import Fused, Left
 
 KIND = "experts"
@@ -38,7 +46,8 @@ def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
         if KIND in classes.overrides(module):
             continue
         class_name = type(module).__name__
-        key = type(module), attributes_key(module), tuple(module._modules.values())
+        children = tuple(leaf_key(child) for child in module._modules.values())
+        key = type(module), attributes_key(module), children, _obstacle(module)
         if key not in found:
             found[key] = _probed(module)
         activation = found[key]

@@ -26,6 +26,7 @@ from .probing import (
     attributes_key,
     first_line,
     has_hooks,
+    leaf_key,
     numbers_of,
     undisturbed,
     uniform,
@@ -110,13 +111,13 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _may_be_one(module: nn.Module) -> bool:
-    return 2 <= len(_projections(module)) <= 3 and not isinstance(module, torch.jit.ScriptModule)
+    return len(_projections(module)) in (2, 3) or _looks_gated(module)
 
 
 def _looks_gated(module: nn.Module) -> bool:
     """Whether a reader of the report expects to find the module there. It decides nothing else."""
     class_name = type(module).__name__.lower()
-    if any(word in class_name for word in ("gated", "glu")):
+    if "glu" in class_name:
         return True
     if not any(word in class_name for word in ("mlp", "feedforward", "ffn")):
         return False
@@ -127,16 +128,10 @@ def _probe_key(module: nn.Module) -> Any:
     """What a probe can depend on."""
     projections = _projections(module)
     children = tuple(
-        (name, _width(projections[name]) if name in projections else _leaf_key(child))
+        (name, _width(projections[name]) if name in projections else leaf_key(child))
         for name, child in module._modules.items()
     )
     return type(module), attributes_key(module), children, _obstacle(module)
-
-
-def _leaf_key(child: nn.Module | None) -> Any:
-    if child is None or child._modules:
-        return id(child)
-    return type(child), attributes_key(child)
 
 
 def _width(projection: nn.Module) -> int:
@@ -146,6 +141,11 @@ def _width(projection: nn.Module) -> int:
 
 def _obstacle(module: nn.Module) -> str | None:
     """Why a module's forward cannot be overridden, or its copy would not do what it does."""
+    count = len(_projections(module))
+    if count not in (2, 3):
+        return f"it has {count} children that may be projections"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
     if parametrize.is_parametrized(module):
         return "it is parametrized"
     if "forward" in vars(module):

@@ -61,6 +61,13 @@ def attributes_key(module: nn.Module) -> Any:
     )
 
 
+def leaf_key(module: nn.Module | None) -> Any:
+    """Equal for modules without parameters, children and buffers that compute the same."""
+    if module is None or module._modules:
+        return id(module)
+    return type(module), attributes_key(module)
+
+
 def _value_key(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
