@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import liger_ops.nn
+import simulated_npu
 from families import FAMILIES, Family, output
 from graphs import Recorder, liger_ops_of
 from liger_ops.fusion import FuseReport, classes, fuse, unfuse
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-LLAMA = FAMILIES[0]
+BY_NAME = {family.name: family for family in FAMILIES}
+LLAMA, GEMMA3 = BY_NAME["Llama"], BY_NAME["Gemma3"]
+GPT_OSS, QWEN3_MOE = BY_NAME["GptOss"], BY_NAME["Qwen3Moe"]
 FUSED = (liger_ops.nn.RMSNorm, liger_ops.nn.LayerNorm, liger_ops.nn.GroupNorm)
 
 
@@ -245,7 +248,9 @@ def test_cast_after_fuse() -> None:
     x = LLAMA.inputs(torch.bfloat16)
     fused_output = output(model, x)
     assert fused_output.dtype is torch.bfloat16
-    torch.testing.assert_close(fused_output, output(untouched, x))
+    cast_first = copy.deepcopy(untouched)
+    fuse(cast_first)
+    assert torch.equal(fused_output, output(cast_first, x))
     unfuse(model)
     assert torch.equal(output(model, x), output(untouched, x))
 
@@ -289,6 +294,118 @@ def test_save_pretrained(tmp_path: Path) -> None:
     state = model.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("family", [LLAMA, GPT_OSS], ids=lambda family: family.name)
+def test_saved_whole(family: Family, tmp_path: Path) -> None:
+    model = family.model()
+    count = len(fuse(model))
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = family.inputs(torch.float32)
+    assert torch.equal(output(loaded, x), output(model, x))
+    assert not fuse(loaded)
+    assert unfuse(loaded) == count
+    assert {type(module) for module in loaded.modules()} == {
+        type(module) for module in family.model().modules()
+    }
+
+
+def test_replicas() -> None:
+    """What DataParallel makes of a module on each device."""
+    model = LLAMA.model()
+    fuse(model)
+    mlp = model.model.layers[0].mlp
+    replica = mlp._replicate_for_data_parallel()
+    x = torch.randn(2, 32)
+    assert type(replica) is type(mlp)
+    assert torch.equal(replica(x), mlp(x))
+
+
+def test_two_models_compiled_in_one_process() -> None:
+    """The layers of both are of one class for torch.compile's caches, and of two here."""
+    fused, untouched = LLAMA.model(), LLAMA.model()
+    fuse(fused)
+    x = LLAMA.inputs(torch.float32)
+    torch._dynamo.reset()
+    for model, ops in ((fused, LLAMA.ops), (untouched, {}), (fused, LLAMA.ops)):
+        recorder = Recorder()
+        compiled = torch.compile(model, fullgraph=True, backend=recorder.backend())
+        torch.testing.assert_close(output(compiled, x), output(model, x))
+        torch._dynamo.reset()
+        assert liger_ops_of(recorder.forwards) == ops
+
+
+@pytest.mark.parametrize("family", [LLAMA, GEMMA3, GPT_OSS], ids=lambda family: family.name)
+def test_gradient_checkpointing(family: Family) -> None:
+    model = family.model()
+    fuse(model)
+    x = family.inputs(torch.float32)
+    expected = results(model, x)
+    calls = []
+    hook = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable()
+    found = results(model, x)
+    hook.remove()
+    torch.testing.assert_close(found, expected)
+
+
+def test_autocast() -> None:
+    """In autocast tables are float32 and queries bfloat16: rope is left to the model's function."""
+    model, untouched = LLAMA.model(), LLAMA.model()
+    fuse(model)
+    x = LLAMA.inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = output(model, x), output(untouched, x)
+    assert y.dtype is expected.dtype
+    truth = output(untouched, x)
+    error, error_before = ((part.float() - truth).norm() for part in (y, expected))
+    assert error <= 2 * error_before
+
+
+def test_generation_and_recorded_outputs() -> None:
+    """A cache of keys, and attentions and hidden states, which transformers records by class."""
+    model, untouched = LLAMA.model().eval(), LLAMA.model().eval()
+    fuse(model)
+    x = LLAMA.inputs(torch.float32)
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    assert torch.equal(model.generate(x, **options), untouched.generate(x, **options))
+    wanted = {"output_attentions": True, "output_hidden_states": True}
+    y, expected = model(x, **wanted), untouched(x, **wanted)
+    torch.testing.assert_close(y.attentions, expected.attentions)
+    torch.testing.assert_close(y.hidden_states, expected.hidden_states)
+    assert len(y.attentions) == 2
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", [GPT_OSS, QWEN3_MOE], ids=lambda family: family.name)
+def test_experts_implementations(family: Family, implementation: str) -> None:
+    model, untouched = family.model(), family.model()
+    model.set_experts_implementation(implementation)
+    untouched.set_experts_implementation(implementation)
+    report = fuse(model)
+    # Qwen's eager forward has the activation in it.
+    has_activation = family is GPT_OSS or implementation != "eager"
+    assert len(report) == sum(family.ops.values()) - (0 if has_activation else 2)
+    assert len(report.left) == (0 if has_activation else 2)
+    x = family.inputs(torch.float32)
+    expected = results(untouched, x)
+    found = results(model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_npu, "active", True)
+    model = LLAMA.model()
+    fuse(model)
+    x = LLAMA.inputs(torch.float32)
+    expected = output(model, x)
+    simulated_npu.forget()
+    y = output(model.to("npu"), simulated_npu.to_npu(x))
+    modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
+    simulated_npu.forget()
+    assert modules == {f"liger_ops.lowering.npu.{op}" for op in LLAMA.ops}
+    torch.testing.assert_close(simulated_npu.to_cpu(y), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_fast_path_of_torch_transformer() -> None:

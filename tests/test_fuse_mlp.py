@@ -218,13 +218,13 @@ class ClampedAfter(Gated):
         return self.activation(gate).clamp(max=7.0) * up
 
 
-class NormBetween(Gated):
+class MixedBetween(Gated):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.norm(super().gated(gate, up))
+        return self.mix(super().gated(gate, up))
 
 
 class Residual(Gated):
@@ -295,7 +295,7 @@ NEAR_MISSES = [
     (Shifted(), NO_OP),
     (ClampedAfter(), NO_OP),
     (Dropping(), "it is swiglu in evaluation, and something else in training"),
-    (NormBetween(), "it has 4 children that may be projections"),
+    (MixedBetween(), "it has 4 children that may be projections"),
     (Residual(), "it changes what out returns"),
     (Scaled(), "it changes its input before it projects it"),
     (Widened(), "it returns float32 for projections of bfloat16"),

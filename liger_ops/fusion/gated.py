@@ -35,7 +35,7 @@ from .report import Fused, Left
 
 KIND = "gated MLP"
 
-# Of a projection that does not tell its width, as of the input.
+# Of all projections, and of the input, where one of them does not tell its own.
 ANY_WIDTH = 48
 
 
@@ -128,15 +128,22 @@ def _probe_key(module: nn.Module) -> Any:
     """What a probe can depend on."""
     projections = _projections(module)
     children = tuple(
-        (name, _width(projections[name]) if name in projections else leaf_key(child))
+        (name, None if name in projections else leaf_key(child))
         for name, child in module._modules.items()
     )
-    return type(module), attributes_key(module), children, _obstacle(module)
+    widths = tuple(_widths(projections)[1].items())
+    return type(module), attributes_key(module), children, widths, _obstacle(module)
 
 
-def _width(projection: nn.Module) -> int:
-    width = getattr(projection, "out_features", None)
-    return width if isinstance(width, int) else ANY_WIDTH
+def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
+    """Of the input and of what each projection returns."""
+    widths: dict[str, Any] = {
+        name: getattr(child, "out_features", None) for name, child in projections.items()
+    }
+    inputs = [getattr(child, "in_features", None) for child in projections.values()]
+    if all(isinstance(width, int) for width in (*widths.values(), *inputs)):
+        return inputs[0] or ANY_WIDTH, widths
+    return ANY_WIDTH, dict.fromkeys(widths, ANY_WIDTH)
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -195,7 +202,7 @@ class _Copy:
 
     def __init__(self, module: nn.Module) -> None:
         self.numbers = numbers_of(module)
-        self.widths = {name: _width(child) for name, child in _projections(module).items()}
+        self.width, self.widths = _widths(_projections(module))
         self.calls: list[tuple[str, Tensor]] = []
         self.copy = object.__new__(type(module))
         try:
@@ -211,7 +218,7 @@ class _Copy:
         self.multiplier = 1.0
 
     def probe(self) -> MLP:
-        x = uniform((2, 3, ANY_WIDTH), seed=8)
+        x = uniform((2, 3, self.width), seed=8)
         values = {name: uniform((2, 3, n), seed=9) for name, n in self.widths.items()}
         self.called(x, values, training=False)
         names = [name for name, _ in self.calls]
@@ -227,7 +234,7 @@ class _Copy:
     def run(self, projections: Sequence[Tensor], training: bool) -> Tensor:
         """What reaches the last projection, when the first return the given tensors."""
         rows, dtype = projections[0].shape[:-1], projections[0].dtype
-        x = uniform((*rows, ANY_WIDTH), seed=8).to(dtype)
+        x = uniform((*rows, self.width), seed=8).to(dtype)
         values = dict(zip(self.projections, projections, strict=True))
         values[self.down] = uniform((*rows, self.widths[self.down]), seed=9).to(dtype)
         result = self.called(x, values, training)
@@ -248,6 +255,7 @@ class _Copy:
         for name, value in values.items():
             getattr(self.copy, name).value = value
         try:
-            return self.copy.train(training)(x)
+            # Not called as a module: that would run its hooks.
+            return self.copy.train(training).forward(x)
         except Exception as error:
             raise NotAnOp(f"it fails on the CPU: {first_line(error)}") from None

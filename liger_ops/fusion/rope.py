@@ -21,7 +21,8 @@ from .. import library
 from . import classes
 from .probing import NotAnOp, undisturbed
 from .report import Fused, Left
-from .rotary_probe import Rotary, parameters_of, probe
+from .rotary import SECTIONS, Rotary, parameters_of
+from .rotary_probe import probe
 
 KIND = "rotary embedding"
 
@@ -161,8 +162,8 @@ def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., 
         form = rotary.form_of(given)
         if form is None:
             return original(*args, **kwargs)
-        q, k, cos, sin = (given[name] for name in rotary.parameters[:4])
-        return form(op, q, k, cos, sin)
+        q, k, *tables = (given[name] for name in rotary.parameters[: 2 + rotary.tables])
+        return form(op, q, k, tables, given.get(SECTIONS))
 
     rotated.stands_for = (rotary, original)  # type: ignore[attr-defined]
     return rotated
