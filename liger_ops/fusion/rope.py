@@ -104,7 +104,7 @@ def _obstacle(module: nn.Module, name: str) -> str | None:
     operations = {
         instruction.opname
         for instruction in dis.get_instructions(caller)
-        if instruction.argval == name
+        if instruction.opcode in dis.hasname and instruction.argval == name
     }
     if operations != {"LOAD_GLOBAL"}:
         return f"its forward uses the name {name} for more than a call"
