@@ -20,6 +20,7 @@ from bench_points import point, rates, timed
 from bench_stand_in import CpuStandIn, ManualClock
 from liger_ops.bench import checking, comparing, docs, plotting, records, table, targets
 from liger_ops.bench import rates as device_rates
+from liger_ops.bench.calls import Call
 from liger_ops.bench.command_line import carried_out, main
 from liger_ops.bench.device import Accelerator
 from liger_ops.bench.measuring import Run
@@ -177,6 +178,37 @@ def test_only_the_call_is_timed_after_a_flush_and_a_head_start() -> None:
     warm_up = ["prepared", "called"] * WARM_UPS + ["synchronize"]
     one_round = ["prepared", "flush", "head start", "called", "synchronize"]
     assert accelerator.log == warm_up + one_round * 4
+
+
+def test_each_mode_times_its_part() -> None:
+    parts: list[str] = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            parts.append("forward")
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            parts.append("backward")
+            return 2 * dy
+
+    x = torch.ones(3, requires_grad=True)
+    call = Call(Doubled.apply, [x], [torch.full((3,), 5.0)])
+    expected = {
+        "forward": ([], ["forward"]),
+        "backward": (["forward"], ["forward", "backward"]),
+        "full": ([], ["forward", "backward"]),
+    }
+    for mode, (prepared, timed) in expected.items():
+        parts.clear()
+        run = call.prepared(mode)
+        assert parts == prepared
+        (result,) = run()
+        assert parts == timed
+        assert result.tolist() == [2.0 if mode == "forward" else 10.0] * 3
+    assert x.grad is None
 
 
 def test_rounds_interleave_and_turn() -> None:
@@ -409,6 +441,8 @@ def test_the_budget_is_not_begun_after(capsys: pytest.CaptureFixture[str]) -> No
         "rms_norm 4x16 float32 graph"
     ]
     assert said[-1].startswith("the time was over before 3: rms_norm 6x32 float32")
+    assert {p.shape for p in run.points} == {"", "4x16"}
+    assert {p.metric for p in run.points} & {"host", "graph"} == set()
     assert "rms_norm 4x16 float32" in capsys.readouterr().out
 
 
@@ -577,7 +611,8 @@ def test_the_page_keeps_its_prose(tmp_path: Path) -> None:
     fewer = Points([*rates(), *timed("liger_ops", 0.5, 90.0)])
     docs.write(page, fewer, SHARED, None)
     text = page.read_text()
-    assert text.startswith("Before.\n") and text.endswith("After.\n")
+    assert text.startswith("Before.\n# Benchmarks\n") and text.endswith("After.\n")
+    assert text.count("# Benchmarks\n") == text.count("After.") == 1
     assert "161.3" not in text and ".png" not in text
     assert "None: no provider is faster" in text
     assert "95%: 90%, **missed**" in text
