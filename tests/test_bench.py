@@ -201,12 +201,12 @@ def test_each_mode_times_its_part() -> None:
         "backward": (["forward"], ["forward", "backward"]),
         "full": ([], ["forward", "backward"]),
     }
-    for mode, (prepared, timed) in expected.items():
+    for mode, (before, within) in expected.items():
         parts.clear()
         run = call.prepared(mode)
-        assert parts == prepared
+        assert parts == before
         (result,) = run()
-        assert parts == timed
+        assert parts == within
         assert result.tolist() == [2.0 if mode == "forward" else 10.0] * 3
     assert x.grad is None
 
