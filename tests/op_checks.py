@@ -35,7 +35,11 @@ def as_tuple(outputs: Any) -> tuple[Tensor | None, ...]:
 
 
 def widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(arg.double() if isinstance(arg, Tensor) else arg for arg in args)
+    """Tensors in float64, and complex ones in complex128."""
+    return tuple(
+        arg.to(torch.promote_types(arg.dtype, torch.float64)) if isinstance(arg, Tensor) else arg
+        for arg in args
+    )
 
 
 def run_kernel(

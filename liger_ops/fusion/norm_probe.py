@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import library
-from .ops.rms_norm import CASTING_MODES
-
-DEVICE = torch.device("cpu")
+from .. import library
+from ..ops.rms_norm import CASTING_MODES
+from .probing import NotAnOp, dtype_name, first_line, own_attributes, undisturbed, uniform
 
 # Two orders of summing a row in float32 differ by less.
 FLOAT32_BOUND = 4e-6
@@ -32,8 +30,6 @@ ROUNDING_SHARE = 0.02
 
 # For modules without parameters. One that normalises rows of both widths has no width of its own.
 ANY_WIDTHS = (40, 56)
-
-MODULE_STATE = frozenset(vars(nn.Module()))
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 SAME_DTYPES: tuple[Dtypes, ...] = (
@@ -64,15 +60,6 @@ class Norm:
         return Norm(self.op, {**self.options, **options}, self.width)
 
 
-class NotAnOp(Exception):
-    """The module computes what no op computes; the text says why, of "it"."""
-
-
-def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are not those of every module."""
-    return {name: value for name, value in vars(module).items() if name not in MODULE_STATE}
-
-
 def probe(module: nn.Module, mixed_dtypes: Sequence[Dtypes] = ()) -> Norm:
     """Find the op that computes what a module computes.
 
@@ -99,14 +86,7 @@ def probe(module: nn.Module, mixed_dtypes: Sequence[Dtypes] = ()) -> Norm:
     Raises:
         NotAnOp: no op computes the same; the text gives the reason.
     """
-    with (
-        warnings.catch_warnings(),
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        DEVICE,
-    ):
-        warnings.simplefilter("ignore")
+    with undisturbed():
         return _Probe(module).run(mixed_dtypes)
 
 
@@ -232,7 +212,7 @@ class _Probe:
                 y = _call(copied, x, "float32, with gradients")
                 found = torch.autograd.grad(y, leaves, dy)
             except RuntimeError as error:
-                raise NotAnOp(f"its gradient cannot be taken: {_first_line(error)}") from None
+                raise NotAnOp(f"its gradient cannot be taken: {first_line(error)}") from None
         for ours, theirs in zip(expected, found, strict=True):
             # The terms are of order 1; their sum may cancel, as a layer norm's over two elements.
             if (ours - theirs).abs().max() > 1e-4 * max(1.0, ours.abs().max().item()):
@@ -249,7 +229,7 @@ class _Probe:
         mixed = list(mixed_dtypes) if self.parameters else []
         for dtypes in [*SAME_DTYPES, *mixed]:
             x_dtype, parameter_dtype = dtypes
-            case = f"{_name(x_dtype)}, parameters {_name(parameter_dtype)}"
+            case = f"{dtype_name(x_dtype)}, parameters {dtype_name(parameter_dtype)}"
             copied = self.copied(parameter_dtype, width)
             x = (_input(shape, seed=5) * _scales(norm, shape)).to(x_dtype)
             try:
@@ -261,8 +241,8 @@ class _Probe:
                 continue
             if y.dtype is not x_dtype:
                 raise NotAnOp(
-                    f"it returns {_name(y.dtype)} for input of {_name(x_dtype)}"
-                    f" and parameters of {_name(parameter_dtype)}; the ops keep the input's dtype"
+                    f"it returns {dtype_name(y.dtype)} for input of {dtype_name(x_dtype)} and"
+                    f" parameters of {dtype_name(parameter_dtype)}; the ops keep the input's dtype"
                 )
             for i, mode in enumerate(modes):
                 differences = _differences(y, mode(x, copied.weight, copied.bias))
@@ -284,7 +264,7 @@ class _Probe:
         try:
             module = copy.deepcopy(self.module, memo)
         except Exception as error:
-            raise NotAnOp(f"it cannot be copied: {_first_line(error)}") from None
+            raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
         return _Copy(module.eval(), values.get("weight"), values.get("bias"))
 
 
@@ -308,13 +288,13 @@ def _call(copied: _Copy, x: Tensor, case: str, check_dtype: bool = True) -> Tens
     try:
         y = copied.module(x.clone())
     except Exception as error:
-        raise NotAnOp(f"it fails on the CPU ({case}): {_first_line(error)}") from None
+        raise NotAnOp(f"it fails on the CPU ({case}): {first_line(error)}") from None
     if not isinstance(y, Tensor):
         raise NotAnOp(f"it returns {type(y).__name__}, not a tensor")
     if y.shape != x.shape:
         raise NotAnOp(f"it returns shape {tuple(y.shape)} for an input of {tuple(x.shape)}")
     if check_dtype and y.dtype is not x.dtype:
-        raise NotAnOp(f"it returns {_name(y.dtype)} for input of {_name(x.dtype)}")
+        raise NotAnOp(f"it returns {dtype_name(y.dtype)} for input of {dtype_name(x.dtype)}")
     return y
 
 
@@ -371,13 +351,7 @@ def _input(shape: Sequence[int], seed: int) -> Tensor:
     equal numbers, of which every implementation has rounding errors of its own.
     """
     signs = 1 - 2 * (torch.arange(math.prod(shape)).reshape(shape) % 2)
-    return _uniform(shape, seed) + signs + 0.5
-
-
-def _uniform(shape: Sequence[int], seed: int) -> Tensor:
-    """Between -0.5 and 0.5."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.rand(shape, generator=generator, dtype=torch.float32, device=DEVICE) - 0.5
+    return uniform(shape, seed) + signs + 0.5
 
 
 def _parameter(name: str, width: int | None, ones: bool) -> Tensor:
@@ -385,13 +359,4 @@ def _parameter(name: str, width: int | None, ones: bool) -> Tensor:
     if ones:
         return torch.full((width,), 0.0 if name == "bias" else 1.0, dtype=torch.float32)
     # Apart from 0, where one rounding is large beside the value, and from 1, which hides an offset.
-    return 1.75 + _uniform((width,), seed=6 if name == "bias" else 7)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return 1.75 + uniform((width,), seed=6 if name == "bias" else 7)

@@ -1,0 +1,79 @@
+"""Why a norm cannot be replaced, whatever it computes."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from .probing import has_hooks
+
+# What a module may do beside computing: a class that overrides one of these does more.
+BEYOND_FORWARD = (
+    "__call__",
+    "_apply",
+    "_load_from_state_dict",
+    "_save_to_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why a module cannot be replaced whatever it computes, or None."""
+    if parametrize.is_parametrized(module):
+        return "it is parametrized"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
+    if any(child is not None for child in module._modules.values()):
+        return "it holds other modules"
+    if "forward" in vars(module):
+        return "the instance has a forward of its own"
+    if has_hooks(module):
+        return "it has hooks"
+    if module._compiled_call_impl is not None:
+        return "it is compiled by itself"
+    return _parameters_obstacle(module) or _class_obstacle(module) or _forward_obstacle(module)
+
+
+def _class_obstacle(module: nn.Module) -> str | None:
+    for name in BEYOND_FORWARD:
+        if getattr(type(module), name) is not getattr(nn.Module, name):
+            return f"its class overrides {name}"
+    return None
+
+
+def _parameters_obstacle(module: nn.Module) -> str | None:
+    if module._buffers:
+        return f"it has buffers: {', '.join(module._buffers)}"
+    unknown = [name for name in module._parameters if name not in ("weight", "bias")]
+    if unknown:
+        return f"it has other parameters than weight and bias: {', '.join(unknown)}"
+    shapes = set()
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter:
+            return f"{name} is a {type(parameter).__name__}, not a plain Parameter"
+        if not parameter.is_floating_point():
+            return f"{name} is {parameter.dtype}"
+        shapes.add(tuple(parameter.shape))
+    if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        return f"its parameters have shapes {sorted(shapes)}, not one size"
+    return None
+
+
+def _forward_obstacle(module: nn.Module) -> str | None:
+    try:
+        arguments = inspect.signature(module.forward).parameters.values()
+    except ValueError:
+        return "its forward has no signature"
+    if len(arguments) == 1 and all(
+        argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+        for argument in arguments
+    ):
+        return None
+    names = (str(argument.replace(annotation=argument.empty)) for argument in arguments)
+    return f"its forward takes ({', '.join(names)})"
