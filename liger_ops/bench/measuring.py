@@ -57,7 +57,11 @@ class Run:
         """
         began = self.clock()
         self.say("rates of the device")
-        self._measure_rates()
+        try:
+            self._measure_rates()
+        except Exception as error:
+            self.say(f"no shares, as the rates cannot be measured: {one_line(error)}")
+        self._recover()
         yield None
         small: list[tuple[Workload, list[str]]] = []
         for i, workload in enumerate(self.workloads):
@@ -112,7 +116,6 @@ class Run:
             name = str(dtype).removeprefix("torch.")
             rate = rates.matrix_rate(self.accelerator, dtype)
             self.points.add([_rate(MATRIX_PRODUCT, rate, "TFLOP/s", name, facts)])
-        self._recover()
 
     def _calls(self, workload: Workload, names: Sequence[str]) -> dict[str, Call]:
         draw = Draw(self.accelerator.kind, workload.dtype)
