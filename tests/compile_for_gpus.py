@@ -99,6 +99,14 @@ def calls() -> Iterator[Callable[[], Any]]:
                 args = (q, k, table, table, interleaved, False, None)
                 yield lambda args=args: kernel["rope"](*args)
                 yield lambda args=args: kernel["rope_backward"](*args, both)
+            pairs = table[..., : R // 2]
+            three = torch.stack((table, table, table))
+            for args in (
+                (q, k, pairs, pairs, False, True, None),
+                (q, k, torch.complex(pairs.float(), pairs.float()), None, True, True, None),
+                (q, k, three, three, False, False, [R // 2 - 8, 8, 0]),
+            ):
+                yield lambda args=args: kernel["rope"](*args)
         for shape, groups in (
             ((2, 64, 8, 8), 32),
             ((2, 320, 64, 64), 32),

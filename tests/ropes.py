@@ -65,7 +65,7 @@ def magnitudes(names: tuple[str, str], tensors: Tensors) -> list[float]:
     return [max_abs(tensors[name]) * turn for name in names]
 
 
-def rope(form: str, needed: int, **fields: Any) -> OpUnderTest:
+def rope(form: str, needed: int, is_complex: bool = False, **fields: Any) -> OpUnderTest:
     def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **drawn: Any) -> RopeCase:
         """Some batches of a partial rotation, with tables for each; k laid out as in a model."""
         # Dynamo takes equal sizes to be one: the batch is of no other's, that of three tables among
@@ -77,8 +77,10 @@ def rope(form: str, needed: int, **fields: Any) -> OpUnderTest:
             k_heads=1,
             tables="batch",
             rotary=4,
-            table_dtype=dtype,
+            # There are no complex numbers of bfloat16.
+            table_dtype=torch.promote_types(dtype, torch.float32) if is_complex else dtype,
             k_layout="model",
+            is_complex=is_complex,
             **fields,
             **drawn,
         )

@@ -14,18 +14,21 @@ from .cross_entropy_kernels import (
     cross_entropy_wide_kernel,
     reduce_kernel,
 )
-from .launch import Plan, launch, processors, rows
+from .launch import WARP_SIZE, Plan, launch, processors, rows
 
 
 def plan_forward(logits: Tensor, gradient: bool = False) -> Plan:
     V = logits.shape[1]
     BLOCK_N = next_power_of_2(V)
-    if BLOCK_N > 8192:
-        # Where the row is walked again, so few programs run at once that it stays in the L2 cache.
-        threads = 1024 if gradient else 256
-        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=threads, stages=3)
-    BLOCK_M = max(1, 2048 // BLOCK_N)
-    return Plan(BLOCK_M, BLOCK_N, threads=min(1024, max(128, BLOCK_M * BLOCK_N // 16)))
+    if BLOCK_N <= 8192:
+        BLOCK_M = max(1, 2048 // BLOCK_N)
+        return Plan(BLOCK_M, BLOCK_N, threads=min(1024, max(128, BLOCK_M * BLOCK_N // 16)))
+    if not gradient:
+        # 95% of the copy rate for (8192, 32768) in bfloat16 on an H200.
+        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=256, stages=3)
+    # Where the row is walked again, no stage of it waits in shared memory: 91% for (8192, 32768),
+    # with 3 stages 86%; 77% for (2092, 128256), of which all rows at work leave the L2 cache.
+    return Plan(BLOCK_M=1, BLOCK_N=8192 if V <= 65536 else 16384, threads=512)
 
 
 def plan_backward(logits: Tensor) -> Plan:
@@ -211,8 +214,9 @@ def reduce(
         V,
         ignore_index,
         REDUCTION=reduction,
-        BLOCK_M=1024,
-        num_warps=8,
+        # 8192 tokens take one round of loads: 7 us on an H200, 13 in rounds of 1024.
+        BLOCK_M=min(8192, next_power_of_2(max(1, target.numel()))),
+        num_warps=1024 // WARP_SIZE,
         # The assertion is compiled under debug, which would check integers for overflow too.
         debug=True,
         sanitize_overflow=False,

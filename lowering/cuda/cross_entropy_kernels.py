@@ -6,15 +6,8 @@ import triton
 import triton.language as tl
 
 from ..loss_math import effective, logit_gradient
-from ..triton_math import LOWEST
+from ..triton_math import LOWEST, flushed_exp
 from .token_loss import gradient_factors, token_loss, token_weights
-
-
-@triton.jit
-def _exp(x):
-    # tl.exp takes three instructions more for results below 2**-126, which come to nothing in a sum
-    # that holds a 1, and in a gradient.
-    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -74,7 +67,7 @@ def cross_entropy_kernel(
     capped = effective(logits, logit_scale, softcap)
     x = tl.where(mask, capped, -float("inf"))
     maximum = tl.maximum(tl.max(x, 1), LOWEST)
-    exp = _exp(x - maximum[:, None])
+    exp = flushed_exp(x - maximum[:, None])
     sum = tl.sum(exp, 1)
     lse = maximum + tl.log(sum)
     target_logit = tl.sum(tl.where(is_target, x, 0.0), 1)
@@ -117,7 +110,7 @@ def cross_entropy_kernel(
             smoothed = smoothed[:, None]
         dx = logit_gradient(
             capped,
-            _exp(capped - lse[:, None]),
+            flushed_exp(capped - lse[:, None]),
             class_weights,
             soft[:, None],
             smoothed,
@@ -154,8 +147,8 @@ def _lanes_updated(
     FOLD: tl.constexpr = x.numel // LANES
     lanes = tl.reshape(x, (LANES, FOLD))
     higher = tl.maximum(maxima, tl.max(lanes, 1))
-    exp = _exp(lanes - higher[:, None])
-    rescaled = _exp(maxima - higher)
+    exp = flushed_exp(lanes - higher[:, None])
+    rescaled = flushed_exp(maxima - higher)
     sums = sums * rescaled + tl.sum(exp, 1)
     if HAS_SMOOTHING:
         term = tl.where(cols < V, x * class_weights, 0.0)
@@ -202,6 +195,8 @@ def cross_entropy_wide_kernel(
     # A row a program, in tiles. A lane is FOLD neighbours of each tile, which one thread holds: it
     # keeps its maximum so far and its sum of exponentials relative to that, and nothing is
     # exchanged before the row's end. An exponential more for FOLD elements rescales the sum.
+    # With a gradient to write, the first walk asks that the row be kept in the L2 cache.
+    POLICY: tl.constexpr = "evict_last" if GRADIENT else ""
     LANES: tl.constexpr = BLOCK_N // FOLD
     HAS_SMOOTHING: tl.constexpr = label_smoothing is not None
     row = tl.program_id(0).to(tl.int64)
@@ -222,7 +217,7 @@ def cross_entropy_wide_kernel(
     whole = V // BLOCK_N * BLOCK_N
     for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
-        logits = tl.load(logits_ptr + cols).to(tl.float32)
+        logits = tl.load(logits_ptr + cols, eviction_policy=POLICY).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
         class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
         maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
@@ -243,7 +238,9 @@ def cross_entropy_wide_kernel(
         )
     if whole < V:
         cols = whole + tl.arange(0, BLOCK_N)
-        logits = tl.load(logits_ptr + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+        logits = tl.load(
+            logits_ptr + cols, mask=cols < V, other=-float("inf"), eviction_policy=POLICY
+        ).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
         if softcap is not None:
             x = tl.where(cols < V, x, -float("inf"))
@@ -266,7 +263,7 @@ def cross_entropy_wide_kernel(
         )
 
     maximum = tl.max(maxima, 0)
-    rescaled = _exp(maxima - maximum)
+    rescaled = flushed_exp(maxima - maximum)
     sum = tl.sum(sums * rescaled, 0)
     lse = maximum + tl.log(sum)
     weights, counts = token_weights(target, within, row, weight_ptr, token_weight_ptr)
@@ -295,21 +292,24 @@ def cross_entropy_wide_kernel(
         first = tl.min(tl.where(best == tl.max(best, 0), predictions, V - 1), 0)
         tl.store(predicted_ptr + row, first.to(tl.int64))
     if GRADIENT:
-        # The second walk finds the row in the L2 cache. It does not read that of a token that does
-        # not count, and makes zeros of it.
+        # The second walk, backwards, finds the row in the L2 cache. It does not read that of a
+        # token that does not count, and makes zeros of it.
         soft, smoothed, hard = gradient_factors(
             1.0, 0.0, lse, classes, weights, counts, within, V, label_smoothing, lse_square_scale
         )
         lse = tl.where(within, lse, 0.0)
         column = tl.where(within, target, -1).to(tl.int32)
         readable = tl.where(within, V, 0)
-        for start in range(0, V, BLOCK_N):
+        for tile in tl.range(1, tl.cdiv(V, BLOCK_N) + 1, num_stages=1):
+            start = (tl.cdiv(V, BLOCK_N) - tile) * BLOCK_N
             cols = start + tl.arange(0, BLOCK_N)
-            logits = tl.load(logits_ptr + cols, mask=cols < readable, other=0.0).to(tl.float32)
+            logits = tl.load(
+                logits_ptr + cols, mask=cols < readable, other=0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
             x = effective(logits, logit_scale, softcap)
             dx = logit_gradient(
                 x,
-                _exp(x - lse),
+                flushed_exp(x - lse),
                 _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
                 soft,
                 smoothed,
@@ -318,7 +318,8 @@ def cross_entropy_wide_kernel(
                 softcap,
                 HAS_SMOOTHING,
             )
-            tl.store(logits_ptr + cols, dx.to(logits_ptr.dtype.element_ty), mask=cols < V)
+            dx = dx.to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + cols, dx, mask=cols < V, cache_modifier=".cs")
 
 
 @triton.jit
@@ -404,7 +405,7 @@ def cross_entropy_backward_kernel(
         x = effective(logits, logit_scale, softcap)
         dx = logit_gradient(
             x,
-            _exp(x - lse),
+            flushed_exp(x - lse),
             _class_weights(weight_ptr, cols, V, label_smoothing is not None),
             soft,
             smoothed,
@@ -438,21 +439,23 @@ def reduce_kernel(
     losses = tl.zeros((BLOCK_M,), tl.float32)
     z_losses = tl.zeros((BLOCK_M,), tl.float32)
     totals = tl.zeros((BLOCK_M,), tl.float32)
+    outside = tl.zeros((BLOCK_M,), tl.int32)
     for start in range(0, M, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = rows < M
         target = tl.load(target_ptr + rows, mask=mask, other=ignore_index).to(tl.int64)
         ignored = target == ignore_index
         within = mask & (target >= 0) & (target < V) & (target != ignore_index)
-        tl.device_assert(
-            tl.max((1 - (within | ignored).to(tl.int32)), 0) == 0,
-            "cross_entropy: a target is neither ignore_index nor from 0 to V - 1",
-        )
+        outside += 1 - (within | ignored).to(tl.int32)
         _, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
         totals += counts
         if REDUCTION != "none":
             losses += tl.load(losses_ptr + rows, mask=mask, other=0.0)
             z_losses += tl.load(z_losses_ptr + rows, mask=mask, other=0.0)
+    tl.device_assert(
+        tl.max(outside, 0) == 0,
+        "cross_entropy: a target is neither ignore_index nor from 0 to V - 1",
+    )
     total = tl.sum(totals, 0)
     tl.store(total_weight_ptr, total)
     if REDUCTION != "none":

@@ -259,7 +259,7 @@ def plan_tile(heads: int, half: int, itemsize: int, table_numbers: int) -> RopeP
     heads = min(next_power_of_2(heads), max(1, 8192 // (pairs * itemsize)))
     # A table that is loaded by more threads than it has numbers, Triton loads in the layout of q
     # and k; any other goes through shared memory.
-    threads = max(32, 2 * table_numbers * pairs)
+    threads = max(64, 2 * table_numbers * pairs)
     positions = max(1, 4 * threads // (pairs * heads))
     return RopePlan(positions, heads, pairs, threads)
 
@@ -296,7 +296,9 @@ def rotate(
         return
     half = rotated_columns(cos, per_pair) // 2
     heads = sum(x.shape[1] for x, _ in given)
-    is_complex, packed = cos.is_complex(), cos.is_complex() and cos.stride(-1) == 1
+    is_complex = cos.is_complex()
+    # Complex numbers side by side are read as the elements of interleaved pairs.
+    packed = is_complex and cos.stride(-1) == 1
     if packed:
         cos = sin = torch.view_as_real(cos).flatten(-2)
     elif is_complex:
@@ -330,8 +332,7 @@ def rotate(
         copied,
         *ends,
         *(stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]),
-        *cos.expand(3, B, S, cos.shape[-1]).stride(),
-        *sin.expand(3, B, S, cos.shape[-1]).stride(),
+        *(stride for x in (cos, sin) for stride in x.expand(3, B, *x.shape[-2:]).stride()),
         INTERLEAVED=interleaved or is_complex,
         PER_PAIR=not packed and (per_pair or is_complex),
         COMPLEX=packed,

@@ -304,7 +304,10 @@ def rotate(
     if is_complex:
         cos = sin = torch.view_as_real(unit_stride(cos)).flatten(-2)
     x, cos, sin = map(unit_stride, (x, cos, sin))
-    cos, sin = (table.expand(3, B, S, cos.shape[-1]) for table in (cos, sin))
+    # From table to table, batch to batch and position to position: 0 where they are shared.
+    cos_strides, sin_strides = (
+        table.expand(3, B, *table.shape[-2:]).stride()[:3] for table in (cos, sin)
+    )
     if plan is None:
         furthest = max(tensor.stride(-2) for tensor in (x, y, cos, sin))
         op = "rope_interleaved" if interleaved else "rope"
@@ -328,8 +331,8 @@ def rotate(
         first + second,
         *x.stride()[:3],
         *y.stride()[:3],
-        *cos.stride()[:3],
-        *sin.stride()[:3],
+        *cos_strides,
+        *sin_strides,
         INTERLEAVED=interleaved,
         PER_PAIR=per_pair and not is_complex,
         COMPLEX=is_complex,
