@@ -161,29 +161,25 @@ def cross_entropy_forward(
         >>> lse
         tensor([1.3863])
     """
-    x = _effective(logits, softcap, logit_scale)
+    x = effective(logits, softcap, logit_scale)
+    V = x.shape[-1]
     lse = _logsumexp(x)
-    ignored = target == ignore_index
     target_logit = _target_logit(x, target, ignore_index)
-    token_weights, counts = _weights(target, weight, token_weight, ignore_index, x.dtype)
-    kept = torch.where(ignored, 0.0, lse)
-    z_loss = counts * lse_square_scale * kept.square()
-    loss = (1 - label_smoothing) * counts * (kept - target_logit)
+    within = target != ignore_index
+    weights, counts = token_weights(target, within, weight, token_weight, x.dtype)
+    smooth = None
     if label_smoothing != 0:
         surprisals = lse.unsqueeze(-1) - x
         if weight is not None:
             surprisals = surprisals * weight.to(x.dtype)
-        mean = torch.where(ignored, 0.0, surprisals.sum(-1) / x.shape[-1])
-        loss = loss + label_smoothing * token_weights * mean
-    loss = loss + z_loss
+        smooth = surprisals.sum(-1) / V
+    loss, z_loss = token_losses(
+        lse, target_logit, smooth, weights, counts, within, label_smoothing, lse_square_scale
+    )
     total_weight = counts.sum()
-    if reduction != "none":
-        loss, z_loss = loss.sum(), z_loss.sum()
-    if reduction == "mean":
-        items = _items(total_weight, num_items_in_batch)
-        loss, z_loss = loss / items, z_loss / items
+    loss, z_loss = reduced(loss, z_loss, total_weight, num_items_in_batch, reduction)
     predicted_tokens = logits.detach().argmax(-1) if return_predicted else None
-    entropy = _entropy(x.detach(), lse.detach(), ignored) if return_entropy else None
+    entropy = _entropy(x.detach(), lse.detach(), within) if return_entropy else None
     return loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy
 
 
@@ -240,39 +236,36 @@ def cross_entropy_backward(
     Raises:
         TypeError, ValueError: as `cross_entropy`.
     """
-    x = _effective(logits, softcap, logit_scale)
-    dtype, V = x.dtype, x.shape[-1]
-    lse = lse.to(dtype)
-    ignored = target == ignore_index
-    token_weights, counts = _weights(target, weight, token_weight, ignore_index, dtype)
-    items = _items(total_weight, num_items_in_batch) if reduction == "mean" else None
-    dloss, dz_loss = (_of_each_token(grad, items, lse) for grad in (dloss, dz_loss))
-    smoothed = label_smoothing / V * dloss * token_weights
-    hard = (1 - label_smoothing) * dloss * counts
-    classes = V if weight is None else weight.to(dtype).sum()
-    soft = hard + smoothed * classes
-    soft = soft + (dloss + dz_loss) * counts * (2 * lse_square_scale) * lse
-    soft, smoothed, hard = (torch.where(ignored, 0.0, value) for value in (soft, smoothed, hard))
-    zero = ignored
-    if dlse is not None:
-        soft = soft + dlse.to(dtype)
-        zero = ignored & (dlse == 0)
-    if dtarget_logit is not None:
-        hard = hard - torch.where(ignored, 0.0, dtarget_logit.to(dtype))
+    x = effective(logits, softcap, logit_scale)
+    within = target != ignore_index
+    lse = lse.to(x.dtype)
+    soft, smoothed, hard, alive = gradient_factors(
+        upstream(dloss, lse, total_weight, num_items_in_batch, reduction),
+        upstream(dz_loss, lse, total_weight, num_items_in_batch, reduction),
+        dlse,
+        dtarget_logit,
+        lse,
+        *token_weights(target, within, weight, token_weight, x.dtype),
+        within,
+        _class_sum(weight, x),
+        x.shape[-1],
+        label_smoothing,
+        lse_square_scale,
+    )
     dx = soft.unsqueeze(-1) * torch.exp(x - lse.unsqueeze(-1))
     if label_smoothing != 0:
         smoothed = smoothed.unsqueeze(-1)
-        dx = dx - (smoothed if weight is None else smoothed * weight.to(dtype))
-    is_target = torch.arange(V, device=x.device) == target.unsqueeze(-1)
+        dx = dx - (smoothed if weight is None else smoothed * weight.to(x.dtype))
+    is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
     dx = dx - torch.where(is_target, hard.unsqueeze(-1), 0.0)
     if softcap is not None:
         dx = dx * (1 - (x / softcap).square())
-    dx = torch.where(zero.unsqueeze(-1), 0.0, dx * logit_scale)
+    dx = torch.where(alive.unsqueeze(-1), dx * logit_scale, 0.0)
     return dx.to(logits.dtype).contiguous()
 
 
-def _effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
-    """The logits that the loss is of, in the dtype of its arithmetic."""
+def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+    """x: the logits that the loss is of, in the dtype of its arithmetic."""
     x = widened(logits)
     if logit_scale != 1:
         x = x * logit_scale
@@ -306,43 +299,112 @@ def _target_logit(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return -picked.reshape(target.shape)
 
 
-def _weights(
+def token_weights(
     target: Tensor,
+    within: Tensor,
     weight: Tensor | None,
     token_weight: Tensor | None,
-    ignore_index: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """What each token's weight is, and with its class's: what it counts. Both 0 where ignored."""
-    kept = target != ignore_index
-    token_weights = kept.to(dtype)
+    """What each token's weight is, and with its class's: what it counts. Both 0 but within."""
+    weights = within.to(dtype)
     if token_weight is not None:
-        token_weights = torch.where(kept, token_weight.to(dtype), 0.0)
+        weights = torch.where(within, token_weight.to(dtype), 0.0)
     if weight is None:
-        return token_weights, token_weights
-    classes = torch.where(kept, target, 0).long()
-    return token_weights, token_weights * weight.to(dtype)[classes]
+        return weights, weights
+    return weights, weights * weight.to(dtype)[torch.where(within, target, 0).long()]
 
 
-def _items(total_weight: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
-    """What the mean divides by."""
-    return total_weight if num_items_in_batch is None else num_items_in_batch.to(total_weight.dtype)
+def token_losses(
+    lse: Tensor,
+    target_logit: Tensor,
+    smooth: Tensor | None,
+    weights: Tensor,
+    counts: Tensor,
+    within: Tensor,
+    label_smoothing: float,
+    lse_square_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Each token's loss and z-loss, 0 but within. smooth is None without label smoothing."""
+    # What does not count may be NaN, and is replaced before the arithmetic that is differentiated.
+    lse = torch.where(within, lse, 0.0)
+    z_loss = counts * lse_square_scale * lse.square()
+    loss = (1 - label_smoothing) * counts * (lse - torch.where(within, target_logit, 0.0))
+    if smooth is not None:
+        loss = loss + label_smoothing * weights * torch.where(within, smooth, 0.0)
+    return loss + z_loss, z_loss
 
 
-def _of_each_token(grad: Tensor | None, items: Tensor | None, lse: Tensor) -> Tensor:
+def reduced(
+    loss: Tensor,
+    z_loss: Tensor,
+    total_weight: Tensor,
+    num_items_in_batch: Tensor | None,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    if reduction == "none":
+        return loss, z_loss
+    loss, z_loss = loss.sum(), z_loss.sum()
+    if reduction == "sum":
+        return loss, z_loss
+    items = total_weight if num_items_in_batch is None else num_items_in_batch
+    return loss / items, z_loss / items
+
+
+def upstream(
+    grad: Tensor | None,
+    lse: Tensor,
+    total_weight: Tensor,
+    num_items_in_batch: Tensor | None,
+    reduction: str,
+) -> Tensor | None:
     """The gradient of each token's own loss, from that of the reduced one."""
     if grad is None:
-        return torch.zeros_like(lse)
-    grad = grad.to(lse.dtype)
-    return (grad if items is None else grad / items).expand(lse.shape)
+        return None
+    if reduction == "mean":
+        grad = grad / (total_weight if num_items_in_batch is None else num_items_in_batch)
+    return grad.expand(lse.shape)
 
 
-def _entropy(x: Tensor, lse: Tensor, ignored: Tensor) -> Tensor:
+def gradient_factors(
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    lse: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+    within: Tensor,
+    class_sum: Tensor | int,
+    V: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a, b and c of `cross_entropy_backward`, and whether a token has a gradient at all."""
+    zero = torch.zeros_like(lse)
+    dloss, dz_loss = (zero if grad is None else grad.to(lse.dtype) for grad in (dloss, dz_loss))
+    hard = (1 - label_smoothing) * dloss * counts
+    smoothed = label_smoothing / V * dloss * weights
+    soft = hard + smoothed * class_sum
+    soft = soft + (dloss + dz_loss) * counts * (2 * lse_square_scale) * lse
+    if dtarget_logit is not None:
+        hard = hard - dtarget_logit.to(lse.dtype)
+    soft, smoothed, hard = (torch.where(within, value, 0.0) for value in (soft, smoothed, hard))
+    if dlse is None:
+        return soft, smoothed, hard, within
+    return soft + dlse.to(lse.dtype), smoothed, hard, within | (dlse != 0)
+
+
+def _class_sum(weight: Tensor | None, x: Tensor) -> Tensor | int:
+    return x.shape[-1] if weight is None else weight.to(x.dtype).sum()
+
+
+def _entropy(x: Tensor, lse: Tensor, within: Tensor) -> Tensor:
     surprisals = lse.unsqueeze(-1) - x
     p = torch.exp(-surprisals)
     # A class of probability 0 adds nothing, though its surprisal is inf.
     entropy = torch.where(p == 0, 0.0, p * surprisals).sum(-1)
-    return torch.where(ignored, 0.0, entropy)
+    return torch.where(within, entropy, 0.0)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -364,7 +426,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits = None
     if any(grad is not None for grad in grads[:4]):
-        dlogits = cross_entropy_backward(*grads[:4], *ctx.saved_tensors, *ctx.options)
+        dloss, dz_loss, dlse, dtarget_logit = grads[:4]
+        dlogits = cross_entropy_backward(
+            dloss, dz_loss, dlse, dtarget_logit, *ctx.saved_tensors, *ctx.options
+        )
     return (dlogits, *(None for _ in range(12)))
 
 

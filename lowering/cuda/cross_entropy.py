@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import library, meta
+from ...ops.cross_entropy import upstream
 from ..sizes import cdiv, next_power_of_2
 from .cross_entropy_kernels import (
     cross_entropy_backward_kernel,
@@ -22,7 +23,7 @@ def plan_forward(logits: Tensor, gradient: bool = False) -> Plan:
     if BLOCK_N > 8192:
         # Where the row is walked again, so few programs run at once that it stays in the L2 cache.
         threads = 1024 if gradient else 256
-        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=threads)
+        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=threads, stages=3)
     BLOCK_M = max(1, 2048 // BLOCK_N)
     return Plan(BLOCK_M, BLOCK_N, threads=min(1024, max(128, BLOCK_M * BLOCK_N // 16)))
 
@@ -344,13 +345,14 @@ def cross_entropy_backward(
         softcap,
         logit_scale,
     )
-    if reduction == "mean":
-        items = total_weight if num_items_in_batch is None else num_items_in_batch
-        dloss, dz_loss = (None if grad is None else grad / items for grad in (dloss, dz_loss))
+    dloss, dz_loss = (
+        upstream(grad, lse, total_weight, num_items_in_batch, reduction)
+        for grad in (dloss, dz_loss)
+    )
     V = logits.shape[-1]
     gradient(
         *(
-            None if grad is None else grad.expand(target.shape).reshape(-1)
+            None if grad is None else grad.reshape(-1)
             for grad in (dloss, dz_loss, dlse, dtarget_logit)
         ),
         rows(logits),
