@@ -89,7 +89,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     x[0, :33] = x[1, 20:] = x[2, 1:] = x[3] = -INF
     x[4, 5] = INF
     x[5, 39] = x[8] = NAN
-    x[6] = torch.finfo(dtype).min
+    x[6, 5:] = torch.finfo(dtype).min
     target = torch.tensor([39, 0, 0, 1, 2, 3, 4, 20, -100, -100], device=DEVICE)
     case = LossCase(shape=(10, 40), dtype=dtype, tile=tile, reduction="none")
     options = (None, None, None, *case.options)
@@ -123,10 +123,11 @@ def test_softcap_of_huge_logits(folder: str, tile: tuple[int, int] | None) -> No
         OP, folder, False, case, (*args, False, False)
     )
     capped = (20 * torch.tanh(x.double() / 20)).requires_grad_()
-    torch.testing.assert_close(lse.double(), capped.logsumexp(-1))
+    float32 = {"rtol": 2e-6, "atol": 2e-6}
+    torch.testing.assert_close(lse.double(), capped.logsumexp(-1), **float32)
     torch.testing.assert_close(target_logit, torch.tensor([20.0, 0.0], device=DEVICE))
     expected = F.cross_entropy(capped, target, reduction="none")
-    torch.testing.assert_close(loss.double(), expected)
+    torch.testing.assert_close(loss.double(), expected, **float32)
     upstream = (torch.ones(2, device=DEVICE), None, None, None)
     (dx,) = op_checks.run_kernel(
         OP, folder, True, case, (*upstream, *args[:5], lse, total_weight, *case.options)
