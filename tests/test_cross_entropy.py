@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
+from triton.runtime import interpreter
 
 import liger_ops
 import losses
@@ -153,6 +154,18 @@ def test_a_target_out_of_range_is_loud(
     args = (x, target, torch.ones(33, device=DEVICE), None, None, *case.options, False, False)
     loss, *_ = op_checks.run_kernel(OP, folder, False, case, args)
     assert loss.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("wrong", (-1, 33, 2**40))
+def test_the_gpus_assertion(monkeypatch: pytest.MonkeyPatch, wrong: int, reduction: str) -> None:
+    """What `debug` compiles into the reduction stops at a target out of range, and at no other."""
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
+    kernel = OP.kernel("cuda")
+    kernel(torch.zeros(2, 33), torch.tensor([32, -100]), reduction=reduction)
+    with pytest.raises(Exception, match="a target is neither ignore_index nor from 0 to V - 1"):
+        kernel(torch.zeros(3, 33), torch.tensor([1, wrong, -100]), reduction=reduction)
 
 
 @pytest.mark.parametrize("wrong", (-1, 33, 2**31 - 1))
