@@ -14,7 +14,7 @@ from .cross_entropy_kernels import (
     cross_entropy_wide_kernel,
     reduce_kernel,
 )
-from .launch import WARP_SIZE, Plan, launch, processors, rows
+from .launch import WARP_SIZE, Plan, launch, pipeline_stages, processors, rows
 
 
 def plan_forward(logits: Tensor, gradient: bool = False) -> Plan:
@@ -25,7 +25,8 @@ def plan_forward(logits: Tensor, gradient: bool = False) -> Plan:
         return Plan(BLOCK_M, BLOCK_N, threads=min(1024, max(128, BLOCK_M * BLOCK_N // 16)))
     if not gradient:
         # 95% of the copy rate for (8192, 32768) in bfloat16 on an H200.
-        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=256, stages=3)
+        stages = pipeline_stages(logits, 8192 * logits.element_size())
+        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=256, stages=stages)
     # Where the row is walked again, no stage of it waits in shared memory: 91% for (8192, 32768),
     # with 3 stages 86%; 77% for (2092, 128256), of which all rows at work leave the L2 cache.
     return Plan(BLOCK_M=1, BLOCK_N=8192 if V <= 65536 else 16384, threads=512)
@@ -106,6 +107,8 @@ def loss_and_gradient(
             **options,
         )
     else:
+        # The weights of label smoothing would be prefetched too, and take as much again.
+        weighted = weight is not None and label_smoothing != 0
         # What a thread loads at once.
         fold = min(plan.BLOCK_N, 16 // logits.element_size())
         launch(
@@ -115,7 +118,7 @@ def loss_and_gradient(
             *arguments,
             *scalars,
             FOLD=fold,
-            STAGES=plan.stages,
+            STAGES=1 if weighted else plan.stages,
             **options,
         )
 
