@@ -21,7 +21,7 @@ def effective(logits, logit_scale, softcap):
 
 
 @triton.jit
-def dlogits(
+def logit_gradient(
     x,
     p,
     class_weight,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..loss_math import dlogits, effective
+from ..loss_math import effective, logit_gradient
 from ..triton_math import LOWEST
 from .token_loss import gradient_factors, token_loss, token_weights
 
@@ -115,7 +115,7 @@ def cross_entropy_kernel(
         )
         if label_smoothing is not None:
             smoothed = smoothed[:, None]
-        dx = dlogits(
+        dx = logit_gradient(
             capped,
             _exp(capped - lse[:, None]),
             class_weights,
@@ -307,7 +307,7 @@ def cross_entropy_wide_kernel(
             cols = start + tl.arange(0, BLOCK_N)
             logits = tl.load(logits_ptr + cols, mask=cols < readable, other=0.0).to(tl.float32)
             x = effective(logits, logit_scale, softcap)
-            dx = dlogits(
+            dx = logit_gradient(
                 x,
                 _exp(x - lse),
                 _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
@@ -402,7 +402,7 @@ def cross_entropy_backward_kernel(
         mask = cols < V
         logits = tl.load(logits_ptr + cols, mask=mask & nonzero, other=0.0).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
-        dx = dlogits(
+        dx = logit_gradient(
             x,
             _exp(x - lse),
             _class_weights(weight_ptr, cols, V, label_smoothing is not None),

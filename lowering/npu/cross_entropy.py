@@ -11,16 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
-from ...ops.cross_entropy import (
-    effective as effective_of,
-    gradient_factors,
-    reduced,
-    token_losses,
-    token_weights,
-    upstream,
-)
-from ..loss_math import dlogits as dlogits_of
-from ..loss_math import effective
+from ...ops import cross_entropy as definition
+from ..loss_math import effective, logit_gradient
 from ..sizes import cdiv
 from ..triton_math import LOWEST
 from . import tiling
@@ -142,11 +134,10 @@ def _gradient_kernel(
             logits = tl.where(lse != float("inf"), logits, 0.0)
             x = effective(logits, logit_scale, softcap)
             class_weight = 1.0
-            if smoothed_ptr is not None:
-                if weight_ptr is not None:
-                    class_weight = load(weight_ptr + col, cols, cols < count)
+            if weight_ptr is not None:
+                class_weight = load(weight_ptr + col, cols, cols < count)
             is_target = (cols == column - col).to(tl.float32)
-            dx = dlogits_of(
+            dx = logit_gradient(
                 x,
                 tl.exp(x - lse),
                 class_weight,
@@ -192,13 +183,16 @@ def loss_and_gradient(
     weighted_x = torch.empty_like(lse) if label_smoothing != 0 else None
     predicted = None if predicted_tokens is None else lse.new_empty(M, dtype=torch.int32)
     scale = None if logit_scale == 1 else logit_scale
-    forward_plan = plan or tiling.plan("cross_entropy", V, logits)
+    extras = (weighted_x, softcap, predicted, entropy)
+    plain = all(extra is None for extra in extras)
+    name = "cross_entropy" if plain else "cross_entropy_options"
+    forward_plan = plan or tiling.plan(name, V, logits)
     launch(
         _walk_kernel,
         forward_plan,
         cdiv(M, forward_plan.BLOCK_M),
         logits,
-        weight,
+        weight if label_smoothing != 0 else None,
         lse,
         weighted_x,
         predicted,
@@ -209,16 +203,15 @@ def loss_and_gradient(
         scale,
     )
     ignored = target == ignore_index
-    inside = (target >= 0) & (target < V) & ~ignored
+    inside = _inside(target, V, ignore_index)
     column = torch.where(inside, target, 0).long()
     picked = logits.gather(1, column.unsqueeze(1)).squeeze(1)
-    target_logit.copy_(torch.where(inside, effective_of(picked, softcap, logit_scale), 0.0))
-    weights, counts = token_weights(target, inside, weight, token_weight, torch.float32)
-    smooth = None
-    if weighted_x is not None:
-        class_sum = V if weight is None else weight.sum(dtype=torch.float32)
-        smooth = (class_sum * lse - weighted_x) / V
-    losses = token_losses(
+    picked = definition.effective(picked, softcap, logit_scale)
+    target_logit.copy_(torch.where(inside, picked, 0.0))
+    weights, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)
+    class_sum = _class_sum(weight, V, label_smoothing)
+    smooth = None if weighted_x is None else (class_sum * lse - weighted_x) / V
+    losses = definition.token_losses(
         lse, target_logit, smooth, weights, counts, inside, label_smoothing, lse_square_scale
     )
     for result, value in zip((loss, z_loss), losses, strict=True):
@@ -228,23 +221,24 @@ def loss_and_gradient(
     if entropy is not None:
         entropy.copy_(torch.where(ignored, 0.0, entropy))
     if gradient:
-        write_gradient(
+        factors = definition.gradient_factors(
             torch.ones_like(lse),
             None,
             None,
             None,
-            logits,
-            target,
-            weight,
-            token_weight,
             lse,
-            logits,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            lse_square_scale=lse_square_scale,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            plan=plan,
+            weights,
+            counts,
+            inside,
+            class_sum,
+            V,
+            label_smoothing,
+            lse_square_scale,
+        )
+        column = torch.where(inside, target, -1)
+        smoothing = label_smoothing != 0
+        _launch_gradient(
+            factors, smoothing, column, logits, weight, lse, logits, softcap, scale, plan
         )
 
 
@@ -275,45 +269,69 @@ def gradient(
     M, V = logits.shape
     if M == 0:
         return
-    inside = (target >= 0) & (target < V) & (target != ignore_index)
-    class_sum = V
-    if weight is not None and label_smoothing != 0:
-        class_sum = weight.sum(dtype=torch.float32)
-    soft, smoothed, hard, alive = gradient_factors(
+    inside = _inside(target, V, ignore_index)
+    factors = definition.gradient_factors(
         dloss,
         dz_loss,
         dlse,
         dtarget_logit,
         lse,
-        *token_weights(target, inside, weight, token_weight, torch.float32),
+        *definition.token_weights(target, inside, weight, token_weight, torch.float32),
         inside,
-        class_sum,
+        _class_sum(weight, V, label_smoothing),
         V,
         label_smoothing,
         lse_square_scale,
     )
-    plan = plan or tiling.plan("cross_entropy_backward", V, logits)
+    column = torch.where(inside, target, -1)
+    scale = None if logit_scale == 1 else logit_scale
+    smoothing = label_smoothing != 0
+    _launch_gradient(factors, smoothing, column, logits, weight, lse, dlogits, softcap, scale, plan)
+
+
+def _launch_gradient(
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],
+    smoothing: bool,
+    column: Tensor,
+    logits: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    dlogits: Tensor,
+    softcap: float | None,
+    logit_scale: float | None,
+    plan: Plan | None,
+) -> None:
+    M, V = logits.shape
+    soft, smoothed, hard, alive = factors
+    name = "cross_entropy" if softcap is None and not smoothing else "cross_entropy_options"
+    plan = plan or tiling.plan(f"{name}_backward", V, logits)
     launch(
         _gradient_kernel,
         plan,
         cdiv(M, plan.BLOCK_M),
         logits,
-        weight,
+        weight if smoothing else None,
         torch.where(alive, lse, float("inf")),
         soft,
-        smoothed if label_smoothing != 0 else None,
+        smoothed if smoothing else None,
         hard,
-        torch.where(inside, target, -1).int(),
+        column.int(),
         dlogits,
         M,
         V,
         softcap,
-        None if logit_scale == 1 else logit_scale,
+        logit_scale,
     )
 
 
-# loss_and_gradient has an argument of this name.
-write_gradient = gradient
+def _inside(target: Tensor, V: int, ignore_index: int) -> Tensor:
+    """Whether a target is one of the classes."""
+    return (target >= 0) & (target < V) & (target != ignore_index)
+
+
+def _class_sum(weight: Tensor | None, V: int, label_smoothing: float) -> Tensor | int:
+    """sum_c weight_c, where it is needed."""
+    return V if weight is None or label_smoothing == 0 else weight.sum(dtype=torch.float32)
 
 
 def reduce(
@@ -332,11 +350,11 @@ def reduce(
     reduction: str,
 ) -> None:
     """Fill total_weight, and but for the reduction "none" loss and z_loss, of the tokens' own."""
-    inside = (target >= 0) & (target < V) & (target != ignore_index)
-    _, counts = token_weights(target, inside, weight, token_weight, torch.float32)
+    inside = _inside(target, V, ignore_index)
+    _, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)
     total_weight.copy_(counts.sum())
     if reduction != "none":
-        results = reduced(losses, z_losses, total_weight, num_items_in_batch, reduction)
+        results = definition.reduced(losses, z_losses, total_weight, num_items_in_batch, reduction)
         for result, value in zip((loss, z_loss), results, strict=True):
             result.copy_(value)
 
@@ -458,7 +476,7 @@ def cross_entropy_backward(
         logit_scale,
     )
     dloss, dz_loss = (
-        upstream(grad, lse, total_weight, num_items_in_batch, reduction)
+        definition.upstream(grad, lse, total_weight, num_items_in_batch, reduction)
         for grad in (dloss, dz_loss)
     )
     per_token = (dloss, dz_loss, dlse, dtarget_logit)
