@@ -22,7 +22,7 @@ import simulated_npu
 from graphs import Recorder, liger_ops_of
 from liger_ops import library
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
-from liger_ops.ops.linear_cross_entropy import upstream_of_tokens
+from liger_ops.ops.head import upstream_of_tokens
 from op_checks import assert_allocated_as_meta, assert_unchanged, clones, poisoned_memory, widened
 from op_under_test import DEVICE, FOLDERS, X_LAYOUTS, Values, laid_out, max_abs
 
