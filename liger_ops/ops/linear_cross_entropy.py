@@ -380,3 +380,5 @@ def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 library.gradient("linear_cross_entropy_forward", _backward, _setup_context)
 library.differentiate_definition("linear_cross_entropy_backward")
+library.as_given("linear_cross_entropy_forward")
+library.as_given("linear_cross_entropy_backward")
