@@ -1,6 +1,7 @@
 """Modules that call the ops."""
 
 from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
+from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
@@ -10,6 +11,8 @@ from .softmax import LogSoftmax, Softmax
 __all__ = [
     "GEGLU",
     "ClampedSwiGLU",
+    "CrossEntropyLoss",
+    "CrossEntropyOutput",
     "FusedAddRMSNorm",
     "GroupNorm",
     "LayerNorm",
