@@ -128,6 +128,8 @@ class OpUnderTest:
     per_row: tuple[str, ...]
     # The arguments that give the others' shape.
     leading: tuple[str, ...]
+    # Whether it multiplies matrices, whose sums are in another order for other strides.
+    multiplies: bool = False
     # The ATen op whose autocast rule it has, or, like it, has not.
     autocast_as: str
 

@@ -4,6 +4,7 @@ from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
+from .linear_cross_entropy import LinearCrossEntropyLoss
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -16,6 +17,7 @@ __all__ = [
     "FusedAddRMSNorm",
     "GroupNorm",
     "LayerNorm",
+    "LinearCrossEntropyLoss",
     "LogSoftmax",
     "RMSNorm",
     "ReLUSquared",
