@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import classes, norms
+from . import classes, loss, norms
 from .report import Fused, FuseReport, Left
 
 __all__ = ["FuseReport", "Fused", "Left", "fuse", "unfuse"]
 
-FUSERS = (norms.fuse,)
+FUSERS = (norms.fuse, loss.fuse)
 
 
 def fuse(model: nn.Module) -> FuseReport:
