@@ -86,7 +86,7 @@ def head_obstacle(head: Any) -> str | None:
 def view_class(base: type) -> type[View]:
     """The class of the views of a class's models; by name transformers knows what they return."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (View,), names)
+    return type(base.__name__, (View, base), names)
 
 
 def without_logits(
@@ -119,18 +119,18 @@ class View:
     """A model but for its head and its loss function, for one call of its forward."""
 
     def __init__(self, model: nn.Module, head_name: str, head: Any) -> None:
-        object.__setattr__(self, "_liger_ops_view", (model, head_name, head))
-
-    def __getattr__(self, name: str) -> Any:
-        model, head_name, head = self._liger_ops_view
-        return head if name == head_name else getattr(model, name)
+        attributes = vars(self)
+        attributes.update(vars(model))
+        attributes["_modules"] = {**model._modules, head_name: head}
+        attributes["_liger_ops_view"] = (model, head)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._liger_ops_view[0], name, value)
+        super().__setattr__(name, value)
 
     @property
     def loss_function(self) -> Callable[..., Any]:
-        return self._liger_ops_view[2].loss_function
+        return self._liger_ops_view[1].loss_function
 
 
 class DeferredHead:
