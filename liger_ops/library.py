@@ -2,6 +2,7 @@
 
 An op is one `Op` record. `define` creates it from its definition in plain PyTorch, `fake` adds the
 argument checks and output allocation, `kernel` a device's kernel, `gradient` its autograd formula.
+`compose` creates an op that is made of others, and has nothing of its own but its schema.
 
 What runs:
   * a tensor of a device with a kernel: that kernel, float64 excepted;
@@ -54,6 +55,10 @@ class Op:
 
 
 OPS: dict[str, Op] = {}
+# The ops that are made of others, by name: their functions.
+COMPOSED: dict[str, Callable[..., Any]] = {}
+
+_COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(
@@ -80,20 +85,44 @@ def define(
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         op = OPS[name] = Op(name, definition, custom_op, overload)
         _serve_transforms(op)
-
-        @functools.wraps(definition)
-        def public(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return overload(*args, **kwargs)
-            except RuntimeError as error:
-                # What the dispatcher says of an argument that is not of the schema's type.
-                if str(error).startswith(f"{NAMESPACE}::{name}() "):
-                    raise TypeError(str(error)) from None
-                raise
-
-        return public  # type: ignore[return-value]
+        return _public(definition, overload)
 
     return decorate
+
+
+def compose(schema: str) -> Callable[[Function], Function]:
+    """Create the op `liger::<function name>` of other ops and return its public function.
+
+    Dynamo keeps it one node. Eager autograd, AOTAutograd, `torch.func` and forward-mode AD see the
+    ops that the function calls, and do to each what they do to it anywhere.
+    """
+
+    def decorate(function: Function) -> Function:
+        name = function.__name__
+        _COMPOSITES.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # functorch's front key has a fallback of its own, which would find no batching rule.
+        for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
+            _COMPOSITES.impl(name, function, key)
+        COMPOSED[name] = function
+        return _public(function, getattr(getattr(torch.ops, NAMESPACE), name).default)
+
+    return decorate
+
+
+def _public(function: Function, overload: Any) -> Function:
+    """The op as its module exports it: the overload, with the function's documentation."""
+
+    @functools.wraps(function)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return overload(*args, **kwargs)
+        except RuntimeError as error:
+            # What the dispatcher says of an argument that is not of the schema's type.
+            if str(error).startswith(f"{NAMESPACE}::{function.__name__}() "):
+                raise TypeError(str(error)) from None
+            raise
+
+    return public  # type: ignore[return-value]
 
 
 def fake(name: str) -> Callable[[Function], Function]:

@@ -6,10 +6,12 @@ arguments and allocate its outputs.
 
 from . import (
     clamped_swiglu,
+    cross_entropy,
     fused_add_rms_norm,
     geglu,
     group_norm,
     layer_norm,
+    linear_cross_entropy,
     log_softmax,
     relu_squared,
     rms_norm,
@@ -20,10 +22,12 @@ from . import (
 
 __all__ = [
     "clamped_swiglu",
+    "cross_entropy",
     "fused_add_rms_norm",
     "geglu",
     "group_norm",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "relu_squared",
     "rms_norm",

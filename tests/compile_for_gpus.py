@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 
 import liger_ops.lowering.cuda as cuda
 from liger_ops import library
+from liger_ops.lowering.cuda import cross_entropy
 from liger_ops.lowering.cuda.launch import WARP_SIZE
 
 TARGETS = {
@@ -35,7 +36,17 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+# Of a launch, beside num_warps.
+COMPILER_OPTIONS = ("debug", "sanitize_overflow")
+LOSS_OPTIONS = ("ignore_index", "label_smoothing", "lse_square_scale", "softcap", "logit_scale")
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -78,6 +89,8 @@ def calls() -> Iterator[Callable[[], Any]]:
             for op in ("softmax", "log_softmax"):
                 yield lambda x=x, op=op: kernel[op](x)
                 yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
+        for V in (100, 4096, 32768, 128256):
+            yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
         for D, R in ((128, 128), (96, 24), (256, 256)):
             q, k = torch.empty(2, 3, 32, D, dtype=dtype), torch.empty(2, 3, 8, D, dtype=dtype)
             table = torch.empty(2, 3, R, dtype=dtype)
@@ -120,6 +133,30 @@ def activation_calls(
             )
     yield lambda: kernel["relu_squared"](gate)
     yield lambda: kernel["relu_squared_backward"](gate, gate)
+
+
+def cross_entropy_calls(
+    kernel: dict[str, Callable[..., Any]], logits: torch.Tensor
+) -> Iterator[Callable[[], Any]]:
+    """The plain loss, and all options at once; the gradient written over the logits."""
+    M, V = logits.shape
+    target, row = torch.zeros(M, dtype=torch.int64), torch.zeros(M)
+    weight, items, one = torch.ones(V), torch.tensor(M), torch.tensor(1.0)
+    plain = (logits, target, None, None, None, -100, "mean", 0.0, 0.0, None, 1.0)
+    full = (logits, target, weight, row, items, -100, "mean", 0.1, 1e-4, 30.0, 0.5)
+    yield lambda: kernel["cross_entropy_forward"](*plain)
+    yield lambda: kernel["cross_entropy_forward"](*full, True, True)
+    for args, grads in ((plain, (one, None, None, None)), (full, (one, one, row, row))):
+        inputs = (*args[:5], row, one, *args[5:])
+        yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)
+        yield lambda args=args: cross_entropy.loss_and_gradient(
+            *args[:4],
+            **dict(zip(LOSS_OPTIONS, (args[5], *args[7:]), strict=True)),
+            **dict.fromkeys(("loss", "z_loss", "lse", "target_logit"), row),
+            predicted_tokens=None,
+            entropy=None,
+            gradient=True,
+        )
 
 
 def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
@@ -180,7 +217,9 @@ def main(names: list[str]) -> None:
             if key in seen:
                 continue
             seen.add(key)
-            compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+            compiler = {"num_warps": num_warps}
+            compiler |= {key: options[key] for key in COMPILER_OPTIONS if key in options}
+            compiled = triton.compile(source, target=target, options=compiler)
             record = {
                 "kernel": kernel.__name__,
                 "target": name,

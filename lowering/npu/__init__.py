@@ -2,10 +2,12 @@
 
 from . import (
     clamped_swiglu,
+    cross_entropy,
     fused_add_rms_norm,
     geglu,
     group_norm,
     layer_norm,
+    linear_cross_entropy,
     log_softmax,
     relu_squared,
     rms_norm,
@@ -16,10 +18,12 @@ from . import (
 
 __all__ = [
     "clamped_swiglu",
+    "cross_entropy",
     "fused_add_rms_norm",
     "geglu",
     "group_norm",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "relu_squared",
     "rms_norm",

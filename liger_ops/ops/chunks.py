@@ -1,0 +1,38 @@
+"""Into how many chunks of rows a loss over a vocabulary divides its logits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+ENVIRONMENT = "LIGER_OPS_LOGITS_BYTES"
+DEFAULT_BYTES = 256 * 2**20
+
+# Matrix products are fastest where their sizes are multiples of their tiles.
+TILE = 128
+
+
+def chunks(M: int, row_bytes: int, chunk_bytes: int | None) -> Iterator[slice]:
+    """M rows in slices of about one size, each of at most `chunk_bytes` and at least one row.
+
+    Without rows there is one slice, of none.
+    """
+    fitting = max(1, (chunk_bytes or budget()) // max(1, row_bytes))
+    if fitting >= M:
+        yield slice(0, M)
+        return
+    unit = TILE if fitting >= TILE else 1
+    count = -(-M // (fitting // unit * unit))
+    rows = -(-M // (count * unit)) * unit
+    for start in range(0, M, rows):
+        yield slice(start, min(start + rows, M))
+
+
+def budget() -> int:
+    """The bytes of a chunk where the caller names none: the environment's, or the default."""
+    value = os.environ.get(ENVIRONMENT)
+    if value is None:
+        return DEFAULT_BYTES
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"{ENVIRONMENT} must be a number of bytes above 0, got {value!r}")
+    return int(value)

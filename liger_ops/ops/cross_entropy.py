@@ -1,0 +1,437 @@
+"""Cross-entropy of logits and class indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .precision import widened
+
+REDUCTIONS = ("none", "mean", "sum")
+
+OPTIONS = (
+    "Tensor logits, Tensor target, Tensor? weight=None, Tensor? token_weight=None,"
+    " Tensor? num_items_in_batch=None, int ignore_index=-100, str reduction='mean',"
+    " float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None,"
+    " float logit_scale=1.0"
+)
+
+
+@library.compose(f"({OPTIONS}) -> Tensor")
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """Cross-entropy of logits and class indices, for each token or over all.
+
+    With x = softcap * tanh(logits * logit_scale / softcap), without softcap logits * logit_scale,
+    for token i and class c of V:
+
+        lse_i = log(sum_c exp(x_ic))
+        nll_i = weight[target_i] * (lse_i - x_i,target_i)
+        smooth_i = sum_c weight_c * (lse_i - x_ic) / V
+        z_i = token_weight_i * weight[target_i] * lse_square_scale * lse_i**2
+        loss_i = token_weight_i * ((1 - label_smoothing) * nll_i + label_smoothing * smooth_i) + z_i
+
+    and 0 for a token whose target is ignore_index. The reduction "none" gives loss_i, "sum" their
+    sum, and "mean" the sum divided by num_items_in_batch, or where that is not given by the sum of
+    token_weight_i * weight[target_i] over the tokens that are not ignored. Where all are, the mean
+    is NaN and the sum 0, as `torch.nn.functional.cross_entropy` has it, which this is without the
+    options that only this has.
+
+    Computed in float32 whatever the dtype of the logits, and given in it; autocast changes nothing.
+    The logits are read once, and never written, widened or normalised in memory: beside the result
+    there are four numbers a token. float64 runs the definition on every device.
+
+    The gradient of the logits is computed from them and lse, in float32, and rounded once. That of
+    an ignored token is exactly 0, whatever its logits hold. There is none of weight, token_weight
+    and num_items_in_batch, and asking for one is an error.
+
+    This op is made of `cross_entropy_forward`, which has more results.
+
+    Args:
+        logits: (..., V), floating point, any strides; unit stride in the last dimension is fast.
+        target: (...), int64 or int32; each ignore_index, or from 0 to V - 1.
+        weight: (V,), floating point; of each class.
+        token_weight: of target's shape, floating point; of each token.
+        num_items_in_batch: (), of any dtype but bool and complex; what the mean divides by.
+        ignore_index: the target of tokens that do not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: from 0 to 1.
+        lse_square_scale: of the z-loss, at least 0.
+        softcap: above 0, or None for no cap.
+        logit_scale: above 0.
+
+    Returns:
+        (), or of target's shape for the reduction "none"; float32, or float64 for such logits.
+
+    Raises:
+        TypeError: a tensor is of another dtype.
+        ValueError: a shape, a device or an option is not as above, or a tensor that has no gradient
+            requires one.
+        IndexError: a target is out of range. A GPU stops with a device-side assertion, and an NPU
+            gives NaN; neither reads out of bounds.
+
+    Source: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016 (label
+    smoothing); Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022 (z-loss).
+
+    Example:
+        >>> liger_ops.cross_entropy(torch.zeros(2, 4), torch.tensor([3, -100]))
+        tensor(1.3863)
+    """
+    return cross_entropy_forward(
+        logits,
+        target,
+        weight,
+        token_weight,
+        num_items_in_batch,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+    )[0]
+
+
+@library.define(
+    f"({OPTIONS}, bool return_predicted=False, bool return_entropy=False)"
+    " -> (Tensor loss, Tensor z_loss, Tensor lse, Tensor target_logit, Tensor total_weight,"
+    " Tensor? predicted_tokens, Tensor? entropy)",
+    strides=torch.Tag.needs_fixed_stride_order,
+)
+def cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_predicted: bool = False,
+    return_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`cross_entropy`, with what it is made of.
+
+    loss, z_loss, lse and target_logit are each differentiable in the logits. A loss over a
+    vocabulary that lies on several devices is made of the last two: each device ignores the targets
+    that it does not hold, and an ignored token's lse is still its own.
+
+        entropy_i = -sum_c p_ic * log(p_ic), p_ic = exp(x_ic - lse_i)
+
+    Args:
+        logits, target, weight, token_weight, num_items_in_batch, ignore_index, reduction,
+            label_smoothing, lse_square_scale, softcap, logit_scale: as of `cross_entropy`.
+        return_predicted: whether predicted_tokens is wanted.
+        return_entropy: whether entropy is wanted.
+
+    Returns:
+        loss: as `cross_entropy` gives it.
+        z_loss: the part of loss that is the z-loss, reduced as loss is.
+        lse: of target's shape.
+        target_logit: x_i,target_i; of target's shape; 0 where ignored.
+        total_weight: (); the sum of token_weight_i * weight[target_i] over tokens not ignored.
+        predicted_tokens: of target's shape, int64; the class of the largest logit, the first of
+            equal ones. None unless wanted.
+        entropy: of target's shape; 0 where ignored; not differentiable. None unless wanted.
+
+        All but predicted_tokens of the dtype of `cross_entropy`.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `cross_entropy`.
+
+    Example:
+        >>> _, _, lse, *_ = liger_ops.cross_entropy_forward(torch.zeros(1, 4), torch.tensor([3]))
+        >>> lse
+        tensor([1.3863])
+    """
+    x = effective(logits, softcap, logit_scale)
+    V = x.shape[-1]
+    lse = _logsumexp(x)
+    target_logit = _target_logit(x, target, ignore_index)
+    within = target != ignore_index
+    weights, counts = token_weights(target, within, weight, token_weight, x.dtype)
+    smooth = None
+    if label_smoothing != 0:
+        surprisals = lse.unsqueeze(-1) - x
+        if weight is not None:
+            surprisals = surprisals * weight.to(x.dtype)
+        smooth = surprisals.sum(-1) / V
+    loss, z_loss = token_losses(
+        lse, target_logit, smooth, weights, counts, within, label_smoothing, lse_square_scale
+    )
+    total_weight = counts.sum()
+    loss, z_loss = reduced(loss, z_loss, total_weight, num_items_in_batch, reduction)
+    predicted_tokens = logits.detach().argmax(-1) if return_predicted else None
+    entropy = _entropy(x.detach(), lse.detach(), within) if return_entropy else None
+    return loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy
+
+
+@library.define(
+    "(Tensor? dloss, Tensor? dz_loss, Tensor? dlse, Tensor? dtarget_logit, Tensor logits,"
+    " Tensor target, Tensor? weight, Tensor? token_weight, Tensor? num_items_in_batch, Tensor lse,"
+    " Tensor total_weight, int ignore_index, str reduction, float label_smoothing,"
+    " float lse_square_scale, float? softcap, float logit_scale) -> Tensor",
+    strides=torch.Tag.needs_fixed_stride_order,
+)
+def cross_entropy_backward(
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items_in_batch: Tensor | None,
+    lse: Tensor,
+    total_weight: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> Tensor:
+    """The gradient of `cross_entropy_forward`.
+
+    With dloss_i and dz_loss_i those of a token, the factor of the reduction included:
+
+        dx_ic = a_i * p_ic - b_i * weight_c - c_i * (c == target_i), p_ic = exp(x_ic - lse_i)
+        a_i = dloss_i * token_weight_i * ((1 - label_smoothing) * weight[target_i]
+                                          + label_smoothing * sum_c weight_c / V)
+              + (dloss_i + dz_loss_i) * 2 * z_i / lse_i + dlse_i
+        b_i = dloss_i * token_weight_i * label_smoothing / V
+        c_i = dloss_i * token_weight_i * (1 - label_smoothing) * weight[target_i] - dtarget_logit_i
+        dlogits_ic = dx_ic * logit_scale * (1 - (x_ic / softcap)**2)
+
+    For an ignored token a_i is dlse_i, and b_i and c_i are 0; where dlse_i is 0 or not given, so is
+    its gradient.
+
+    Args:
+        dloss, dz_loss, dlse, dtarget_logit: floating point, of the shape of what they are the
+            gradients of, any strides; each or None.
+        lse, total_weight: what the forward returned.
+        The others: as of the forward.
+
+    Returns:
+        dlogits: (..., V), contiguous, of the dtype of the logits.
+
+    Raises:
+        TypeError, ValueError: as `cross_entropy`.
+    """
+    x = effective(logits, softcap, logit_scale)
+    within = target != ignore_index
+    lse = lse.to(x.dtype)
+    soft, smoothed, hard, alive = gradient_factors(
+        upstream(dloss, lse, total_weight, num_items_in_batch, reduction),
+        upstream(dz_loss, lse, total_weight, num_items_in_batch, reduction),
+        dlse,
+        dtarget_logit,
+        lse,
+        *token_weights(target, within, weight, token_weight, x.dtype),
+        within,
+        _class_sum(weight, x),
+        x.shape[-1],
+        label_smoothing,
+        lse_square_scale,
+    )
+    dx = soft.unsqueeze(-1) * torch.exp(x - lse.unsqueeze(-1))
+    if label_smoothing != 0:
+        smoothed = smoothed.unsqueeze(-1)
+        dx = dx - (smoothed if weight is None else smoothed * weight.to(x.dtype))
+    is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
+    dx = dx - torch.where(is_target, hard.unsqueeze(-1), 0.0)
+    if softcap is not None:
+        dx = dx * (1 - (x / softcap).square())
+    dx = torch.where(alive.unsqueeze(-1), dx * logit_scale, 0.0)
+    return dx.to(logits.dtype).contiguous()
+
+
+def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+    """x: the logits that the loss is of, in the dtype of its arithmetic."""
+    x = widened(logits)
+    if logit_scale != 1:
+        x = x * logit_scale
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def _logsumexp(x: Tensor) -> Tensor:
+    """As `torch.logsumexp`, but that inf gives NaN, as it does in a softmax."""
+    lowest = torch.finfo(x.dtype).min
+    maximum = x.detach().amax(-1, keepdim=True).clamp(min=lowest)
+    return maximum.squeeze(-1) + torch.log(torch.exp(x - maximum).sum(-1))
+
+
+def _target_logit(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """x of the target, 0 where it is ignored.
+
+    ATen's loss finds the target that is out of range, as it does for its own caller.
+    """
+    try:
+        picked = torch.nn.functional.nll_loss(
+            x.reshape(-1, x.shape[-1]),
+            target.reshape(-1).long(),
+            ignore_index=ignore_index,
+            reduction="none",
+        )
+    except IndexError as error:
+        raise IndexError(
+            f"cross_entropy: target must be ignore_index, {ignore_index}, or from 0 to"
+            f" {x.shape[-1] - 1}, got one that is not: {error}"
+        ) from None
+    return -picked.reshape(target.shape)
+
+
+def token_weights(
+    target: Tensor,
+    within: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """What each token's weight is, and with its class's: what it counts. Both 0 but within."""
+    weights = within.to(dtype)
+    if token_weight is not None:
+        weights = torch.where(within, token_weight.to(dtype), 0.0)
+    if weight is None:
+        return weights, weights
+    return weights, weights * weight.to(dtype)[torch.where(within, target, 0).long()]
+
+
+def token_losses(
+    lse: Tensor,
+    target_logit: Tensor,
+    smooth: Tensor | None,
+    weights: Tensor,
+    counts: Tensor,
+    within: Tensor,
+    label_smoothing: float,
+    lse_square_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Each token's loss and z-loss, 0 but within. smooth is None without label smoothing."""
+    # What does not count may be NaN, and is replaced before the arithmetic that is differentiated.
+    lse = torch.where(within, lse, 0.0)
+    z_loss = counts * lse_square_scale * lse.square()
+    loss = (1 - label_smoothing) * counts * (lse - torch.where(within, target_logit, 0.0))
+    if smooth is not None:
+        loss = loss + label_smoothing * weights * torch.where(within, smooth, 0.0)
+    return loss + z_loss, z_loss
+
+
+def reduced(
+    loss: Tensor,
+    z_loss: Tensor,
+    total_weight: Tensor,
+    num_items_in_batch: Tensor | None,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    if reduction == "none":
+        return loss, z_loss
+    loss, z_loss = loss.sum(), z_loss.sum()
+    if reduction == "sum":
+        return loss, z_loss
+    items = total_weight if num_items_in_batch is None else num_items_in_batch
+    return loss / items, z_loss / items
+
+
+def upstream(
+    grad: Tensor | None,
+    lse: Tensor,
+    total_weight: Tensor,
+    num_items_in_batch: Tensor | None,
+    reduction: str,
+) -> Tensor | None:
+    """The gradient of each token's own loss, from that of the reduced one."""
+    if grad is None:
+        return None
+    if reduction == "mean":
+        grad = grad / (total_weight if num_items_in_batch is None else num_items_in_batch)
+    return grad.expand(lse.shape)
+
+
+def gradient_factors(
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    lse: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+    within: Tensor,
+    class_sum: Tensor | int,
+    V: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a, b and c of `cross_entropy_backward`, and whether a token has a gradient at all."""
+    zero = torch.zeros_like(lse)
+    dloss, dz_loss = (zero if grad is None else grad.to(lse.dtype) for grad in (dloss, dz_loss))
+    hard = (1 - label_smoothing) * dloss * counts
+    smoothed = label_smoothing / V * dloss * weights
+    soft = hard + smoothed * class_sum
+    soft = soft + (dloss + dz_loss) * counts * (2 * lse_square_scale) * lse
+    if dtarget_logit is not None:
+        hard = hard - dtarget_logit.to(lse.dtype)
+    soft, smoothed, hard = (torch.where(within, value, 0.0) for value in (soft, smoothed, hard))
+    if dlse is None:
+        return soft, smoothed, hard, within
+    return soft + dlse.to(lse.dtype), smoothed, hard, within | (dlse != 0)
+
+
+def _class_sum(weight: Tensor | None, x: Tensor) -> Tensor | int:
+    return x.shape[-1] if weight is None else weight.to(x.dtype).sum()
+
+
+def _entropy(x: Tensor, lse: Tensor, within: Tensor) -> Tensor:
+    surprisals = lse.unsqueeze(-1) - x
+    p = torch.exp(-surprisals)
+    # A class of probability 0 adds nothing, though its surprisal is inf.
+    entropy = torch.where(p == 0, 0.0, p * surprisals).sum(-1)
+    return torch.where(within, entropy, 0.0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    names = ("weight", "token_weight", "num_items_in_batch")
+    for name, needed in zip(names, ctx.needs_input_grad[2:5], strict=False):
+        if needed:
+            raise ValueError(
+                f"cross_entropy: {name} must not require a gradient, which the loss does not give"
+            )
+    _, _, lse, _, total_weight, predicted_tokens, entropy = output
+    ctx.save_for_backward(*inputs[:5], lse, total_weight)
+    ctx.options = inputs[5:11]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(
+        *(value for value in (total_weight, predicted_tokens, entropy) if value is not None)
+    )
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    dlogits = None
+    if any(grad is not None for grad in grads[:4]):
+        dloss, dz_loss, dlse, dtarget_logit = grads[:4]
+        dlogits = cross_entropy_backward(
+            dloss, dz_loss, dlse, dtarget_logit, *ctx.saved_tensors, *ctx.options
+        )
+    return (dlogits, *(None for _ in range(12)))
+
+
+library.gradient("cross_entropy_forward", _backward, _setup_context)
+library.differentiate_definition("cross_entropy_backward")

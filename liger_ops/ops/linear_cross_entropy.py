@@ -1,0 +1,485 @@
+"""Cross-entropy of a linear layer's logits, which are never in memory as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .chunks import chunks
+from .precision import widened
+
+OPTIONS = (
+    "Tensor x, Tensor weight, Tensor target, Tensor? bias=None, Tensor? class_weight=None,"
+    " Tensor? token_weight=None, Tensor? num_items_in_batch=None, int ignore_index=-100,"
+    " str reduction='mean', float label_smoothing=0.0, float lse_square_scale=0.0,"
+    " float? softcap=None, float logit_scale=1.0, ScalarType? accum_dtype=None,"
+    " int? chunk_bytes=None"
+)
+
+
+@library.compose(f"({OPTIONS}) -> Tensor")
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """Cross-entropy of the logits x @ weight.T + bias, of which only a few rows are in memory.
+
+        logits = x @ weight.T + bias
+        loss = cross_entropy(logits, target, class_weight, token_weight, ...)
+
+    with the options of `cross_entropy`, whose equations hold here. A chunk of the rows of x at a
+    time gives its logits, in x's dtype, as `torch.nn.functional.linear` would; the loss is computed
+    from them in float32.
+
+    Where a gradient is needed and the reduction is "mean" or "sum", the forward computes it: the
+    gradient of a chunk's logits takes their place in memory, and its products with weight and x are
+    those of an ordinary backward. Three products of M, V and D make up forward and backward, as
+    without this op. The backward then multiplies by the loss's own gradient and the reduction's
+    factor. A gradient that nobody requires is neither computed nor allocated, and so is none under
+    `torch.no_grad()`. For the reduction "none", and for a second derivative, the backward computes
+    the logits again, a chunk at a time: four products.
+
+    The gradient of weight is summed over the chunks in accum_dtype, float32 by default, and rounded
+    to weight's dtype once all are summed; that of float16 stays in float32 until it is multiplied,
+    so that neither the loss's scale nor the number of tokens makes it overflow or vanish. On a
+    device whose matrix products cannot give float32 for bfloat16 (Ascend NPUs), each chunk's
+    product is rounded to bfloat16 before it is added.
+
+    In memory, beside the result and the gradients: one chunk of logits, of at most chunk_bytes
+    bytes or one row, and the accum_dtype sum of weight's gradient. The definition, which runs on
+    a CPU and for float64, holds several float32 copies of the chunk. The number of chunks changes
+    the result by rounding alone.
+
+    Under autocast x, weight and bias are cast as `torch.nn.functional.linear` casts them.
+
+    This op is made of `linear_cross_entropy_forward`, which has more results.
+
+    Args:
+        x: (..., D), floating point, any strides.
+        weight: (V, D), of x's dtype.
+        target: (...), int64 or int32; each ignore_index, or from 0 to V - 1.
+        bias: (V,), of x's dtype.
+        class_weight: (V,), floating point; of each class: `cross_entropy`'s weight.
+        token_weight, num_items_in_batch, ignore_index, reduction, label_smoothing,
+            lse_square_scale, softcap, logit_scale: as of `cross_entropy`.
+        accum_dtype: float32, weight's dtype to halve the memory of the sum of its gradient, or None
+            for float32.
+        chunk_bytes: of a chunk of logits in x's dtype; None for the bytes in the environment's
+            LIGER_OPS_LOGITS_BYTES, or 256 MiB.
+
+    Returns:
+        (), or of target's shape for the reduction "none"; float32, or float64 for such x.
+
+    Raises:
+        TypeError: a tensor is of another dtype; weight or bias is not of x's.
+        ValueError: a shape, a device or an option is not as above, or a tensor that has no gradient
+            requires one.
+        IndexError: a target is out of range, on a CPU; elsewhere as `cross_entropy`.
+
+    Source: the gradient in the forward: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM
+    Training", 2024.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_cross_entropy(x, weight, torch.tensor([3, -100]))
+        tensor(1.3863)
+    """
+    x, weight, bias = cast_as_linear(x, weight, bias)
+    mask = needed_gradients(x, weight, bias, reduction)
+    if torch._C._are_functorch_transforms_active():
+        # They differentiate the definition, whose own gradients nobody would see.
+        mask = [False, False, False]
+    return linear_cross_entropy_forward(
+        x,
+        weight,
+        target,
+        bias,
+        class_weight,
+        token_weight,
+        num_items_in_batch,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+        accum_dtype,
+        chunk_bytes,
+        gradient_mask=mask,
+    )[0]
+
+
+@library.define(
+    f"({OPTIONS}, bool return_predicted=False, bool return_entropy=False,"
+    " bool[3] gradient_mask=[False, False, False])"
+    " -> (Tensor loss, Tensor z_loss, Tensor lse, Tensor target_logit, Tensor total_weight,"
+    " Tensor? predicted_tokens, Tensor? entropy, Tensor? dx, Tensor? dweight, Tensor? dbias)"
+)
+def linear_cross_entropy_forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+    chunk_bytes: int | None = None,
+    return_predicted: bool = False,
+    return_entropy: bool = False,
+    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
+) -> tuple[
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+]:
+    """`linear_cross_entropy`, with what it is made of and the gradients computed on the way.
+
+    loss, z_loss, lse and target_logit are each differentiable in x, weight and bias; the other
+    results are not. A loss over a vocabulary that lies on several devices is made of lse and
+    target_logit: each device ignores the targets that it does not hold.
+
+    The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in the
+    dtype in which they wait for the backward: x's, but float32 for float16, accum_dtype for
+    weight's. The backward takes them where loss alone has a gradient, and computes the logits again
+    where they were not asked for. Autocast changes nothing here.
+
+    Args:
+        x, weight, target, bias, class_weight, token_weight, num_items_in_batch, ignore_index,
+            reduction, label_smoothing, lse_square_scale, softcap, logit_scale, accum_dtype,
+            chunk_bytes: as of `linear_cross_entropy`.
+        return_predicted: whether predicted_tokens is wanted.
+        return_entropy: whether entropy is wanted.
+        gradient_mask: whether dx, dweight and dbias are wanted. All False for the reduction "none".
+
+    Returns:
+        loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy: as of
+            `cross_entropy_forward`.
+        dx: of x's shape; dweight: of weight's; dbias: of bias's; contiguous. Each None unless
+            wanted.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `linear_cross_entropy`; or gradient_mask asks for a
+            gradient of the reduction "none", or of a bias that is not given.
+
+    Example:
+        >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_cross_entropy_forward(x, weight, torch.tensor([3]))[2]  # lse
+        tensor([1.3863])
+    """
+    rows, targets, token_weights = flattened(x, target, token_weight)
+    options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
+    gradients = _Gradients(weight, gradient_mask, accum_dtype, waiting=True)
+    parts = []
+    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
+        logits = torch.nn.functional.linear(rows[chunk], weight, bias)
+        tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
+        part = _LOSS(logits, *tokens, *options, return_predicted, return_entropy)
+        parts.append(part)
+        if any(gradient_mask):
+            with torch.no_grad():
+                _, _, lse, _, total_weight, _, _ = part
+                ones = torch.ones_like(lse)
+                upstream = (ones, None, None, None)
+                dlogits = _GRADIENT(*upstream, logits, *tokens, lse, total_weight, *options)
+                gradients.add(dlogits, rows[chunk])
+    loss, z_loss, lse, target_logit, total_weights, predicted_tokens, entropy = (
+        None if values[0] is None else torch.cat([value.reshape(-1) for value in values])
+        for values in zip(*parts, strict=True)
+    )
+    total_weight = total_weights.sum()
+    per_token = tuple(
+        None if value is None else value.reshape(target.shape)
+        for value in (lse, target_logit, predicted_tokens, entropy)
+    )
+    if reduction == "none":
+        loss, z_loss = loss.reshape(target.shape), z_loss.reshape(target.shape)
+    else:
+        items = divisor(reduction, total_weight, num_items_in_batch)
+        loss, z_loss = loss.sum() / items, z_loss.sum() / items
+    return (loss, z_loss, *per_token[:2], total_weight, *per_token[2:], *gradients.of(x))
+
+
+@library.define(
+    "(Tensor? dloss, Tensor? dz_loss, Tensor? dlse, Tensor? dtarget_logit, Tensor x, Tensor weight,"
+    " Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weight,"
+    " Tensor? num_items_in_batch, Tensor lse, Tensor total_weight, int ignore_index,"
+    " str reduction, float label_smoothing, float lse_square_scale, float? softcap,"
+    " float logit_scale, ScalarType? accum_dtype, int? chunk_bytes, bool[3] output_mask)"
+    " -> (Tensor? dx, Tensor? dweight, Tensor? dbias)"
+)
+def linear_cross_entropy_backward(
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items_in_batch: Tensor | None,
+    lse: Tensor,
+    total_weight: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    logit_scale: float,
+    accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradient of `linear_cross_entropy_forward`, from logits computed again.
+
+    With dlogits as `cross_entropy_backward` gives it, a chunk of rows at a time, in x's dtype:
+
+        dx = dlogits @ weight
+        dweight = sum over the chunks of dlogits.T @ x
+        dbias = sum(dlogits, 0)
+
+    Args:
+        dloss, dz_loss, dlse, dtarget_logit: floating point, of the shape of what they are the
+            gradients of, any strides; each or None.
+        lse, total_weight: what the forward returned.
+        output_mask: whether dx, dweight and dbias are wanted; no other is computed or allocated.
+        The others: as of the forward.
+
+    Returns:
+        dx, dweight and dbias, contiguous, of the shape and dtype of x, weight and bias; or None.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`; or output_mask asks for the gradient of a
+            bias that is not given.
+    """
+    rows, targets, token_weights = flattened(x, target, token_weight)
+    options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
+    upstream = upstream_of_tokens(
+        dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
+    )
+    lse = lse.reshape(-1)
+    gradients = _Gradients(weight, output_mask, accum_dtype, waiting=False)
+    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
+        logits = torch.nn.functional.linear(rows[chunk], weight, bias)
+        tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
+        grads = [_of(grad, chunk) for grad in upstream]
+        dlogits = _GRADIENT(*grads, logits, *tokens, lse[chunk], total_weight, *options)
+        gradients.add(dlogits, rows[chunk])
+    return gradients.of(x)
+
+
+_LOSS = library.OPS["cross_entropy_forward"].definition
+_GRADIENT = library.OPS["cross_entropy_backward"].definition
+
+
+def cast_as_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, weight and bias in the dtype that autocast, where it is on, gives a linear layer."""
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        lower = tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.to(dtype) if lower else tensor
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, reduction: str) -> list[bool]:
+    """The gradients of x, weight and bias that a forward should compute on its way."""
+    in_forward = torch.is_grad_enabled() and reduction != "none"
+    return [
+        in_forward and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
+    ]
+
+
+def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
+    """In which the gradient of weight is summed."""
+    return widened(weight.new_empty(0)).dtype if accum_dtype is None else accum_dtype
+
+
+def waiting_dtype(weight: Tensor) -> torch.dtype:
+    """Of a gradient that the backward has yet to multiply: the loss's scale must not decide whether
+    float16 overflows or vanishes."""
+    return torch.float32 if weight.dtype is torch.float16 else weight.dtype
+
+
+def waiting_weight_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
+    accumulated = accumulation_dtype(weight, accum_dtype)
+    return accumulated if weight.dtype is torch.float16 else weight.dtype
+
+
+def flattened(
+    x: Tensor, target: Tensor, token_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One row a token."""
+    token_weights = None if token_weight is None else token_weight.reshape(-1)
+    return x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), token_weights
+
+
+def divisor(
+    reduction: str, total_weight: Tensor, num_items_in_batch: Tensor | None
+) -> Tensor | int:
+    """What a reduction divides the sum of the losses by."""
+    if reduction != "mean":
+        return 1
+    return total_weight if num_items_in_batch is None else num_items_in_batch.to(total_weight.dtype)
+
+
+def upstream_of_tokens(
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    lse: Tensor,
+    reduction: str,
+    total_weight: Tensor,
+    num_items_in_batch: Tensor | None,
+) -> list[Tensor | None]:
+    """The gradients of each token's own loss, z-loss, lse and target logit."""
+    items = divisor(reduction, total_weight, num_items_in_batch)
+    reduced = [None if grad is None else grad.to(lse.dtype) / items for grad in (dloss, dz_loss)]
+    per_token = [None if grad is None else grad.to(lse.dtype) for grad in (dlse, dtarget_logit)]
+    return [
+        None if grad is None else grad.expand(lse.shape).reshape(-1)
+        for grad in (*reduced, *per_token)
+    ]
+
+
+def _of(values: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if values is None else values[chunk]
+
+
+class _Gradients:
+    """The gradients of x, weight and bias, of which those of the logits come chunk by chunk."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        mask: tuple[bool, ...] | list[bool],
+        accum_dtype: torch.dtype | None,
+        waiting: bool,
+    ) -> None:
+        self.weight = weight
+        self.mask = mask
+        self.accumulated = accumulation_dtype(weight, accum_dtype)
+        self.dtype = waiting_dtype(weight) if waiting else weight.dtype
+        self.weight_dtype = waiting_weight_dtype(weight, accum_dtype) if waiting else weight.dtype
+        self.dx: list[Tensor] = []
+        self.dweight: Tensor | None = None
+        self.dbias: Tensor | None = None
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        if self.mask[0]:
+            self.dx.append(_product(dlogits, self.weight, self.dtype))
+        if self.mask[1]:
+            self.dweight = _sum(self.dweight, _product(dlogits.t(), x, self.accumulated))
+        if self.mask[2]:
+            self.dbias = _sum(self.dbias, widened(dlogits).sum(0))
+
+    def of(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx = torch.cat(self.dx).reshape(x.shape) if self.dx else None
+        dweight = None if self.dweight is None else self.dweight.to(self.weight_dtype)
+        return dx, dweight, None if self.dbias is None else self.dbias.to(self.dtype)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mm(a.to(dtype), b.to(dtype))
+
+
+def _sum(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    names = ("class_weight", "token_weight", "num_items_in_batch")
+    for name, needed in zip(names, ctx.needs_input_grad[4:7], strict=False):
+        if needed:
+            raise ValueError(
+                f"linear_cross_entropy: {name} must not require a gradient, which the loss does not"
+                " give"
+            )
+    _, _, lse, _, total_weight, predicted_tokens, entropy, *gradients = output
+    ctx.save_for_backward(*inputs[:7], lse, total_weight, *gradients)
+    ctx.options = inputs[7:15]
+    ctx.set_materialize_grads(False)
+    others = (total_weight, predicted_tokens, entropy, *gradients)
+    ctx.mark_non_differentiable(*(value for value in others if value is not None))
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    dloss = grads[0]
+    *arguments, dx, dweight, dbias = ctx.saved_tensors
+    x, weight, target, bias, _, _, num_items_in_batch, _, total_weight = arguments
+    wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
+    gradients: list[Tensor | None] = [None, None, None]
+    if dloss is not None and _loss_alone(grads):
+        scale = dloss / divisor(ctx.options[1], total_weight, num_items_in_batch)
+        kept = (target != ctx.options[0]).unsqueeze(-1)
+        # A token that is ignored has no gradient, though the mean may be of none and NaN.
+        if wanted[0] and dx is not None:
+            gradients[0] = _scaled(dx, torch.where(kept, scale, 0.0), x.dtype)
+        scale = torch.where(kept.any(), scale, 0.0)
+        if wanted[1] and dweight is not None:
+            gradients[1] = _scaled(dweight, scale.reshape(1, 1), weight.dtype)
+        if wanted[2] and dbias is not None:
+            gradients[2] = _scaled(dbias, scale.reshape(1), weight.dtype)
+    missing = [
+        need and gradient is None for need, gradient in zip(wanted, gradients, strict=True)
+    ]
+    if any(missing) and any(grad is not None for grad in grads[:4]):
+        recomputed = linear_cross_entropy_backward(*grads[:4], *arguments, *ctx.options, missing)
+        gradients = [a if b is None else b for a, b in zip(recomputed, gradients, strict=True)]
+    return (gradients[0], gradients[1], None, gradients[2], *(None for _ in range(14)))
+
+
+def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
+    """Whether the gradients that the forward computed serve: nothing but the loss has one, and
+    nobody differentiates the backward itself."""
+    transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
+    return not transformed and all(grad is None for grad in grads[1:4])
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * scale, multiplied in scale's float32 and rounded once: with out=, no float32
+    product is in memory on the way."""
+    result = torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, scale, out=result)
+
+
+library.gradient("linear_cross_entropy_forward", _backward, _setup_context)
+library.differentiate_definition("linear_cross_entropy_backward")

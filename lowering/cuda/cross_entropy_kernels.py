@@ -1,0 +1,468 @@
+"""The kernels of cross_entropy. M tokens, V classes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..loss_math import effective, logit_gradient
+from ..triton_math import LOWEST
+from .token_loss import gradient_factors, token_loss, token_weights
+
+
+@triton.jit
+def _exp(x):
+    # tl.exp takes three instructions more for results below 2**-126, which come to nothing in a sum
+    # that holds a 1, and in a gradient.
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _class_sum(classes_ptr, V):
+    """sum_c weight_c, which is the number of classes without weights."""
+    if classes_ptr is None:
+        return V * 1.0
+    else:
+        return tl.load(classes_ptr)
+
+
+@triton.jit
+def _class_weights(weight_ptr, cols, V, HAS_SMOOTHING: tl.constexpr):
+    """What label smoothing weights the classes with."""
+    if weight_ptr is None or not HAS_SMOOTHING:
+        return 1.0
+    else:
+        return tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index"])
+def cross_entropy_kernel(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    classes_ptr,
+    token_weight_ptr,
+    loss_ptr,
+    z_loss_ptr,
+    lse_ptr,
+    target_logit_ptr,
+    predicted_ptr,
+    entropy_ptr,
+    M,
+    V,
+    stride_logits,
+    ignore_index,
+    label_smoothing,
+    lse_square_scale,
+    softcap,
+    logit_scale,
+    GRADIENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = rows < M
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = row_mask[:, None] & (cols < V)
+    tile_ptr = logits_ptr + rows[:, None] * stride_logits + cols
+    logits = tl.load(tile_ptr, mask=mask, other=0.0).to(tl.float32)
+    target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
+    ignored = target == ignore_index
+    within = row_mask & (target >= 0) & (target < V) & (target != ignore_index)
+    is_target = cols == tl.where(within, target, -1).to(tl.int32)[:, None]
+
+    capped = effective(logits, logit_scale, softcap)
+    x = tl.where(mask, capped, -float("inf"))
+    maximum = tl.maximum(tl.max(x, 1), LOWEST)
+    exp = _exp(x - maximum[:, None])
+    sum = tl.sum(exp, 1)
+    lse = maximum + tl.log(sum)
+    target_logit = tl.sum(tl.where(is_target, x, 0.0), 1)
+    weighted_x = 0.0
+    class_weights = _class_weights(weight_ptr, cols, V, label_smoothing is not None)
+    if label_smoothing is not None:
+        weighted_x = tl.sum(tl.where(mask, capped * class_weights, 0.0), 1)
+    weights, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
+    classes = _class_sum(classes_ptr, V)
+    loss, z_loss = token_loss(
+        lse,
+        target_logit,
+        weighted_x,
+        classes,
+        weights,
+        counts,
+        within,
+        ignored,
+        V,
+        label_smoothing,
+        lse_square_scale,
+    )
+    tl.store(loss_ptr + rows, loss, mask=row_mask)
+    tl.store(z_loss_ptr + rows, z_loss, mask=row_mask)
+    tl.store(lse_ptr + rows, lse, mask=row_mask)
+    tl.store(target_logit_ptr + rows, target_logit, mask=row_mask)
+    if entropy_ptr is not None:
+        # Of exponential 0, the product is 0 for -inf as well.
+        expectation = tl.sum(exp * tl.maximum(x, LOWEST), 1) / sum
+        tl.store(entropy_ptr + rows, tl.where(ignored, 0.0, lse - expectation), mask=row_mask)
+    if predicted_ptr is not None:
+        logits = tl.where(mask, logits, -float("inf"))
+        first = tl.min(tl.where(logits == tl.max(logits, 1)[:, None], cols, V - 1), 1)
+        tl.store(predicted_ptr + rows, first.to(tl.int64), mask=row_mask)
+    if GRADIENT:
+        soft, smoothed, hard = gradient_factors(
+            1.0, 0.0, lse, classes, weights, counts, within, V, label_smoothing, lse_square_scale
+        )
+        if label_smoothing is not None:
+            smoothed = smoothed[:, None]
+        dx = logit_gradient(
+            capped,
+            _exp(capped - lse[:, None]),
+            class_weights,
+            soft[:, None],
+            smoothed,
+            tl.where(is_target, hard[:, None], 0.0),
+            logit_scale,
+            softcap,
+            label_smoothing is not None,
+        )
+        # An ignored token's logits may hold NaN.
+        dx = tl.where(within[:, None], dx, 0.0)
+        tl.store(tile_ptr, dx.to(logits_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _lanes_updated(
+    logits,
+    x,
+    class_weights,
+    cols,
+    V,
+    maxima,
+    sums,
+    weighted_xs,
+    expectations,
+    best,
+    predictions,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_PREDICTED: tl.constexpr,
+):
+    """Add one tile to what every lane has of its row so far. x is -inf where there is no column,
+    and class_weights 0."""
+    LANES: tl.constexpr = maxima.numel
+    FOLD: tl.constexpr = x.numel // LANES
+    lanes = tl.reshape(x, (LANES, FOLD))
+    higher = tl.maximum(maxima, tl.max(lanes, 1))
+    exp = _exp(lanes - higher[:, None])
+    rescaled = _exp(maxima - higher)
+    sums = sums * rescaled + tl.sum(exp, 1)
+    if HAS_SMOOTHING:
+        term = tl.where(cols < V, x * class_weights, 0.0)
+        weighted_xs += tl.sum(tl.reshape(term, (LANES, FOLD)), 1)
+    if HAS_ENTROPY:
+        # Of exponential 0, the product is 0 for -inf as well.
+        products = exp * tl.maximum(lanes, LOWEST)
+        expectations = expectations * rescaled + tl.sum(products, 1)
+    if HAS_PREDICTED:
+        lanes = tl.reshape(logits, (LANES, FOLD))
+        highest = tl.max(lanes, 1)
+        columns = tl.reshape(cols, (LANES, FOLD))
+        first = tl.min(tl.where(lanes == highest[:, None], columns, V - 1), 1)
+        predictions = tl.where(highest > best, first, predictions)
+        best = tl.maximum(best, highest)
+    return higher, sums, weighted_xs, expectations, best, predictions
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def cross_entropy_wide_kernel(
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    classes_ptr,
+    token_weight_ptr,
+    loss_ptr,
+    z_loss_ptr,
+    lse_ptr,
+    target_logit_ptr,
+    predicted_ptr,
+    entropy_ptr,
+    V,
+    stride_logits,
+    ignore_index,
+    label_smoothing,
+    lse_square_scale,
+    softcap,
+    logit_scale,
+    GRADIENT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FOLD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # A row a program, in tiles. A lane is FOLD neighbours of each tile, which one thread holds: it
+    # keeps its maximum so far and its sum of exponentials relative to that, and nothing is
+    # exchanged before the row's end. An exponential more for FOLD elements rescales the sum.
+    LANES: tl.constexpr = BLOCK_N // FOLD
+    HAS_SMOOTHING: tl.constexpr = label_smoothing is not None
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_logits
+    target = tl.load(target_ptr + row).to(tl.int64)
+    ignored = target == ignore_index
+    within = (target >= 0) & (target < V) & (target != ignore_index)
+    # Before any thread writes a gradient over it.
+    target_logit = tl.load(logits_ptr + target, mask=within, other=0.0).to(tl.float32)
+    target_logit = effective(target_logit, logit_scale, softcap)
+
+    maxima = tl.full((LANES,), LOWEST, tl.float32)
+    sums = tl.zeros((LANES,), tl.float32)
+    weighted_xs = tl.zeros((LANES,), tl.float32)
+    expectations = tl.zeros((LANES,), tl.float32)
+    best = tl.full((LANES,), -float("inf"), tl.float32)
+    predictions = tl.zeros((LANES,), tl.int32)
+    whole = V // BLOCK_N * BLOCK_N
+    for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        logits = tl.load(logits_ptr + cols).to(tl.float32)
+        x = effective(logits, logit_scale, softcap)
+        class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
+        maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
+            logits,
+            x,
+            class_weights,
+            cols,
+            V,
+            maxima,
+            sums,
+            weighted_xs,
+            expectations,
+            best,
+            predictions,
+            HAS_SMOOTHING,
+            entropy_ptr is not None,
+            predicted_ptr is not None,
+        )
+    if whole < V:
+        cols = whole + tl.arange(0, BLOCK_N)
+        logits = tl.load(logits_ptr + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+        x = effective(logits, logit_scale, softcap)
+        if softcap is not None:
+            x = tl.where(cols < V, x, -float("inf"))
+        class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
+        maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
+            logits,
+            x,
+            class_weights,
+            cols,
+            V,
+            maxima,
+            sums,
+            weighted_xs,
+            expectations,
+            best,
+            predictions,
+            HAS_SMOOTHING,
+            entropy_ptr is not None,
+            predicted_ptr is not None,
+        )
+
+    maximum = tl.max(maxima, 0)
+    rescaled = _exp(maxima - maximum)
+    sum = tl.sum(sums * rescaled, 0)
+    lse = maximum + tl.log(sum)
+    weights, counts = token_weights(target, within, row, weight_ptr, token_weight_ptr)
+    classes = _class_sum(classes_ptr, V)
+    loss, z_loss = token_loss(
+        lse,
+        target_logit,
+        tl.sum(weighted_xs, 0),
+        classes,
+        weights,
+        counts,
+        within,
+        ignored,
+        V,
+        label_smoothing,
+        lse_square_scale,
+    )
+    tl.store(loss_ptr + row, loss)
+    tl.store(z_loss_ptr + row, z_loss)
+    tl.store(lse_ptr + row, lse)
+    tl.store(target_logit_ptr + row, tl.where(within, target_logit, 0.0))
+    if entropy_ptr is not None:
+        expectation = tl.sum(expectations * rescaled, 0) / sum
+        tl.store(entropy_ptr + row, tl.where(ignored, 0.0, lse - expectation))
+    if predicted_ptr is not None:
+        first = tl.min(tl.where(best == tl.max(best, 0), predictions, V - 1), 0)
+        tl.store(predicted_ptr + row, first.to(tl.int64))
+    if GRADIENT:
+        # The second walk finds the row in the L2 cache. It does not read that of a token that does
+        # not count, and makes zeros of it.
+        soft, smoothed, hard = gradient_factors(
+            1.0, 0.0, lse, classes, weights, counts, within, V, label_smoothing, lse_square_scale
+        )
+        lse = tl.where(within, lse, 0.0)
+        column = tl.where(within, target, -1).to(tl.int32)
+        readable = tl.where(within, V, 0)
+        for start in range(0, V, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            logits = tl.load(logits_ptr + cols, mask=cols < readable, other=0.0).to(tl.float32)
+            x = effective(logits, logit_scale, softcap)
+            dx = logit_gradient(
+                x,
+                _exp(x - lse),
+                _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
+                soft,
+                smoothed,
+                tl.where(cols == column, hard, 0.0),
+                logit_scale,
+                softcap,
+                HAS_SMOOTHING,
+            )
+            tl.store(logits_ptr + cols, dx.to(logits_ptr.dtype.element_ty), mask=cols < V)
+
+
+@triton.jit
+def _upstream(ptr, rows, stride, row_mask):
+    """The gradient of each token's own result; 0 where there is none."""
+    if ptr is None:
+        return 0.0
+    else:
+        return tl.load(ptr + rows * stride, mask=row_mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index"])
+def cross_entropy_backward_kernel(
+    dloss_ptr,
+    dz_loss_ptr,
+    dlse_ptr,
+    dtarget_logit_ptr,
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    classes_ptr,
+    token_weight_ptr,
+    lse_ptr,
+    dlogits_ptr,
+    M,
+    V,
+    stride_dloss,
+    stride_dz_loss,
+    stride_dlse,
+    stride_dtarget_logit,
+    stride_logits,
+    stride_dlogits,
+    ignore_index,
+    label_smoothing,
+    lse_square_scale,
+    softcap,
+    logit_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # The programs of the grid's second dimension deal the tiles of their rows among them.
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = rows < M
+    target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
+    lse = tl.load(lse_ptr + rows, mask=row_mask, other=0.0)
+    dloss = _upstream(dloss_ptr, rows, stride_dloss, row_mask)
+    dz_loss = _upstream(dz_loss_ptr, rows, stride_dz_loss, row_mask)
+    dlse = _upstream(dlse_ptr, rows, stride_dlse, row_mask)
+    dtarget_logit = _upstream(dtarget_logit_ptr, rows, stride_dtarget_logit, row_mask)
+    within = row_mask & (target >= 0) & (target < V) & (target != ignore_index)
+    weights, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
+    soft, smoothed, hard = gradient_factors(
+        dloss,
+        dz_loss,
+        lse,
+        _class_sum(classes_ptr, V),
+        weights,
+        counts,
+        within,
+        V,
+        label_smoothing,
+        lse_square_scale,
+    )
+    soft = (soft + dlse)[:, None]
+    hard = (hard - tl.where(within, dtarget_logit, 0.0))[:, None]
+    if label_smoothing is not None:
+        smoothed = smoothed[:, None]
+    # The logits of a token without a gradient may hold NaN, and are not read.
+    nonzero = within
+    if dlse_ptr is not None:
+        nonzero = within | (row_mask & (dlse != 0.0))
+    nonzero = nonzero[:, None]
+    lse = tl.where(nonzero, lse[:, None], 0.0)
+    column = tl.where(within, target, -1).to(tl.int32)[:, None]
+    logits_ptr += rows[:, None] * stride_logits
+    dlogits_ptr += rows[:, None] * stride_dlogits
+    first = tl.program_id(1) * BLOCK_N
+    for start in tl.range(first, V, tl.num_programs(1) * BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)[None, :]
+        mask = cols < V
+        logits = tl.load(logits_ptr + cols, mask=mask & nonzero, other=0.0).to(tl.float32)
+        x = effective(logits, logit_scale, softcap)
+        dx = logit_gradient(
+            x,
+            _exp(x - lse),
+            _class_weights(weight_ptr, cols, V, label_smoothing is not None),
+            soft,
+            smoothed,
+            tl.where(cols == column, hard, 0.0),
+            logit_scale,
+            softcap,
+            label_smoothing is not None,
+        )
+        dx = dx.to(dlogits_ptr.dtype.element_ty)
+        tl.store(dlogits_ptr + cols, dx, mask=mask & row_mask[:, None])
+
+
+@triton.jit(do_not_specialize=["M", "ignore_index"])
+def reduce_kernel(
+    losses_ptr,
+    z_losses_ptr,
+    target_ptr,
+    weight_ptr,
+    token_weight_ptr,
+    items_ptr,
+    loss_ptr,
+    z_loss_ptr,
+    total_weight_ptr,
+    M,
+    V,
+    ignore_index,
+    REDUCTION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    # One program, in one order.
+    losses = tl.zeros((BLOCK_M,), tl.float32)
+    z_losses = tl.zeros((BLOCK_M,), tl.float32)
+    totals = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, M, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = rows < M
+        target = tl.load(target_ptr + rows, mask=mask, other=ignore_index).to(tl.int64)
+        ignored = target == ignore_index
+        within = mask & (target >= 0) & (target < V) & (target != ignore_index)
+        tl.device_assert(
+            tl.max((1 - (within | ignored).to(tl.int32)), 0) == 0,
+            "cross_entropy: a target is neither ignore_index nor from 0 to V - 1",
+        )
+        _, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
+        totals += counts
+        if REDUCTION != "none":
+            losses += tl.load(losses_ptr + rows, mask=mask, other=0.0)
+            z_losses += tl.load(z_losses_ptr + rows, mask=mask, other=0.0)
+    total = tl.sum(totals, 0)
+    tl.store(total_weight_ptr, total)
+    if REDUCTION != "none":
+        loss = tl.sum(losses, 0)
+        z_loss = tl.sum(z_losses, 0)
+        if REDUCTION == "mean":
+            items = total
+            if items_ptr is not None:
+                items = tl.load(items_ptr).to(tl.float32)
+            loss /= items
+            z_loss /= items
+        tl.store(loss_ptr, loss)
+        tl.store(z_loss_ptr, z_loss)

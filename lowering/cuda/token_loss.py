@@ -1,0 +1,77 @@
+"""@triton.jit arithmetic of single tokens' losses.
+
+Values are scalars, or have one element a row. Options that are not in use are None, which a kernel
+is compiled for.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def token_weights(target, within, rows, weight_ptr, token_weight_ptr):
+    """What a token's weight is, and with its class's: what it counts. Both are 0 where the target
+    is not one of the classes."""
+    weights = within.to(tl.float32)
+    if token_weight_ptr is not None:
+        loaded = tl.load(token_weight_ptr + rows, mask=within, other=0.0)
+        weights = loaded.to(tl.float32)
+    counts = weights
+    if weight_ptr is not None:
+        loaded = tl.load(weight_ptr + target, mask=within, other=0.0)
+        counts = weights * loaded.to(tl.float32)
+    return weights, counts
+
+
+@triton.jit
+def token_loss(
+    lse,
+    target_logit,
+    weighted_x,
+    classes,
+    weights,
+    counts,
+    within,
+    ignored,
+    V,
+    label_smoothing,
+    lse_square_scale,
+):
+    """The loss and the z-loss of a token: 0 where it is ignored, NaN where its target is out of
+    range.
+
+    weighted_x is sum_c weight_c * x_c, and classes is sum_c weight_c.
+    """
+    z_loss = counts * lse_square_scale * lse * lse
+    loss = counts * (lse - target_logit)
+    if label_smoothing is not None:
+        smooth = (classes * lse - weighted_x) / V
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * weights * smooth
+    other = tl.where(ignored, 0.0, float("nan"))
+    return tl.where(within, loss + z_loss, other), tl.where(within, z_loss, other)
+
+
+@triton.jit
+def gradient_factors(
+    dloss,
+    dz_loss,
+    lse,
+    classes,
+    weights,
+    counts,
+    within,
+    V,
+    label_smoothing,
+    lse_square_scale,
+):
+    """What the gradient of x_c is made of: soft * p_c - smoothed * weight_c, less hard for the
+    target's class. All are 0 for a token that does not count."""
+    hard = dloss * counts
+    soft = hard
+    smoothed = 0.0
+    if label_smoothing is not None:
+        hard = (1.0 - label_smoothing) * hard
+        smoothed = tl.where(within, label_smoothing / V * dloss * weights, 0.0)
+        soft = hard + smoothed * classes
+    soft += (dloss + dz_loss) * counts * (2.0 * lse_square_scale) * lse
+    return tl.where(within, soft, 0.0), smoothed, tl.where(within, hard, 0.0)

@@ -1,0 +1,291 @@
+"""linear_cross_entropy on a device: matrix products by PyTorch, a chunk of rows at a time, and
+between them the row functions of the device's cross_entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import meta
+from ..ops.chunks import chunks
+from ..ops.linear_cross_entropy import accumulation_dtype, flattened, upstream_of_tokens
+from .sizes import cdiv
+
+
+@dataclass(frozen=True)
+class Head:
+    """x as rows, the layer that makes logits of them, and the memory that these may take."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    chunk_bytes: int | None
+    # Elements of which each row of logits starts at a multiple.
+    alignment: int
+
+    def logits(self) -> Iterator[tuple[slice, Tensor]]:
+        """Each chunk of rows and its logits, in memory that the next chunk's will take."""
+        (M, _), V = self.x.shape, self.weight.shape[0]
+        stride = cdiv(V, self.alignment) * self.alignment
+        memory = None
+        for chunk in chunks(M, stride * self.x.element_size(), self.chunk_bytes):
+            m = chunk.stop - chunk.start
+            if memory is None:
+                memory = self.x.new_empty(m, stride)
+            logits = memory[:m, :V] if stride > V else memory[:m]
+            if self.bias is None:
+                torch.mm(self.x[chunk], self.weight.t(), out=logits)
+            else:
+                torch.addmm(self.bias, self.x[chunk], self.weight.t(), out=logits)
+            yield chunk, logits
+
+
+class Gradients:
+    """The gradients of x, weight and bias, of which those of the logits come chunk by chunk.
+
+    Made of the op's outputs, whose form and dtype they have; of which weight's may be summed in
+    another dtype first.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        dx: Tensor | None,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+        accum_dtype: torch.dtype | None,
+    ) -> None:
+        self.head = head
+        self.dx, self.dweight, self.dbias = dx, dweight, dbias
+        self.dx_rows = None if dx is None else dx.view(head.x.shape)
+        self.dtype = None if dweight is None else dweight.dtype
+        accumulated = accumulation_dtype(head.weight, accum_dtype)
+        if dweight is not None and dweight.dtype is not accumulated:
+            # Not in memory beside the logits, but once they are gone.
+            self.dweight = torch.empty_like(dweight, dtype=accumulated)
+        self.bias_sum = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
+
+    def add(self, chunk: slice, dlogits: Tensor) -> None:
+        if self.dx_rows is not None:
+            product(self.dx_rows[chunk], dlogits, self.head.weight, add=False)
+        if self.dweight is not None:
+            product(self.dweight, dlogits.t(), self.head.x[chunk], add=chunk.start > 0)
+        if self.bias_sum is not None:
+            self.bias_sum += dlogits.sum(0, dtype=torch.float32)
+
+    def rounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.dweight is not None:
+            self.dweight = self.dweight.to(self.dtype)
+        if self.dbias is not None and self.bias_sum is not None:
+            self.dbias.copy_(self.bias_sum)
+        return self.dx, self.dweight, self.dbias
+
+
+def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    """total = a @ b, or total += a @ b, where total may be float32 though a and b are not."""
+    if total.dtype is not a.dtype and a.is_cuda:
+        # The product adds to total as it is written: there is no other (V, D) in memory.
+        if add:
+            torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+        else:
+            torch.ops.aten.mm.dtype_out(a, b, total.dtype, out=total)
+        return
+    if total.dtype is not a.dtype and a.dtype is torch.bfloat16:
+        part = torch.mm(a, b)
+        if add:
+            total += part
+        else:
+            total.copy_(part)
+        return
+    # A product in float16 would overflow.
+    a, b = a.to(total.dtype), b.to(total.dtype)
+    if add:
+        total.addmm_(a, b)
+    else:
+        torch.mm(a, b, out=total)
+
+
+def forward(
+    kernels: Any,
+    alignment: int,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+    chunk_bytes: int | None = None,
+    return_predicted: bool = False,
+    return_entropy: bool = False,
+    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
+) -> tuple[Tensor | None, ...]:
+    """`linear_cross_entropy_forward` by the row functions of `kernels`."""
+    *outputs, dx, dweight, dbias = meta.linear_cross_entropy.linear_cross_entropy_forward(
+        x,
+        weight,
+        target,
+        bias,
+        class_weight,
+        token_weight,
+        num_items_in_batch,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+        accum_dtype,
+        chunk_bytes,
+        return_predicted,
+        return_entropy,
+        gradient_mask,
+    )
+    loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
+    rows, targets, token_weights = flattened(x, target, token_weight)
+    targets, token_weights, class_weight = map(_dense, (targets, token_weights, class_weight))
+    head = Head(rows, weight, bias, chunk_bytes, alignment)
+    gradients = Gradients(head, dx, dweight, dbias, accum_dtype)
+    del dweight
+    losses, z_losses = loss, z_loss
+    if reduction != "none":
+        losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
+    per_token = {
+        "loss": losses,
+        "z_loss": z_losses,
+        "lse": lse,
+        "target_logit": target_logit,
+        "predicted_tokens": predicted_tokens,
+        "entropy": entropy,
+    }
+    per_token = {k: None if v is None else v.view(-1) for k, v in per_token.items()}
+    for chunk, logits in head.logits():
+        kernels.loss_and_gradient(
+            logits,
+            targets[chunk],
+            class_weight,
+            _of(token_weights, chunk),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            lse_square_scale=lse_square_scale,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            gradient=any(gradient_mask),
+            **{name: _of(values, chunk) for name, values in per_token.items()},
+        )
+        gradients.add(chunk, logits)
+    del logits
+    kernels.reduce(
+        per_token["loss"],
+        per_token["z_loss"],
+        targets,
+        class_weight,
+        token_weights,
+        num_items_in_batch,
+        loss,
+        z_loss,
+        total_weight,
+        V=weight.shape[0],
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
+    return (*outputs, *gradients.rounded())
+
+
+def backward(
+    kernels: Any,
+    alignment: int,
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items_in_batch: Tensor | None,
+    lse: Tensor,
+    total_weight: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    logit_scale: float,
+    accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`linear_cross_entropy_backward` by the row functions of `kernels`."""
+    dx, dweight, dbias = meta.linear_cross_entropy.linear_cross_entropy_backward(
+        dloss,
+        dz_loss,
+        dlse,
+        dtarget_logit,
+        x,
+        weight,
+        target,
+        bias,
+        class_weight,
+        token_weight,
+        num_items_in_batch,
+        lse,
+        total_weight,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+        accum_dtype,
+        chunk_bytes,
+        output_mask,
+    )
+    rows, targets, token_weights = flattened(x, target, token_weight)
+    targets, token_weights, class_weight = map(_dense, (targets, token_weights, class_weight))
+    upstream = upstream_of_tokens(
+        dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
+    )
+    lse = lse.reshape(-1).contiguous()
+    head = Head(rows, weight, bias, chunk_bytes, alignment)
+    gradients = Gradients(head, dx, dweight, dbias, accum_dtype)
+    del dweight
+    for chunk, logits in head.logits():
+        kernels.gradient(
+            *(_of(grad, chunk) for grad in upstream),
+            logits,
+            targets[chunk],
+            class_weight,
+            _of(token_weights, chunk),
+            lse[chunk],
+            logits,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            lse_square_scale=lse_square_scale,
+            softcap=softcap,
+            logit_scale=logit_scale,
+        )
+        gradients.add(chunk, logits)
+    del logits
+    return gradients.rounded()
+
+
+def _of(values: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if values is None else values[chunk]
+
+
+def _dense(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.contiguous()

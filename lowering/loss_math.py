@@ -1,0 +1,44 @@
+"""Arithmetic of the losses that the kernels of every device share.
+
+Options that are not in use are None, which a kernel is compiled for. Names are those of
+`liger_ops.cross_entropy`: x are the scaled and capped logits, p their softmax.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def effective(logits, logit_scale, softcap):
+    """x. It is finite where softcap is given, so columns are masked off after this."""
+    x = logits
+    if logit_scale is not None:
+        x = x * logit_scale
+    if softcap is not None:
+        # tanh(v) as 2 * sigmoid(2 * v) - 1, which has a limit at infinity.
+        x = softcap * (2.0 * tl.sigmoid(x * (2.0 / softcap)) - 1.0)
+    return x
+
+
+@triton.jit
+def logit_gradient(
+    x,
+    p,
+    class_weight,
+    soft,
+    smoothed,
+    hard,
+    logit_scale,
+    softcap,
+    HAS_SMOOTHING: tl.constexpr,
+):
+    """The gradient of a tile of logits. hard is 0 but for the target's class."""
+    dx = soft * p - hard
+    if HAS_SMOOTHING:
+        dx -= smoothed * class_weight
+    if softcap is not None:
+        turn = x * (1.0 / softcap)
+        dx *= 1.0 - turn * turn
+    if logit_scale is not None:
+        dx *= logit_scale
+    return dx

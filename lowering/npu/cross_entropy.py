@@ -1,0 +1,498 @@
+"""cross_entropy. M tokens, V classes.
+
+The kernels pass over the logits; what there is one of a token is plain PyTorch around them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import library, meta
+from ...ops import cross_entropy as definition
+from ..loss_math import effective, logit_gradient
+from ..sizes import cdiv
+from ..triton_math import LOWEST
+from . import tiling
+from .tile import load, remaining, within
+from .tiling import Plan, launch
+
+
+@triton.jit(do_not_specialize=["M"])
+def _walk_kernel(
+    logits_ptr,
+    weight_ptr,
+    lse_ptr,
+    weighted_x_ptr,
+    predicted_ptr,
+    entropy_ptr,
+    M,
+    V,
+    softcap,
+    logit_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Rows' maxima so far, and their sums of exponentials relative to them.
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * V + cols
+    # Where the columns past the last come to -inf by themselves.
+    BY_ITSELF: tl.constexpr = (softcap is None) and (weighted_x_ptr is None)
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        row_mask = rows < remaining(M, row, BLOCK_M)
+        maximum = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
+        sum = tl.zeros((BLOCK_M, 1), tl.float32)
+        weighted_x = tl.zeros((BLOCK_M, 1), tl.float32)
+        expectation = tl.zeros((BLOCK_M, 1), tl.float32)
+        best = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
+        predicted = tl.zeros((BLOCK_M, 1), tl.int32)
+        for col in tl.range(0, V, BLOCK_N):
+            count = remaining(V, col, BLOCK_N)
+            mask = row_mask & (cols < count)
+            start = row * V + col
+            if BY_ITSELF:
+                logits = tl.load(logits_ptr + start + offsets, mask=mask, other=-float("inf"))
+                logits = logits.to(tl.float32)
+                x = effective(logits, logit_scale, softcap)
+            else:
+                logits = load(logits_ptr + start, offsets, mask)
+                x = effective(logits, logit_scale, softcap)
+                if weighted_x_ptr is not None:
+                    term = x
+                    if weight_ptr is not None:
+                        term = x * load(weight_ptr + col, cols, cols < count)
+                    weighted_x += tl.sum(term, axis=1)[:, None]
+                outside = (1.0 - within(cols, count)) * LOWEST
+                x += outside
+                logits += outside
+            higher = tl.maximum(maximum, tl.max(x, axis=1)[:, None])
+            exp = tl.exp(x - higher)
+            rescaled = tl.exp(maximum - higher)
+            sum = sum * rescaled + tl.sum(exp, axis=1)[:, None]
+            maximum = higher
+            if entropy_ptr is not None:
+                # Of exponential 0, the product is 0 for -inf as well.
+                products = exp * tl.maximum(x, LOWEST)
+                expectation = expectation * rescaled + tl.sum(products, axis=1)[:, None]
+            if predicted_ptr is not None:
+                highest = tl.max(logits, axis=1)[:, None]
+                first = tl.argmax(logits, axis=1)[:, None].to(tl.int32) + col
+                predicted = tl.where(highest > best, first, predicted)
+                best = tl.maximum(best, highest)
+        lse = maximum + tl.log(sum)
+        tl.store(lse_ptr + row + rows, lse, mask=row_mask)
+        if weighted_x_ptr is not None:
+            tl.store(weighted_x_ptr + row + rows, weighted_x, mask=row_mask)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + row + rows, lse - expectation / sum, mask=row_mask)
+        if predicted_ptr is not None:
+            tl.store(predicted_ptr + row + rows, predicted, mask=row_mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gradient_kernel(
+    logits_ptr,
+    weight_ptr,
+    lse_ptr,
+    soft_ptr,
+    smoothed_ptr,
+    hard_ptr,
+    column_ptr,
+    dlogits_ptr,
+    M,
+    V,
+    softcap,
+    logit_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * V + cols
+    program = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        row = tile * BLOCK_M
+        row_mask = rows < remaining(M, row, BLOCK_M)
+        lse = load(lse_ptr + row, rows, row_mask)
+        soft = load(soft_ptr + row, rows, row_mask)
+        hard = load(hard_ptr + row, rows, row_mask)
+        column = tl.load(column_ptr + row + rows, mask=row_mask, other=0)
+        smoothed = 0.0
+        if smoothed_ptr is not None:
+            smoothed = load(smoothed_ptr + row, rows, row_mask)
+        for col in tl.range(0, V, BLOCK_N):
+            count = remaining(V, col, BLOCK_N)
+            mask = row_mask & (cols < count)
+            start = row * V + col
+            logits = load(logits_ptr + start, offsets, mask)
+            # Those of a token without a gradient, whose lse is inf, may be NaN.
+            logits = tl.where(lse != float("inf"), logits, 0.0)
+            x = effective(logits, logit_scale, softcap)
+            class_weight = 1.0
+            if weight_ptr is not None:
+                class_weight = load(weight_ptr + col, cols, cols < count)
+            is_target = (cols == column - col).to(tl.float32)
+            dx = logit_gradient(
+                x,
+                tl.exp(x - lse),
+                class_weight,
+                soft,
+                smoothed,
+                hard * is_target,
+                logit_scale,
+                softcap,
+                smoothed_ptr is not None,
+            )
+            tl.store(dlogits_ptr + start + offsets, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
+
+
+def loss_and_gradient(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    logit_scale: float,
+    loss: Tensor,
+    z_loss: Tensor,
+    lse: Tensor,
+    target_logit: Tensor,
+    predicted_tokens: Tensor | None,
+    entropy: Tensor | None,
+    gradient: bool,
+    plan: Plan | None = None,
+) -> None:
+    """Fill what is given of each token, and with `gradient` write d(sum of loss) / dlogits over the
+    logits.
+
+    logits: (M, V), contiguous; everything else of a token, and weight, contiguous. The loss of a
+    target out of range is NaN.
+    """
+    M, V = logits.shape
+    if M == 0:
+        return
+    weighted_x = torch.empty_like(lse) if label_smoothing != 0 else None
+    predicted = None if predicted_tokens is None else lse.new_empty(M, dtype=torch.int32)
+    scale = None if logit_scale == 1 else logit_scale
+    extras = (weighted_x, softcap, predicted, entropy)
+    plain = all(extra is None for extra in extras)
+    name = "cross_entropy" if plain else "cross_entropy_options"
+    forward_plan = plan or tiling.plan(name, V, logits)
+    launch(
+        _walk_kernel,
+        forward_plan,
+        cdiv(M, forward_plan.BLOCK_M),
+        logits,
+        weight if label_smoothing != 0 else None,
+        lse,
+        weighted_x,
+        predicted,
+        entropy,
+        M,
+        V,
+        softcap,
+        scale,
+    )
+    ignored = target == ignore_index
+    inside = _inside(target, V, ignore_index)
+    column = torch.where(inside, target, 0).long()
+    picked = logits.gather(1, column.unsqueeze(1)).squeeze(1)
+    picked = definition.effective(picked, softcap, logit_scale)
+    target_logit.copy_(torch.where(inside, picked, 0.0))
+    weights, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)
+    class_sum = _class_sum(weight, V, label_smoothing)
+    smooth = None if weighted_x is None else (class_sum * lse - weighted_x) / V
+    losses = definition.token_losses(
+        lse, target_logit, smooth, weights, counts, inside, label_smoothing, lse_square_scale
+    )
+    for result, value in zip((loss, z_loss), losses, strict=True):
+        result.copy_(torch.where(inside | ignored, value, float("nan")))
+    if predicted_tokens is not None:
+        predicted_tokens.copy_(predicted)
+    if entropy is not None:
+        entropy.copy_(torch.where(ignored, 0.0, entropy))
+    if gradient:
+        factors = definition.gradient_factors(
+            torch.ones_like(lse),
+            None,
+            None,
+            None,
+            lse,
+            weights,
+            counts,
+            inside,
+            class_sum,
+            V,
+            label_smoothing,
+            lse_square_scale,
+        )
+        column = torch.where(inside, target, -1)
+        smoothing = label_smoothing != 0
+        _launch_gradient(
+            factors, smoothing, column, logits, weight, lse, logits, softcap, scale, plan
+        )
+
+
+def gradient(
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    lse: Tensor,
+    dlogits: Tensor,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    logit_scale: float,
+    plan: Plan | None = None,
+) -> None:
+    """Fill dlogits, which may be the logits themselves.
+
+    The incoming gradients: (M,) of any stride, 0 too, with the reduction's factor in them. logits
+    and dlogits: (M, V). All contiguous but the incoming gradients.
+    """
+    M, V = logits.shape
+    if M == 0:
+        return
+    inside = _inside(target, V, ignore_index)
+    factors = definition.gradient_factors(
+        dloss,
+        dz_loss,
+        dlse,
+        dtarget_logit,
+        lse,
+        *definition.token_weights(target, inside, weight, token_weight, torch.float32),
+        inside,
+        _class_sum(weight, V, label_smoothing),
+        V,
+        label_smoothing,
+        lse_square_scale,
+    )
+    column = torch.where(inside, target, -1)
+    scale = None if logit_scale == 1 else logit_scale
+    smoothing = label_smoothing != 0
+    _launch_gradient(factors, smoothing, column, logits, weight, lse, dlogits, softcap, scale, plan)
+
+
+def _launch_gradient(
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],
+    smoothing: bool,
+    column: Tensor,
+    logits: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    dlogits: Tensor,
+    softcap: float | None,
+    logit_scale: float | None,
+    plan: Plan | None,
+) -> None:
+    M, V = logits.shape
+    soft, smoothed, hard, alive = factors
+    name = "cross_entropy" if softcap is None and not smoothing else "cross_entropy_options"
+    plan = plan or tiling.plan(f"{name}_backward", V, logits)
+    launch(
+        _gradient_kernel,
+        plan,
+        cdiv(M, plan.BLOCK_M),
+        logits,
+        weight if smoothing else None,
+        torch.where(alive, lse, float("inf")),
+        soft,
+        smoothed if smoothing else None,
+        hard,
+        column.int(),
+        dlogits,
+        M,
+        V,
+        softcap,
+        logit_scale,
+    )
+
+
+def _inside(target: Tensor, V: int, ignore_index: int) -> Tensor:
+    """Whether a target is one of the classes."""
+    return (target >= 0) & (target < V) & (target != ignore_index)
+
+
+def _class_sum(weight: Tensor | None, V: int, label_smoothing: float) -> Tensor | int:
+    """sum_c weight_c, where it is needed."""
+    return V if weight is None or label_smoothing == 0 else weight.sum(dtype=torch.float32)
+
+
+def reduce(
+    losses: Tensor,
+    z_losses: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items_in_batch: Tensor | None,
+    loss: Tensor,
+    z_loss: Tensor,
+    total_weight: Tensor,
+    *,
+    V: int,
+    ignore_index: int,
+    reduction: str,
+) -> None:
+    """Fill total_weight, and but for the reduction "none" loss and z_loss, of the tokens' own."""
+    inside = _inside(target, V, ignore_index)
+    _, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)
+    total_weight.copy_(counts.sum())
+    if reduction != "none":
+        results = definition.reduced(losses, z_losses, total_weight, num_items_in_batch, reduction)
+        for result, value in zip((loss, z_loss), results, strict=True):
+            result.copy_(value)
+
+
+@library.kernel("cross_entropy_forward", "npu")
+def cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_predicted: bool = False,
+    return_entropy: bool = False,
+    *,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    outputs = meta.cross_entropy.cross_entropy_forward(
+        logits,
+        target,
+        weight,
+        token_weight,
+        num_items_in_batch,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+        return_predicted,
+        return_entropy,
+    )
+    loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
+    losses, z_losses = loss, z_loss
+    if reduction != "none":
+        losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
+    flat = [None if value is None else value.reshape(-1) for value in (target, token_weight)]
+    weight = tiling.contiguous(weight)
+    loss_and_gradient(
+        tiling.rows(logits),
+        flat[0],
+        weight,
+        flat[1],
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        loss=losses.view(-1),
+        z_loss=z_losses.view(-1),
+        lse=lse.view(-1),
+        target_logit=target_logit.view(-1),
+        predicted_tokens=None if predicted_tokens is None else predicted_tokens.view(-1),
+        entropy=None if entropy is None else entropy.view(-1),
+        gradient=False,
+        plan=plan,
+    )
+    reduce(
+        losses,
+        z_losses,
+        target,
+        weight,
+        token_weight,
+        num_items_in_batch,
+        loss,
+        z_loss,
+        total_weight,
+        V=logits.shape[-1],
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
+    return outputs
+
+
+@library.kernel("cross_entropy_backward", "npu")
+def cross_entropy_backward(
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items_in_batch: Tensor | None,
+    lse: Tensor,
+    total_weight: Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    logit_scale: float,
+    *,
+    plan: Plan | None = None,
+) -> Tensor:
+    dlogits = meta.cross_entropy.cross_entropy_backward(
+        dloss,
+        dz_loss,
+        dlse,
+        dtarget_logit,
+        logits,
+        target,
+        weight,
+        token_weight,
+        num_items_in_batch,
+        lse,
+        total_weight,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+        logit_scale,
+    )
+    dloss, dz_loss = (
+        definition.upstream(grad, lse, total_weight, num_items_in_batch, reduction)
+        for grad in (dloss, dz_loss)
+    )
+    per_token = (dloss, dz_loss, dlse, dtarget_logit)
+    gradient(
+        *(None if grad is None else grad.reshape(-1) for grad in per_token),
+        tiling.rows(logits),
+        target.reshape(-1),
+        tiling.contiguous(weight),
+        None if token_weight is None else token_weight.reshape(-1),
+        lse.reshape(-1),
+        dlogits.view(-1, logits.shape[-1]),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        plan=plan,
+    )
+    return dlogits
