@@ -1,12 +1,13 @@
-"""Train a Llama twice, untouched and with liger_ops' norms compiled whole, and compare the two.
+"""Train a Llama twice, untouched and with liger_ops' ops compiled whole, and compare the two.
 
     python examples/train_llama.py [--help]
 
 Both runs start from the same seed and see the same batches of real text: the source of Python's own
 standard library, byte by byte. The first is the transformers model as it comes, eager. The second
-is `liger_ops.fuse(model)` under `torch.compile(fullgraph=True)`. The exit status is 1 unless every
-norm is an op of the compiled graphs, nothing broke the graph, the loss curves coincide and the
-checkpoint loads as a plain transformers model. Bad arguments end in one sentence and status 2.
+is `liger_ops.fuse(model)` under `torch.compile(fullgraph=True)`: norms, rotary embedding, gated
+activation, and the head with its loss. The exit status is 1 unless each of them is an op of the
+compiled graphs, nothing broke the graph, the loss curves coincide and the checkpoint loads as a
+plain transformers model. Bad arguments end in one sentence and status 2.
 
 Needs transformers, matplotlib and tqdm beside liger_ops.
 """
@@ -14,6 +15,7 @@ Needs transformers, matplotlib and tqdm beside liger_ops.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -23,6 +25,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,7 +43,7 @@ from tqdm import tqdm
 
 import liger_ops
 
-VOCABULARY = 256
+BYTES = 256
 MAX_TEXT_BYTES = 8 * 2**20
 PROMPT = b"def __init__(self, "
 
@@ -72,6 +75,7 @@ PRESETS = {
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
+            "vocab_size": BYTES,
         },
         steps=100,
         batch_size=8,
@@ -85,6 +89,7 @@ PRESETS = {
             "num_hidden_layers": 12,
             "num_attention_heads": 12,
             "num_key_value_heads": 4,
+            "vocab_size": BYTES,
         },
         steps=150,
         batch_size=16,
@@ -98,6 +103,8 @@ PRESETS = {
             "num_hidden_layers": 16,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
+            # The real one. The text's bytes are the first of its tokens.
+            "vocab_size": 128256,
         },
         steps=100,
         batch_size=8,
@@ -122,15 +129,57 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run measured; a single step has no speed, for the first one compiles."""
+    """What a training run measured; the first step, which compiles, and the last do not count as
+    steps in time.
+
+    peak_bytes is what the last step held at most beside what was there before it: activations and
+    gradients, without parameters and the optimizer's state.
+    """
 
     losses: Tensor
     first_step_seconds: float
-    tokens_per_second: float | None
+    step_seconds: float | None
+    peak_bytes: int
 
 
 class UsageError(Exception):
     """An argument that cannot be used, in one sentence."""
+
+
+class PeakMemory:
+    """The most bytes of tensors that a block of code holds beside what was there before it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.bytes = 0
+        self.before = 0
+        self.profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
+
+    def __enter__(self) -> None:
+        if self.device == "cpu":
+            self.profiler.__enter__()
+        else:
+            synchronize(self.device)
+            module = getattr(torch, self.device)
+            module.reset_peak_memory_stats()
+            self.before = module.memory_allocated()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.device != "cpu":
+            self.bytes = getattr(torch, self.device).max_memory_allocated() - self.before
+            return
+        self.profiler.__exit__(*exception)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder, "trace.json")
+            self.profiler.export_chrome_trace(str(trace))
+            events = json.loads(trace.read_text(errors="replace"))["traceEvents"]
+        events = [event for event in events if event.get("name") == "[memory]"]
+        held = 0
+        for event in sorted(events, key=lambda event: event["ts"]):
+            held += event["args"]["Bytes"]
+            self.bytes = max(self.bytes, held)
 
 
 class GraphRecorder:
@@ -232,8 +281,9 @@ def main(arguments: list[str] | None = None) -> int:
         "graph breaks": str(graph_breaks),
         "forward graph": describe_counts(recorder.forward),
         "backward graph": describe_counts(recorder.backward),
-        "untouched": f"eager: {describe_run(untouched)}",
-        "fused": f"{settings.backend}: {describe_run(fused)}",
+        "untouched": f"eager: {describe_run(untouched, settings)}",
+        "fused": f"{settings.backend}: {describe_run(fused, settings)}",
+        "peak memory": describe_memory(untouched, fused),
         "difference": describe_difference(difference, bounds),
         "checkpoint": f"{checkpoint}, held-out loss {loaded_loss:.4f} (before: {trained_loss:.4f})",
         "curves": str(picture),
@@ -242,15 +292,14 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print("\n" + align(summary))
 
-    norms = 2 * config.num_hidden_layers + 1
+    expected = expected_ops(config.num_hidden_layers)
     checkpoint_bound = CHECKPOINT_BOUND[settings.dtype]
     checks = {
-        f"the forward graph must hold rms_norm {norms} times and no other liger op": (
-            recorder.forward == {"rms_norm": norms}
+        f"the forward graph must hold {describe_counts(expected)} and no other liger op": (
+            recorder.forward == expected
         ),
-        f"the backward graph must hold rms_norm_backward {norms} times and no other liger op": (
-            recorder.backward == {"rms_norm_backward": norms}
-        ),
+        "the backward graph must hold the gradient of each once, but for the loss, whose gradients"
+        " the forward makes": (recorder.backward == gradients_of(expected)),
         "there must be no graph break": graph_breaks == 0,
         "the loss curves must not differ by more than the bound": bool(
             (difference <= bounds).all()
@@ -269,6 +318,19 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
+def expected_ops(layers: int) -> Counter[str]:
+    """The ops of a Llama's forward graph."""
+    return Counter(
+        rms_norm=2 * layers + 1, rope=layers, swiglu=layers, linear_cross_entropy_forward=1
+    )
+
+
+def gradients_of(ops: Counter[str]) -> Counter[str]:
+    return Counter(
+        {f"{op}_backward": count for op, count in ops.items() if not op.endswith("_forward")}
+    )
+
+
 def make_parser() -> argparse.ArgumentParser:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -278,6 +340,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description=f"{introduction[0]} {introduction[2]}")
     parser.add_argument("--preset", choices=PRESETS, help="default: tiny on a CPU, else small")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, else bfloat16"
+    )
     parser.add_argument("--steps", type=integer(1), help="default: the preset's")
     parser.add_argument("--batch-size", type=integer(1), help="default: the preset's")
     parser.add_argument("--sequence-length", type=integer(2), help="default: the preset's")
@@ -340,7 +405,8 @@ def decide(options: argparse.Namespace) -> Settings:
         batch_size=options.batch_size or preset.batch_size,
         sequence_length=options.sequence_length or preset.sequence_length,
     )
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    name = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    dtype = getattr(torch, name)
     return Settings(device, dtype, backend, reason, preset_name, preset, options.seed)
 
 
@@ -417,7 +483,6 @@ def build_model(settings: Settings) -> Any:
     """The model, with the random weights of the seed."""
     torch.manual_seed(settings.seed)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
         max_position_embeddings=settings.preset.sequence_length,
         tie_word_embeddings=True,
         use_cache=False,
@@ -451,7 +516,8 @@ def train(
     warmup = min(10, preset.steps)
     tokens = preset.batch_size * preset.sequence_length
     losses: list[Tensor] = []
-    started = shown = time.perf_counter()
+    peak_memory = PeakMemory(settings.device)
+    started = shown = steady = last = time.perf_counter()
     first_step_seconds = 0.0
     bar = tqdm(
         batches, desc=label, total=preset.steps, unit="step", dynamic_ncols=True, mininterval=0.5
@@ -460,8 +526,13 @@ def train(
     for step, batch in enumerate(bar):
         rate = preset.learning_rate * min((step + 1) / warmup, 1) * (1 - step / preset.steps)
         optimizer.param_groups[0]["lr"] = rate
-        loss = forward(input_ids=batch, labels=batch, use_cache=False).loss
-        loss.backward()
+        is_last = step == preset.steps - 1
+        if is_last:
+            synchronize(settings.device)
+            last = time.perf_counter()
+        with peak_memory if is_last else nullcontext():
+            loss = forward(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
         for parameter, master in zip(parameters, masters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
@@ -483,10 +554,8 @@ def train(
             speed = tokens * step / (time.perf_counter() - steady)
             bar.set_postfix_str(f"loss {value:.3f}, {speed:,.0f} tokens/s", refresh=False)
             shown = now
-    synchronize(settings.device)
-    seconds = time.perf_counter() - steady
-    tokens_per_second = tokens * (preset.steps - 1) / seconds if preset.steps > 1 else None
-    return Run(torch.stack(losses).cpu(), first_step_seconds, tokens_per_second)
+    step_seconds = (last - steady) / (preset.steps - 2) if preset.steps > 2 else None
+    return Run(torch.stack(losses).cpu(), first_step_seconds, step_seconds, peak_memory.bytes)
 
 
 def synchronize(device: str) -> None:
@@ -511,7 +580,9 @@ def sample(model: Any, settings: Settings) -> str:
         temperature=0.7,
         use_cache=True,
     )
-    text = bytes(output[0].tolist()).decode("ascii", errors="replace").replace("\ufffd", "?")
+    # A token beyond the bytes has no character either.
+    written = bytes(min(token, BYTES - 1) for token in output[0].tolist())
+    text = written.decode("ascii", errors="replace").replace("\ufffd", "?")
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
@@ -570,12 +641,21 @@ def describe_counts(counts: Counter[str]) -> str:
     return ", ".join(parts) or "no liger op"
 
 
-def describe_run(run: Run) -> str:
-    speed = "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f} tokens/s, "
+def describe_run(run: Run, settings: Settings) -> str:
+    speed = ""
+    if run.step_seconds is not None and settings.device != "cpu":
+        tokens = settings.preset.batch_size * settings.preset.sequence_length
+        per_second = tokens / run.step_seconds
+        speed = f"{1e3 * run.step_seconds:.1f} ms a step, {per_second:,.0f} tokens/s, "
     return (
         f"loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}, {speed}"
         f"first step {run.first_step_seconds:.1f} s"
     )
+
+
+def describe_memory(untouched: Run, fused: Run) -> str:
+    megabytes = (f"{run.peak_bytes / 2**20:,.1f} MiB" for run in (untouched, fused))
+    return "of a step, beside parameters and optimizer: {} untouched, {} fused".format(*megabytes)
 
 
 def align(rows: dict[str, str]) -> str:

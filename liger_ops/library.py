@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch._library.autograd import make_autograd_impl
 
 NAMESPACE = "liger"
 
@@ -45,7 +44,12 @@ class Op:
     overload: Any
     fake: Callable[..., Any] | None = None
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    differentiable: bool = False
+    backward: Callable[..., tuple[Tensor | None, ...]] | None = None
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None
+
+    @property
+    def differentiable(self) -> bool:
+        return self.backward is not None
 
     def check_and_define(self, *args: Any, **kwargs: Any) -> Any:
         """The definition, with the same argument checks as the kernels'."""
@@ -84,7 +88,7 @@ def define(
         )
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         op = OPS[name] = Op(name, definition, custom_op, overload)
-        _serve_transforms(op)
+        _register_autograd(op)
         return _public(definition, overload)
 
     return decorate
@@ -168,15 +172,7 @@ def gradient(
     default.
     """
     op = OPS[name]
-    n_arguments = len(op.overload._schema.arguments)
-
-    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = tuple(ctx.needs_input_grad)
-        ctx.needs = needs + (False,) * (n_arguments - len(needs))
-        return backward(ctx, *grads)[: len(needs)]
-
-    op.custom_op.register_autograd(run, setup_context=setup_context)
-    op.differentiable = True
+    op.backward, op.setup_context = backward, setup_context
 
 
 def differentiate_definition(name: str) -> None:
@@ -254,21 +250,52 @@ def _autocast_value(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _serve_transforms(op: Op) -> None:
-    """Send functorch transforms and forward-mode AD to the definition.
+def _register_autograd(op: Op) -> None:
+    """Register what runs above the kernels: autograd, and the road of transforms.
 
-    A custom op refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a zero
-    tangent.
+    custom_op's own refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a
+    zero tangent; those go to the definition. It is slower too: rms_norm with a kernel that does
+    nothing takes 26 us of host time forward, and 85 with its backward; with this, 16 and 69.
     """
-    library = op.custom_op._lib
-    library.impl(op.name, op.check_and_define, "FuncTorchDynamicLayerFrontMode")
-    differentiate = make_autograd_impl(op.overload, op.custom_op)
+    library, overload = op.custom_op._lib, op.overload
+    arguments = overload._schema.arguments
+    defaults = tuple(
+        argument.default_value if argument.has_default_value() else None for argument in arguments
+    )
 
-    def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def call(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    class Differentiated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args_and_keyset: Any) -> Any:
+            args = args_and_keyset[:-1]
+            outputs = call(args_and_keyset[-1], args)
+            if op.setup_context is not None:
+                # The dispatcher drops arguments at the end that are the default.
+                op.setup_context(ctx, args + defaults[len(args) :], outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            if op.backward is None:
+                raise RuntimeError(f"{op.name}: there is no gradient of this op")
+            # Without the keyset, and with the arguments that the dispatcher dropped.
+            needs = ctx.needs_input_grad[:-1]
+            ctx.needs = needs + (False,) * (len(arguments) - len(needs))
+            return *op.backward(ctx, *grads)[: len(needs)], None
+
+    Differentiated.__name__ = f"{op.name}_autograd"
+
+    def run(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
-            return op.check_and_define(*args, **kwargs)
-        return differentiate(keyset, *args, **kwargs)
+            return op.check_and_define(*args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return Differentiated.apply(*args, keyset)
+        return call(keyset, args)
 
+    library.impl(op.name, op.check_and_define, "FuncTorchDynamicLayerFrontMode")
     with warnings.catch_warnings():
         # The registration replaces custom_op's own on purpose.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import library
+from ..ops.rope import rotated_columns
 from . import checks
 
 
 @library.fake("rope")
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    per_pair: bool = False,
+    sections: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check("rope", q, k, cos, sin)
+    _check("rope", "", q, k, cos, sin, per_pair, sections)
     return checks.in_layout_of(q), checks.in_layout_of(k)
 
 
@@ -21,11 +29,13 @@ def rope_backward(
     dq: Tensor,
     dk: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     interleaved: bool,
+    per_pair: bool,
+    sections: list[int] | None,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    _check("rope_backward", dq, dk, cos, sin, "d")
+    _check("rope_backward", "d", dq, dk, cos, sin, per_pair, sections)
     needs_q, needs_k = output_mask
     return (
         checks.in_layout_of(dq) if needs_q else None,
@@ -33,11 +43,21 @@ def rope_backward(
     )
 
 
-def _check(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, prefix: str = "") -> None:
+def _check(
+    op: str,
+    prefix: str,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor | None,
+    per_pair: bool,
+    sections: list[int] | None,
+) -> None:
     q_name, k_name = f"{prefix}q", f"{prefix}k"
-    checks.floating(op, **{q_name: q, k_name: k}, cos=cos, sin=sin)
+    checks.floating(op, **{q_name: q, k_name: k})
     if k.dtype != q.dtype:
         raise TypeError(f"{op}: {k_name} must have {q_name}'s dtype, {q.dtype}, got {k.dtype}")
+    _check_table_dtypes(op, cos, sin)
     if q.dim() != 4:
         raise ValueError(f"{op}: {q_name} must be (B, heads, S, D), got shape {tuple(q.shape)}")
     checks.same_device(op, q, q_name, **{k_name: k}, cos=cos, sin=sin)
@@ -47,15 +67,51 @@ def _check(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, prefix: str 
             f"{op}: {k_name} must have the shape of {q_name} but for the heads,"
             f" {(B, 'heads', S, D)}, got {tuple(k.shape)}"
         )
-    leading_is_right = cos.dim() == 2 or (cos.dim() == 3 and cos.shape[0] in (1, B))
+    per_pair = per_pair or cos.is_complex()
+    columns = "R/2" if per_pair else "R"
+    if sections is None:
+        accepted = f"(S, {columns}), (1, S, {columns}) or (B, S, {columns})"
+        leading_is_right = cos.dim() == 2 or (cos.dim() == 3 and cos.shape[0] in (1, B))
+    else:
+        accepted = f"(3, 1, S, {columns}) or (3, B, S, {columns}), with sections,"
+        leading_is_right = cos.dim() == 4 and cos.shape[0] == 3 and cos.shape[1] in (1, B)
     if not leading_is_right or cos.shape[-2] != S:
         raise ValueError(
-            f"{op}: cos must be (S, R), (1, S, R) or (B, S, R) for {q_name}'s S of {S} and B of"
-            f" {B}, got shape {tuple(cos.shape)}"
+            f"{op}: cos must be {accepted} for {q_name}'s S of {S} and B of {B},"
+            f" got shape {tuple(cos.shape)}"
         )
-    R = cos.shape[-1]
+    R = rotated_columns(cos, per_pair)
+    if per_pair and not 2 <= R <= D:
+        raise ValueError(
+            f"{op}: cos must have from 1 column to half of {q_name}'s D of {D}, one for each pair,"
+            f" got {cos.shape[-1]}"
+        )
     if not 2 <= R <= D or R % 2 != 0:
         raise ValueError(
             f"{op}: cos must have an even number of columns from 2 to {q_name}'s D of {D}, got {R}"
         )
+    if sections is not None and (
+        len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != R
+    ):
+        raise ValueError(
+            f"{op}: sections must be three counts of pairs that add up to R/2, {R // 2},"
+            f" got {list(sections)}"
+        )
     checks.shape(op, "sin", sin, cos.shape, "cos")
+
+
+def _check_table_dtypes(op: str, cos: Tensor, sin: Tensor | None) -> None:
+    if not cos.is_complex():
+        checks.floating(op, cos=cos, sin=sin)
+        if sin is None:
+            raise ValueError(f"{op}: sin must be given with a real cos, got None")
+        return
+    if cos.dtype not in (torch.complex64, torch.complex128):
+        raise TypeError(
+            f"{op}: a complex cos must be torch.complex64 or torch.complex128, got {cos.dtype}"
+        )
+    if sin is not None:
+        raise ValueError(
+            f"{op}: sin must be None with a complex cos, which holds it, got a tensor of shape"
+            f" {tuple(sin.shape)}"
+        )

@@ -96,7 +96,7 @@ def calls() -> Iterator[Callable[[], Any]]:
             table = torch.empty(2, 3, R, dtype=dtype)
             q, k = q.transpose(1, 2), k.transpose(1, 2)
             for interleaved in (False, True):
-                args = (q, k, table, table, interleaved)
+                args = (q, k, table, table, interleaved, False, None)
                 yield lambda args=args: kernel["rope"](*args)
                 yield lambda args=args: kernel["rope_backward"](*args, both)
         for shape, groups in (

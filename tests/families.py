@@ -1,4 +1,4 @@
-"""Small models of random weights, one of each family whose norms `fuse` has to know."""
+"""Small models of random weights, one of each family that `fuse` has to know."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ EXPERTS = {"num_experts_per_tok": 4, "experts_implementation": "batched_mm"}
 
 @dataclass(frozen=True)
 class Family:
-    """A model, an input, and how many norms of each op it has. Each norm runs once in a forward."""
+    """A model, an input, and how many ops of each name `fuse` finds in it, each of which runs once
+    in a forward."""
 
     name: str
     build: Callable[[], nn.Module]
-    norms: dict[str, int]
+    ops: dict[str, int]
     inputs: Callable[[torch.dtype], Tensor]
 
     def model(self) -> nn.Module:
@@ -71,7 +72,7 @@ def image_inputs(dtype: torch.dtype) -> Tensor:
     return torch.randn(2, 3, 8, 8, generator=generator).bfloat16().to(dtype)
 
 
-def text(name: str, rms_norms: int, **options: Any) -> Family:
+def text(name: str, rms_norms: int, activation: str = "swiglu", **options: Any) -> Family:
     """A causal language model of transformers: `<name>Config` and `<name>ForCausalLM`."""
     config_name = options.pop("config", f"{name}Config")
     config = {**TEXT, **options}
@@ -84,7 +85,10 @@ def text(name: str, rms_norms: int, **options: Any) -> Family:
             getattr(transformers, config_name)(**config), attn_implementation="eager", **arguments
         )
 
-    return Family(name, build, {"rms_norm": rms_norms}, token_inputs)
+    layers = config["num_hidden_layers"]
+    return Family(
+        name, build, {"rms_norm": rms_norms, activation: layers, "rope": layers}, token_inputs
+    )
 
 
 def bert() -> nn.Module:
@@ -136,14 +140,18 @@ FAMILIES = [
     text("Llama", 5),
     text("Mistral", 5),
     text("Qwen3", 9),
-    text("Gemma", 5),
+    text("Gemma", 5, "geglu"),
     text(
-        "Gemma3", 13, config="Gemma3TextConfig", layer_types=["sliding_attention", "full_attention"]
+        "Gemma3",
+        13,
+        "geglu",
+        config="Gemma3TextConfig",
+        layer_types=["sliding_attention", "full_attention"],
     ),
     text("Olmo2", 9),
     text("Phi3", 5),
     text("Glm4", 9),
-    text("GptOss", 5, num_local_experts=4, **EXPERTS),
+    text("GptOss", 5, "clamped_swiglu", num_local_experts=4, **EXPERTS),
     text("Qwen3Moe", 9, num_experts=4, moe_intermediate_size=16, **EXPERTS),
     Family("Bert", bert, {"layer_norm": 6}, token_inputs),
     Family("ViT", vit, {"layer_norm": 5}, image_inputs),

@@ -167,7 +167,8 @@ def _interpret_npu_tensors() -> None:
         for arg in on_cpu:
             if isinstance(arg, torch.Tensor):
                 held, view = _copies.get(arg.untyped_storage().data_ptr(), (None, None))
-                if held is not None:
+                # An expanded view cannot be written to, and no kernel does.
+                if held is not None and not torch.equal(held, view):
                     view.copy_(held)
         return result
 

@@ -44,14 +44,26 @@ def test_the_demo_trains_saves_and_reports(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     rows = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
     assert ["graph", "breaks", "0"] in rows
-    assert ["forward", "graph", "9 x liger.rms_norm"] in rows
-    assert ["backward", "graph", "9 x liger.rms_norm_backward"] in rows
+    forward = "1 x liger.linear_cross_entropy_forward, 9 x liger.rms_norm, 4 x liger.rope"
+    assert ["forward", "graph", f"{forward}, 4 x liger.swiglu"] in rows
+    backward = "9 x liger.rms_norm_backward, 4 x liger.rope_backward, 4 x liger.swiglu_backward"
+    assert ["backward", "graph", backward] in rows
+    (memory,) = (row[2] for row in rows if row[:2] == ["peak", "memory"])
+    untouched, fused = (float(word) for word in memory.replace(",", "").split() if "." in word)
+    assert untouched > 0 and fused > 0
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
     model = transformers.AutoModelForCausalLM.from_pretrained(output / "checkpoint")
     assert type(model) is transformers.LlamaForCausalLM
     assert model.config.num_hidden_layers == 4
     # Six steps of training have moved a norm's weight away from its initial ones.
     assert not torch.equal(model.model.norm.weight, torch.ones(model.config.hidden_size))
+
+
+def test_fifty_steps_in_bfloat16_stay_within_the_bound(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SMALL, "--steps", "50", "--dtype", "bfloat16", "--output", str(tmp_path)]
+    assert demo.main(arguments) == 0, capsys.readouterr().err
 
 
 def test_the_recorder_counts_again_when_the_compile_cache_is_warm(
@@ -78,8 +90,8 @@ def test_the_demo_fails_where_nothing_is_fused(
     monkeypatch.setattr(liger_ops, "fuse", lambda model: "nothing")
     assert demo.main([*SMALL, "--steps", "1", "--output", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert "the forward graph must hold rms_norm 9 times" in error
-    assert "the backward graph must hold rms_norm_backward 9 times" in error
+    assert "the forward graph must hold 1 x liger.linear_cross_entropy_forward" in error
+    assert "the backward graph must hold the gradient of each once" in error
     assert "the loss curves" not in error
 
 

@@ -15,18 +15,26 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import liger_ops.lowering.npu
 import liger_ops.nn
+import simulated_npu
 from families import FAMILIES, Family, output
 from graphs import Recorder, liger_ops_of
-from liger_ops.fusion import FuseReport, fuse, unfuse
+from liger_ops.fusion import FuseReport, classes, fuse, unfuse
 
 FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-LLAMA = FAMILIES[0]
+BY_NAME = {family.name: family for family in FAMILIES}
+LLAMA, GEMMA3 = BY_NAME["Llama"], BY_NAME["Gemma3"]
+GPT_OSS, QWEN3_MOE = BY_NAME["GptOss"], BY_NAME["Qwen3Moe"]
 FUSED = (liger_ops.nn.RMSNorm, liger_ops.nn.LayerNorm, liger_ops.nn.GroupNorm)
 
 
 def fused_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, FUSED)]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, FUSED) or classes.overrides(module)
+    ]
 
 
 def gradient_of(y: Tensor) -> Tensor:
@@ -51,12 +59,12 @@ def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @FAMILY
-def test_every_norm_is_replaced(family: Family) -> None:
+def test_every_part_is_fused(family: Family) -> None:
     model = family.model()
     report = fuse(model)
-    assert Counter(entry.op for entry in report.fused) == family.norms
+    assert Counter(entry.op for entry in report.fused) == family.ops
     assert not report.left
-    assert len(fused_modules(model)) == len(report) == sum(family.norms.values())
+    assert len(fused_modules(model)) == len(report) == sum(family.ops.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -90,7 +98,7 @@ def test_results_are_as_near_to_truth_as_before(family: Family, dtype: torch.dty
 
 @FAMILY
 def test_compiles_whole(family: Family) -> None:
-    """One graph, in which every norm is one node forward and one backward; results as eager."""
+    """One graph, in which every op is one node forward and one backward; results as eager."""
     model = family.model()
     fuse(model)
     x = family.inputs(torch.float32)
@@ -102,8 +110,8 @@ def test_compiles_whole(family: Family) -> None:
     model.zero_grad()
     y.backward(gradient_of(y))
     assert len(recorder.forwards) == len(recorder.backwards) == 1
-    assert liger_ops_of(recorder.forwards) == family.norms
-    backward = {f"{op}_backward": count for op, count in family.norms.items()}
+    assert liger_ops_of(recorder.forwards) == family.ops
+    backward = {f"{op}_backward": count for op, count in family.ops.items()}
     assert liger_ops_of(recorder.backwards) == backward
     torch.testing.assert_close(y, eager["output"])
     for name, parameter in model.named_parameters():
@@ -183,7 +191,7 @@ def test_only_the_given_model_changes() -> None:
 
 def test_second_call_replaces_nothing() -> None:
     model = LLAMA.model()
-    assert len(fuse(model)) == 5
+    assert len(fuse(model)) == 9
     modules = dict(model.named_modules())
     report = fuse(model)
     assert not report
@@ -209,7 +217,7 @@ def test_random_state_and_global_modes_are_kept() -> None:
 def test_under_another_mode(mode: Callable[[], Any]) -> None:
     model = LLAMA.model()
     with mode(), torch.device("meta"):
-        assert len(fuse(model)) == 5
+        assert len(fuse(model)) == 9
     x = LLAMA.inputs(torch.float32)
     assert results(model, x).keys() == results(LLAMA.model(), x).keys()
 
@@ -241,7 +249,9 @@ def test_cast_after_fuse() -> None:
     x = LLAMA.inputs(torch.bfloat16)
     fused_output = output(model, x)
     assert fused_output.dtype is torch.bfloat16
-    torch.testing.assert_close(fused_output, output(untouched, x))
+    cast_first = copy.deepcopy(untouched)
+    fuse(cast_first)
+    assert torch.equal(fused_output, output(cast_first, x))
     unfuse(model)
     assert torch.equal(output(model, x), output(untouched, x))
 
@@ -266,10 +276,10 @@ def test_load_after_fuse(assign: bool) -> None:
 def test_model_made_on_meta() -> None:
     with torch.device("meta"):
         model = LLAMA.build()
-    assert len(fuse(model)) == 5
+    assert len(fuse(model)) == 9
     assert all(parameter.is_meta for parameter in model.parameters())
     model.load_state_dict(LLAMA.model().state_dict(), assign=True)
-    assert not any(module.weight.is_meta for module in fused_modules(model))
+    assert not any(parameter.is_meta for parameter in model.parameters())
     unfuse(model)
     assert not any(parameter.is_meta for parameter in model.parameters())
 
@@ -285,6 +295,123 @@ def test_save_pretrained(tmp_path: Path) -> None:
     state = model.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("family", [LLAMA, GPT_OSS], ids=lambda family: family.name)
+def test_saved_whole(family: Family, tmp_path: Path) -> None:
+    model = family.model()
+    count = len(fuse(model))
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = family.inputs(torch.float32)
+    assert torch.equal(output(loaded, x), output(model, x))
+    assert not fuse(loaded)
+    assert unfuse(loaded) == count
+    assert {type(module) for module in loaded.modules()} == {
+        type(module) for module in family.model().modules()
+    }
+
+
+def test_replicas() -> None:
+    """What DataParallel makes of a module on each device."""
+    model = LLAMA.model()
+    fuse(model)
+    mlp = model.model.layers[0].mlp
+    replica = mlp._replicate_for_data_parallel()
+    x = torch.randn(2, 32)
+    assert type(replica) is type(mlp)
+    assert torch.equal(replica(x), mlp(x))
+
+
+def test_two_models_compiled_in_one_process() -> None:
+    """What torch.compile keeps of a fused layer does not serve an untouched one, and back."""
+    fused, untouched = LLAMA.model(), LLAMA.model()
+    fuse(fused)
+    x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    recorder = Recorder()
+    compiled = torch.compile(
+        lambda mlp, x: mlp(x), fullgraph=True, backend=recorder.backend(), dynamic=False
+    )
+    graphs = []
+    for model in (fused, untouched, fused, untouched):
+        mlp = model.model.layers[0].mlp
+        torch.testing.assert_close(compiled(mlp, x), mlp(x))
+        graphs.append(len(recorder.forwards))
+    assert graphs == [1, 2, 2, 2]
+    assert [liger_ops_of([graph]) for graph in recorder.forwards] == [{"swiglu": 1}, {}]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", [LLAMA, GEMMA3, GPT_OSS], ids=lambda family: family.name)
+def test_gradient_checkpointing(family: Family) -> None:
+    model = family.model()
+    fuse(model)
+    x = family.inputs(torch.float32)
+    expected = results(model, x)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(results(model, x), expected)
+    assert len(calls) == 2
+
+
+def test_autocast() -> None:
+    """In autocast tables are float32 and queries bfloat16: rope is left to the model's function."""
+    model, untouched = LLAMA.model(), LLAMA.model()
+    fuse(model)
+    x = LLAMA.inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = output(model, x), output(untouched, x)
+    assert y.dtype is expected.dtype
+    truth = output(untouched, x)
+    error, error_before = ((part.float() - truth).norm() for part in (y, expected))
+    assert error <= 2 * error_before
+
+
+def test_generation_and_recorded_outputs() -> None:
+    """A cache of keys, and attentions and hidden states, which transformers records by class."""
+    model, untouched = LLAMA.model().eval(), LLAMA.model().eval()
+    fuse(model)
+    x = LLAMA.inputs(torch.float32)
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    assert torch.equal(model.generate(x, **options), untouched.generate(x, **options))
+    wanted = {"output_attentions": True, "output_hidden_states": True}
+    y, expected = model(x, **wanted), untouched(x, **wanted)
+    torch.testing.assert_close(y.attentions, expected.attentions)
+    torch.testing.assert_close(y.hidden_states, expected.hidden_states)
+    assert len(y.attentions) == 2
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", [GPT_OSS, QWEN3_MOE], ids=lambda family: family.name)
+def test_experts_implementations(family: Family, implementation: str) -> None:
+    model, untouched = family.model(), family.model()
+    model.set_experts_implementation(implementation)
+    untouched.set_experts_implementation(implementation)
+    report = fuse(model)
+    # Qwen's eager forward has the activation in it.
+    has_activation = family is GPT_OSS or implementation != "eager"
+    assert len(report) == sum(family.ops.values()) - (0 if has_activation else 2)
+    assert len(report.left) == (0 if has_activation else 2)
+    x = family.inputs(torch.float32)
+    expected = results(untouched, x)
+    found = results(model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_npu, "active", True)
+    model = LLAMA.model()
+    fuse(model)
+    x = LLAMA.inputs(torch.float32)
+    expected = output(model, x)
+    simulated_npu.forget()
+    y = output(model.to("npu"), simulated_npu.to_npu(x))
+    modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
+    simulated_npu.forget()
+    assert modules == {f"liger_ops.lowering.npu.{file}" for file in ("rms_norm", "gated", "rope")}
+    torch.testing.assert_close(simulated_npu.to_cpu(y), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_fast_path_of_torch_transformer() -> None:

@@ -144,12 +144,14 @@ def test_unfuse_restores_the_model(family: Family) -> None:
 def test_compiles_whole(family: Family) -> None:
     """One graph with the op in it and no logits, for every size of batch."""
     model, fused = pair(family)
+    # transformers takes a lock to record what routers give, which torch.compile cannot trace.
+    options = {"output_router_logits": False} if family.name == "GptOss" else {}
     torch._dynamo.reset()
     recorder = Recorder()
     compiled = torch.compile(fused, fullgraph=True, dynamic=True, backend=recorder.backend())
     for inputs in (batch(), batch(3, 11)):
-        expected = model(**inputs)
-        actual = compiled(**inputs)
+        expected = model(**inputs, **options)
+        actual = compiled(**inputs, **options)
         assert actual.logits is None
         torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-6, atol=1e-6)
         assert_same_gradients(
@@ -210,7 +212,8 @@ def test_what_is_returned() -> None:
 def test_labels_by_position() -> None:
     model, fused = pair()
     names = list(inspect.signature(model.forward).parameters)
-    inputs = [batch().get(name) for name in names[: names.index("labels") + 1]]
+    given = batch()
+    inputs = [given.get(name) for name in names[: names.index("labels") + 1]]
     output = fused(*inputs)
     assert output.logits is None
     torch.testing.assert_close(output.loss, model(*inputs).loss)
@@ -477,7 +480,7 @@ def test_replica_of_data_parallel() -> None:
 
 def test_call_that_raises_leaves_nothing_behind() -> None:
     model, fused = pair()
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match="linear_cross_entropy_forward: target"):
         fused(input_ids=batch()["input_ids"], labels=batch(3)["labels"])
     assert_trains_alike(fused, model, **batch())
 
@@ -787,7 +790,13 @@ class Normalised(Tiny):
 
 class Detached(Tiny):
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden.detach())
+        return self.head(hidden).detach()
+
+
+class HalfDetached(Tiny):
+    def logits(self, hidden: Tensor) -> Tensor:
+        half = 0.5 * self.head(hidden)
+        return half + half.detach()
 
 
 class OneLess(Tiny):
@@ -861,7 +870,8 @@ NEAR_MISSES = {
     Shifted: "its logits are not those of its head",
     Negative: "its logits are not those of its head",
     Normalised: "its logits are not those of its head",
-    Detached: "its loss has another gradient",
+    Detached: "its loss has no gradient",
+    HalfDetached: "its loss has another gradient",
     OneLess: "fails on the CPU with a stub for the body",
     Twice: "for labels its forward calls its head 2 times, and its loss_function 1 times",
     ByItself: "for labels its forward calls its head 1 times, and its loss_function 0 times",

@@ -8,43 +8,66 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import classes, loss, norms
+from . import classes, experts, gated, loss, norms, rope
 from .report import Fused, FuseReport, Left
 
 __all__ = ["FuseReport", "Fused", "Left", "fuse", "unfuse"]
 
-FUSERS = (norms.fuse, loss.fuse)
+FUSERS = (norms.fuse, gated.fuse, experts.fuse, rope.fuse, loss.fuse)
 
 
 def fuse(model: nn.Module) -> FuseReport:
-    """Replace every norm of a model by the fused module that computes the same.
+    """Let the norms, gated activations and rotary embeddings of a model be computed by the ops.
 
-    What a norm computes decides, not its class: a copy of each module without children, and with no
-    parameters but a weight and a bias of one size, runs on the CPU and is compared with `rms_norm`,
-    `layer_norm` and `group_norm` under every offset, eps and casting mode: values in float32,
-    bfloat16 and float16, and gradients. A norm of any class, from transformers or not, is replaced
-    if it agrees, and left if it does not.
+    What a module computes decides, not its class: copies of it, or a function that it calls, run on
+    the CPU, on tensors that they cannot tell from real ones, and are compared with the definitions
+    of the ops under every option: values in float32, bfloat16 and float16, and gradients. What
+    agrees is fused, from transformers or not; what does not is left.
 
-    The fused module has the same Parameter objects under the same names: optimizers, tied weights
-    and the state dict, keys and values, do not notice. `requires_grad` and the training mode stay.
-    A module in several places of the model remains one module. The model can then be copied,
-    pickled, saved, moved, cast, loaded into and compiled. Nothing outside of the model changes, and
-    the state of no random number generator.
+    * Norms: a module without children, and with no parameters but a weight and a bias of one size,
+      that is `rms_norm`, `layer_norm` or `group_norm` under some offset, eps and casting mode, is
+      replaced by the fused module, which has the same Parameter objects under the same names.
+    * Gated activations: a module that projects its input once or twice, and projects again what
+      `swiglu`, `geglu`, `clamped_swiglu` or `relu_squared` is of that, gets a forward that calls
+      the same children and the op. The children may be anything, such as quantised layers and
+      adapters, also those put there later. Of the experts of mixture models in transformers it is
+      the method `_apply_gate` that is the op.
+    * Rotary embeddings: a forward that calls a global function of queries, keys and cosines and
+      sines (or complex frequencies) which is `rope` is made again, to call the op. Calls of other
+      forms still reach the function, such as those with tables of float32 and queries of bfloat16
+      whose product is float32, as autocast makes them.
 
-    A norm is left, and the report says why, where replacing it could change what the model does: it
-    computes something else (a gate, another dimension), or does something beside (hooks, a forward
-    of its own on the instance, as accelerate sets it, parametrizations, buffers), or its parameters
-    are no plain tensors (DTensor: fuse before sharding). A norm whose class returns the weight's
-    dtype is left where the model's other parameters have another dtype than its weight.
+    Of the last two no module is replaced: the class of each such module becomes a subclass of its
+    own, of the same name, in which one method is overridden. Its attributes, children, hooks and
+    signature are what they were, and what its code read from its attributes to compute with, such
+    as a limit or the name of an activation, is read once, now.
 
-    Norms that are fused already are passed over: a second call replaces nothing.
+    In float32 results change by rounding in the last place. In bfloat16 and float16 the norms round
+    where the model's code does; gated activations and rope round once where that rounds after each
+    operation, two to four times: they are nearer to the equation.
+
+    Optimizers, tied weights and the state dict, keys and values, do not notice. `requires_grad` and
+    the training mode stay. A module in several places of the model remains one module. The model
+    can then be copied, pickled, saved, moved, cast, loaded into, checkpointed and compiled. Other
+    models stay as they are, those of the same classes too, and the state of random number
+    generators.
+
+    A module is left, and the report says why, where fusing it could change what the model does: it
+    computes something else (another activation, something between, a dropout that is active), or
+    its parts do something beside (hooks, a forward of its own on the instance, as accelerate sets
+    it, parametrizations), or a norm's parameters are no plain tensors (DTensor: fuse before
+    sharding). A norm whose class returns the weight's dtype is left where the model's other
+    parameters have another dtype than its weight. Experts whose implementation is eager, with the
+    activation in their forward, are left too.
+
+    What is fused already is passed over: a second call changes nothing.
 
     Args:
         model: a transformers model, or any module. It is changed in place.
 
     Returns:
         A report: `report.fused` and `report.left` list modules, `str(report)` is a table,
-        `len(report)` the number of modules replaced.
+        `len(report)` the number of modules fused.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
@@ -65,23 +88,27 @@ def fuse(model: nn.Module) -> FuseReport:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Put back the modules that `fuse` replaced, with the parameters and training mode of now.
+    """Put back what `fuse` changed, with the parameters and training mode of now.
 
-    The modules are the very objects that were there before. They get the Parameter objects that the
-    fused modules hold by now, which loading or casting may have replaced. Hooks registered on a
-    fused module go with it.
+    Norms are the very objects that were there before. They get the Parameter objects that the fused
+    modules hold by now, which loading or casting may have replaced. Hooks registered on a fused
+    norm go with it. The other modules get their classes back.
 
     Args:
         model: a module that was given to `fuse`, or a copy of one. It is changed in place.
 
     Returns:
-        The number of modules put back.
+        The number of modules put back, counting one once for each kind of thing fused in it.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
+        RuntimeError: the class of a fused module was changed since, as parametrizations and FSDP2
+            do; nothing is put back.
     """
     _check_module("unfuse", model)
-    return norms.unfuse(model) + classes.restore(model)
+    # Refuses before anything has changed.
+    count = classes.restore(model)
+    return count + norms.unfuse(model)
 
 
 def _check_module(function: str, model: object) -> None:

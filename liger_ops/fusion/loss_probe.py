@@ -74,12 +74,12 @@ class _Probe:
         if "skip_logits" in self.parameters:
             raise NotAnOp("its forward has a skip_logits of its own")
         scale, softcap = self.logit_options()
-        dtype = self.plain(torch.bfloat16, {}).loss.dtype
-        if dtype is not torch.float32:
-            raise NotAnOp(f"its loss is {dtype_name(dtype)} where the model is bfloat16")
         loss = CausalLoss(self.head_name, loss_function, scale, softcap)
         for arguments in self.ways_to_ask():
             self.compare(loss, arguments)
+        dtype = self.plain(torch.bfloat16, {}).loss.dtype
+        if dtype is not torch.float32:
+            raise NotAnOp(f"its loss is {dtype_name(dtype)} where the model is bfloat16")
         return loss
 
     def logit_options(self) -> tuple[float, float | None]:

@@ -8,16 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+from .probing import has_hooks
 
 # What a module may do beside computing: a class that overrides one of these does more.
 BEYOND_FORWARD = (
@@ -40,7 +31,7 @@ def obstacle(module: nn.Module) -> str | None:
         return "it holds other modules"
     if "forward" in vars(module):
         return "the instance has a forward of its own"
-    if any(getattr(module, hooks, None) for hooks in HOOKS):
+    if has_hooks(module):
         return "it has hooks"
     if module._compiled_call_impl is not None:
         return "it is compiled by itself"

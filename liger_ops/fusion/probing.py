@@ -14,6 +14,17 @@ DEVICE = torch.device("cpu")
 
 MODULE_STATE = frozenset(vars(nn.Module()))
 
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
 
 class NotAnOp(Exception):
     """The code computes what no op computes; the text says why, of "it"."""
@@ -34,6 +45,10 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
+def has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, hooks, None) for hooks in HOOKS)
+
+
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are not those of every module."""
     return {name: value for name, value in vars(module).items() if name not in MODULE_STATE}
@@ -44,6 +59,13 @@ def attributes_key(module: nn.Module) -> Any:
     return tuple(
         (name, type(value), _value_key(value)) for name, value in own_attributes(module).items()
     )
+
+
+def leaf_key(module: nn.Module | None) -> Any:
+    """Equal for modules without parameters, children and buffers that compute the same."""
+    if module is None or module._modules:
+        return id(module)
+    return type(module), attributes_key(module)
 
 
 def _value_key(value: Any) -> Any:
@@ -67,3 +89,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def numbers_of(module: nn.Module) -> list[float]:
+    """The numbers that a module's code may compute with: its attributes, but for sizes."""
+    found: dict[float, None] = {}
+    for value in own_attributes(module).values():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 128:
+            found[float(value)] = None
+    return [number for number in found if number != 1.0]

@@ -13,11 +13,18 @@ from .strides import in_order_of
 
 
 @library.define(
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor cos, Tensor? sin=None, bool interleaved=False,"
+    " bool per_pair=False, int[]? sections=None) -> (Tensor, Tensor)",
     strides=torch.Tag.needs_exact_strides,
 )
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    per_pair: bool = False,
+    sections: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of queries and keys.
 
@@ -30,7 +37,17 @@ def rope(
       Gemma, Phi: transformers' `apply_rotary_pos_emb` with `rotate_half`);
     * interleaved, a and b next to each other (GPT-J, GLM4, Cohere).
 
-    cos and sin hold a number for each element: the two of a pair may differ, and usually do not.
+    cos and sin hold a number for each element, where the two of a pair may differ, and usually do
+    not; or with `per_pair` one for each pair (GPT-OSS; the first half of GLM4's tables).
+
+    A complex cos holds cos + i sin for each pair, and sin is None: the `freqs_cis` of Llama 4,
+    whose `apply_rotary_emb` multiplies the pairs (a + ib) by it. Pairs are then interleaved and the
+    table per pair, whatever those arguments say.
+
+    With `sections` the tables are three, of the temporal, the height and the width position: of the
+    R/2 pairs the first sections[0] take their numbers from the first table, the next sections[1]
+    from the second and the last sections[2] from the third (Qwen2-VL, whose `mrope_section` this
+    is). No table is put together of the three.
 
     Computed in float32 and rounded once to the dtype of q and k, whatever that of cos and sin.
 
@@ -39,44 +56,59 @@ def rope(
     attention reads them without one.
 
     The gradients of q and k are the rotation back, -sin for sin, and save cos and sin alone. Those
-    of cos and sin, for frequencies that are learned, are plain PyTorch, and save q and k.
+    of cos and sin, for frequencies that are learned, are plain PyTorch, and save q and k. That of a
+    complex cos is, by PyTorch's convention, the gradient of cos + i times that of sin.
 
-    Autocast changes nothing: q and k keep their dtype. float64 runs the definition on every device.
+    Autocast changes nothing: q and k keep their dtype. float64 and complex128 run the definition on
+    every device.
 
     Args:
         q: (B, heads, S, D), floating point, any strides.
         k: (B, heads of k, S, D), of q's dtype; of any number of heads.
-        cos, sin: (S, R), (1, S, R) or (B, S, R), floating point; R is even and at most D.
+        cos, sin: (S, R), (1, S, R) or (B, S, R), floating point, any strides; R is even and at most
+            D. Per pair, the last dimension is R/2. With sections, (3, 1, S, R) or (3, B, S, R), or
+            R/2. A complex cos, complex64 or complex128, has the shape of a table per pair.
         interleaved: how elements are paired.
+        per_pair: whether cos and sin have one number for the two elements of a pair.
+        sections: three counts of pairs, that add up to R/2.
 
     Returns:
         q and k rotated: of their shapes, dtype and layout.
 
     Raises:
-        TypeError: a tensor is not floating point, or k is of another dtype than q.
-        ValueError: a shape or a device is not as above.
+        TypeError: a tensor is not floating point (nor, cos, complex), or k is of another dtype than
+            q.
+        ValueError: a shape, a device or sections is not as above; sin is given with a complex cos,
+            or is not with a real one.
 
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; the
+    sections: Wang et al., "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at
+    Any Resolution", 2024.
 
     Example:
         >>> q = torch.tensor([[[[1.0, 0.0]]]])
         >>> liger_ops.rope(q, q, torch.zeros(1, 2), torch.ones(1, 2))[0]
         tensor([[[[0., 1.]]]])
+        >>> liger_ops.rope(q, q, torch.tensor([[1j]]))[0]
+        tensor([[[[0., 1.]]]])
     """
-    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
+    tables = (cos, sin, interleaved, per_pair, sections)
+    return _rotated(q, *tables), _rotated(k, *tables)
 
 
 @library.define(
-    "(Tensor dq, Tensor dk, Tensor cos, Tensor sin, bool interleaved, bool[2] output_mask)"
-    " -> (Tensor?, Tensor?)",
+    "(Tensor dq, Tensor dk, Tensor cos, Tensor? sin, bool interleaved, bool per_pair,"
+    " int[]? sections, bool[2] output_mask) -> (Tensor?, Tensor?)",
     strides=torch.Tag.needs_exact_strides,
 )
 def rope_backward(
     dq: Tensor,
     dk: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     interleaved: bool,
+    per_pair: bool,
+    sections: list[int] | None,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradient of `rope`.
@@ -85,7 +117,7 @@ def rope_backward(
 
     Args:
         dq, dk: the gradients of `rope`'s results, any strides.
-        cos, sin, interleaved: as given to `rope`.
+        cos, sin, interleaved, per_pair, sections: as given to `rope`.
         output_mask: whether the gradients of q and k are wanted; no other is computed or allocated.
 
     Returns:
@@ -95,71 +127,126 @@ def rope_backward(
         TypeError, ValueError: as `rope`.
     """
     back = [
-        _rotated(dy, cos, sin, interleaved, backward=True) if wanted else None
+        _rotated(dy, cos, sin, interleaved, per_pair, sections, backward=True) if wanted else None
         for dy, wanted in zip((dq, dk), output_mask, strict=True)
     ]
     return back[0], back[1]
 
 
 def _rotated(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool = False
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor | None,
+    interleaved: bool,
+    per_pair: bool,
+    sections: list[int] | None,
+    backward: bool = False,
 ) -> Tensor:
     wide = widened(x)
-    R = cos.shape[-1]
-    cos, sin = (table.to(wide.dtype).unsqueeze(-3) for table in (cos, sin))
-    pairs = wide[..., :R]
+    if cos.is_complex():
+        cos, sin, interleaved, per_pair = cos.real, cos.imag, True, True
+    assert sin is not None
+    R = rotated_columns(cos, per_pair)
+    (cos_a, cos_b), (sin_a, sin_b) = (
+        _of_pairs(table.to(wide.dtype), interleaved, per_pair, sections) for table in (cos, sin)
+    )
+    a, b = _pairs(wide[..., :R], interleaved)
     if backward:
-        y = pairs * cos - _turned(pairs * sin, interleaved)
-    else:
-        y = pairs * cos + _turned(pairs, interleaved) * sin
+        sin_a, sin_b = -sin_b, -sin_a
+    y = _joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b, interleaved)
     return in_order_of(torch.cat((y, wide[..., R:]), -1).to(x.dtype), x)
 
 
-def _turned(x: Tensor, interleaved: bool) -> Tensor:
-    """Each pair (a, b) as (-b, a)."""
+def rotated_columns(cos: Tensor, per_pair: bool) -> int:
+    """R, of a table of cos or of cos + i sin."""
+    return cos.shape[-1] * (2 if per_pair or cos.is_complex() else 1)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second elements of the pairs."""
     if interleaved:
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((-b, a), -1).flatten(-2)
+        return x[..., 0::2], x[..., 1::2]
     a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
+    return a, b
+
+
+def _joined(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+
+
+def _of_pairs(
+    table: Tensor, interleaved: bool, per_pair: bool, sections: list[int] | None
+) -> list[Tensor]:
+    """A table's numbers for the first and for the second elements of the pairs, for every head."""
+    of_pairs = (table, table) if per_pair else _pairs(table, interleaved)
+    if sections is not None:
+        of_pairs = tuple(
+            torch.cat([part[i] for i, part in enumerate(x.split(sections, -1))], -1)
+            for x in of_pairs
+        )
+    return [x.unsqueeze(-3) for x in of_pairs]
 
 
 def _table_gradients(
-    grads: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor], cos: Tensor, interleaved: bool
+    grads: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor],
+    cos: Tensor,
+    interleaved: bool,
+    per_pair: bool,
+    sections: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of cos and sin, whose shape is cos's: sums over heads, and over a batch that
-    shares them."""
-    R = cos.shape[-1]
-    dcos, dsin = [], []
+    """The gradients of cos and sin, whose shape is cos's: sums over heads, over a batch that shares
+    them and over the elements that do."""
+    if cos.is_complex():
+        interleaved = per_pair = True
+    R = rotated_columns(cos, per_pair)
+    sums: list[list[Tensor]] = [[], [], [], []]
     for dy, x in zip(grads, inputs, strict=True):
-        dy, x = widened(dy)[..., :R], widened(x)[..., :R]
-        dcos.append((dy * x).sum(-3))
-        dsin.append((dy * _turned(x, interleaved)).sum(-3))
-    tables = (dcos[0] + dcos[1], dsin[0] + dsin[1])
+        dy_a, dy_b = _pairs(widened(dy)[..., :R], interleaved)
+        a, b = _pairs(widened(x)[..., :R], interleaved)
+        for total, product in zip(sums, (dy_a * a, dy_b * b, -dy_a * b, dy_b * a), strict=True):
+            total.append(product.sum(-3))
+    cos_a, cos_b, sin_a, sin_b = (_shared(of_q + of_k, cos, sections) for of_q, of_k in sums)
+    if per_pair:
+        return cos_a + cos_b, sin_a + sin_b
+    return _joined(cos_a, cos_b, interleaved), _joined(sin_a, sin_b, interleaved)
+
+
+def _shared(grad: Tensor, cos: Tensor, sections: list[int] | None) -> Tensor:
+    """The gradient of the numbers of each (batch, position, pair) as that of tables like cos."""
     if cos.dim() == 2:
-        return tables[0].sum(0), tables[1].sum(0)
-    if cos.shape[0] == 1:
-        return tables[0].sum(0, keepdim=True), tables[1].sum(0, keepdim=True)
-    return tables
+        grad = grad.sum(0)
+    elif cos.shape[-3] == 1:
+        grad = grad.sum(0, keepdim=True)
+    if sections is None:
+        return grad
+    parts = grad.split(sections, -1)
+    tables = [
+        torch.cat([p if i == table else torch.zeros_like(p) for i, p in enumerate(parts)], -1)
+        for table in range(len(sections))
+    ]
+    return torch.stack(tables)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, cos, sin, ctx.interleaved = inputs
+    q, k, cos, sin, *ctx.options = inputs
     learned = any(ctx.needs_input_grad[2:4])
     ctx.save_for_backward(cos, sin, *((q, k) if learned else ()))
 
 
 def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin, *inputs = ctx.saved_tensors
-    needs_q, needs_k, needs_cos, needs_sin, _ = ctx.needs
+    needs_q, needs_k, needs_cos, needs_sin, *_ = ctx.needs
     grad_q = grad_k = dcos = dsin = None
     if needs_q or needs_k:
-        grad_q, grad_k = rope_backward(dq, dk, cos, sin, ctx.interleaved, [needs_q, needs_k])
+        grad_q, grad_k = rope_backward(dq, dk, cos, sin, *ctx.options, [needs_q, needs_k])
     if needs_cos or needs_sin:
-        dcos, dsin = _table_gradients((dq, dk), inputs, cos, ctx.interleaved)
+        dcos, dsin = _table_gradients((dq, dk), inputs, cos, *ctx.options)
+        if cos.is_complex():
+            dcos, dsin = torch.complex(dcos, dsin), None
         dcos = dcos.to(cos.dtype) if needs_cos else None
         dsin = dsin.to(sin.dtype) if needs_sin else None
-    return grad_q, grad_k, dcos, dsin, None
+    return grad_q, grad_k, dcos, dsin, None, None, None
 
 
 library.gradient("rope", _backward, _setup_context)

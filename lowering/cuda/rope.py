@@ -1,21 +1,23 @@
-"""rope: a program rotates some positions, in a chunk of the pairs, of every head of q and of k."""
+"""rope: a program rotates some positions, in a chunk of the pairs, of some heads of q and of k."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
+from ...ops.rope import rotated_columns
 from ..sizes import cdiv, next_power_of_2
 from .launch import WARP_SIZE, launch
 
 
 @dataclass(frozen=True)
 class RopePlan:
-    """A tile: positions, heads at once, pairs; and threads a program."""
+    """A tile: positions, heads of q and k together, pairs; and threads a program."""
 
     positions: int
     heads: int
@@ -25,8 +27,7 @@ class RopePlan:
 
 @triton.jit
 def _load_pairs(
-    ptr,
-    rows,
+    ptrs,
     inside,
     first,
     HALF,
@@ -39,74 +40,86 @@ def _load_pairs(
     if INTERLEAVED:
         cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
         mask = inside & (cols < 2 * HALF)
-        x = tl.load(ptr + rows + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(ptrs + cols, mask=mask, other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(x, (BLOCK_S, BLOCK_H, BLOCK_N, 2)))
     else:
         cols = first + tl.arange(0, BLOCK_N)[None, None, :]
         mask = inside & (cols < HALF)
-        a = tl.load(ptr + rows + cols, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(ptr + rows + cols + HALF, mask=mask, other=0.0).to(tl.float32)
+        a = tl.load(ptrs + cols, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(ptrs + HALF + cols, mask=mask, other=0.0).to(tl.float32)
     return a, b
 
 
 @triton.jit
 def _store_pairs(
-    ptr, rows, inside, first, HALF, a, b, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr
+    ptrs, inside, first, HALF, a, b, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    dtype: tl.constexpr = ptr.dtype.element_ty
+    dtype: tl.constexpr = ptrs.dtype.scalar.element_ty
     if INTERLEAVED:
         cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
-        y = tl.interleave(a, b).to(dtype)
-        tl.store(ptr + rows + cols, y, mask=inside & (cols < 2 * HALF))
+        y = tl.interleave(a.to(dtype), b.to(dtype))
+        tl.store(ptrs + cols, y, mask=inside & (cols < 2 * HALF))
     else:
         cols = first + tl.arange(0, BLOCK_N)[None, None, :]
         mask = inside & (cols < HALF)
-        tl.store(ptr + rows + cols, a.to(dtype), mask=mask)
-        tl.store(ptr + rows + cols + HALF, b.to(dtype), mask=mask)
+        tl.store(ptrs + cols, a.to(dtype), mask=mask)
+        tl.store(ptrs + HALF + cols, b.to(dtype), mask=mask)
 
 
 @triton.jit
-def _rotate(
-    x_ptr,
-    y_ptr,
-    x_start,
-    y_start,
-    stride_x,
-    stride_y,
-    heads,
+def _section_offsets(
+    pairs, stride, end_0, end_1, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr
+):
+    # Of the table that the section of each pair takes its numbers from.
+    if HAS_SECTIONS:
+        table = (pairs >= end_0).to(tl.int64) + (pairs >= end_1).to(tl.int64)
+        offsets = table * stride
+        if EIGHTS:
+            # So that a thread's numbers are loaded as a vector.
+            offsets = tl.max_constancy(offsets, [1, 1, 8])
+    else:
+        offsets = 0
+    return offsets
+
+
+@triton.jit
+def _load_table(
+    ptrs,
     inside,
     first,
-    step,
     HALF,
-    COPIED,
-    cos_a,
-    cos_b,
-    sin_a,
-    sin_b,
+    stride_n,
+    stride_t,
+    end_0,
+    end_1,
     INTERLEAVED: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr,
+    EIGHTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # The strides are from head to head.
-    for start in range(0, heads, BLOCK_H):
-        head = (start + tl.arange(0, BLOCK_H).to(tl.int64))[None, :, None]
-        mask = inside & (head < heads)
-        x_rows = x_start + head * stride_x
-        y_rows = y_start + head * stride_y
-        a, b = _load_pairs(x_ptr, x_rows, mask, first, HALF, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_N)
-        y_a = a * cos_a - b * sin_a
-        y_b = b * cos_b + a * sin_b
-        _store_pairs(y_ptr, y_rows, mask, first, HALF, y_a, y_b, INTERLEAVED, BLOCK_N)
-        for col in range(first, COPIED, step):
-            cols = col + tl.arange(0, BLOCK_N)[None, None, :]
-            offsets = 2 * HALF + cols
-            copied = mask & (cols < COPIED)
-            x = tl.load(x_ptr + x_rows + offsets, mask=copied)
-            tl.store(y_ptr + y_rows + offsets, x, mask=copied)
+    # The numbers for the two elements of BLOCK_N pairs, of each position; stride_t is from one
+    # section's table to the next.
+    if INTERLEAVED and not PER_PAIR:
+        cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
+        mask = inside & (cols < 2 * HALF)
+        table = _section_offsets(cols // 2, stride_t, end_0, end_1, HAS_SECTIONS, EIGHTS)
+        x = tl.load(ptrs + (cols * stride_n + table), mask=mask, other=0.0)
+        a, b = tl.split(tl.reshape(x.to(tl.float32), (BLOCK_S, 1, BLOCK_N, 2)))
+    else:
+        cols = first + tl.arange(0, BLOCK_N)[None, None, :]
+        mask = inside & (cols < HALF)
+        table = _section_offsets(cols, stride_t, end_0, end_1, HAS_SECTIONS, EIGHTS)
+        offsets = cols * stride_n + table
+        a = tl.load(ptrs + offsets, mask=mask, other=0.0).to(tl.float32)
+        b = a
+        if not PER_PAIR:
+            b = tl.load(ptrs + (offsets + HALF * stride_n), mask=mask, other=0.0).to(tl.float32)
+    return a, b
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S", "SECTION_0", "SECTION_1"])
 def _rope_kernel(
     q_ptr,
     k_ptr,
@@ -119,136 +132,162 @@ def _rope_kernel(
     k_heads,
     HALF,
     COPIED,
+    SECTION_0,
+    SECTION_1,
     q_stride_b,
     q_stride_h,
     q_stride_s,
     k_stride_b,
     k_stride_h,
     k_stride_s,
-    cos_stride_b,
-    cos_stride_s,
-    sin_stride_b,
-    sin_stride_s,
     q_out_stride_b,
     q_out_stride_h,
     q_out_stride_s,
     k_out_stride_b,
     k_out_stride_h,
     k_out_stride_s,
+    cos_stride_t,
+    cos_stride_b,
+    cos_stride_s,
+    cos_stride_n,
+    sin_stride_t,
+    sin_stride_b,
+    sin_stride_s,
+    sin_stride_n,
     INTERLEAVED: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    COMPLEX: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr,
+    EIGHTS: tl.constexpr,
     BACKWARD: tl.constexpr,
-    NEEDS_Q: tl.constexpr,
-    NEEDS_K: tl.constexpr,
+    HAS_COPIED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    # HALF is the number of pairs, COPIED that of the elements behind them. BLOCK_Q and BLOCK_K are
-    # heads. The tables of the positions are loaded once for all heads.
+    # HALF is the number of pairs, COPIED that of the elements behind them, SECTION_0 and SECTION_1
+    # the pairs at which the second and the third table begin. The heads of k follow those of q, in
+    # one tile of HEADS of them: its loads are under way together, and the tables loaded once for
+    # all.
     program = tl.program_id(0)
-    chunks = tl.cdiv(HALF, BLOCK_N)
+    chunk = program % CHUNKS
+    group = (program // CHUNKS) % GROUPS
+    tile = program // (CHUNKS * GROUPS)
     tiles = tl.cdiv(S, BLOCK_S)
-    first = (program % chunks) * BLOCK_N
-    step = chunks * BLOCK_N
-    tile = program // chunks
+    first = chunk * BLOCK_N
     batch = (tile // tiles).to(tl.int64)
     s = ((tile % tiles).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S))[:, None, None]
-    inside = s < S
-    cos_a, cos_b = _load_pairs(
-        cos_ptr,
-        batch * cos_stride_b + s * cos_stride_s,
-        inside,
+    in_group = tl.arange(0, BLOCK_H)[None, :, None]
+    head = group * HEADS + in_group
+    is_q = head < q_heads
+    inside = (s < S) & (in_group < HEADS) & (head < q_heads + k_heads)
+    q_head = head.to(tl.int64)
+    k_head = q_head - q_heads
+    x_ptrs = tl.where(
+        is_q,
+        q_ptr + (batch * q_stride_b + s * q_stride_s + q_head * q_stride_h),
+        k_ptr + (batch * k_stride_b + s * k_stride_s + k_head * k_stride_h),
+    )
+    y_ptrs = tl.where(
+        is_q,
+        q_out_ptr + (batch * q_out_stride_b + s * q_out_stride_s + q_head * q_out_stride_h),
+        k_out_ptr + (batch * k_out_stride_b + s * k_out_stride_s + k_head * k_out_stride_h),
+    )
+    if ALIGNED:
+        # Triton 3.9 does not see it through tl.where, and would load element by element.
+        x_ptrs = tl.multiple_of(x_ptrs, [1, 1, 16])
+        y_ptrs = tl.multiple_of(y_ptrs, [1, 1, 16])
+    a, b = _load_pairs(x_ptrs, inside, first, HALF, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_N)
+    cos_a, cos_b = _load_table(
+        cos_ptr + (batch * cos_stride_b + s * cos_stride_s),
+        s < S,
         first,
         HALF,
+        cos_stride_n,
+        cos_stride_t,
+        SECTION_0,
+        SECTION_1,
         INTERLEAVED,
+        PER_PAIR,
+        HAS_SECTIONS,
+        EIGHTS,
         BLOCK_S,
-        1,
         BLOCK_N,
     )
-    sin_a, sin_b = _load_pairs(
-        sin_ptr,
-        batch * sin_stride_b + s * sin_stride_s,
-        inside,
-        first,
-        HALF,
-        INTERLEAVED,
-        BLOCK_S,
-        1,
-        BLOCK_N,
-    )
+    if COMPLEX:
+        # The real and the imaginary part lie as the elements of an interleaved pair.
+        sin_a = cos_b
+        sin_b = cos_b
+        cos_b = cos_a
+    else:
+        sin_a, sin_b = _load_table(
+            sin_ptr + (batch * sin_stride_b + s * sin_stride_s),
+            s < S,
+            first,
+            HALF,
+            sin_stride_n,
+            sin_stride_t,
+            SECTION_0,
+            SECTION_1,
+            INTERLEAVED,
+            PER_PAIR,
+            HAS_SECTIONS,
+            EIGHTS,
+            BLOCK_S,
+            BLOCK_N,
+        )
     if BACKWARD:
         # The transpose of the rotation: that by -sin, of each other's element of the pair.
         swapped = sin_a
         sin_a = -sin_b
         sin_b = -swapped
-    if NEEDS_Q:
-        _rotate(
-            q_ptr,
-            q_out_ptr,
-            batch * q_stride_b + s * q_stride_s,
-            batch * q_out_stride_b + s * q_out_stride_s,
-            q_stride_h,
-            q_out_stride_h,
-            q_heads,
-            inside,
-            first,
-            step,
-            HALF,
-            COPIED,
-            cos_a,
-            cos_b,
-            sin_a,
-            sin_b,
-            INTERLEAVED,
-            BLOCK_S,
-            BLOCK_Q,
-            BLOCK_N,
-        )
-    if NEEDS_K:
-        _rotate(
-            k_ptr,
-            k_out_ptr,
-            batch * k_stride_b + s * k_stride_s,
-            batch * k_out_stride_b + s * k_out_stride_s,
-            k_stride_h,
-            k_out_stride_h,
-            k_heads,
-            inside,
-            first,
-            step,
-            HALF,
-            COPIED,
-            cos_a,
-            cos_b,
-            sin_a,
-            sin_b,
-            INTERLEAVED,
-            BLOCK_S,
-            BLOCK_K,
-            BLOCK_N,
-        )
+    y_a = a * cos_a - b * sin_a
+    y_b = b * cos_b + a * sin_b
+    _store_pairs(y_ptrs, inside, first, HALF, y_a, y_b, INTERLEAVED, BLOCK_N)
+    if HAS_COPIED:
+        for start in range(chunk * BLOCK_C, COPIED, CHUNKS * BLOCK_C):
+            cols = start + tl.arange(0, BLOCK_C)[None, None, :]
+            mask = inside & (cols < COPIED)
+            x = tl.load(x_ptrs + 2 * HALF + cols, mask=mask)
+            tl.store(y_ptrs + 2 * HALF + cols, x, mask=mask)
 
 
-def plan_tile(heads: int, half: int) -> RopePlan:
-    pairs = min(2048, max(16, next_power_of_2(half)))
-    at_once = min(next_power_of_2(max(1, heads)), max(1, 2048 // pairs))
-    # Of 2048 pairs over several positions a thread of sm_90 takes 233 registers; over one, 96.
-    return RopePlan(max(1, 1024 // (pairs * at_once)), at_once, pairs)
+def plan_tile(heads: int, half: int, itemsize: int, table_numbers: int) -> RopePlan:
+    """`table_numbers` is how many a load of a table takes for a pair, 1 or 2."""
+    pairs = min(256, max(16, next_power_of_2(half)))
+    heads = min(next_power_of_2(heads), max(1, 8192 // (pairs * itemsize)))
+    # A table that is loaded by more threads than it has numbers, Triton loads in the layout of q
+    # and k; any other goes through shared memory.
+    threads = max(32, 2 * table_numbers * pairs)
+    positions = max(1, 4 * threads // (pairs * heads))
+    return RopePlan(positions, heads, pairs, threads)
 
 
 def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def aligned(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes."""
+    steps = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1][:-1]
+    return all(address % 16 == 0 for address in (x.data_ptr(), *(x.element_size() * n for n in steps)))
+
+
 def rotate(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     q_out: Tensor | None,
     k_out: Tensor | None,
     interleaved: bool,
+    per_pair: bool,
+    sections: list[int] | None,
     backward: bool,
     plan: RopePlan | None,
 ) -> None:
@@ -257,18 +296,28 @@ def rotate(
     given = [(x, out) for x, out in ((q, q_out), (k, k_out)) if out is not None and x.numel() > 0]
     if not given:
         return
-    R = cos.shape[-1]
-    plan = plan or plan_tile(max(x.shape[1] for x, _ in given), R // 2)
-    q, k, cos, sin = map(unit_stride, (q, k, cos, sin))
-    cos, sin = cos.expand(B, S, R), sin.expand(B, S, R)
-    strides = [
-        stride
-        for x in (q, k, cos, sin, q if q_out is None else q_out, k if k_out is None else k_out)
-        for stride in x.stride()[:-1]
-    ]
+    half = rotated_columns(cos, per_pair) // 2
+    heads = sum(x.shape[1] for x, _ in given)
+    is_complex, packed = cos.is_complex(), cos.is_complex() and cos.stride(-1) == 1
+    if packed:
+        cos = sin = torch.view_as_real(cos).flatten(-2)
+    elif is_complex:
+        cos, sin = cos.real, cos.imag
+    if plan is None:
+        interleaved_table = packed or (interleaved and not per_pair)
+        plan = plan_tile(heads, half, q.element_size(), 2 if interleaved_table else 1)
+    groups, chunks = cdiv(heads, plan.heads), cdiv(half, plan.pairs)
+    first, second, _ = sections or (0, 0, 0)
+    ends = (first, first + second)
+    copied = D - 2 * half
+    # One of no heads stands in for what is not wanted.
+    tensors = [(unit_stride(x), out, x.shape[1]) for x, out in given]
+    (q, q_out, q_heads), (k, k_out, k_heads) = (
+        tensors if len(tensors) == 2 else (*tensors, (*tensors[0][:2], 0))
+    )
     launch(
         _rope_kernel,
-        (B * cdiv(S, plan.positions) * cdiv(R // 2, plan.pairs),),
+        (B * cdiv(S, plan.positions) * groups * chunks,),
         q,
         q,
         k,
@@ -277,19 +326,29 @@ def rotate(
         q_out,
         k_out,
         S,
-        q.shape[1],
-        k.shape[1],
-        R // 2,
-        D - R,
-        *strides,
-        INTERLEAVED=interleaved,
+        q_heads,
+        k_heads,
+        half,
+        copied,
+        *ends,
+        *(stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]),
+        *cos.expand(3, B, S, cos.shape[-1]).stride(),
+        *sin.expand(3, B, S, cos.shape[-1]).stride(),
+        INTERLEAVED=interleaved or is_complex,
+        PER_PAIR=not packed and (per_pair or is_complex),
+        COMPLEX=packed,
+        HAS_SECTIONS=sections is not None,
+        EIGHTS=all(size % 8 == 0 for size in (*ends, plan.pairs)),
         BACKWARD=backward,
-        NEEDS_Q=q_out is not None,
-        NEEDS_K=k_out is not None,
+        HAS_COPIED=copied > 0,
+        ALIGNED=all(map(aligned, (q, k, q_out, k_out))),
+        HEADS=cdiv(heads, groups),
+        GROUPS=groups,
+        CHUNKS=chunks,
         BLOCK_S=plan.positions,
-        BLOCK_Q=min(plan.heads, next_power_of_2(max(1, q.shape[1]))),
-        BLOCK_K=min(plan.heads, next_power_of_2(max(1, k.shape[1]))),
+        BLOCK_H=next_power_of_2(cdiv(heads, groups)),
         BLOCK_N=plan.pairs,
+        BLOCK_C=min(2 * plan.pairs, next_power_of_2(max(1, copied))),
         num_warps=max(1, plan.threads // WARP_SIZE),
     )
 
@@ -299,13 +358,15 @@ def rope(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None = None,
     interleaved: bool = False,
+    per_pair: bool = False,
+    sections: list[int] | None = None,
     *,
     plan: RopePlan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    q_out, k_out = meta.rope.rope(q, k, cos, sin, interleaved)
-    rotate(q, k, cos, sin, q_out, k_out, interleaved, False, plan)
+    q_out, k_out = meta.rope.rope(q, k, cos, sin, interleaved, per_pair, sections)
+    rotate(q, k, cos, sin, q_out, k_out, interleaved, per_pair, sections, False, plan)
     return q_out, k_out
 
 
@@ -314,12 +375,15 @@ def rope_backward(
     dq: Tensor,
     dk: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     interleaved: bool,
+    per_pair: bool,
+    sections: list[int] | None,
     output_mask: list[bool],
     *,
     plan: RopePlan | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    q_out, k_out = meta.rope.rope_backward(dq, dk, cos, sin, interleaved, output_mask)
-    rotate(dq, dk, cos, sin, q_out, k_out, interleaved, True, plan)
+    options = (interleaved, per_pair, sections)
+    q_out, k_out = meta.rope.rope_backward(dq, dk, cos, sin, *options, output_mask)
+    rotate(dq, dk, cos, sin, q_out, k_out, *options, True, plan)
     return q_out, k_out

@@ -5,11 +5,13 @@ Both in one kernel would halve the tile: each loop over heads has its own pairs 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ... import library, meta
+from ...ops.rope import rotated_columns
 from ..sizes import cdiv, next_power_of_2
 from . import tiling
 from .tile import load, remaining
@@ -43,6 +45,105 @@ def _load_pairs(
 
 
 @triton.jit
+def _load_columns(
+    ptr,
+    rows,
+    row_mask,
+    cols,
+    first,
+    size,
+    end_0,
+    end_1,
+    stride_t,
+    HAS_SECTIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Columns of a table from `first` on: with sections, those up to end_0 of it, those up to end_1
+    of the next table and the others of the third.
+
+    Each is a load of a range of columns: were the table picked by column, every element would be
+    loaded for itself. triton-ascend 3.2.0 crashes where the lower end of a range is masked first.
+    """
+    stop = tl.maximum(remaining(size, first, BLOCK), 0)
+    if HAS_SECTIONS:
+        stop_0 = tl.maximum(remaining(end_0, first, BLOCK), 0)
+        stop_1 = tl.maximum(remaining(end_1, first, BLOCK), 0)
+        ptr += first
+        x = load(ptr, rows + cols, row_mask & (cols < stop_0))
+        x += load(ptr + stride_t, rows + cols, row_mask & (cols < stop_1) & (cols >= stop_0))
+        x += load(ptr + 2 * stride_t, rows + cols, row_mask & (cols < stop) & (cols >= stop_1))
+    else:
+        x = load(ptr + first, rows + cols, row_mask & (cols < stop))
+    return x
+
+
+@triton.jit
+def _load_table(
+    ptr,
+    stride,
+    first,
+    row_mask,
+    HALF,
+    SECTION_0,
+    SECTION_1,
+    stride_t,
+    INTERLEAVED: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The numbers for the two elements of BLOCK_N pairs from the pair `first` on."""
+    rows = tl.arange(0, BLOCK_M)[:, None] * stride
+    if INTERLEAVED and not PER_PAIR:
+        x = _load_columns(
+            ptr,
+            rows,
+            row_mask,
+            tl.arange(0, 2 * BLOCK_N)[None, :],
+            2 * first,
+            2 * HALF,
+            2 * SECTION_0,
+            2 * SECTION_1,
+            stride_t,
+            HAS_SECTIONS,
+            2 * BLOCK_N,
+        )
+        a, b = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        cols = tl.arange(0, BLOCK_N)[None, :]
+        a = _load_columns(
+            ptr,
+            rows,
+            row_mask,
+            cols,
+            first,
+            HALF,
+            SECTION_0,
+            SECTION_1,
+            stride_t,
+            HAS_SECTIONS,
+            BLOCK_N,
+        )
+        b = a
+        if not PER_PAIR:
+            b = _load_columns(
+                ptr + HALF,
+                rows,
+                row_mask,
+                cols,
+                first,
+                HALF,
+                SECTION_0,
+                SECTION_1,
+                stride_t,
+                HAS_SECTIONS,
+                BLOCK_N,
+            )
+    return a, b
+
+
+@triton.jit
 def _store_pairs(
     ptr,
     stride,
@@ -68,7 +169,7 @@ def _store_pairs(
         tl.store(ptr + first + HALF + (rows + cols), b.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "S"])
+@triton.jit(do_not_specialize=["B", "S", "SECTION_0", "SECTION_1"])
 def _rope_kernel(
     x_ptr,
     cos_ptr,
@@ -79,24 +180,32 @@ def _rope_kernel(
     heads,
     HALF,
     COPIED,
+    SECTION_0,
+    SECTION_1,
     x_stride_b,
     x_stride_h,
     x_stride_s,
     y_stride_b,
     y_stride_h,
     y_stride_s,
+    cos_stride_t,
     cos_stride_b,
     cos_stride_s,
+    sin_stride_t,
     sin_stride_b,
     sin_stride_s,
     INTERLEAVED: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    COMPLEX: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr,
     BACKWARD: tl.constexpr,
     HAS_COPIED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # HALF is the number of pairs, COPIED that of the elements behind them. The tables of a tile of
-    # positions stay in the Unified Buffer for all heads.
+    # HALF is the number of pairs, COPIED that of the elements behind them, SECTION_0 and SECTION_1
+    # the pairs at which the second and the third table begin. The tables of a tile of positions
+    # stay in the Unified Buffer for all heads.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     chunks = tl.cdiv(HALF, BLOCK_N)
@@ -108,26 +217,42 @@ def _rope_kernel(
         batch = item // chunks // tiles
         s = (item // chunks % tiles) * BLOCK_M
         row_mask = rows < remaining(S, s, BLOCK_M)
-        cos_a, cos_b = _load_pairs(
+        cos_a, cos_b = _load_table(
             cos_ptr + batch * cos_stride_b + s * cos_stride_s,
             cos_stride_s,
             first,
             row_mask,
             HALF,
+            SECTION_0,
+            SECTION_1,
+            cos_stride_t,
             INTERLEAVED,
+            PER_PAIR,
+            HAS_SECTIONS,
             BLOCK_M,
             BLOCK_N,
         )
-        sin_a, sin_b = _load_pairs(
-            sin_ptr + batch * sin_stride_b + s * sin_stride_s,
-            sin_stride_s,
-            first,
-            row_mask,
-            HALF,
-            INTERLEAVED,
-            BLOCK_M,
-            BLOCK_N,
-        )
+        if COMPLEX:
+            # The real and the imaginary part lie as the elements of an interleaved pair.
+            sin_a = cos_b
+            sin_b = cos_b
+            cos_b = cos_a
+        else:
+            sin_a, sin_b = _load_table(
+                sin_ptr + batch * sin_stride_b + s * sin_stride_s,
+                sin_stride_s,
+                first,
+                row_mask,
+                HALF,
+                SECTION_0,
+                SECTION_1,
+                sin_stride_t,
+                INTERLEAVED,
+                PER_PAIR,
+                HAS_SECTIONS,
+                BLOCK_M,
+                BLOCK_N,
+            )
         if BACKWARD:
             # The transpose of the rotation: that by -sin, of each other's element of the pair.
             swapped = sin_a
@@ -161,9 +286,11 @@ def unit_stride(x: Tensor) -> Tensor:
 def rotate(
     x: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     y: Tensor | None,
     interleaved: bool,
+    per_pair: bool,
+    sections: list[int] | None,
     backward: bool,
     plan: Plan | None,
 ) -> None:
@@ -171,17 +298,23 @@ def rotate(
     if y is None or y.numel() == 0:
         return
     B, heads, S, D = x.shape
-    R = cos.shape[-1]
+    half = rotated_columns(cos, per_pair) // 2
+    is_complex = cos.is_complex()
+    interleaved = interleaved or is_complex
+    if is_complex:
+        cos = sin = torch.view_as_real(unit_stride(cos)).flatten(-2)
     x, cos, sin = map(unit_stride, (x, cos, sin))
-    cos, sin = cos.expand(B, S, R), sin.expand(B, S, R)
+    cos, sin = (table.expand(3, B, S, cos.shape[-1]) for table in (cos, sin))
     if plan is None:
         furthest = max(tensor.stride(-2) for tensor in (x, y, cos, sin))
         op = "rope_interleaved" if interleaved else "rope"
-        plan = plan_tile(op, R // 2, x.element_size(), B * S, furthest)
+        op += "" if sections is None else "_sections"
+        plan = plan_tile(op, half, x.element_size(), B * S, furthest)
+    first, second, _ = sections or (0, 0, 0)
     launch(
         _rope_kernel,
         plan,
-        B * cdiv(S, plan.BLOCK_M) * cdiv(R // 2, plan.BLOCK_N),
+        B * cdiv(S, plan.BLOCK_M) * cdiv(half, plan.BLOCK_N),
         x,
         cos,
         sin,
@@ -189,15 +322,20 @@ def rotate(
         B,
         S,
         heads,
-        R // 2,
-        D - R,
+        half,
+        D - 2 * half,
+        first,
+        first + second,
         *x.stride()[:3],
         *y.stride()[:3],
-        *cos.stride()[:2],
-        *sin.stride()[:2],
+        *cos.stride()[:3],
+        *sin.stride()[:3],
         INTERLEAVED=interleaved,
+        PER_PAIR=per_pair and not is_complex,
+        COMPLEX=is_complex,
+        HAS_SECTIONS=sections is not None,
         BACKWARD=backward,
-        HAS_COPIED=D > R,
+        HAS_COPIED=D > 2 * half,
     )
 
 
@@ -224,14 +362,17 @@ def rope(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None = None,
     interleaved: bool = False,
+    per_pair: bool = False,
+    sections: list[int] | None = None,
     *,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
-    q_out, k_out = meta.rope.rope(q, k, cos, sin, interleaved)
-    rotate(q, cos, sin, q_out, interleaved, False, plan)
-    rotate(k, cos, sin, k_out, interleaved, False, plan)
+    options = (interleaved, per_pair, sections)
+    q_out, k_out = meta.rope.rope(q, k, cos, sin, *options)
+    rotate(q, cos, sin, q_out, *options, False, plan)
+    rotate(k, cos, sin, k_out, *options, False, plan)
     return q_out, k_out
 
 
@@ -240,13 +381,16 @@ def rope_backward(
     dq: Tensor,
     dk: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     interleaved: bool,
+    per_pair: bool,
+    sections: list[int] | None,
     output_mask: list[bool],
     *,
     plan: Plan | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    q_out, k_out = meta.rope.rope_backward(dq, dk, cos, sin, interleaved, output_mask)
-    rotate(dq, cos, sin, q_out, interleaved, True, plan)
-    rotate(dk, cos, sin, k_out, interleaved, True, plan)
+    options = (interleaved, per_pair, sections)
+    q_out, k_out = meta.rope.rope_backward(dq, dk, cos, sin, *options, output_mask)
+    rotate(dq, cos, sin, q_out, *options, True, plan)
+    rotate(dk, cos, sin, k_out, *options, True, plan)
     return q_out, k_out

@@ -106,8 +106,12 @@ COSTS = {
     "cross_entropy_options_backward": Cost({2: 50.4, 4: 50.4}, {2: 50.4, 4: 50.4}),
     # Of a pair. 2048 pairs: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
     "rope": Cost({}, {2: 68.1, 4: 68.1}),
+    # 1024 pairs: 66.7% | 64.6%, 2048: 100.0%.
+    "rope_sections": Cost({}, {2: 128.1, 4: 124.1}),
     # 1024 pairs: 70.8%, 2048: 100.0%.
     "rope_interleaved": Cost({}, {2: 136.1, 4: 136.1}),
+    # 1024 pairs: 75.0% | 83.3%, 2048: 100.0%.
+    "rope_interleaved_sections": Cost({}, {2: 144.1, 4: 160.1}),
 }
 
 

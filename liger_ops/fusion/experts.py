@@ -1,0 +1,110 @@
+"""Experts of mixture models: their `_apply_gate` becomes one op.
+
+transformers keeps the weights of all experts of a layer in one module, and calls its method
+`_apply_gate` with their projections, gate and up in one tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import library
+from . import classes
+from .activation_probe import Activation, find
+from .probing import (
+    NotAnOp,
+    attributes_key,
+    first_line,
+    has_hooks,
+    leaf_key,
+    numbers_of,
+    undisturbed,
+)
+from .report import Fused, Left
+
+KIND = "experts"
+METHOD = "_apply_gate"
+
+# Of the projections in a probe.
+WIDTH = 48
+
+
+def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
+    """Override `_apply_gate` of every module that has one and computes with it what an op does."""
+    found: dict[Any, Activation | NotAnOp] = {}
+    fused, left = [], []
+    for name, module in model.named_modules():
+        if not inspect.isfunction(getattr(type(module), METHOD, None)):
+            continue
+        if KIND in classes.overrides(module):
+            continue
+        class_name = type(module).__name__
+        children = tuple(leaf_key(child) for child in module._modules.values())
+        key = type(module), attributes_key(module), children, _obstacle(module)
+        if key not in found:
+            found[key] = _probed(module)
+        activation = found[key]
+        if isinstance(activation, Activation):
+            classes.override(module, KIND, activation)
+            options = dict(activation.options)
+            fused.append(Fused(name, class_name, activation.op, options, "gated activation"))
+        else:
+            left.append(Left(name, class_name, str(activation)))
+    return fused, left
+
+
+@classes.kind(KIND)
+def methods(base: Any, activation: Activation) -> dict[str, Callable[..., Any]]:
+    op = functools.partial(library.OPS[activation.op].overload, **dict(activation.options))
+
+    def apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+        return op(gate_up)
+
+    return {METHOD: functools.wraps(getattr(base, METHOD))(apply_gate)}
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    if METHOD in vars(module):
+        return f"the instance has an {METHOD} of its own"
+    if any(has_hooks(child) for child in module.children()):
+        return "its activation has hooks"
+    config = getattr(module, "config", None)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    is_eager = getattr(config, "_experts_implementation", None) == "eager"
+    if is_eager and code is not None and METHOD not in code.co_names:
+        return f"its experts_implementation is 'eager', which does not call {METHOD}"
+    return None
+
+
+def _probed(module: nn.Module) -> Activation | NotAnOp:
+    obstacle = _obstacle(module)
+    if obstacle is not None:
+        return NotAnOp(obstacle)
+    copied = object.__new__(type(module))
+    with undisturbed():
+        try:
+            children = copy.deepcopy(module._modules)
+            vars(copied).update(vars(module), _modules=children, _parameters={}, _buffers={})
+            return find(functools.partial(_run, copied), [WIDTH], numbers_of(module))
+        except NotAnOp as reason:
+            return reason
+        except Exception as error:
+            return NotAnOp(f"it cannot be copied: {first_line(error)}")
+
+
+def _run(copied: Any, projections: Sequence[Tensor], training: bool) -> Tensor:
+    copied.train(training)
+    try:
+        y = getattr(copied, METHOD)(*projections)
+    except Exception as error:
+        raise NotAnOp(f"its {METHOD} fails on the CPU: {first_line(error)}") from None
+    if not isinstance(y, torch.Tensor):
+        raise NotAnOp(f"its {METHOD} returns {type(y).__name__}, not a tensor")
+    return y

@@ -1,0 +1,261 @@
+"""Gated MLPs: the activation between the projections becomes one op.
+
+A gated MLP calls one or two projections of its input, and a third of what an activation makes of
+those. Its class is overridden with a forward that calls the same children and the op. What the
+children are does not matter: linear maps, quantised or with adapters, wrapped before or after.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .. import library
+from . import classes
+from .activation_probe import Activation, find
+from .probing import (
+    NotAnOp,
+    attributes_key,
+    first_line,
+    has_hooks,
+    leaf_key,
+    numbers_of,
+    undisturbed,
+    uniform,
+)
+from .report import Fused, Left
+
+KIND = "gated MLP"
+
+# Of all projections, and of the input, where one of them does not tell its own.
+ANY_WIDTH = 48
+
+
+@dataclass(frozen=True)
+class MLP:
+    """What a gated MLP computes: the children that it calls, in order, and the activation.
+
+    down(activation(*projections(x))) * multiplier
+    """
+
+    projections: tuple[str, ...]
+    activation: Activation
+    down: str
+    multiplier: float
+
+
+def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
+    """Override the forward of every gated MLP of a model."""
+    found: dict[Any, MLP | NotAnOp] = {}
+    fused, left = [], []
+    for name, module in model.named_modules():
+        if KIND in classes.overrides(module) or not _may_be_one(module):
+            continue
+        class_name = type(module).__name__
+        key = _probe_key(module)
+        if key not in found:
+            found[key] = _probed(module)
+        mlp = found[key]
+        if isinstance(mlp, MLP):
+            classes.override(module, KIND, mlp)
+            options = dict(mlp.activation.options)
+            fused.append(Fused(name, class_name, mlp.activation.op, options, "gated activation"))
+        elif _looks_gated(module):
+            left.append(Left(name, class_name, str(mlp)))
+    return fused, left
+
+
+@classes.kind(KIND)
+def methods(base: Any, mlp: MLP) -> dict[str, Callable[..., Any]]:
+    """A forward like that of `base`, whose argument has the same name."""
+    activation = functools.partial(
+        library.OPS[mlp.activation.op].overload, **dict(mlp.activation.options)
+    )
+    gate_first, down, multiplier = mlp.activation.gate_first, mlp.down, mlp.multiplier
+    first, second = mlp.projections[0], mlp.projections[-1]
+    is_packed = len(mlp.projections) == 1
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        projection = getattr(self, first)(x)
+        if is_packed:
+            y = activation(projection)
+        elif gate_first:
+            y = activation(projection, getattr(self, second)(x))
+        else:
+            y = activation(getattr(self, second)(x), projection)
+        y = getattr(self, down)(y)
+        return y if multiplier == 1.0 else y * multiplier
+
+    (argument,) = list(inspect.signature(base.forward).parameters)[1:]
+    names = tuple(argument if name == "x" else name for name in forward.__code__.co_varnames)
+    forward.__code__ = forward.__code__.replace(co_varnames=names)
+    return {"forward": functools.wraps(base.forward)(forward)}
+
+
+def _projections(module: nn.Module) -> dict[str, nn.Module]:
+    """The children that hold numbers, and may be projections. Others belong to the activation."""
+    return {
+        name: child
+        for name, child in module._modules.items()
+        if child is not None
+        and (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
+    }
+
+
+def _may_be_one(module: nn.Module) -> bool:
+    return len(_projections(module)) in (2, 3) or _looks_gated(module)
+
+
+def _looks_gated(module: nn.Module) -> bool:
+    """Whether a reader of the report expects to find the module there. It decides nothing else."""
+    class_name = type(module).__name__.lower()
+    if "glu" in class_name:
+        return True
+    if not any(word in class_name for word in ("mlp", "feedforward", "ffn")):
+        return False
+    return len(_projections(module)) == 3 or any("gate" in name for name in module._modules)
+
+
+def _probe_key(module: nn.Module) -> Any:
+    """What a probe can depend on."""
+    projections = _projections(module)
+    children = tuple(
+        (name, None if name in projections else leaf_key(child))
+        for name, child in module._modules.items()
+    )
+    widths = tuple(_widths(projections)[1].items())
+    return type(module), attributes_key(module), children, widths, _obstacle(module)
+
+
+def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
+    """Of the input and of what each projection returns."""
+    widths: dict[str, Any] = {
+        name: getattr(child, "out_features", None) for name, child in projections.items()
+    }
+    inputs = [getattr(child, "in_features", None) for child in projections.values()]
+    if all(isinstance(width, int) for width in (*widths.values(), *inputs)):
+        return inputs[0] or ANY_WIDTH, widths
+    return ANY_WIDTH, dict.fromkeys(widths, ANY_WIDTH)
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why a module's forward cannot be overridden, or its copy would not do what it does."""
+    count = len(_projections(module))
+    if count not in (2, 3):
+        return f"it has {count} children that may be projections"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
+    if parametrize.is_parametrized(module):
+        return "it is parametrized"
+    if "forward" in vars(module):
+        return "the instance has a forward of its own"
+    own = [*module._parameters, *module._buffers]
+    if own:
+        return f"it has parameters or buffers of its own: {', '.join(own)}"
+    for name, child in module.named_modules():
+        if name.partition(".")[0] in _projections(module) or child is module:
+            continue
+        if has_hooks(child) or "forward" in vars(child):
+            return f"{name}, which would not be called, has hooks or a forward of its own"
+    arguments = list(inspect.signature(module.forward).parameters.values())
+    if len(arguments) != 1 or arguments[0].kind is not arguments[0].POSITIONAL_OR_KEYWORD:
+        names = (str(argument.replace(annotation=argument.empty)) for argument in arguments)
+        return f"its forward takes ({', '.join(names)})"
+    return None
+
+
+def _probed(module: nn.Module) -> MLP | NotAnOp:
+    obstacle = _obstacle(module)
+    if obstacle is not None:
+        return NotAnOp(obstacle)
+    with undisturbed():
+        try:
+            return _Copy(module).probe()
+        except NotAnOp as reason:
+            return reason
+
+
+class _Projection(nn.Module):
+    """Stands in a copy for a projection: returns a chosen tensor, and notes what it was given."""
+
+    def __init__(self, name: str, calls: list[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self.name = name
+        self.calls = calls
+        self.value = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append((self.name, x))
+        return self.value
+
+
+class _Copy:
+    """A copy of a module whose projections are stand-ins."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.numbers = numbers_of(module)
+        self.width, self.widths = _widths(_projections(module))
+        self.calls: list[tuple[str, Tensor]] = []
+        self.copy = object.__new__(type(module))
+        try:
+            children = {
+                name: _Projection(name, self.calls) if name in self.widths else copy.deepcopy(child)
+                for name, child in module._modules.items()
+            }
+        except Exception as error:
+            raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
+        vars(self.copy).update(vars(module), _modules=children)
+        self.projections: tuple[str, ...] = ()
+        self.down = ""
+        self.multiplier = 1.0
+
+    def probe(self) -> MLP:
+        x = uniform((2, 3, self.width), seed=8)
+        values = {name: uniform((2, 3, n), seed=9) for name, n in self.widths.items()}
+        self.called(x, values, training=False)
+        names = [name for name, _ in self.calls]
+        if len(names) not in (2, 3) or len(set(names)) < len(names):
+            raise NotAnOp(
+                f"it calls {', '.join(names) or 'nothing'}, not one or two projections and a third"
+            )
+        *projections, self.down = names
+        self.projections = tuple(projections)
+        activation = find(self.run, [self.widths[name] for name in projections], self.numbers)
+        return MLP(self.projections, activation, self.down, self.multiplier)
+
+    def run(self, projections: Sequence[Tensor], training: bool) -> Tensor:
+        """What reaches the last projection, when the first return the given tensors."""
+        rows, dtype = projections[0].shape[:-1], projections[0].dtype
+        x = uniform((*rows, self.width), seed=8).to(dtype)
+        values = dict(zip(self.projections, projections, strict=True))
+        values[self.down] = uniform((*rows, self.widths[self.down]), seed=9).to(dtype)
+        result = self.called(x, values, training)
+        *before, (last, y) = self.calls
+        if (*(name for name, _ in before), last) != (*self.projections, self.down):
+            raise NotAnOp("it does not call its projections in one order")
+        if not all(given.dtype is dtype and torch.equal(given, x) for _, given in before):
+            raise NotAnOp("it changes its input before it projects it")
+        for multiplier in (1.0, *self.numbers):
+            expected = values[self.down] * multiplier
+            if result.dtype is dtype and torch.equal(result, expected):
+                self.multiplier = multiplier
+                return y
+        raise NotAnOp(f"it changes what {self.down} returns")
+
+    def called(self, x: Tensor, values: dict[str, Tensor], training: bool) -> Tensor:
+        self.calls.clear()
+        for name, value in values.items():
+            getattr(self.copy, name).value = value
+        try:
+            # Not called as a module: that would run its hooks.
+            return self.copy.train(training).forward(x)
+        except Exception as error:
+            raise NotAnOp(f"it fails on the CPU: {first_line(error)}") from None

@@ -1,0 +1,169 @@
+"""Rotary embeddings: the function of queries, keys and tables that a forward calls becomes rope.
+
+In transformers it is a function of the model's file, which every attention of that file calls. The
+class of each attention is overridden with the same forward, made to call another function by
+another name. That name is added to the globals of the model's file; what the file has stays.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import library
+from . import classes
+from .probing import NotAnOp, undisturbed
+from .report import Fused, Left
+from .rotary import SECTIONS, Rotary, parameters_of
+from .rotary_probe import probe
+
+KIND = "rotary embedding"
+
+
+def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
+    """Override the forward of every module that calls a function which is rope."""
+    found: dict[Any, Rotary | NotAnOp] = {}
+    fused, left = [], []
+    for name, module in model.named_modules():
+        if KIND in classes.overrides(module):
+            continue
+        class_name = type(module).__name__
+        rotaries = []
+        for function_name, function in _functions(type(module)):
+            if function not in found:
+                found[function] = _probed(function_name, function)
+            rotary = found[function]
+            obstacle = _obstacle(module, function_name)
+            if isinstance(rotary, Rotary) and obstacle is None:
+                rotaries.append(rotary)
+            else:
+                left.append(Left(name, class_name, obstacle or str(rotary)))
+        if rotaries:
+            classes.override(module, KIND, tuple(rotaries))
+            fused += [
+                Fused(name, class_name, "rope", dict(rotary.forms[0].options), KIND)
+                for rotary in rotaries
+            ]
+    return fused, left
+
+
+@classes.kind(KIND)
+def methods(base: Any, rotaries: tuple[Rotary, ...]) -> dict[str, Callable[..., Any]]:
+    forward = base.forward
+    for rotary in rotaries:
+        forward = _calling(forward, rotary)
+    return {"forward": forward}
+
+
+def _functions(cls: Any) -> list[tuple[str, Any]]:
+    """The global functions that a class's forward names and that may be rope."""
+    return [
+        (name, function.__globals__[name])
+        for function in _wrapped(cls.forward)
+        for name in function.__code__.co_names
+        if parameters_of(function.__globals__.get(name))
+    ]
+
+
+def _wrapped(function: Any) -> list[types.FunctionType]:
+    """A function and those that it wraps, from the outermost in."""
+    found = []
+    while inspect.isfunction(function) and function not in found:
+        found.append(function)
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _probed(name: str, function: Any) -> Rotary | NotAnOp:
+    with undisturbed():
+        try:
+            return probe(name, function)
+        except NotAnOp as reason:
+            return reason
+
+
+def _obstacle(module: nn.Module, name: str) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
+    if "forward" in vars(module):
+        return "the instance has a forward of its own"
+    chain = _wrapped(type(module).forward)
+    caller = next(function for function in chain if name in function.__code__.co_names)
+    for outer, inner in zip(chain, chain[1:], strict=False):
+        if outer is caller:
+            break
+        if not any(cell.cell_contents is inner for cell in outer.__closure__ or ()):
+            return f"its forward is wrapped by {outer.__qualname__}, which cannot be made again"
+    operations = {
+        instruction.opname
+        for instruction in dis.get_instructions(caller)
+        if instruction.opcode in dis.hasname and instruction.argval == name
+    }
+    if operations != {"LOAD_GLOBAL"}:
+        return f"its forward uses the name {name} for more than a call"
+    return None
+
+
+def _calling(function: Any, rotary: Rotary) -> Any:
+    """A copy of a forward, with all that wraps it, that calls rope for the function of `rotary`."""
+    code = function.__code__
+    closure = function.__closure__
+    inner = None
+    if rotary.name in code.co_names:
+        alias = _alias(function.__globals__, rotary)
+        names = tuple(alias if name == rotary.name else name for name in code.co_names)
+        code = code.replace(co_names=names)
+    else:
+        inner = _calling(function.__wrapped__, rotary)
+        closure = tuple(
+            types.CellType(inner) if cell.cell_contents is function.__wrapped__ else cell
+            for cell in closure
+        )
+    made = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__annotations__ = function.__annotations__
+    made.__qualname__ = function.__qualname__
+    made.__module__ = function.__module__
+    made.__doc__ = function.__doc__
+    vars(made).update(vars(function))
+    if inner is not None:
+        made.__wrapped__ = inner  # type: ignore[attr-defined]
+    return made
+
+
+def _alias(scope: dict[str, Any], rotary: Rotary) -> str:
+    """The name in a file's globals of the function that is rope in the place of another."""
+    original = scope[rotary.name]
+    alias = f"_liger_ops_{rotary.name}"
+    while alias in scope and scope[alias].stands_for != (rotary, original):
+        alias += "_"
+    if alias not in scope:
+        scope[alias] = _replacement(original, rotary)
+    return alias
+
+
+def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., Any]:
+    """A function that is rope in the forms that `rotary` lists, and the original in others."""
+    op = library.OPS["rope"].overload
+
+    @functools.wraps(original)
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(rotary.parameters, args, strict=False))
+        given.update(kwargs)
+        form = rotary.form_of(given)
+        if form is None:
+            return original(*args, **kwargs)
+        q, k, *tables = (given[name] for name in rotary.parameters[: 2 + rotary.tables])
+        return form(op, q, k, tables, given.get(SECTIONS))
+
+    rotated.stands_for = (rotary, original)  # type: ignore[attr-defined]
+    return rotated

@@ -1,0 +1,148 @@
+"""Functions that are rope, and the forms of call in which they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Where queries have batch, heads, positions and D, how the op sees them, as (B, heads, S, D), and
+# back.
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "bhsd": (lambda x: x, lambda x: x),
+    "bshd": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2)),
+    "shd": (lambda x: x.transpose(0, 1).unsqueeze(0), lambda x: x.squeeze(0).transpose(0, 1)),
+}
+
+# The parameters beside queries, keys and tables that have a meaning here. Any other has to be None.
+UNSQUEEZE_DIM = "unsqueeze_dim"
+SECTIONS = "mrope_section"
+
+
+def parameters_of(function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters if, by them, it takes queries, keys and tables.
+
+    Those are cos and sin, or freqs, which is complex. No other function of a model is called in a
+    probe.
+    """
+    if not inspect.isfunction(function):
+        return ()
+    parameters = list(inspect.signature(function).parameters.values())
+    names = tuple(parameter.name for parameter in parameters)
+    count = 2 + tables_of(names)
+    if count == 2 or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
+        return ()
+    needed = [p.name for p in parameters[count:] if p.default is p.empty]
+    return names if needed in ([], [SECTIONS]) else ()
+
+
+def tables_of(names: Sequence[str]) -> int:
+    """How many tables a function of parameters with these names takes; 0 if it is none of ours."""
+    if len(names) >= 4 and "cos" in names[2] and "sin" in names[3]:
+        return 2
+    return int(len(names) >= 3 and "freqs" in names[2])
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of call that is rope, and the op's options in it.
+
+    table_width: the tables' width beside that of a head, by `table_width`. half_tables: of each row
+    of the tables the first half is all that is used.
+    """
+
+    unsqueeze_dim: int | None
+    layout: str
+    table_width: str
+    half_tables: bool
+    options: tuple[tuple[str, Any], ...]
+
+    def fits(self, q: Tensor, k: Tensor, tables: Sequence[Tensor], has_sections: bool) -> bool:
+        """Whether tensors are of this form, and no size is broadcast but that of the batch."""
+        rank = len(self.layout)
+        if q.dim() != rank or k.dim() != rank or q.dtype is not k.dtype:
+            return False
+        cos = tables[0]
+        if any(table.shape != cos.shape or table.dtype is not cos.dtype for table in tables):
+            return False
+        D, S = q.shape[-1], q.shape[self.layout.index("s")]
+        if k.shape[-1] != D or k.shape[self.layout.index("s")] != S:
+            return False
+        if cos.dim() != rank - 1 + has_sections or cos.shape[-2] != S:
+            return False
+        if self.table_width != table_width(cos.shape[-1], D):
+            return False
+        if "b" not in self.layout:
+            return True
+        B = q.shape[0]
+        return k.shape[0] == B and (cos.shape[-3] == 1 or cos.shape[-3] == B)
+
+    def __call__(
+        self,
+        op: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        tables: Sequence[Tensor],
+        sections: Sequence[int] | None,
+    ) -> tuple[Tensor, Tensor]:
+        inward, outward = LAYOUTS[self.layout]
+        if self.half_tables:
+            half = tables[0].shape[-1] // 2
+            tables = [table[..., :half] for table in tables]
+        options = dict(self.options)
+        if sections is not None:
+            options["sections"] = list(sections)
+        q, k = op(inward(q), inward(k), *tables, **options)
+        return outward(q), outward(k)
+
+
+def table_width(R: int, D: int) -> str:
+    """The width of a table beside that of a head."""
+    if R == D:
+        return "whole"
+    if 2 * R == D:
+        return "half"
+    return "part" if R < D and R % 2 == 0 else "other"
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What a function of queries, keys and tables computes.
+
+    tables: how many it takes. wide_tables: whether beside queries of another dtype it takes tables
+    of float32, or complex ones of it, and returns the queries' dtype.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    tables: int
+    unsqueeze_dim: int | None
+    wide_tables: bool
+    forms: tuple[Form, ...]
+
+    def form_of(self, given: dict[str, Any]) -> Form | None:
+        """The form of a call with these arguments, None where it is not rope."""
+        names = self.parameters[: 2 + self.tables]
+        for name, value in given.items():
+            if name not in (*names, UNSQUEEZE_DIM, SECTIONS) and value is not None:
+                return None
+        for name in names:
+            if not isinstance(given.get(name), Tensor):
+                return None
+        q, k, *tables = (given[name] for name in names)
+        if tables[0].dtype is not q.dtype and not (
+            self.wide_tables and tables[0].dtype in (torch.float32, torch.complex64)
+        ):
+            return None
+        unsqueeze_dim = given.get(UNSQUEEZE_DIM, self.unsqueeze_dim)
+        has_sections = given.get(SECTIONS) is not None
+        if has_sections is not (SECTIONS in self.parameters):
+            return None
+        for form in self.forms:
+            if form.unsqueeze_dim == unsqueeze_dim and form.fits(q, k, tables, has_sections):
+                return form
+        return None

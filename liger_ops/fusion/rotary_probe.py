@@ -1,0 +1,184 @@
+"""Which rope a function computes, found by comparing what it makes of chosen tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .probing import NotAnOp, dtype_name, first_line, uniform
+from .rotary import LAYOUTS, SECTIONS, UNSQUEEZE_DIM, Form, Rotary, parameters_of, tables_of
+
+# The sizes of a probe. No two are equal, so that no table is broadcast along a wrong dimension.
+BATCH, HEADS, K_HEADS, POSITIONS, WIDTH = 2, 6, 3, 5, 12
+
+# Those that `table_width` knows. With 8 of 12 numbers a head is rotated in part.
+TABLE_WIDTHS = {"whole": WIDTH, "half": WIDTH // 2, "part": 8}
+PROBED_SECTIONS = [1, 3, 2]
+
+# Of float32 against the definition: two products and a sum of numbers of order 1.
+FLOAT32_BOUND = 1e-6
+
+
+def probe(name: str, function: Callable[..., Any]) -> Rotary:
+    """Find under which forms of call a function is rope.
+
+    It is called with queries and keys of each layout and tables of each width, all of random
+    numbers, and where it has a parameter `unsqueeze_dim` with its default, 1 and 2. The results are
+    compared with the definition of rope under every option: in float32 values and gradients, in
+    bfloat16 and float16 values within the roundings of code that rounds after every operation.
+
+    Raises:
+        NotAnOp: none is rope; the text gives the reason.
+    """
+    return _Probe(name, function).run()
+
+
+class _Probe:
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
+        self.parameters = parameters_of(function)
+        self.tables = tables_of(self.parameters)
+        self.sections = PROBED_SECTIONS if SECTIONS in self.parameters else None
+        default = inspect.signature(function).parameters.get(UNSQUEEZE_DIM)
+        self.default = None if default is None else default.default
+
+    def run(self) -> Rotary:
+        forms = []
+        for unsqueeze_dim in sorted({self.default, 1, 2}) if self.default is not None else [None]:
+            for layout in LAYOUTS:
+                for width in TABLE_WIDTHS:
+                    form = self.form(unsqueeze_dim, layout, width)
+                    if form is not None:
+                        forms.append(form)
+        if not forms:
+            raise NotAnOp(f"{self.name} computes no rope")
+        try:
+            self.compare_roundings(forms[0], torch.bfloat16, torch.float32)
+            wide_tables = True
+        except NotAnOp:
+            wide_tables = False
+        return Rotary(
+            self.name, self.parameters, self.tables, self.default, wide_tables, tuple(forms)
+        )
+
+    def form(self, unsqueeze_dim: int | None, layout: str, width: str) -> Form | None:
+        """What the function is when called so; None if it fails, or is no rope."""
+        candidates = list(self.candidates(unsqueeze_dim, layout, width))
+        tensors = self.tensors(candidates[0])
+        try:
+            found = self.called(candidates[0], tensors)
+        except NotAnOp:
+            return None
+        for form in candidates:
+            if self.agree(found, form, tensors):
+                self.compare_gradients(form)
+                for dtype in (torch.bfloat16, torch.float16):
+                    self.compare_roundings(form, dtype, dtype)
+                return form
+        return None
+
+    def candidates(self, unsqueeze_dim: int | None, layout: str, width: str) -> Iterator[Form]:
+        if self.tables == 1:
+            yield Form(unsqueeze_dim, layout, width, False, ())
+            return
+        for half_tables, per_pair in ((False, False), (False, True), (True, True)):
+            for interleaved in (False, True):
+                options: dict[str, Any] = {"interleaved": interleaved}
+                if per_pair:
+                    options["per_pair"] = True
+                yield Form(unsqueeze_dim, layout, width, half_tables, tuple(options.items()))
+
+    def tensors(
+        self,
+        form: Form,
+        dtype: torch.dtype = torch.float32,
+        table_dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
+        """Queries, keys and tables. No number of the tables occurs twice, as cosines would."""
+        _, outward = LAYOUTS[form.layout]
+        batch = (BATCH,) if "b" in form.layout else ()
+        heads = [
+            outward(4 * uniform((*(batch or (1,)), count, POSITIONS, WIDTH), seed=count)).to(dtype)
+            for count in (HEADS, K_HEADS)
+        ]
+        leading = (*((3,) if self.sections else ()), *batch, POSITIONS)
+        shape = (*leading, TABLE_WIDTHS[form.table_width])
+        cos, sin = (uniform(shape, seed=7 + i) + 0.7 for i in range(2))
+        if self.tables == 1:
+            return [*heads, torch.complex(cos, sin)]
+        return [*heads, cos.to(table_dtype), sin.to(table_dtype)]
+
+    def called(self, form: Form, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        more = {UNSQUEEZE_DIM: form.unsqueeze_dim, SECTIONS: self.sections}
+        given = {name: value for name, value in more.items() if name in self.parameters}
+        try:
+            found = self.function(*(tensor.clone() for tensor in tensors), **given)
+        except Exception as error:
+            raise NotAnOp(f"{self.name} fails on the CPU: {first_line(error)}") from None
+        shapes = [x.shape for x in tensors[:2]]
+        if not isinstance(found, (tuple, list)) or shapes != [
+            y.shape for y in found if isinstance(y, Tensor)
+        ]:
+            raise NotAnOp(f"{self.name} does not return queries and keys of their shapes")
+        return found
+
+    def definition(self, form: Form, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        q, k, *tables = tensors
+        return form(library.OPS["rope"].check_and_define, q, k, tables, self.sections)
+
+    def agree(self, found: Sequence[Tensor], form: Form, tensors: Sequence[Tensor]) -> bool:
+        try:
+            expected = self.definition(form, tensors)
+        except ValueError:
+            return False
+        return all(
+            bool(((y - wanted).abs() <= FLOAT32_BOUND * (1 + wanted.abs())).all())
+            for y, wanted in zip(found, expected, strict=True)
+        )
+
+    def compare_gradients(self, form: Form) -> None:
+        with torch.enable_grad():
+            q, k, *tables = self.tensors(form)
+            leaves = (q.requires_grad_(), k.requires_grad_())
+            expected_y = self.definition(form, (q, k, *tables))
+            dy = [uniform(y.shape, seed=11) for y in expected_y]
+            expected = torch.autograd.grad(expected_y, leaves, dy)
+            try:
+                found = torch.autograd.grad(self.called(form, (q, k, *tables)), leaves, dy)
+            except RuntimeError as error:
+                text = f"the gradient of {self.name} cannot be taken: {first_line(error)}"
+                raise NotAnOp(text) from None
+        for ours, theirs in zip(expected, found, strict=True):
+            if not ((ours - theirs).abs() <= FLOAT32_BOUND * (1 + ours.abs())).all():
+                raise NotAnOp(f"{self.name} has the values of rope but another gradient")
+
+    def compare_roundings(self, form: Form, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+        """Hold the values to those of code that rounds both products and the sum."""
+        tensors = self.tensors(form, dtype, table_dtype)
+        found = self.called(form, tensors)
+        if any(y.dtype is not dtype for y in found):
+            raise NotAnOp(
+                f"{self.name} returns {dtype_name(found[0].dtype)} for queries of"
+                f" {dtype_name(dtype)}"
+            )
+        exact = [x.to(torch.complex128 if x.is_complex() else torch.float64) for x in tensors]
+        q, k, *tables = exact
+        # Tables are positive: with positive queries too, one of these two adds both products.
+        back = [tables[0].conj()] if self.tables == 1 else [tables[0], -tables[1]]
+        sums = self.definition(form, [q.abs(), k.abs(), *tables])
+        others = self.definition(form, [q.abs(), k.abs(), *back])
+        for y, expected, one, other in zip(
+            found, self.definition(form, exact), sums, others, strict=True
+        ):
+            bound = 1.5 * torch.finfo(dtype).eps * torch.maximum(one.abs(), other.abs())
+            if not ((y.double() - expected).abs() <= bound).all():
+                raise NotAnOp(
+                    f"{self.name} has the values of rope in float32 but rounds elsewhere in"
+                    f" {dtype_name(dtype)}"
+                )
