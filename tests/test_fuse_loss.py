@@ -140,32 +140,52 @@ def test_unfuse_restores_the_model(family: Family) -> None:
     assert_same_output(model(**inputs), expected)
 
 
-@FAMILY
+@pytest.mark.parametrize(
+    "family",
+    [
+        text("Llama", 3, num_hidden_layers=1),
+        text("Gemma2", 5, num_hidden_layers=1, final_logit_softcapping=2.0),
+    ],
+    ids=lambda family: family.name,
+)
 def test_compiles_whole(family: Family) -> None:
-    """One graph with the op in it and no logits, for every size of batch."""
+    """One graph for every size of batch, with the op's parts in it and no logits."""
     model, fused = pair(family)
-    # transformers takes a lock to record what routers give, which torch.compile cannot trace.
-    options = {"output_router_logits": False} if family.name == "GptOss" else {}
     torch._dynamo.reset()
     recorder = Recorder()
     compiled = torch.compile(fused, fullgraph=True, dynamic=True, backend=recorder.backend())
     for inputs in (batch(), batch(3, 11)):
-        expected = model(**inputs, **options)
-        actual = compiled(**inputs, **options)
+        expected = model(**inputs)
+        actual = compiled(**inputs)
         assert actual.logits is None
         torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-6, atol=1e-6)
         assert_same_gradients(
             gradients(fused, actual.loss), gradients(model, expected.loss), bound=1e-4
         )
     assert len(recorder.forwards) == len(recorder.backwards) == 1
-    ops = liger_ops_of(recorder.forwards)
-    assert sum(count for name, count in ops.items() if "cross_entropy" in name) == 1
+    assert liger_ops_of(recorder.forwards) == {"linear_cross_entropy_forward": 1}
     for graph in recorder.forwards + recorder.backwards:
         for node in graph.graph.nodes:
             value = node.meta.get("val")
-            if isinstance(value, Tensor) and value.dim() and value.shape[-1] == VOCABULARY:
-                # The head's weight, the embedding's, and their gradients may be transposed.
-                assert 32 in value.shape, f"{node}: {tuple(value.shape)}"
+            if isinstance(value, Tensor) and VOCABULARY in value.shape:
+                # Weights of the head and the embedding, and their gradients.
+                assert sorted(value.shape) == [32, VOCABULARY], f"{node}: {tuple(value.shape)}"
+
+
+def test_dynamo_sees_one_op() -> None:
+    _, fused = pair(text("Llama", 3, num_hidden_layers=1))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend=keep)
+    assert compiled(**batch(), skip_logits=True).logits is None
+    assert liger_ops_of(graphs) == {"linear_cross_entropy": 1}
+    assert compiled(**batch(), skip_logits=False).logits is not None
+    assert liger_ops_of(graphs[1:]) == {}
 
 
 # Ways to ask for the loss
@@ -736,9 +756,8 @@ class NoIndex(Tiny):
 
 class LowPrecision(Tiny):
     @staticmethod
-    def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
-        labels = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
-        return F.cross_entropy(logits.view(-1, vocab_size), labels)
+    def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return causal_loss(logits, *args, **kwargs).to(logits.dtype)
 
 
 class BoundLoss(Tiny):
