@@ -505,6 +505,16 @@ def test_call_that_raises_leaves_nothing_behind() -> None:
     assert_trains_alike(fused, model, **batch())
 
 
+def test_forward_that_extends_another() -> None:
+    class Extended(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+    model = LLAMA.model()
+    model.__class__ = Extended
+    assert_trains_alike(with_fused_loss(model), model, **batch())
+
+
 def test_attributes_that_forward_sets_reach_the_model() -> None:
     class Counting(Tiny):
         calls = 0
@@ -514,10 +524,12 @@ def test_attributes_that_forward_sets_reach_the_model() -> None:
             return super_forward(self, input_ids, labels, **kwargs)
 
     super_forward = Tiny.forward
-    model = with_fused_loss(Counting())
+    model = Counting()
+    model.calls = 5
+    model = with_fused_loss(model)
     assert model(**batch())["loss"].isfinite()
     model(**batch())
-    assert vars(model)["calls"] == 2
+    assert vars(model)["calls"] == 7
 
 
 # Heads and losses that are no longer what they were
@@ -873,6 +885,12 @@ class WithOwnForward(Tiny):
         self.forward = self.forward  # type: ignore[method-assign]
 
 
+class WithOwnLogits(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = self.head.forward  # type: ignore[method-assign]
+
+
 NOT_THIS_LOSS = "is not the cross-entropy of shifted labels"
 NEAR_MISSES = {
     Unshifted: NOT_THIS_LOSS,
@@ -898,6 +916,7 @@ NEAR_MISSES = {
     OwnSkip: "its forward has a skip_logits of its own",
     Object: "its forward returns a Identity, neither a tuple nor a dict",
     WithOwnForward: "the instance has a forward of its own",
+    WithOwnLogits: "the instance has a logits of its own",
 }
 
 

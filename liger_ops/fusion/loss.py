@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -60,8 +61,10 @@ def _probed(module: nn.Module, head_name: str) -> loss_call.CausalLoss:
     reason = loss_call.head_obstacle(getattr(module, head_name))
     if reason is not None:
         raise NotAnOp(reason)
-    if "forward" in vars(module):
-        raise NotAnOp("the instance has a forward of its own")
+    for name in vars(module):
+        # A view of the model has the methods of the class.
+        if name != "loss_function" and inspect.isroutine(getattr(type(module), name, None)):
+            raise NotAnOp(f"the instance has a {name} of its own")
     return probe(module, head_name)
 
 

@@ -84,9 +84,21 @@ def head_obstacle(head: Any) -> str | None:
 
 
 def view_class(base: type) -> type[View]:
-    """The class of the views of a class's models; by name transformers knows what they return."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (View, base), names)
+    """The class of the views of a class's models."""
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "_liger_ops_defaults": tuple(name for name in dir(base) if _is_default(base, name)),
+    }
+    return type(base.__name__, (View, base), namespace)
+
+
+def _is_default(base: type, name: str) -> bool:
+    """Whether an attribute of a class is one that its instances may replace by a value."""
+    attribute = inspect.getattr_static(base, name)
+    return not name.startswith("__") and (
+        isinstance(attribute, type) or not hasattr(attribute, "__get__")
+    )
 
 
 def without_logits(
@@ -116,21 +128,32 @@ def drop(output: Any, logits: Tensor) -> Any:
 
 
 class View:
-    """A model but for its head and its loss function, for one call of its forward."""
+    """A model but for its head and its loss function, for one call of its forward.
+
+    It is an instance of the model's class that holds nothing: what is not found in the class is
+    taken from the model.
+    """
+
+    # Attributes of the class, instead of which the model may have its own.
+    _liger_ops_defaults: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, head_name: str, head: Any) -> None:
-        attributes = vars(self)
-        attributes.update(vars(model))
-        attributes["_modules"] = {**model._modules, head_name: head}
-        attributes["_liger_ops_view"] = (model, head)
+        object.__setattr__(self, "_liger_ops_view", (model, head_name, head))
+        for name in self._liger_ops_defaults:
+            object.__setattr__(self, name, getattr(model, name))
+
+    def __getattr__(self, name: str) -> Any:
+        model, head_name, head = self._liger_ops_view
+        return head if name == head_name else getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._liger_ops_view[0], name, value)
-        super().__setattr__(name, value)
+        if name in self._liger_ops_defaults:
+            object.__setattr__(self, name, value)
 
     @property
     def loss_function(self) -> Callable[..., Any]:
-        return self._liger_ops_view[1].loss_function
+        return self._liger_ops_view[2].loss_function
 
 
 class DeferredHead:
