@@ -219,22 +219,30 @@ def differentiate_definition(name: str) -> None:
 
 def autocast(name: str, dtype: torch.dtype) -> None:
     """Under autocast on a device with one, cast the floating inputs of op `name` to `dtype`."""
-    op = OPS[name]
-    for device, key in AUTOCAST_KEYS.items():
-        excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    for key in AUTOCAST_KEYS.values():
+        _under_autocast(OPS[name], key, lambda value: _autocast_value(value, dtype))
 
-        def run(
-            *args: Any,
-            _device: str = device,
-            _excluded: torch._C.DispatchKeySet = excluded,
-            **kwargs: Any,
-        ) -> Any:
-            args = tuple(_autocast_value(value, dtype) for value in args)
-            kwargs = {key: _autocast_value(value, dtype) for key, value in kwargs.items()}
-            with torch._C._ExcludeDispatchKeyGuard(_excluded):
-                return op.overload(*args, **kwargs)
 
-        op.custom_op._lib.impl(name, run, key)
+def as_given(name: str) -> None:
+    """Under autocast, run op `name` in the dtypes of its inputs.
+
+    Without a rule, autocast reaches the ATen ops that the definition and the kernels' host code
+    call, and casts the float32 of their arithmetic.
+    """
+    for key in ("AutocastCPU", *AUTOCAST_KEYS.values()):
+        _under_autocast(OPS[name], key, lambda value: value)
+
+
+def _under_autocast(op: Op, key: str, convert: Callable[[Any], Any]) -> None:
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(convert(value) for value in args)
+        kwargs = {key: convert(value) for key, value in kwargs.items()}
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op.overload(*args, **kwargs)
+
+    op.custom_op._lib.impl(op.name, run, key)
 
 
 def implementation(op: Op, device: str) -> str:

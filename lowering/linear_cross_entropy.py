@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import meta
 from ..ops.chunks import chunks
-from ..ops.linear_cross_entropy import accumulation_dtype, flattened, upstream_of_tokens
+from ..ops.head import accumulation_dtype, flattened, upstream_of_tokens
 from .sizes import cdiv
 
 

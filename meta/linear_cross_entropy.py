@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..ops.linear_cross_entropy import waiting_dtype, waiting_weight_dtype
+from ..ops.head import waiting_dtype, waiting_weight_dtype
 from . import checks
 from .cross_entropy import check_gradients, check_options, check_target, loss_dtype
 

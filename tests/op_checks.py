@@ -35,7 +35,14 @@ def as_tuple(outputs: Any) -> tuple[Tensor | None, ...]:
 
 
 def widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(arg.double() if isinstance(arg, Tensor) else arg for arg in args)
+    return tuple(in_float64(arg) for arg in args)
+
+
+def in_float64(value: Any) -> Any:
+    """A floating point tensor in float64, and anything else as it is."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value
 
 
 def run_kernel(
@@ -88,14 +95,14 @@ def true_gradients(op: OpUnderTest, case: Case, tensors: Tensors) -> list[Tensor
         args = widened(op.backward_args(case, tensors))
         return list(as_tuple(library.OPS[op.backward_name].definition(*args)))
     wide = {
-        name: None if value is None else value.double().clone()
+        name: None if value is None else in_float64(value).clone()
         for name, value in op.seen_by_backward(case, tensors).items()
     }
     inputs = [wide[name] for name in op.gradients_of]
     for tensor in inputs:
         if tensor is not None:
             tensor.requires_grad_()
-    outputs = as_tuple(op.definition(*op.forward_args(case, wide)))
+    outputs = op.results(op.definition(*op.forward_args(case, wide)))
     pairs = zip(outputs, (wide[name] for name in op.gradients_from), strict=True)
     scalar = sum((output * grad).sum() for output, grad in pairs if grad is not None)
     given = [tensor for tensor in inputs if tensor is not None]
@@ -130,6 +137,10 @@ def assert_close(
     assert output.dtype == reference.dtype, f"{label}: {output.dtype} is not {reference.dtype}"
     if truth.numel() == 0:
         return
+    # What is not a number in truth is none in the result, and has no error.
+    assert torch.equal(output.isnan(), truth.isnan()), f"{label} of {case}: NaN is elsewhere"
+    if truth.isnan().any():
+        output, reference, truth = (value.nan_to_num(0.0) for value in (output, reference, truth))
     error = (output.double() - truth).abs()
     own = (reference.double() - truth).abs()
     allowed = 2 * amax(own, op) + roundings(output.dtype, amax(truth.abs(), op), magnitude)

@@ -101,8 +101,11 @@ class OpUnderTest:
     backward_args: Callable[[Any, Tensors], tuple[Any, ...]]
     # The tensors of forward_args that backward's outputs are the gradients of, in their order.
     gradients_of: tuple[str, ...]
-    # The names of the incoming gradients, in the order of the outputs.
+    # The names of the incoming gradients, in the order of the outputs. Outputs after those have
+    # none.
     gradients_from: tuple[str, ...] = ("dy",)
+    # The arguments, tensors, that have no gradient.
+    no_gradient: tuple[str, ...] = ()
     # What the inputs of the forward are, of which backward's arguments were made.
     seen_by_backward: Callable[[Any, Tensors], Tensors] = as_they_are
     # Whether backward takes the output, as rounded, in place of the inputs.
@@ -120,6 +123,8 @@ class OpUnderTest:
     per_row: tuple[str, ...]
     # The arguments that give the others' shape.
     leading: tuple[str, ...]
+    # Whether it multiplies matrices, whose sums are in another order for other strides.
+    multiplies: bool = False
     # The ATen op whose autocast rule it has, or, like it, has not.
     autocast_as: str
 
@@ -129,7 +134,7 @@ class OpUnderTest:
 
     @property
     def backward_name(self) -> str:
-        return f"{self.name}_backward"
+        return f"{self.name.removesuffix('_forward')}_backward"
 
     @property
     def definition(self) -> Callable[..., Any]:
@@ -140,6 +145,15 @@ class OpUnderTest:
 
     def kernel(self, folder: str, backward: bool = False) -> Callable[..., Any]:
         return library.OPS[self.backward_name if backward else self.name].kernels[folder]
+
+    def has_gradient(self, i: int) -> bool:
+        """Whether the i-th argument has a gradient, if it is a tensor."""
+        return self.overload()._schema.arguments[i].name not in self.no_gradient
+
+    def results(self, outputs: Any) -> tuple[Tensor, ...]:
+        """The outputs that are differentiable."""
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return outputs[: len(self.gradients_from)]
 
     def wants(self, case: Case, i: int) -> bool:
         """Whether the case asks backward for the gradient of gradients_of[i]."""

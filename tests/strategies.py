@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from activations import ActivationCase
+from losses import LossCase
 from norms import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
 from ropes import RopeCase
@@ -173,6 +174,40 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
         # Positions and pairs.
         tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),
         scale=draw(st.sampled_from((1.0, 0.05, 100.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> LossCase:
+    """A case of cross_entropy."""
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    reduction = draw(st.sampled_from(("mean", "sum", "none")))
+    weight_dtype = st.sampled_from((None, None, torch.float32, dtype))
+    return LossCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
+        ignored=draw(st.sampled_from((0, 1, 2, 3))),
+        # One that is a class as well as one that is not.
+        ignore_index=draw(st.sampled_from((-100, 0))),
+        weight_dtype=draw(weight_dtype),
+        token_weight_dtype=draw(weight_dtype),
+        has_items=reduction == "mean" and draw(st.booleans()),
+        reduction=reduction,
+        label_smoothing=draw(st.sampled_from((0.0, 0.1, 1.0))),
+        lse_square_scale=draw(st.sampled_from((0.0, 1e-4, 0.1))),
+        softcap=draw(st.sampled_from((None, 3.0, 30.0))),
+        logit_scale=draw(st.sampled_from((1.0, 0.0625, 2.0))),
+        return_predicted=draw(st.booleans()),
+        return_entropy=draw(st.booleans()),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
         seed=draw(st.integers(0, 2**31)),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -34,22 +34,37 @@ def leaves(args: tuple[Any, ...]) -> list[Tensor]:
     return [arg for arg in args if isinstance(arg, Tensor)]
 
 
-def with_leaves(args: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def with_leaves(slots: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     given = iter(tensors)
-    return tuple(next(given) if arg is SLOT else arg for arg in form(args))
+    return tuple(next(given) if arg is SLOT else arg for arg in slots)
 
 
 def differentiable(op: OpUnderTest, case: Case) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """The arguments of a case, and the tensors of them; those that have a gradient require it."""
     args = op.forward_args(case, op.tensors(case))
-    tensors = tuple(tensor.clone().requires_grad_() for tensor in leaves(args))
-    return with_leaves(args, tensors), tensors
+    return requiring(args, [op.has_gradient(i) for i in range(len(args))])
+
+
+def requiring(
+    args: tuple[Any, ...], needed: Iterable[bool]
+) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Copies of the arguments, of which those that are needed require a gradient."""
+    args = tuple(
+        arg.clone().requires_grad_(wanted) if isinstance(arg, Tensor) else arg
+        for arg, wanted in zip(args, needed, strict=True)
+    )
+    return args, tuple(leaves(args))
+
+
+def required(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def as_function(
-    call: Callable[..., Any], args: tuple[Any, ...]
+    op: OpUnderTest, call: Callable[..., Any], args: tuple[Any, ...]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The call as a function of its tensors alone, giving all outputs."""
-    return lambda *tensors: as_tuple(call(*with_leaves(args, tensors)))
+    """The call as a function of its tensors alone, giving the outputs that are differentiable."""
+    return lambda *tensors: op.results(call(*with_leaves(form(args), tensors)))
 
 
 @EVERY_OP
@@ -58,8 +73,9 @@ def test_opcheck_forward(op: OpUnderTest, layout: str) -> None:
     case = op.sample(torch.float32, layout=layout)
     args = op.forward_args(case, op.tensors(case))
     torch.library.opcheck(op.overload(), args)
-    for tensor in leaves(args):
-        tensor.requires_grad_()
+    for i, arg in enumerate(args):
+        if isinstance(arg, Tensor) and op.has_gradient(i):
+            arg.requires_grad_()
     torch.library.opcheck(op.overload(), args)
 
 
@@ -74,46 +90,47 @@ def test_opcheck_backward(op: OpUnderTest, dy_layout: str) -> None:
 def test_opcheck_of_the_defaults(op: OpUnderTest) -> None:
     """The dispatcher drops arguments that are the default, and the gradient has to count them."""
     case = op.sample(torch.float32)
-    required = [
+    given = [
         argument for argument in op.overload()._schema.arguments if not argument.has_default_value()
     ]
-    args = op.forward_args(case, op.tensors(case))[: len(required)]
-    for tensor in leaves(args):
-        tensor.requires_grad_()
+    args = op.forward_args(case, op.tensors(case))[: len(given)]
+    for i, arg in enumerate(args):
+        if op.has_gradient(i):
+            arg.requires_grad_()
     torch.library.opcheck(op.overload(), args)
 
 
 @EVERY_OP
 def test_gradcheck(op: OpUnderTest) -> None:
     args, tensors = differentiable(op, op.sample())
-    assert torch.autograd.gradcheck(as_function(op.overload(), args), tensors)
+    assert torch.autograd.gradcheck(as_function(op, op.overload(), args), tensors)
 
 
 @EVERY_OP
 def test_double_backward(op: OpUnderTest) -> None:
     args, tensors = differentiable(op, op.sample(rows=2))
-    assert torch.autograd.gradgradcheck(as_function(op.overload(), args), tensors)
+    assert torch.autograd.gradgradcheck(as_function(op, op.overload(), args), tensors)
 
 
 @EVERY_OP
 def test_gradient_present_exactly_when_required(op: OpUnderTest) -> None:
     case = op.sample()
     args = op.forward_args(case, op.tensors(case))
-    n = len(leaves(args))
     full_args, full = differentiable(op, case)
-    sum(output.sum() for output in as_tuple(op.overload()(*full_args))).backward()
-    for required in itertools.product((False, True), repeat=n):
-        tensors = tuple(
-            tensor.clone().requires_grad_(needed)
-            for tensor, needed in zip(leaves(args), required, strict=True)
-        )
-        outputs = as_tuple(op.overload()(*with_leaves(args, tensors)))
-        assert all(output.requires_grad == any(required) for output in outputs)
-        if any(required):
+    sum(output.sum() for output in op.results(op.overload()(*full_args))).backward()
+    choices = [
+        (False, True) if isinstance(arg, Tensor) and op.has_gradient(i) else (False,)
+        for i, arg in enumerate(args)
+    ]
+    for needed in itertools.product(*choices):
+        given, tensors = requiring(args, needed)
+        outputs = op.results(op.overload()(*given))
+        assert all(output.requires_grad == any(needed) for output in outputs)
+        if any(needed):
             sum(output.sum() for output in outputs).backward()
-        for tensor, needed, reference in zip(tensors, required, full, strict=True):
-            assert (tensor.grad is not None) == needed
-            if needed:
+        for tensor, reference in zip(tensors, full, strict=True):
+            assert (tensor.grad is not None) == tensor.requires_grad
+            if tensor.requires_grad:
                 torch.testing.assert_close(tensor.grad, reference.grad)
 
 
@@ -121,10 +138,10 @@ def test_gradient_present_exactly_when_required(op: OpUnderTest) -> None:
 def test_backward_twice_is_bitwise_equal(op: OpUnderTest) -> None:
     """Nothing saved is written to by the first backward."""
     args, tensors = differentiable(op, op.sample(torch.float32))
-    outputs = as_tuple(op.overload()(*args))
+    outputs = op.results(op.overload()(*args))
     loss = sum(output.square().sum() for output in outputs)
-    first = torch.autograd.grad(loss, tensors, retain_graph=True)
-    second = torch.autograd.grad(loss, tensors)
+    first = torch.autograd.grad(loss, required(tensors), retain_graph=True)
+    second = torch.autograd.grad(loss, required(tensors))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -134,7 +151,7 @@ def test_saves_nothing_but_tensors_that_exist_anyway(op: OpUnderTest) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         outputs = as_tuple(op.overload()(*args))
-    existing = {tensor.data_ptr() for tensor in (*tensors, *outputs)}
+    existing = {tensor.data_ptr() for tensor in leaves((*tensors, *outputs))}
     assert {tensor.data_ptr() for tensor in saved} <= existing
 
 
@@ -148,7 +165,7 @@ def test_one_dynamic_compilation(op: OpUnderTest) -> None:
 
     def model(*tensors: Tensor) -> tuple[Tensor, ...]:
         tensors = (tensors[0] * 2, *tensors[1:])
-        return tuple(out + 1 for out in as_tuple(op.overload()(*with_leaves(slots, tensors))))
+        return tuple(out + 1 for out in op.results(op.overload()(*with_leaves(slots, tensors))))
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
@@ -157,8 +174,8 @@ def test_one_dynamic_compilation(op: OpUnderTest) -> None:
         expected = model(*tensors)
         outputs = compiled(*tensors)
         weights = [torch.randn_like(output) for output in outputs]
-        grads = torch.autograd.grad(outputs, tensors, weights)
-        expected_grads = torch.autograd.grad(expected, tensors, weights)
+        grads = torch.autograd.grad(outputs, required(tensors), weights)
+        expected_grads = torch.autograd.grad(expected, required(tensors), weights)
         for a, b in zip((*outputs, *grads), (*expected, *expected_grads), strict=True):
             assert torch.equal(a, b)
     assert len(recorder.forwards) == len(recorder.backwards) == 1
@@ -176,7 +193,7 @@ def test_inductor_compiles_every_op_whole() -> None:
     def model(*groups: tuple[Tensor, ...]) -> Tensor:
         total = torch.zeros(())
         for (op, slots), tensors in zip(forms.items(), groups, strict=True):
-            for output in as_tuple(op.overload()(*with_leaves(slots, tensors))):
+            for output in op.results(op.overload()(*with_leaves(slots, tensors))):
                 total = total + (output * 2).square().sum()
         return total
 
@@ -184,7 +201,7 @@ def test_inductor_compiles_every_op_whole() -> None:
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for rows in (3, 5):
         groups = [differentiable(op, op.sample(torch.float32, rows=rows))[1] for op in forms]
-        tensors = [tensor for group in groups for tensor in group]
+        tensors = required(tensor for group in groups for tensor in group)
         expected, actual = model(*groups), compiled(*groups)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(
@@ -195,9 +212,15 @@ def test_inductor_compiles_every_op_whole() -> None:
 @EVERY_OP
 def test_transforms_are_those_of_the_definition(op: OpUnderTest) -> None:
     args, tensors = differentiable(op, op.sample(rows=2))
-    tensors = tuple(tensor.detach() for tensor in tensors)
+    slots = tuple(
+        SLOT if isinstance(arg, Tensor) and op.has_gradient(i) else arg
+        for i, arg in enumerate(args)
+    )
+    tensors = tuple(tensor.detach() for tensor in required(tensors))
     f, definition = (
-        lambda *given, call=call: sum((out.pow(3)).sum() for out in as_function(call, args)(*given))
+        lambda *given, call=call: sum(
+            (out.pow(3)).sum() for out in op.results(call(*with_leaves(slots, given)))
+        )
         for call in (op.overload(), op.definition)
     )
     every = tuple(range(len(tensors)))
@@ -245,11 +268,12 @@ def test_every_tensor_is_checked(op: OpUnderTest) -> None:
         for i, arg in enumerate(args):
             if not isinstance(arg, Tensor):
                 continue
-            changes = [(arg.long(), TypeError)]
+            changes = [(arg.long() if arg.is_floating_point() else arg.bool(), TypeError)]
             if len(leaves(args)) > 1:
                 changes.append((arg.to("meta"), ValueError))
             if arguments[i].name not in op.leading:
-                changes.append((torch.cat([arg, arg]), ValueError))
+                twice = torch.cat([arg, arg]) if arg.dim() else torch.stack([arg, arg])
+                changes.append((twice, ValueError))
             for wrong, error in changes:
                 given = (*args[:i], wrong, *args[i + 1 :])
                 with pytest.raises(error) as eager:

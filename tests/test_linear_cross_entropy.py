@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,11 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import liger_ops
 import simulated_npu
 from graphs import Recorder, liger_ops_of
+from heads import HeadCase, options_of, tensors_of
 from liger_ops import library
+from liger_ops.nn import CrossEntropyOutput, LinearCrossEntropyLoss
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
-from liger_ops.ops.linear_cross_entropy import upstream_of_tokens
+from liger_ops.ops.head import upstream_of_tokens
 from op_checks import assert_allocated_as_meta, assert_unchanged, clones, poisoned_memory, widened
-from op_under_test import DEVICE, FOLDERS, X_LAYOUTS, Values, laid_out, max_abs
+from op_under_test import DEVICE, FOLDERS, X_LAYOUTS, Values, max_abs
 
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 EVERY_DTYPE = pytest.mark.parametrize(
@@ -37,37 +38,8 @@ GRADIENTS = ("dx", "dweight", "dbias")
 MASKS = list(itertools.product((False, True), repeat=3))
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadCase:
-    """One drawn use of the op. Values come from a seed; of rows a chunk, None for all in one."""
-
-    shape: tuple[int, ...] = (3, 5)
-    D: int = 7
-    V: int = 11
-    dtype: torch.dtype = torch.float32
-    layout: str = "contiguous"
-    bias: bool = True
-    class_weight: bool = False
-    token_weight: bool = False
-    num_items: bool = False
-    ignored: str = "some"
-    target_dtype: torch.dtype = torch.int64
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    accumulate_narrow: bool = False
-    rows: int | None = 4
-    scale: float = 1.0
-    mask: tuple[bool, ...] = (True, True, True)
-    # Which of loss, z_loss, lse and target_logit have a gradient.
-    upstream: tuple[bool, ...] = (True, False, False, False)
-    seed: int = 0
-
-
 @st.composite
-def heads(draw: st.DrawFn) -> HeadCase:
+def cases(draw: st.DrawFn) -> HeadCase:
     flags = st.booleans()
     bias, reduction = draw(flags), draw(st.sampled_from(("mean", "sum", "none")))
     mask = tuple(draw(flags) for _ in range(3))
@@ -95,47 +67,6 @@ def heads(draw: st.DrawFn) -> HeadCase:
         upstream=tuple(draw(flags) for _ in range(4)),
         seed=draw(st.integers(0, 2**31)),
     )
-
-
-def tensors_of(case: HeadCase) -> list[Tensor | None]:
-    """x, weight, target, bias, class_weight, token_weight and num_items_in_batch."""
-    values = Values(case.seed)
-    x = values.draw((*case.shape, case.D), case.dtype, "contiguous", case.scale)
-    weight = values.draw((case.V, case.D), case.dtype, "contiguous")
-    bias = values.draw((case.V,), case.dtype if case.bias else None)
-    class_weight = values.draw((case.V,), torch.float32 if case.class_weight else None)
-    token_weight = values.draw(case.shape, torch.float32 if case.token_weight else None)
-    kept = (
-        torch.rand(case.shape, generator=values.generator)
-        < {"none": 2, "some": 0.7, "all": 0}[case.ignored]
-    )
-    target = torch.randint(case.V, case.shape, generator=values.generator)
-    target = torch.where(kept, target, -100).to(DEVICE, case.target_dtype)
-    layout = case.layout if case.shape else "contiguous"
-    return [
-        laid_out(x, layout),
-        laid_out(weight, case.layout),
-        target,
-        bias,
-        None if class_weight is None else class_weight.abs(),
-        None if token_weight is None else token_weight.abs(),
-        torch.tensor(37, device=DEVICE) if case.num_items else None,
-    ]
-
-
-def options_of(case: HeadCase, stride: int | None = None) -> list[Any]:
-    """From ignore_index to chunk_bytes. A row of logits takes `stride` elements of memory."""
-    row_bytes = (stride or case.V) * case.dtype.itemsize
-    return [
-        -100,
-        case.reduction,
-        case.label_smoothing,
-        case.lse_square_scale,
-        case.softcap,
-        case.logit_scale,
-        case.dtype if case.accumulate_narrow else None,
-        None if case.rows is None else case.rows * row_bytes,
-    ]
 
 
 def chunked_options(case: HeadCase, folder: str) -> list[Any]:
@@ -199,7 +130,7 @@ def assert_no_further(
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@given(case=heads())
+@given(case=cases())
 def test_forward_matches_truth(folder: str, case: HeadCase) -> None:
     """Every result, and the gradients that the forward computes, of the sum of the losses."""
     tensors, options = tensors_of(case), chunked_options(case, folder)
@@ -234,7 +165,7 @@ def test_forward_matches_truth(folder: str, case: HeadCase) -> None:
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@given(case=heads())
+@given(case=cases())
 def test_backward_matches_truth(folder: str, case: HeadCase) -> None:
     tensors, options = tensors_of(case), chunked_options(case, folder)
     outputs = FORWARD.definition(*tensors, *options, False, False, [False] * 3)
@@ -624,37 +555,37 @@ def test_float16_neither_overflows_nor_vanishes() -> None:
     assert dweight.isfinite().all() and dweight.any()
 
 
-@pytest.mark.parametrize("device", ("cpu", "npu"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_autocast_is_that_of_linear(
-    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(simulated_npu, "active", True)
-    case = HeadCase(class_weight=True, token_weight=True)
-    args, tensors = leaves(case)
+def test_autocast_is_that_of_linear(dtype: torch.dtype) -> None:
+    """The result and the gradients are those of tensors that the caller cast, to the bit: what the
+    op does inside is not cast again, the float32 sums of the chunks above all."""
+    args, tensors = leaves(HeadCase(class_weight=True, token_weight=True))
     narrow = [tensor.to(dtype) if i in (0, 1, 3) else tensor for i, tensor in enumerate(args)]
     expected = call(narrow)
     expected_gradients = torch.autograd.grad(expected, tensors)
-    to_device = simulated_npu.to_npu if device == "npu" else lambda value: value
-    given = [to_device(arg.detach()) if isinstance(arg, Tensor) else arg for arg in args]
-    for i in (0, 1, 3):
-        given[i].requires_grad_()
-    with torch.autocast(device, dtype):
-        loss = call(given)
-        recorded = (
-            torch.compile(lambda *x: call([*x, *given[4:]]), fullgraph=True, backend="aot_eager")
-            if device == "cpu"
-            else None
-        )
-        compiled = recorded(*given[:4]) if recorded else loss
-    for result in (loss, compiled):
-        gradients = torch.autograd.grad(result, [given[i] for i in (0, 1, 3)], retain_graph=True)
-        torch.testing.assert_close(simulated_npu.to_cpu(result), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda args: call(args), fullgraph=True, backend="aot_eager")
+    for run in (call, compiled):
+        with torch.autocast("cpu", dtype):
+            loss = run(args)
+            gradients = torch.autograd.grad(loss, tensors)
+        assert torch.equal(loss, expected)
         for a, b in zip(gradients, expected_gradients, strict=True):
             assert a.dtype is torch.float32
-            torch.testing.assert_close(
-                simulated_npu.to_cpu(a), b, rtol=0.02, atol=4 * torch.finfo(dtype).eps
-            )
+            assert torch.equal(a, b)
+    with torch.autocast("cpu", dtype):
+        dweight = FORWARD.overload(*args, False, False, [False, True, False])[8]
+    assert torch.equal(dweight, FORWARD.definition(*args, False, False, [False, True, False])[8])
+
+
+def test_autocast_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_npu, "active", True)
+    args, _ = leaves(HeadCase(class_weight=True, token_weight=True))
+    args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+    narrow = [arg.bfloat16() if i in (0, 1, 3) else arg for i, arg in enumerate(args)]
+    with torch.autocast("npu", torch.bfloat16):
+        on_npu = call([simulated_npu.to_npu(arg) for arg in args])
+    torch.testing.assert_close(simulated_npu.to_cpu(on_npu), call(narrow))
 
 
 def test_float64_is_not_cast() -> None:
@@ -870,3 +801,62 @@ def test_training_on_the_simulated_npu(
     assert modules and all(m.startswith("liger_ops.lowering.npu.") for m in modules)
     for gradient, reference in zip(gradients, expected, strict=True):
         torch.testing.assert_close(simulated_npu.to_cpu(gradient), reference)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_module_gives_what_the_op_gives(dtype: torch.dtype) -> None:
+    case = HeadCase(dtype=dtype, class_weight=True, token_weight=True, lse_square_scale=0.1)
+    args, tensors = leaves(case)
+    x, weight, target, bias, class_weight, token_weight, _, *options = args
+    named = {"lse_square_scale": 0.1, "chunk_bytes": options[7]}
+    plain = LinearCrossEntropyLoss(class_weight, **named)
+    asked = LinearCrossEntropyLoss(
+        class_weight,
+        return_z_loss=True,
+        return_token_accuracy=True,
+        return_predicted_tokens=True,
+        return_entropy=True,
+        **named,
+    )
+    expected = FORWARD.definition(*args, True, True)
+    gradients = torch.autograd.grad(call(args), tensors)
+    loss = plain(x, weight, target, bias, token_weight)
+    output = asked(x, weight, target, bias, token_weight)
+    compiled = torch.compile(asked, fullgraph=True, backend="aot_eager")
+    for result in (output, compiled(x, weight, target, bias, token_weight)):
+        assert isinstance(result, CrossEntropyOutput)
+        assert torch.equal(result.loss, loss)
+        torch.testing.assert_close(result.z_loss, expected[1])
+        assert torch.equal(result.predicted_tokens, expected[5])
+        torch.testing.assert_close(result.entropy, expected[6])
+        kept = target != -100
+        hits = (F.linear(x, weight, bias).argmax(-1) == target)[kept]
+        assert float(result.token_accuracy) == pytest.approx(float(hits.double().mean()))
+    for result in (loss, output.loss):
+        for a, b in zip(torch.autograd.grad(result, tensors), gradients, strict=True):
+            assert torch.equal(a, b)
+    with Calls() as calls, torch.autocast("cpu", torch.bfloat16):
+        asked(x.float(), weight.float(), target, bias.float(), token_weight)
+    (arguments,) = calls.arguments("linear_cross_entropy_forward")
+    assert {arguments[i].dtype for i in (0, 1, 3)} == {torch.bfloat16}
+
+
+def test_module_takes_the_items_of_a_batch() -> None:
+    args, _ = leaves(HeadCase(dtype=torch.float64))
+    x, weight, target, bias = args[:4]
+    expected = liger_ops.linear_cross_entropy(x, weight, target, bias, reduction="sum") / 12
+    for items in (12, 12.0, torch.tensor(12)):
+        loss = LinearCrossEntropyLoss()(x, weight, target, bias, num_items_in_batch=items)
+        torch.testing.assert_close(loss, expected)
+
+
+def test_module_says_its_options() -> None:
+    module = LinearCrossEntropyLoss(reduction="sum", softcap=30.0, chunk_bytes=2**20)
+    assert (
+        repr(module) == "LinearCrossEntropyLoss(reduction='sum', softcap=30.0, chunk_bytes=1048576)"
+    )
+    assert repr(LinearCrossEntropyLoss()) == "LinearCrossEntropyLoss()"
+    with pytest.raises(ValueError, match="chunk_bytes must be above 0 or None, got 0"):
+        LinearCrossEntropyLoss(chunk_bytes=0)
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        LinearCrossEntropyLoss(reduction="average")

@@ -1,8 +1,10 @@
 """Modules that call the ops."""
 
 from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
+from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
+from .linear_cross_entropy import LinearCrossEntropyLoss
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -10,9 +12,12 @@ from .softmax import LogSoftmax, Softmax
 __all__ = [
     "GEGLU",
     "ClampedSwiGLU",
+    "CrossEntropyLoss",
+    "CrossEntropyOutput",
     "FusedAddRMSNorm",
     "GroupNorm",
     "LayerNorm",
+    "LinearCrossEntropyLoss",
     "LogSoftmax",
     "RMSNorm",
     "ReLUSquared",

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from .. import library
 from .chunks import chunks
-from .precision import widened
+from .head import (
+    Gradients,
+    cast_as_linear,
+    divisor,
+    flattened,
+    needed_gradients,
+    upstream_of_tokens,
+)
 
 OPTIONS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias=None, Tensor? class_weight=None,"
@@ -198,7 +205,7 @@ def linear_cross_entropy_forward(
     """
     rows, targets, token_weights = flattened(x, target, token_weight)
     options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
-    gradients = _Gradients(weight, gradient_mask, accum_dtype, waiting=True)
+    gradients = Gradients(weight, gradient_mask, accum_dtype, waiting=True)
     parts = []
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
@@ -213,20 +220,24 @@ def linear_cross_entropy_forward(
                 dlogits = _GRADIENT(*upstream, logits, *tokens, lse, total_weight, *options)
                 gradients.add(dlogits, rows[chunk])
     loss, z_loss, lse, target_logit, total_weights, predicted_tokens, entropy = (
-        None if values[0] is None else torch.cat([value.reshape(-1) for value in values])
-        for values in zip(*parts, strict=True)
+        _joined(values) for values in zip(*parts, strict=True)
     )
     total_weight = total_weights.sum()
-    per_token = tuple(
-        None if value is None else value.reshape(target.shape)
-        for value in (lse, target_logit, predicted_tokens, entropy)
-    )
     if reduction == "none":
         loss, z_loss = loss.reshape(target.shape), z_loss.reshape(target.shape)
     else:
         items = divisor(reduction, total_weight, num_items_in_batch)
         loss, z_loss = loss.sum() / items, z_loss.sum() / items
-    return (loss, z_loss, *per_token[:2], total_weight, *per_token[2:], *gradients.of(x))
+    return (
+        loss,
+        z_loss,
+        lse.reshape(target.shape),
+        target_logit.reshape(target.shape),
+        total_weight,
+        predicted_tokens.reshape(target.shape) if return_predicted else None,
+        entropy.reshape(target.shape) if return_entropy else None,
+        *gradients.of(x),
+    )
 
 
 @library.define(
@@ -289,7 +300,7 @@ def linear_cross_entropy_backward(
         dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
     )
     lse = lse.reshape(-1)
-    gradients = _Gradients(weight, output_mask, accum_dtype, waiting=False)
+    gradients = Gradients(weight, output_mask, accum_dtype, waiting=False)
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
@@ -303,126 +314,14 @@ _LOSS = library.OPS["cross_entropy_forward"].definition
 _GRADIENT = library.OPS["cross_entropy_backward"].definition
 
 
-def cast_as_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, weight and bias in the dtype that autocast, where it is on, gives a linear layer."""
-    device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Tensor) -> Tensor:
-        lower = tensor.is_floating_point() and tensor.dtype is not torch.float64
-        return tensor.to(dtype) if lower else tensor
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
-
-
-def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, reduction: str) -> list[bool]:
-    """The gradients of x, weight and bias that a forward should compute on its way."""
-    in_forward = torch.is_grad_enabled() and reduction != "none"
-    return [
-        in_forward and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
-    ]
-
-
-def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
-    """In which the gradient of weight is summed."""
-    return widened(weight.new_empty(0)).dtype if accum_dtype is None else accum_dtype
-
-
-def waiting_dtype(weight: Tensor) -> torch.dtype:
-    """Of a gradient that the backward has yet to multiply: the loss's scale must not decide whether
-    float16 overflows or vanishes."""
-    return torch.float32 if weight.dtype is torch.float16 else weight.dtype
-
-
-def waiting_weight_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
-    accumulated = accumulation_dtype(weight, accum_dtype)
-    return accumulated if weight.dtype is torch.float16 else weight.dtype
-
-
-def flattened(
-    x: Tensor, target: Tensor, token_weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One row a token."""
-    token_weights = None if token_weight is None else token_weight.reshape(-1)
-    return x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), token_weights
-
-
-def divisor(
-    reduction: str, total_weight: Tensor, num_items_in_batch: Tensor | None
-) -> Tensor | int:
-    """What a reduction divides the sum of the losses by."""
-    if reduction != "mean":
-        return 1
-    return total_weight if num_items_in_batch is None else num_items_in_batch.to(total_weight.dtype)
-
-
-def upstream_of_tokens(
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    lse: Tensor,
-    reduction: str,
-    total_weight: Tensor,
-    num_items_in_batch: Tensor | None,
-) -> list[Tensor | None]:
-    """The gradients of each token's own loss, z-loss, lse and target logit."""
-    items = divisor(reduction, total_weight, num_items_in_batch)
-    reduced = [None if grad is None else grad.to(lse.dtype) / items for grad in (dloss, dz_loss)]
-    per_token = [None if grad is None else grad.to(lse.dtype) for grad in (dlse, dtarget_logit)]
-    return [
-        None if grad is None else grad.expand(lse.shape).reshape(-1)
-        for grad in (*reduced, *per_token)
-    ]
+def _joined(values: tuple[Tensor | None, ...]) -> Any:
+    """What the chunks gave, which is a tensor of each or of none."""
+    given = [value.reshape(-1) for value in values if value is not None]
+    return torch.cat(given) if given else None
 
 
 def _of(values: Tensor | None, chunk: slice) -> Tensor | None:
     return None if values is None else values[chunk]
-
-
-class _Gradients:
-    """The gradients of x, weight and bias, of which those of the logits come chunk by chunk."""
-
-    def __init__(
-        self,
-        weight: Tensor,
-        mask: tuple[bool, ...] | list[bool],
-        accum_dtype: torch.dtype | None,
-        waiting: bool,
-    ) -> None:
-        self.weight = weight
-        self.mask = mask
-        self.accumulated = accumulation_dtype(weight, accum_dtype)
-        self.dtype = waiting_dtype(weight) if waiting else weight.dtype
-        self.weight_dtype = waiting_weight_dtype(weight, accum_dtype) if waiting else weight.dtype
-        self.dx: list[Tensor] = []
-        self.dweight: Tensor | None = None
-        self.dbias: Tensor | None = None
-
-    def add(self, dlogits: Tensor, x: Tensor) -> None:
-        if self.mask[0]:
-            self.dx.append(_product(dlogits, self.weight, self.dtype))
-        if self.mask[1]:
-            self.dweight = _sum(self.dweight, _product(dlogits.t(), x, self.accumulated))
-        if self.mask[2]:
-            self.dbias = _sum(self.dbias, widened(dlogits).sum(0))
-
-    def of(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        dx = torch.cat(self.dx).reshape(x.shape) if self.dx else None
-        dweight = None if self.dweight is None else self.dweight.to(self.weight_dtype)
-        return dx, dweight, None if self.dbias is None else self.dbias.to(self.dtype)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.mm(a.to(dtype), b.to(dtype))
-
-
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total.add_(part)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -441,37 +340,35 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.mark_non_differentiable(*(value for value in others if value is not None))
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    dloss = grads[0]
-    *arguments, dx, dweight, dbias = ctx.saved_tensors
-    x, weight, target, bias, _, _, num_items_in_batch, _, total_weight = arguments
+def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    arguments, computed = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
     wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
     gradients: list[Tensor | None] = [None, None, None]
-    if dloss is not None and _loss_alone(grads):
-        scale = dloss / divisor(ctx.options[1], total_weight, num_items_in_batch)
-        kept = (target != ctx.options[0]).unsqueeze(-1)
+    if any(gradient is not None for gradient in computed) and _loss_alone(grads):
+        x, _, target, _, _, _, num_items_in_batch, _, total_weight = arguments
+        scale = grads[0] / divisor(ctx.options[1], total_weight, num_items_in_batch)
         # A token that is ignored has no gradient, though the mean may be of none and NaN.
-        if wanted[0] and dx is not None:
-            gradients[0] = _scaled(dx, torch.where(kept, scale, 0.0), x.dtype)
+        kept = (target != ctx.options[0]).unsqueeze(-1)
+        scale_of_rows = torch.where(kept, scale, 0.0)
         scale = torch.where(kept.any(), scale, 0.0)
-        if wanted[1] and dweight is not None:
-            gradients[1] = _scaled(dweight, scale.reshape(1, 1), weight.dtype)
-        if wanted[2] and dbias is not None:
-            gradients[2] = _scaled(dbias, scale.reshape(1), weight.dtype)
-    missing = [
-        need and gradient is None for need, gradient in zip(wanted, gradients, strict=True)
-    ]
+        scales = (scale_of_rows, scale.reshape(1, 1), scale.reshape(1))
+        gradients = [
+            _scaled(gradient, factor, x.dtype) if need and gradient is not None else None
+            for need, gradient, factor in zip(wanted, computed, scales, strict=True)
+        ]
+    missing = [need and gradient is None for need, gradient in zip(wanted, gradients, strict=True)]
     if any(missing) and any(grad is not None for grad in grads[:4]):
-        recomputed = linear_cross_entropy_backward(*grads[:4], *arguments, *ctx.options, missing)
+        given: tuple[Any, ...] = (*grads[:4], *arguments, *ctx.options, missing)
+        recomputed = linear_cross_entropy_backward(*given)
         gradients = [a if b is None else b for a, b in zip(recomputed, gradients, strict=True)]
     return (gradients[0], gradients[1], None, gradients[2], *(None for _ in range(14)))
 
 
 def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
-    """Whether the gradients that the forward computed serve: nothing but the loss has one, and
-    nobody differentiates the backward itself."""
+    """Whether the gradients that the forward computed serve: the loss has a gradient, no other
+    result has one, and nobody differentiates the backward itself."""
     transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
-    return not transformed and all(grad is None for grad in grads[1:4])
+    return not transformed and [grad is None for grad in grads[:4]] == [False, True, True, True]
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -483,3 +380,5 @@ def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 library.gradient("linear_cross_entropy_forward", _backward, _setup_context)
 library.differentiate_definition("linear_cross_entropy_backward")
+library.as_given("linear_cross_entropy_forward")
+library.as_given("linear_cross_entropy_backward")

@@ -1,0 +1,167 @@
+"""The cross-entropy, as a module."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.cross_entropy import cross_entropy, cross_entropy_forward
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What a loss module returns where it is asked for more than the loss; None what it is not
+    asked for.
+
+    loss and z_loss are differentiable. token_accuracy is (): the share of the tokens that are not
+    ignored whose predicted class is the target; NaN where all are ignored. predicted_tokens and
+    entropy have the shape of target.
+    """
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` by `liger_ops.cross_entropy`, whose equations, precision and
+    gradient it has, of logits with the classes in the last dimension.
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing: as of `torch.nn.CrossEntropyLoss`; also
+            its deprecated size_average and reduce.
+        lse_square_scale, softcap, logit_scale: as of `liger_ops.cross_entropy`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_entropy: what to
+            return beside the loss, in a `CrossEntropyOutput`.
+
+    Shape:
+        input: (..., V), floating point, any strides.
+        target: (...), int64 or int32. Probabilities of classes are not supported.
+        token_weight: (...), or None; of each token.
+        num_items_in_batch: what the mean divides by: a number, or a tensor of one, or None.
+        The loss: (), or (...) for the reduction "none"; float32, or float64 for such an input.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `liger_ops.cross_entropy`.
+
+    Example:
+        >>> liger_ops.nn.CrossEntropyLoss()(torch.zeros(2, 4), torch.tensor([3, -100]))
+        tensor(1.3863)
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        return_entropy: bool = False,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.lse_square_scale = lse_square_scale
+        self.softcap = softcap
+        self.logit_scale = logit_scale
+        self.return_z_loss = return_z_loss
+        self.return_token_accuracy = return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+        self.return_entropy = return_entropy
+        # What the op says of these options, said here.
+        nothing = torch.empty(0, 1, device="meta")
+        cross_entropy(
+            nothing,
+            torch.empty(0, dtype=torch.int64, device="meta"),
+            None,
+            None,
+            None,
+            ignore_index,
+            self.reduction,
+            label_smoothing,
+            lse_square_scale,
+            softcap,
+            logit_scale,
+        )
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        target: Tensor,
+        token_weight: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> Tensor | CrossEntropyOutput:
+        wants_predicted = self.return_predicted_tokens or self.return_token_accuracy
+        loss, z_loss, _, _, _, predicted_tokens, entropy = cross_entropy_forward(
+            input,
+            target,
+            self.weight,
+            token_weight,
+            items_on(input.device, num_items_in_batch),
+            self.ignore_index,
+            self.reduction,
+            self.label_smoothing,
+            self.lse_square_scale,
+            self.softcap,
+            self.logit_scale,
+            wants_predicted,
+            self.return_entropy,
+        )
+        if not (self.return_z_loss or wants_predicted or self.return_entropy):
+            return loss
+        accuracy = None
+        if self.return_token_accuracy and predicted_tokens is not None:
+            accuracy = token_accuracy(predicted_tokens, target, self.ignore_index)
+        return CrossEntropyOutput(
+            loss,
+            z_loss if self.return_z_loss else None,
+            accuracy,
+            predicted_tokens if self.return_predicted_tokens else None,
+            entropy,
+        )
+
+    def extra_repr(self) -> str:
+        """The options that are not torch's default, as arguments."""
+        defaults = {
+            "ignore_index": -100,
+            "reduction": "mean",
+            "label_smoothing": 0.0,
+            "lse_square_scale": 0.0,
+            "softcap": None,
+            "logit_scale": 1.0,
+        }
+        return ", ".join(
+            f"{name}={getattr(self, name)!r}"
+            for name, default in defaults.items()
+            if getattr(self, name) != default
+        )
+
+
+def items_on(device: torch.device, num_items_in_batch: Tensor | float | None) -> Tensor | None:
+    """The number that a mean divides by, as a tensor on the device; nothing waits for it."""
+    if num_items_in_batch is None:
+        return None
+    if isinstance(num_items_in_batch, Tensor):
+        return num_items_in_batch.to(device, non_blocking=True)
+    if not isinstance(num_items_in_batch, Real):
+        raise TypeError(
+            "cross_entropy: num_items_in_batch must be a number or a tensor of one, got"
+            f" {type(num_items_in_batch).__name__}"
+        )
+    return torch.full((), num_items_in_batch, dtype=torch.float32, device=device)
+
+
+def token_accuracy(predicted_tokens: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The share of the tokens that are not ignored whose prediction is the target."""
+    kept = target != ignore_index
+    return ((predicted_tokens == target) & kept).sum() / kept.sum()

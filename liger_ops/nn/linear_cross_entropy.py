@@ -1,0 +1,111 @@
+"""The cross-entropy of a linear layer's logits, as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.head import cast_as_linear, needed_gradients
+from ..ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, items_on, token_accuracy
+
+
+class LinearCrossEntropyLoss(CrossEntropyLoss):
+    """The loss of a head and its cross-entropy by `liger_ops.linear_cross_entropy`, whose
+    equations, precision and gradient it has: the logits are never in memory as a whole.
+
+    The head stays with its owner, an embedding perhaps that shares its weight, and is given to each
+    call; `torch.nn.LinearCrossEntropyLoss` has a head of its own instead.
+
+    Args:
+        weight: (V,), of each class: `class_weight` of the op.
+        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
+            return_z_loss, return_token_accuracy, return_predicted_tokens, return_entropy, and the
+            deprecated size_average and reduce: as of `CrossEntropyLoss`.
+        accum_dtype, chunk_bytes: as of `liger_ops.linear_cross_entropy`.
+
+    Shape:
+        x: (..., D), floating point, any strides.
+        weight: (V, D), of x's dtype; the head's.
+        target: (...), int64 or int32.
+        bias: (V,), of x's dtype, or None; the head's.
+        token_weight: (...), or None; of each token.
+        num_items_in_batch: what the mean divides by: a number, or a tensor of one, or None.
+        The loss: (), or (...) for the reduction "none"; float32, or float64 for such x.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `liger_ops.linear_cross_entropy`.
+
+    Example:
+        >>> head = torch.nn.Linear(8, 4, bias=False)
+        >>> loss = liger_ops.nn.LinearCrossEntropyLoss()
+        >>> loss(torch.zeros(2, 8), head.weight, torch.tensor([3, -100]))
+        tensor(1.3863, grad_fn=<...>)
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        accum_dtype: torch.dtype | None = None,
+        chunk_bytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(
+                f"LinearCrossEntropyLoss: chunk_bytes must be above 0 or None, got {chunk_bytes}"
+            )
+        self.accum_dtype = accum_dtype
+        self.chunk_bytes = chunk_bytes
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        token_weight: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> Tensor | CrossEntropyOutput:
+        options: tuple[Any, ...] = (
+            self.weight,
+            token_weight,
+            items_on(x.device, num_items_in_batch),
+            self.ignore_index,
+            self.reduction,
+            self.label_smoothing,
+            self.lse_square_scale,
+            self.softcap,
+            self.logit_scale,
+            self.accum_dtype,
+            self.chunk_bytes,
+        )
+        wants_predicted = self.return_predicted_tokens or self.return_token_accuracy
+        if not (self.return_z_loss or wants_predicted or self.return_entropy):
+            return linear_cross_entropy(x, weight, target, bias, *options)
+        x, weight, bias = cast_as_linear(x, weight, bias)
+        mask = needed_gradients(x, weight, bias, self.reduction)
+        options = (*options, wants_predicted, self.return_entropy, mask)
+        outputs = linear_cross_entropy_forward(x, weight, target, bias, *options)
+        loss, z_loss, _, _, _, predicted_tokens, entropy, _, _, _ = outputs
+        accuracy = None
+        if self.return_token_accuracy and predicted_tokens is not None:
+            accuracy = token_accuracy(predicted_tokens, target, self.ignore_index)
+        return CrossEntropyOutput(
+            loss,
+            z_loss if self.return_z_loss else None,
+            accuracy,
+            predicted_tokens if self.return_predicted_tokens else None,
+            entropy,
+        )
+
+    def extra_repr(self) -> str:
+        given = [super().extra_repr()]
+        given += [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("accum_dtype", "chunk_bytes")
+            if getattr(self, name) is not None
+        ]
+        return ", ".join(part for part in given if part)

@@ -1,0 +1,129 @@
+"""What linear_cross_entropy's definition and its kernels' host code share of a linear layer: the
+dtypes, and the gradients of the layer from those of its logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .precision import widened
+
+
+def cast_as_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, weight and bias in the dtype that autocast, where it is on, gives a linear layer."""
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        lower = tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.to(dtype) if lower else tensor
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, reduction: str) -> list[bool]:
+    """The gradients of x, weight and bias that a forward should compute on its way."""
+    in_forward = torch.is_grad_enabled() and reduction != "none"
+    return [
+        in_forward and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
+    ]
+
+
+def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
+    """In which the gradient of weight is summed."""
+    if accum_dtype is not None:
+        return accum_dtype
+    return torch.float64 if weight.dtype is torch.float64 else torch.float32
+
+
+def waiting_dtype(weight: Tensor) -> torch.dtype:
+    """Of a gradient that the backward has yet to multiply: the loss's scale must not decide whether
+    float16 overflows or vanishes."""
+    return torch.float32 if weight.dtype is torch.float16 else weight.dtype
+
+
+def waiting_weight_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
+    accumulated = accumulation_dtype(weight, accum_dtype)
+    return accumulated if weight.dtype is torch.float16 else weight.dtype
+
+
+def flattened(
+    x: Tensor, target: Tensor, token_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One row a token."""
+    token_weights = None if token_weight is None else token_weight.reshape(-1)
+    return x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), token_weights
+
+
+def divisor(
+    reduction: str, total_weight: Tensor, num_items_in_batch: Tensor | None
+) -> Tensor | int:
+    """What a reduction divides the sum of the losses by."""
+    if reduction != "mean":
+        return 1
+    return total_weight if num_items_in_batch is None else num_items_in_batch.to(total_weight.dtype)
+
+
+def upstream_of_tokens(
+    dloss: Tensor | None,
+    dz_loss: Tensor | None,
+    dlse: Tensor | None,
+    dtarget_logit: Tensor | None,
+    lse: Tensor,
+    reduction: str,
+    total_weight: Tensor,
+    num_items_in_batch: Tensor | None,
+) -> list[Tensor | None]:
+    """The gradients of each token's own loss, z-loss, lse and target logit."""
+    items = divisor(reduction, total_weight, num_items_in_batch)
+    reduced = [None if grad is None else grad.to(lse.dtype) / items for grad in (dloss, dz_loss)]
+    per_token = [None if grad is None else grad.to(lse.dtype) for grad in (dlse, dtarget_logit)]
+    return [
+        None if grad is None else grad.expand(lse.shape).reshape(-1)
+        for grad in (*reduced, *per_token)
+    ]
+
+
+class Gradients:
+    """The gradients of x, weight and bias, of which those of the logits come chunk by chunk."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        mask: tuple[bool, ...] | list[bool],
+        accum_dtype: torch.dtype | None,
+        waiting: bool,
+    ) -> None:
+        self.weight = weight
+        self.mask = mask
+        self.accumulated = accumulation_dtype(weight, accum_dtype)
+        self.dtype = waiting_dtype(weight) if waiting else weight.dtype
+        self.weight_dtype = waiting_weight_dtype(weight, accum_dtype) if waiting else weight.dtype
+        self.dx: list[Tensor] = []
+        self.dweight: Tensor | None = None
+        self.dbias: Tensor | None = None
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        if self.mask[0]:
+            self.dx.append(_product(dlogits, self.weight, self.dtype))
+        if self.mask[1]:
+            self.dweight = _sum(self.dweight, _product(dlogits.t(), x, self.accumulated))
+        if self.mask[2]:
+            self.dbias = _sum(self.dbias, widened(dlogits).sum(0))
+
+    def of(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx = torch.cat(self.dx).reshape(x.shape) if self.dx else None
+        dweight = None if self.dweight is None else self.dweight.to(self.weight_dtype)
+        return dx, dweight, None if self.dbias is None else self.dbias.to(self.dtype)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mm(a.to(dtype), b.to(dtype))
+
+
+def _sum(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)
