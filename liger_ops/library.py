@@ -5,8 +5,8 @@ argument checks and output allocation, `kernel` a device's kernel, `gradient` it
 `compose` creates an op that is made of others, and has nothing of its own but its schema.
 
 What runs:
-  * a tensor of a device with a kernel: that kernel, float64 excepted;
-  * any other device, and float64 everywhere: the checks, then the definition;
+  * a tensor of a device with a kernel: that kernel, float64 and complex128 excepted;
+  * any other device, and those two everywhere: the checks, then the definition;
   * under `torch.func` transforms and forward-mode AD: the definition, which PyTorch differentiates
     and batches itself, so that no tangent is lost at an opaque kernel;
   * double backward: a backward op is differentiated through its definition.
@@ -29,6 +29,7 @@ NAMESPACE = "liger"
 # PrivateUse1 is called "npu" only once torch_npu has renamed it; its own name works before and
 # after.
 DEVICES = {"cuda": "cuda", "npu": "privateuseone"}
+DOUBLES = (torch.float64, torch.complex128)
 AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "npu": "AutocastPrivateUse1", "xpu": "AutocastXPU"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -141,7 +142,8 @@ def fake(name: str) -> Callable[[Function], Function]:
 
 
 def kernel(name: str, device: str) -> Callable[[Function], Function]:
-    """Register a device's kernel of op `name`; with a float64 argument the definition runs."""
+    """Register a device's kernel of op `name`; with an argument in float64 or complex128 the
+    definition runs."""
 
     def decorate(function: Function) -> Function:
         op = OPS[name]
@@ -149,7 +151,7 @@ def kernel(name: str, device: str) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             for value in args:
-                if isinstance(value, Tensor) and value.dtype is torch.float64:
+                if isinstance(value, Tensor) and value.dtype in DOUBLES:
                     return op.check_and_define(*args, **kwargs)
             return function(*args, **kwargs)
 

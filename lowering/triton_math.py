@@ -13,6 +13,12 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
+def flushed_exp(x):
+    """exp(x), or 0 where it is below 2**-126, for which tl.exp takes three instructions more."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def rounded(value, dtype: tl.constexpr):
     """value as storing it in dtype would leave it."""
     return value.to(dtype).to(tl.float32)

@@ -90,9 +90,7 @@ def _check(
         raise ValueError(
             f"{op}: cos must have an even number of columns from 2 to {q_name}'s D of {D}, got {R}"
         )
-    if sections is not None and (
-        len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != R
-    ):
+    if sections is not None and (len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != R):
         raise ValueError(
             f"{op}: sections must be three counts of pairs that add up to R/2, {R // 2},"
             f" got {list(sections)}"

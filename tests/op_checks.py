@@ -39,9 +39,9 @@ def widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def in_float64(value: Any) -> Any:
-    """A floating point tensor in float64, and anything else as it is."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.double()
+    """A floating point tensor in float64, a complex one in complex128, anything else as it is."""
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        return value.to(torch.promote_types(value.dtype, torch.float64))
     return value
 
 

@@ -74,6 +74,9 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
     if layout == "model":
         # The heads of a projection: (B, S, heads, D) seen as (B, heads, S, D).
         return values.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "strided":
+        # A stride of 2 in the last dimension, as that of the real parts of complex numbers.
+        return values.repeat_interleave(2, -1)[..., ::2]
     if layout == "sliced":
         # Neither the start nor the rows are aligned.
         wide = values.new_full((*values.shape[:-1], values.shape[-1] + 3), float("nan"))
@@ -101,6 +104,8 @@ class OpUnderTest:
     backward_args: Callable[[Any, Tensors], tuple[Any, ...]]
     # The tensors of forward_args that backward's outputs are the gradients of, in their order.
     gradients_of: tuple[str, ...]
+    # How many arguments a call has at the least, where more than those without a default.
+    needed: int = 0
     # The names of the incoming gradients, in the order of the outputs. Outputs after those have
     # none.
     gradients_from: tuple[str, ...] = ("dy",)

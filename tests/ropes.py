@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from op_under_test import Case, OpUnderTest, Tensors, Values, max_abs
+from op_under_test import Case, OpUnderTest, Tensors, Values, laid_out, max_abs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +23,22 @@ class RopeCase(Case):
     k_layout: str = "contiguous"
     table_layout: str = "contiguous"
     interleaved: bool = False
+    per_pair: bool = False
+    # cos + i sin in one tensor.
+    is_complex: bool = False
+    # Each of cos and sin is then three tables, and none is as one.
+    sections: tuple[int, int, int] | None = None
 
 
 def tensors(case: RopeCase) -> Tensors:
     values = Values(case.seed)
     B, _, S, D = case.shape
     k_shape = (B, case.k_heads, S, D)
-    table_shape = {"none": (), "one": (1,), "batch": (B,)}[case.tables] + (S, case.rotary)
+    leading = {"none": (), "one": (1,), "batch": (B,)}[case.tables]
+    if case.sections is not None:
+        leading = (3, *(leading or (1,)))
+    halved = case.per_pair or case.is_complex
+    table_shape = (*leading, S, case.rotary // 2 if halved else case.rotary)
     return {
         "q": values.draw(case.shape, case.dtype, case.layout, case.scale),
         "k": values.draw(k_shape, case.dtype, case.k_layout, case.scale),
@@ -39,38 +49,53 @@ def tensors(case: RopeCase) -> Tensors:
     }
 
 
+def tables(case: RopeCase, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+    cos, sin = tensors["cos"], tensors["sin"]
+    if case.is_complex:
+        return laid_out(torch.complex(cos, sin), case.table_layout), None
+    return cos, sin
+
+
+def options(case: RopeCase) -> tuple[Any, ...]:
+    return (case.interleaved, case.per_pair, case.sections and list(case.sections))
+
+
 def magnitudes(names: tuple[str, str], tensors: Tensors) -> list[float]:
     turn = max_abs(tensors["cos"]) + max_abs(tensors["sin"])
     return [max_abs(tensors[name]) * turn for name in names]
 
 
-def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> RopeCase:
-    """`rows` batches of a partial rotation, with tables for each; k laid out as in a model."""
-    return RopeCase(
-        shape=(rows, 2, 4, 6),
-        dtype=dtype,
-        k_heads=1,
-        tables="batch",
-        rotary=4,
-        table_dtype=dtype,
-        k_layout="model",
-        **form,
-    )
+def rope(form: str, needed: int, **fields: Any) -> OpUnderTest:
+    def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **drawn: Any) -> RopeCase:
+        """Some batches of a partial rotation, with tables for each; k laid out as in a model."""
+        # Dynamo takes equal sizes to be one: the batch is of no other's, that of three tables among
+        # them.
+        batch = rows + 2 if fields.get("sections") else rows
+        return RopeCase(
+            shape=(batch, 2, 2, 8),
+            dtype=dtype,
+            k_heads=1,
+            tables="batch",
+            rotary=4,
+            table_dtype=dtype,
+            k_layout="model",
+            **fields,
+            **drawn,
+        )
 
-
-OPS = (
-    OpUnderTest(
+    return OpUnderTest(
         name="rope",
+        form=form,
         tensors=tensors,
-        forward_args=lambda c, t: (t["q"], t["k"], t["cos"], t["sin"], c.interleaved),
+        forward_args=lambda c, t: (t["q"], t["k"], *tables(c, t), *options(c)),
         backward_args=lambda c, t: (
             t["dy"],
             t["ds"],
-            t["cos"],
-            t["sin"],
-            c.interleaved,
+            *tables(c, t),
+            *options(c),
             list(c.output_mask[:2]),
         ),
+        needed=needed,
         gradients_of=("q", "k"),
         gradients_from=("dy", "ds"),
         output_magnitudes=lambda c, t: magnitudes(("q", "k"), t),
@@ -79,5 +104,13 @@ OPS = (
         per_row=("q", "k", "dy", "ds"),
         leading=(),
         autocast_as="mul.Tensor",
-    ),
+    )
+
+
+OPS = (
+    rope("", 4),
+    rope("per-pair", 6, per_pair=True),
+    rope("complex", 3, is_complex=True),
+    rope("sections", 7, sections=(1, 1, 0)),
+    rope("sections-per-pair", 7, sections=(1, 0, 1), interleaved=True, per_pair=True),
 )

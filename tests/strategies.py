@@ -158,18 +158,29 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
     D = draw(st.sampled_from((2, 3, 6, 16, 20, 34, 80)))
     whole = D - D % 2
     positions, heads = st.sampled_from((1, 2, 3, 5, 0)), st.sampled_from((1, 2, 3, 0))
+    rotary = draw(st.sampled_from((whole, 2 * (whole // 4) or whole)))
+    is_complex = draw(st.sampled_from((False, False, True)))
+    sections = None
+    if draw(st.booleans()):
+        # Between multiples of 8 the cuda kernel loads vectors of the tables.
+        ends = st.sampled_from(sorted({0, 1, 8, 16, 24, rotary // 2}))
+        first, second = sorted(min(draw(ends), rotary // 2) for _ in range(2))
+        sections = (first, second - first, rotary // 2 - second)
     return RopeCase(
         shape=(draw(st.sampled_from((1, 2, 0))), draw(heads), draw(positions), D),
         dtype=dtype,
         k_heads=draw(heads),
         tables=draw(st.sampled_from(tables)),
-        rotary=draw(st.sampled_from((whole, 2 * (whole // 4) or whole))),
-        table_dtype=draw(st.sampled_from((dtype, torch.float32))),
+        rotary=rotary,
+        table_dtype=torch.float32 if is_complex else draw(st.sampled_from((dtype, torch.float32))),
         layout=draw(st.sampled_from(layouts)),
         k_layout=draw(st.sampled_from(layouts)),
-        table_layout=draw(st.sampled_from(X_LAYOUTS)),
+        table_layout=draw(st.sampled_from((*X_LAYOUTS, "strided"))),
         dy_layout=draw(st.sampled_from((*DY_LAYOUTS, "model"))),
         interleaved=draw(st.booleans()),
+        per_pair=draw(st.booleans()),
+        is_complex=is_complex,
+        sections=sections,
         output_mask=(draw(st.booleans()), draw(st.booleans())),
         # Positions and pairs.
         tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),

@@ -118,6 +118,21 @@ def test_compiles_whole(family: Family) -> None:
         torch.testing.assert_close(parameter.grad, eager[name], rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_compiles_once_for_all_sizes() -> None:
+    model = LLAMA.model()
+    fuse(model)
+    layer = model.model.layers[0]
+    torch._dynamo.reset()
+    recorder = Recorder()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=recorder.backend())
+    for B, S in ((2, 7), (3, 11)):
+        x = torch.randn(B, S, 32, generator=torch.Generator().manual_seed(1))
+        tables = model.model.rotary_emb(x, torch.arange(S)[None].expand(B, -1))
+        y = compiled(x, position_embeddings=tables)
+        torch.testing.assert_close(y, layer(x, position_embeddings=tables))
+    assert liger_ops_of(recorder.forwards) == {"rms_norm": 2, "rope": 1, "swiglu": 1}
+
+
 @FAMILY
 def test_unfuse_restores_the_model(family: Family) -> None:
     model = family.model()

@@ -273,6 +273,12 @@ class CallsTwice(Gated):
         return self.out(self.gated(self.a(hidden), self.a(hidden)))
 
 
+class Remembers(Gated):
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        self.last = gate
+        return super().gated(gate, up)
+
+
 def hooked(module: Gated) -> nn.Module:
     module.activation.register_forward_hook(lambda module, args, y: y + 1)
     return module
@@ -305,6 +311,7 @@ NEAR_MISSES = [
     (TwoArguments(), "its forward takes (hidden, scale=1.0)"),
     (AsksItsWeight(), "it fails on the CPU: AttributeError"),
     (CallsTwice(), "it calls a, a, out, not one or two projections and a third"),
+    (Remembers(), "its forward changes its attributes"),
     (hooked(Gated()), "activation, which would not be called, has hooks"),
     (with_own_forward(Gated()), "the instance has a forward of its own"),
 ]

@@ -207,6 +207,8 @@ def test_broadcast_positions_and_wrong_arguments_reach_the_function(calling: Any
         module(q, k, cos)
     with pytest.raises(RuntimeError):
         module(q, k, cos[..., :6], sin[..., :6])
+    assert ops_of(module, (q, k.double(), cos, sin)) == []
+    assert torch.equal(module(q, k.double(), cos, sin)[1], llama(q, k.double(), cos, sin)[1])
     assert ops_of(module, (), {"q": q, "k": k, "sin": sin, "cos": cos}) == ["rope"]
     assert ops_of(module, (q, k, cos[:1], sin[:1])) == ["rope"]
 

@@ -28,6 +28,7 @@ from .probing import (
     has_hooks,
     leaf_key,
     numbers_of,
+    own_attributes,
     undisturbed,
     uniform,
 )
@@ -228,7 +229,11 @@ class _Copy:
             )
         *projections, self.down = names
         self.projections = tuple(projections)
+        before = own_attributes(self.copy)
         activation = find(self.run, [self.widths[name] for name in projections], self.numbers)
+        after = own_attributes(self.copy)
+        if list(map(id, before.values())) != list(map(id, after.values())):
+            raise NotAnOp("its forward changes its attributes")
         return MLP(self.projections, activation, self.down, self.multiplier)
 
     def run(self, projections: Sequence[Tensor], training: bool) -> Tensor:

@@ -66,7 +66,7 @@ def _functions(cls: Any) -> list[tuple[str, Any]]:
     """The global functions that a class's forward names and that may be rope."""
     return [
         (name, function.__globals__[name])
-        for function in _wrapped(cls.forward)
+        for function in _wrapped(getattr(cls, "forward", None))
         for name in function.__code__.co_names
         if parameters_of(function.__globals__.get(name))
     ]

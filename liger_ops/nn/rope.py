@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from ..ops.rope import rope
@@ -10,20 +12,26 @@ from ..ops.rope import rope
 class Rope(nn.Module):
     """Rotary position embedding of queries and keys, by `liger_ops.rope`.
 
-    It applies the tables cos and sin that a model's rotary embedding makes. Layout, precision and
-    gradient are those of `liger_ops.rope`.
+    It applies the tables cos and sin, or the complex cos + i sin, that a model's rotary embedding
+    makes. Layout, precision and gradient are those of `liger_ops.rope`.
 
     Args:
         interleaved: whether the elements of a pair are next to each other (GPT-J, GLM4, Cohere), or
-            in the two halves of a head (Llama and most others).
+            in the two halves of a head (Llama and most others). A complex cos implies it.
+        per_pair: whether the tables have one number for the two elements of a pair (GPT-OSS). A
+            complex cos implies it.
+        sections: how many pairs take their numbers from each of three tables (Qwen2-VL), or None.
 
     Shape:
         q: (B, heads, S, D); k: (B, heads of k, S, D); cos, sin: (S, R), (1, S, R) or (B, S, R) with
-            R even and at most D; floating point, any strides. The results: as q and k.
+            R even and at most D; floating point, any strides. Per pair and for a complex cos, R/2
+            in place of R; with sections, (3, 1, S, R) or (3, B, S, R). The results: as q and k.
 
     Raises:
-        TypeError: a tensor is not floating point, or k is of another dtype than q.
-        ValueError: a shape is not as above.
+        TypeError: a tensor is not floating point (nor, cos, complex), or k is of another dtype than
+            q.
+        ValueError: a shape is not as above, sections do not add up to R/2, or sin is given with a
+            complex cos or is not with a real one.
 
     Example:
         >>> q = torch.tensor([[[[1.0, 0.0]]]])
@@ -31,12 +39,21 @@ class Rope(nn.Module):
         tensor([[[[0., 1.]]]])
     """
 
-    def __init__(self, interleaved: bool = False) -> None:
+    def __init__(
+        self,
+        interleaved: bool = False,
+        per_pair: bool = False,
+        sections: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self.interleaved = interleaved
+        self.per_pair = per_pair
+        self.sections = None if sections is None else list(sections)
 
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rope(q, k, cos, sin, self.interleaved)
+    def forward(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return rope(q, k, cos, sin, self.interleaved, self.per_pair, self.sections)
 
     def extra_repr(self) -> str:
-        return f"interleaved={self.interleaved}"
+        return f"interleaved={self.interleaved}, per_pair={self.per_pair}, sections={self.sections}"

@@ -178,12 +178,12 @@ def _of_pairs(
     table: Tensor, interleaved: bool, per_pair: bool, sections: list[int] | None
 ) -> list[Tensor]:
     """A table's numbers for the first and for the second elements of the pairs, for every head."""
-    of_pairs = (table, table) if per_pair else _pairs(table, interleaved)
+    of_pairs = [table, table] if per_pair else [*_pairs(table, interleaved)]
     if sections is not None:
-        of_pairs = tuple(
+        of_pairs = [
             torch.cat([part[i] for i, part in enumerate(x.split(sections, -1))], -1)
             for x in of_pairs
-        )
+        ]
     return [x.unsqueeze(-3) for x in of_pairs]
 
 
@@ -229,7 +229,7 @@ def _shared(grad: Tensor, cos: Tensor, sections: list[int] | None) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, cos, sin, *ctx.options = inputs
+    q, k, cos, sin, ctx.interleaved, ctx.per_pair, ctx.sections = inputs
     learned = any(ctx.needs_input_grad[2:4])
     ctx.save_for_backward(cos, sin, *((q, k) if learned else ()))
 
@@ -237,15 +237,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin, *inputs = ctx.saved_tensors
     needs_q, needs_k, needs_cos, needs_sin, *_ = ctx.needs
+    options = (ctx.interleaved, ctx.per_pair, ctx.sections)
     grad_q = grad_k = dcos = dsin = None
     if needs_q or needs_k:
-        grad_q, grad_k = rope_backward(dq, dk, cos, sin, *ctx.options, [needs_q, needs_k])
+        grad_q, grad_k = rope_backward(dq, dk, cos, sin, *options, [needs_q, needs_k])
     if needs_cos or needs_sin:
-        dcos, dsin = _table_gradients((dq, dk), inputs, cos, *ctx.options)
+        grads = _table_gradients((dq, dk), inputs, cos, *options)
         if cos.is_complex():
-            dcos, dsin = torch.complex(dcos, dsin), None
-        dcos = dcos.to(cos.dtype) if needs_cos else None
-        dsin = dsin.to(sin.dtype) if needs_sin else None
+            dcos = torch.complex(*grads).to(cos.dtype)
+        else:
+            dcos = grads[0].to(cos.dtype) if needs_cos else None
+            dsin = grads[1].to(sin.dtype) if needs_sin else None
     return grad_q, grad_k, dcos, dsin, None, None, None
 
 

@@ -51,9 +51,7 @@ def _load_pairs(
 
 
 @triton.jit
-def _store_pairs(
-    ptrs, inside, first, HALF, a, b, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _store_pairs(ptrs, inside, first, HALF, a, b, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
     dtype: tl.constexpr = ptrs.dtype.scalar.element_ty
     if INTERLEAVED:
         cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
@@ -67,9 +65,7 @@ def _store_pairs(
 
 
 @triton.jit
-def _section_offsets(
-    pairs, stride, end_0, end_1, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr
-):
+def _section_offsets(pairs, stride, end_0, end_1, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr):
     # Of the table that the section of each pair takes its numbers from.
     if HAS_SECTIONS:
         table = (pairs >= end_0).to(tl.int64) + (pairs >= end_1).to(tl.int64)
@@ -275,7 +271,9 @@ def unit_stride(x: Tensor) -> Tensor:
 def aligned(x: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1][:-1]
-    return all(address % 16 == 0 for address in (x.data_ptr(), *(x.element_size() * n for n in steps)))
+    return all(
+        address % 16 == 0 for address in (x.data_ptr(), *(x.element_size() * n for n in steps))
+    )
 
 
 def rotate(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import library, meta
 from ..sizes import cdiv, next_power_of_2
-from ..triton_math import LOWEST
+from ..triton_math import LOWEST, flushed_exp, folded
 from .launch import Plan, launch, rows
 
 
@@ -28,9 +28,9 @@ def _softmax_kernel(
     mask = (rows < M) & (cols < N)
     x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=-float("inf")).to(tl.float32)
     x -= tl.maximum(tl.max(x, 1), LOWEST)[:, None]
-    exp = tl.exp(x)
+    exp = flushed_exp(x)
     sum = tl.sum(exp, 1)[:, None]
-    y = x - tl.log(sum) if LOG else exp / sum
+    y = x - tl.log(sum) if LOG else exp * (1.0 / sum)
     tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -43,26 +43,43 @@ def _softmax_wide_kernel(
     stride_x,
     LOG: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
     # A row a program, in tiles. The first walk keeps the maximum so far, and every lane's sum of
-    # exponentials relative to it. The second finds the row in the L2 cache.
+    # exponentials relative to it. The second, backwards, finds the row in the L2 cache, for the
+    # first asks that it be kept, and the second that it and y be not: 93% of the copy rate for
+    # (8192, 32768) in bfloat16 on an H200, 78% without these, and 75% for a row in registers.
     row = tl.program_id(0).to(tl.int64)
     maximum = LOWEST
-    sums = tl.zeros((BLOCK_N,), tl.float32)
+    sums = tl.zeros((BLOCK_N // FOLD,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=-float("inf"))
-        x = x.to(tl.float32)
+        x = tl.load(
+            x_ptr + row * stride_x + cols,
+            mask=cols < N,
+            other=-float("inf"),
+            eviction_policy="evict_last",
+        ).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(x, 0))
-        sums = sums * tl.exp(maximum - higher) + tl.exp(x - higher)
+        sums = sums * flushed_exp(maximum - higher) + folded(flushed_exp(x - higher), FOLD)
         maximum = higher
     sum = tl.sum(sums, 0)
-    for start in range(0, N, BLOCK_N):
+    for start in range((N - 1) // BLOCK_N * BLOCK_N, -1, -BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+        x = tl.load(
+            x_ptr + row * stride_x + cols,
+            mask=cols < N,
+            other=0.0,
+            eviction_policy="evict_first",
+        ).to(tl.float32)
         x -= maximum
-        y = x - tl.log(sum) if LOG else tl.exp(x) / sum
-        tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+        y = x - tl.log(sum) if LOG else flushed_exp(x) * (1.0 / sum)
+        tl.store(
+            y_ptr + row * N + cols,
+            y.to(y_ptr.dtype.element_ty),
+            mask=cols < N,
+            cache_modifier=".cs",
+        )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -105,26 +122,48 @@ def _softmax_wide_backward_kernel(
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         mask = cols < N
-        term = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        term = _row_tile(dy_ptr + row * stride_dy, cols, mask, "evict_last")
         if not LOG:
-            term *= tl.load(y_ptr + row * stride_y + cols, mask=mask, other=0.0).to(tl.float32)
+            term *= _row_tile(y_ptr + row * stride_y, cols, mask, "evict_last")
         sums += term
     sum = tl.sum(sums, 0)
-    for start in range(0, N, BLOCK_N):
+    for start in range((N - 1) // BLOCK_N * BLOCK_N, -1, -BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         mask = cols < N
-        dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + row * stride_y + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = _row_tile(dy_ptr + row * stride_dy, cols, mask, "evict_first")
+        y = _row_tile(y_ptr + row * stride_y, cols, mask, "evict_first")
         dx = dy - tl.exp(y) * sum if LOG else y * (dy - sum)
-        tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            dx_ptr + row * N + cols,
+            dx.to(dx_ptr.dtype.element_ty),
+            mask=mask,
+            cache_modifier=".cs",
+        )
 
 
-def plan_rows(N: int) -> Plan:
-    # Of 65536 columns a thread of sm_90 spills up to 216 bytes, forward, of 32768 none, and
-    # backward 48.
+@triton.jit
+def _row_tile(row_ptr, cols, mask, policy: tl.constexpr):
+    return tl.load(row_ptr + cols, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
+
+
+def plan_forward(N: int) -> Plan:
+    # Whole rows of 16384 columns: 95% of the copy rate, walked 99%.
+    if N > 32768:
+        return Plan(BLOCK_M=1, BLOCK_N=16384, threads=512)
+    if N > 8192:
+        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=256)
+    return _whole_rows(N)
+
+
+def plan_backward(N: int) -> Plan:
+    # Of 65536 columns a thread of sm_90 spills.
+    if N > 32768:
+        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=512)
+    return _whole_rows(N)
+
+
+def _whole_rows(N: int) -> Plan:
     BLOCK_N = next_power_of_2(N)
-    if BLOCK_N > 32768:
-        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=1024)
     BLOCK_M = max(1, 2048 // BLOCK_N)
     return Plan(BLOCK_M, BLOCK_N, threads=min(1024, max(128, BLOCK_M * BLOCK_N // 16)))
 
@@ -135,14 +174,16 @@ def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
         return
     x = rows(x)
     M, N = x.shape
-    plan = plan or plan_rows(N)
+    plan = plan or plan_forward(N)
     arguments = (x, y, M, N, x.stride(0))
     options = {"LOG": log, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
     if plan.BLOCK_N >= N:
         grid = (cdiv(M, plan.BLOCK_M),)
         launch(_softmax_kernel, grid, x, *arguments, BLOCK_M=plan.BLOCK_M, **options)
     else:
-        launch(_softmax_wide_kernel, (M,), x, *arguments, **options)
+        # What a thread loads at once.
+        fold = min(plan.BLOCK_N, 16 // x.element_size())
+        launch(_softmax_wide_kernel, (M,), x, *arguments, FOLD=fold, **options)
 
 
 def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) -> None:
@@ -151,7 +192,7 @@ def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) ->
         return
     dy, y = rows(dy), rows(y)
     M, N = y.shape
-    plan = plan or plan_rows(N)
+    plan = plan or plan_backward(N)
     arguments = (dy, y, dx, M, N, dy.stride(0), y.stride(0))
     options = {"LOG": log, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
     if plan.BLOCK_N >= N:

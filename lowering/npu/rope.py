@@ -335,7 +335,7 @@ def rotate(
         COMPLEX=is_complex,
         HAS_SECTIONS=sections is not None,
         BACKWARD=backward,
-        HAS_COPIED=D > 2 * half,
+        HAS_COPIED=2 * half < D,
     )
 
 

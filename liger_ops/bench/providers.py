@@ -1,0 +1,75 @@
+"""Who can run a workload: liger_ops, PyTorch in three ways, and the packages that are installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from .workloads.entry import Entry, Function
+
+OURS = "liger_ops"
+# A peer's package is imported when it is first asked for: this one is what its functions are in.
+MODULES = {"liger-kernel": "liger_kernel.transformers.functional", "quack": "quack"}
+PROVIDERS = (OURS, "eager", "aten", "inductor", *MODULES)
+
+
+class Peers:
+    """The peers' packages, each imported once."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, ModuleType | None] = {}
+        # Peer to one line on why it cannot be imported.
+        self.missing: dict[str, str] = {}
+
+    def module(self, name: str) -> ModuleType | None:
+        if name not in self._modules:
+            try:
+                self._modules[name] = importlib.import_module(MODULES[name])
+            # A package built for another machine fails to import in many ways.
+            except Exception as error:
+                self._modules[name] = None
+                self.missing[name] = one_line(error)
+        return self._modules[name]
+
+
+def functions(entry: Entry, names: Sequence[str], peers: Peers) -> dict[str, Function]:
+    """What calls the op, for each provider of `names` that has it and can be imported.
+
+    A provider whose function cannot be made is left to raise when it is called.
+    """
+    found: dict[str, Function] = {}
+    for name in names:
+        if name == OURS:
+            found[name] = entry.ours
+        elif name == "eager" and entry.eager is not None:
+            found[name] = entry.eager
+        elif name == "aten" and entry.aten is not None:
+            found[name] = entry.aten
+        elif name == "inductor":
+            # What models contain, compiled as a user compiles it, for the sizes that it sees.
+            found[name] = torch.compile(entry.definition, dynamic=False)
+        elif name in entry.peers:
+            module = peers.module(name)
+            if module is not None:
+                try:
+                    found[name] = entry.peers[name](module)
+                except Exception as error:
+                    found[name] = _raiser(error)
+    return found
+
+
+def _raiser(error: Exception) -> Function:
+    def function(*tensors: object) -> None:
+        raise error
+
+    return function
+
+
+def one_line(error: BaseException) -> str:
+    """The error's name and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

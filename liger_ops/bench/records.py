@@ -1,0 +1,104 @@
+"""The file of a run: JSON, a list of records in the form that benchmarks of kernels use.
+
+A record is a curve: an op, a provider, a metric, a mode, and the values over the shapes. A call
+that failed has a record of its own, whose values are null and whose configuration says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .points import Point, Points
+from .timing import Spread
+
+
+def write(path: Path, points: Iterable[Point], gpu_name: str, timestamp: str, version: str) -> None:
+    """Replace the file as a whole: who reads it while a run goes on finds what there is so far."""
+    records = as_records(points, gpu_name, timestamp, version)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n")
+    os.replace(unfinished, path)
+
+
+def as_records(
+    points: Iterable[Point], gpu_name: str, timestamp: str, version: str
+) -> list[dict[str, Any]]:
+    records: dict[tuple[str, ...], dict[str, Any]] = {}
+    for point in points:
+        config = {"dtype": point.dtype, **json.loads(point.facts)}
+        if point.note:
+            config["note"] = point.note
+        text = json.dumps(config, sort_keys=True)
+        key = (point.kernel, point.provider, point.metric, point.unit, point.mode, text)
+        record = records.setdefault(
+            key,
+            {
+                "kernel_name": point.kernel,
+                "kernel_provider": point.provider,
+                "metric_name": point.metric,
+                "metric_unit": point.unit,
+                "gpu_name": gpu_name,
+                "x_name": "shape",
+                "x_label": point.dims,
+                "x_values": [],
+                "y_values_50": [],
+                "y_values_20": [],
+                "y_values_80": [],
+                "kernel_operation_mode": point.mode,
+                "extra_benchmark_config_str": text,
+                "timestamp": timestamp,
+                "version": version,
+            },
+        )
+        record["x_values"].append(point.shape)
+        for percentile in ("50", "20", "80"):
+            value = None if point.value is None else getattr(point.value, f"p{percentile}")
+            record[f"y_values_{percentile}"].append(_finite(value))
+    return list(records.values())
+
+
+def _finite(value: float | None) -> float | None:
+    # JSON has no NaN.
+    return value if value is not None and abs(value) < float("inf") else None
+
+
+def read(path: Path) -> tuple[Points, dict[str, str]]:
+    """The points of a file, and what all its records share: GPU, time, version.
+
+    Raises:
+        ValueError: the file is none of this form.
+        OSError: it cannot be read.
+    """
+    try:
+        records = json.loads(path.read_text())
+        points = Points(point for record in records for point in _points(record))
+        names = {"gpu": "gpu_name", "timestamp": "timestamp", "version": "version"}
+        return points, {name: records[0][field] for name, field in names.items()}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no records of a benchmark: {error!r}") from None
+
+
+def _points(record: dict[str, Any]) -> list[Point]:
+    config = json.loads(record["extra_benchmark_config_str"])
+    dtype, note = config.pop("dtype"), config.pop("note", "")
+    columns = [record[name] for name in ("y_values_50", "y_values_20", "y_values_80")]
+    return [
+        Point(
+            kernel=record["kernel_name"],
+            provider=record["kernel_provider"],
+            metric=record["metric_name"],
+            unit=record["metric_unit"],
+            mode=record["kernel_operation_mode"],
+            dims=record["x_label"],
+            shape=shape,
+            value=None if None in values else Spread(*values),
+            dtype=dtype,
+            note=note,
+            facts=json.dumps(config),
+        )
+        for shape, *values in zip(record["x_values"], *columns, strict=True)
+    ]

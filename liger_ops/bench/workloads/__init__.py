@@ -1,0 +1,79 @@
+"""Every op of the bench, one file a family, and the choice among ops, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import activations, losses, norms, rope, softmaxes
+from .entry import Entry, Shape, Workload
+
+ENTRIES: dict[str, Entry] = {
+    entry.op: entry
+    for family in (norms, activations, rope, softmaxes, losses)
+    for entry in family.ENTRIES
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SETS = ("figures", "models", "small")
+
+
+def selected(
+    ops: Sequence[str] | None, shapes: Sequence[str], dtypes: Sequence[str] | None
+) -> list[Workload]:
+    """The workloads of the ops, each once, in the order of the ops.
+
+    Args:
+        ops: their names, or None for all.
+        shapes: any of SETS; names of models; sizes such as "8192x4096", which every op of that
+            many dimensions takes.
+        dtypes: names of DTYPES. None is all, but bfloat16 alone for the figures, which are given
+            in it.
+
+    Raises:
+        ValueError: an op, a shape or a dtype is not known, or nothing is left.
+    """
+    for op in ops or ():
+        if op not in ENTRIES:
+            raise ValueError(f"there is no op {op!r}; the ops are {', '.join(ENTRIES)}")
+    for dtype in dtypes or ():
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    entries = [ENTRIES[op] for op in ops or ENTRIES]
+    found: dict[tuple[str, Shape, torch.dtype], Workload] = {}
+    for entry in entries:
+        for choice in shapes:
+            names = dtypes or (("bfloat16",) if choice == "figures" else tuple(DTYPES))
+            for shape in _shapes(entry, choice):
+                for name in names:
+                    workload = Workload(entry, shape, DTYPES[name])
+                    found.setdefault((entry.op, shape, workload.dtype), workload)
+    if not found:
+        raise ValueError(
+            f"no op here has a shape {', '.join(shapes)}; shapes are {', '.join(SETS)}, a model"
+            f" ({', '.join(_model_names())}), or sizes such as 8192x4096"
+        )
+    return list(found.values())
+
+
+def _shapes(entry: Entry, choice: str) -> list[Shape]:
+    if choice == "figures":
+        # The host's cost at a small shape is among the figures of rms_norm.
+        return [*entry.figures, *([entry.small] if entry.op == "rms_norm" else [])]
+    if choice == "models":
+        return list(entry.models.values())
+    if choice == "small":
+        return [entry.small]
+    if choice in _model_names():
+        return [entry.models[choice]] if choice in entry.models else []
+    sizes = choice.split("x")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(
+            f"shape {choice!r} is none of {', '.join(SETS)}, no model"
+            f" ({', '.join(_model_names())}), and no sizes such as 8192x4096"
+        )
+    return [tuple(map(int, sizes))] if len(sizes) == len(entry.dims) else []
+
+
+def _model_names() -> list[str]:
+    return list(dict.fromkeys(name for entry in ENTRIES.values() for name in entry.models))

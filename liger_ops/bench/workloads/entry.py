@@ -1,0 +1,130 @@
+"""What the bench has to know of an op, and an op at one shape and dtype: a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Function = Callable[..., Any]
+# The truth's outputs, then its gradients.
+Truth = Callable[[Function, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+
+MODES = ("forward", "backward", "full")
+
+
+class Draw:
+    """Random tensors of one dtype on one device, in turn from one seed."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+
+    def like(self, *tensors: Tensor) -> list[Tensor]:
+        """Of the same shapes and strides."""
+        return [torch.empty_like(t).copy_(self.normal(*t.shape)) for t in tensors]
+
+    def leaf(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (self.normal(*shape) * scale).requires_grad_()
+
+    def classes(self, rows: int, count: int) -> Tensor:
+        return torch.randint(count, (rows,), generator=self.generator, device=self.device)
+
+
+def truth_at_once(
+    definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
+) -> list[Tensor]:
+    """The definition and its gradients in float64."""
+    wide = [
+        t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        for t in tensors
+    ]
+    outputs = as_tuple(definition(*wide))
+    leaves = [t for t in wide if t.requires_grad]
+    grads = torch.autograd.grad(outputs, leaves, [dy.double() for dy in dys])
+    return [*(y.detach() for y in outputs), *grads]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An op in the bench."""
+
+    op: str
+    # The names of a shape's numbers.
+    dims: tuple[str, ...]
+    # The arguments, of which those that require gradients are differentiated.
+    inputs: Callable[[Draw, Shape], list[Tensor]]
+    # The gradients of the outputs, given the arguments.
+    upstream: Callable[[Draw, list[Tensor]], list[Tensor]]
+    ours: Function
+    # The code that models contain; where that is a call of ATen's fused op, `aten` has it alone.
+    eager: Function | None = None
+    aten: Function | None = None
+    # Provider to a function that makes its call from the imported package.
+    peers: Mapping[str, Callable[[Any], Function]] = field(default_factory=dict)
+    # Mode to the least elements to move, or to the least operations, at a shape.
+    work: Callable[[Shape], dict[str, int]]
+    is_matrix_product: bool = False
+    # The shapes of the table of figures, and those of named models.
+    figures: tuple[Shape, ...] = ()
+    models: Mapping[str, Shape] = field(default_factory=dict)
+    # The host is timed here, where it is the limit.
+    small: Shape
+    truth: Truth = truth_at_once
+
+    @property
+    def definition(self) -> Function:
+        definition = self.eager or self.aten
+        assert definition is not None, f"{self.op} has neither eager nor aten"
+        return definition
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An op at a shape, in a dtype."""
+
+    entry: Entry
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        work = self.entry.work(self.shape)
+        return tuple(mode for mode in MODES if mode in work)
+
+    @property
+    def is_small(self) -> bool:
+        return self.shape == self.entry.small
+
+    def work(self, mode: str) -> int:
+        """The fewest bytes that a mode has to move, or the fewest operations."""
+        count = self.entry.work(self.shape)[mode]
+        return count if self.entry.is_matrix_product else count * self.dtype.itemsize
+
+    @property
+    def shape_text(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    @property
+    def dtype_text(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def passes(forward: int, backward: int) -> dict[str, int]:
+    return {"forward": forward, "backward": backward, "full": forward + backward}
+
+
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def wide(x: Tensor) -> Tensor:
+    """As models' `x.float()`, but float64 stays: the truth is the same code in float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,61 @@
+"""The sizes of models that people train, from their published configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Tokens a device has at once, and fewer where every token has a row of the vocabulary's size.
+TOKENS = 8192
+TOKENS_OF_VOCABULARY = 4096
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    intermediate: int
+    # Of q and k, and the elements of a head that rope turns.
+    heads: tuple[int, int, int]
+    vocabulary: int
+    activation: str = "swiglu"
+
+
+MODELS = {
+    "llama-3.2-1b": Model(2048, 8192, (32, 8, 64), 128256),
+    "llama-3.1-8b": Model(4096, 14336, (32, 8, 128), 128256),
+    "llama-3.1-70b": Model(8192, 28672, (64, 8, 128), 128256),
+    "qwen3-0.6b": Model(1024, 3072, (16, 8, 128), 151936),
+    "qwen3-8b": Model(4096, 12288, (32, 8, 128), 151936),
+    "qwen3-32b": Model(5120, 25600, (64, 8, 128), 151936),
+    "gemma3-4b": Model(2560, 10240, (8, 4, 256), 262208, "geglu"),
+    "gemma3-27b": Model(5376, 21504, (32, 16, 128), 262208, "geglu"),
+    "deepseek-v3": Model(7168, 18432, (128, 1, 64), 129280),
+    "gpt-oss-20b": Model(2880, 2880, (64, 8, 64), 201088, "clamped_swiglu"),
+    "nemotron-4-15b": Model(6144, 24576, (48, 8, 128), 256000, "relu_squared"),
+}
+
+
+def of_hidden() -> dict[str, tuple[int, ...]]:
+    return {name: (TOKENS, model.hidden) for name, model in MODELS.items()}
+
+
+def of_activation(activation: str) -> dict[str, tuple[int, ...]]:
+    return {
+        name: (TOKENS, model.intermediate)
+        for name, model in MODELS.items()
+        if model.activation == activation
+    }
+
+
+def of_vocabulary() -> dict[str, tuple[int, ...]]:
+    return {name: (TOKENS_OF_VOCABULARY, model.vocabulary) for name, model in MODELS.items()}
+
+
+def of_head() -> dict[str, tuple[int, ...]]:
+    return {
+        name: (TOKENS_OF_VOCABULARY, model.hidden, model.vocabulary)
+        for name, model in MODELS.items()
+    }
+
+
+def of_rope() -> dict[str, tuple[int, ...]]:
+    return {name: (2, TOKENS // 2, *model.heads) for name, model in MODELS.items()}

@@ -1,0 +1,72 @@
+"""The CPU in the place of an accelerator, and of its clock: for the bench's logic, not figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from liger_ops.bench.device import Accelerator
+
+
+class ManualClock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ClockEvent:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+
+    def record(self) -> None:
+        self.at = self.clock()
+
+    def elapsed_time(self, end: ClockEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class CpuStandIn(Accelerator):
+    """What it is asked for is listed in `log`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__("cpu")
+        self.clock = clock
+        self.log: list[str] = []
+        self.lost = False
+
+    @property
+    def name(self) -> str:
+        return "a CPU in the place of a GPU"
+
+    def event(self) -> ClockEvent:
+        return ClockEvent(self.clock)
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+        if self.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def flush_cache(self) -> None:
+        self.log.append("flush")
+
+    def head_start(self) -> None:
+        self.log.append("head start")
+
+    def free_memory(self) -> int:
+        return 2**20
+
+    def release_memory(self) -> None:
+        self.log.append("release")
+
+    def peak_memory(self, function: Callable[[], Any]) -> float:
+        function()
+        return 3.0
+
+    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        function()
+        return function

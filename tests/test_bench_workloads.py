@@ -1,0 +1,263 @@
+"""The bench's ops: each computes what it says, by every provider, and is counted in full."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_ops import library
+from liger_ops.bench import targets
+from liger_ops.bench.calls import Call
+from liger_ops.bench.checking import relative_error
+from liger_ops.bench.providers import Peers, functions
+from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
+from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
+from liger_ops.bench.workloads.losses import (
+    LOGITS_AT_ONCE,
+    model_head_and_loss,
+    model_loss,
+    truth_by_rows,
+)
+
+TINY = {
+    "group_norm": (2, 64, 3, 3),
+    "rope": (2, 5, 4, 2, 8),
+    "linear_cross_entropy": (7, 16, 50),
+}
+EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
+
+
+def call_of(op: str, name: str, dtype: torch.dtype, peers: Peers | None = None) -> Call:
+    entry = ENTRIES[op]
+    draw = Draw("cpu", dtype)
+    inputs = entry.inputs(draw, TINY.get(op, (6, 32)))
+    dys = entry.upstream(draw, inputs)
+    return Call(functions(entry, [name], peers or Peers())[name], inputs, dys)
+
+
+def error_of(op: str, call: Call) -> float:
+    entry = ENTRIES[op]
+    truth = entry.truth(entry.definition, call.tensors, call.dys)
+    return relative_error(call.results(), truth)
+
+
+def test_every_public_op_is_in_the_bench() -> None:
+    own = [n for n, op in library.OPS.items() if op.definition.__module__.startswith("liger_ops.")]
+    public = {name.removesuffix("_backward").removesuffix("_forward") for name in own}
+    assert public == set(ENTRIES)
+
+
+@EVERY_OP
+def test_ours_and_torchs_compute_the_same(op: str) -> None:
+    entry = ENTRIES[op]
+    names = ["liger_ops", *(n for n in ("eager", "aten") if getattr(entry, n) is not None)]
+    assert len(names) > 1
+    for name in names:
+        assert error_of(op, call_of(op, name, torch.float32)) < 1e-6
+
+
+@EVERY_OP
+def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
+    """Counted again from the tensors: the small ones, parameters and tables, are left out."""
+    entry, shape = ENTRIES[op], TINY.get(op, (6, 32))
+    if entry.is_matrix_product:
+        rows, width, classes = shape
+        assert entry.work(shape) == {"full": 3 * 2 * rows * width * classes}
+        return
+    call = call_of(op, "liger_ops", torch.float32)
+    read = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
+    outputs = [y.numel() for y in call.forward() if y.dim() > 0]
+    work = entry.work(shape)
+    assert work["forward"] == sum(read) + sum(outputs)
+    if "backward" in work:
+        dys = sum(dy.numel() for dy in call.dys)
+        # rope's backward needs neither q nor k; the sum and its one gradient stand for two inputs;
+        # softmax's needs the output, of the input's size.
+        saved = {"rope": 0, "fused_add_rms_norm": read[0]}.get(op, sum(read))
+        gradients = read[0] if op == "fused_add_rms_norm" else sum(read)
+        assert work["backward"] == dys + saved + gradients
+        assert work["full"] == work["forward"] + work["backward"]
+    else:
+        assert work["full"] == work["forward"] + 2 * sum(read)
+
+
+def test_work_is_bytes_where_no_matrix_is_multiplied() -> None:
+    norm = Workload(ENTRIES["rms_norm"], (6, 32), torch.bfloat16)
+    assert norm.work("forward") == 2 * 6 * 32 * 2
+    head = Workload(ENTRIES["linear_cross_entropy"], (7, 16, 50), torch.bfloat16)
+    assert head.work("full") == 6 * 7 * 16 * 50
+
+
+@pytest.mark.parametrize("at_once", (50, 150, LOGITS_AT_ONCE))
+def test_the_truth_by_rows_is_the_truth(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_ops.bench.workloads.losses.LOGITS_AT_ONCE", at_once)
+    draw = Draw("cpu", torch.float32)
+    dys = [torch.tensor(3.0)]
+    for definition, tensors in (
+        (model_loss, [draw.leaf(7, 50), draw.classes(7, 50)]),
+        (model_head_and_loss, [draw.leaf(7, 16), draw.leaf(50, 16), draw.classes(7, 50)]),
+    ):
+        parts, whole = (f(definition, tensors, dys) for f in (truth_by_rows, truth_at_once))
+        torch.testing.assert_close(parts[0], whole[0], rtol=1e-12, atol=0)
+        for found, expected in zip(parts[1:], whole[1:], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_rope_reads_the_views_of_attention() -> None:
+    call = call_of("rope", "liger_ops", torch.float32)
+    q, k, *_ = call.tensors
+    assert not q.is_contiguous() and q.transpose(1, 2).is_contiguous()
+    assert [dy.stride() for dy in call.dys] == [q.stride(), k.stride()]
+
+
+def rms(x: Any, weight: Any, eps: float, offset: float = 0.0) -> Any:
+    return F.rms_norm(x, weight.shape, weight + offset, eps)
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
+    """Packages with the peers' names and signatures, computed by PyTorch."""
+
+    def turned(x: Any, cos: Any, sin: Any) -> Any:
+        cos, sin = (torch.cat((t, t), -1).unsqueeze(-2) for t in (cos, sin))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    def liger_rope(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        half = cos.shape[-1] // 2
+        tables = (cos[0, :, :half], sin[0, :, :half])
+        return tuple(turned(x.transpose(1, 2), *tables).transpose(1, 2) for x in (q, k))
+
+    def liger_add(x: Any, r: Any, w: Any, eps: float, offset: float, mode: str, place: bool) -> Any:
+        return rms(x + r, w, eps, offset), x + r
+
+    def group(
+        x: Any, weight: Any, bias: Any, num_channels: int, num_groups: int, eps: float
+    ) -> Any:
+        assert num_channels == x.shape[1]
+        return F.group_norm(x, num_groups, weight, bias, eps)
+
+    def quack_rms(
+        x: Any, weight: Any, residual: Any = None, eps: float = 1e-6, prenorm: bool = False
+    ) -> Any:
+        s = x if residual is None else x + residual
+        return (rms(s, weight, eps), s) if prenorm else rms(s, weight, eps)
+
+    modules = {
+        "liger_kernel.transformers.functional": {
+            "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
+            "liger_fused_add_rms_norm": liger_add,
+            "liger_layer_norm": lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps),
+            "liger_group_norm": group,
+            "liger_swiglu": lambda a, b: F.silu(a) * b,
+            "liger_geglu": lambda a, b: F.gelu(a, approximate="tanh") * b,
+            "liger_relu_squared": lambda x: F.relu(x) ** 2,
+            "liger_softmax": lambda x: F.softmax(x, -1),
+            "liger_rope": liger_rope,
+            "liger_cross_entropy": lambda input, target: F.cross_entropy(input, target),
+            "liger_fused_linear_cross_entropy": lambda input, weight, target: F.cross_entropy(
+                input @ weight.T, target
+            ),
+        },
+        "quack": {
+            "rmsnorm": quack_rms,
+            "softmax": lambda x: F.softmax(x, -1),
+            "cross_entropy": lambda x, target: F.cross_entropy(x, target),
+        },
+        "quack.rotary": {"apply_rotary_emb": turned},
+        "quack.linear_cross_entropy": {
+            "chunked_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(
+                x @ weight.T, target
+            )
+        },
+    }
+    for name in ("liger_kernel", "liger_kernel.transformers", *modules):
+        module = ModuleType(name)
+        vars(module).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    return Peers()
+
+
+@pytest.mark.parametrize(
+    ("op", "peer"), [(op, peer) for op, entry in ENTRIES.items() for peer in entry.peers]
+)
+def test_a_peer_is_called_with_its_own_arguments(op: str, peer: str, peers: Peers) -> None:
+    assert error_of(op, call_of(op, peer, torch.float32, peers)) < 1e-6
+
+
+def test_a_peer_that_is_not_installed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "quack", None)
+    peers = Peers()
+    assert list(functions(ENTRIES["softmax"], ["aten", "quack"], peers)) == ["aten"]
+    assert list(peers.missing) == ["quack"]
+    assert "\n" not in peers.missing["quack"]
+
+
+def test_inductor_compiles_what_models_contain(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: seen.append(function))
+    for entry in ENTRIES.values():
+        functions(entry, ["inductor"], Peers())
+    assert seen == [entry.eager or entry.aten for entry in ENTRIES.values()]
+
+
+def test_figures_are_the_rows_of_the_targets() -> None:
+    figures = selected(None, ["figures"], None)
+    assert {w.dtype_text for w in figures} == {targets.DTYPE}
+    rows = {(w.entry.op, w.shape_text): w for w in figures}
+    kernel, shape, mode = targets.HOST_OF
+    assert mode in rows[kernel, shape].modes and rows[kernel, shape].is_small
+    assert set(rows) - set(targets.SHARES) == {(kernel, shape)}
+    assert set(targets.SHARES) <= set(rows)
+    for row, shares in targets.SHARES.items():
+        assert set(shares) <= set(rows[row].modes)
+
+
+def test_selection_takes_models_sizes_and_sets_each_once() -> None:
+    def rows(*arguments: Any) -> list[tuple[str, str, str]]:
+        return [(w.entry.op, w.shape_text, w.dtype_text) for w in selected(*arguments)]
+
+    assert rows(["swiglu"], ["llama-3.1-8b"], ["bfloat16"]) == [
+        ("swiglu", "8192x14336", "bfloat16")
+    ]
+    assert rows(["geglu", "rope"], ["llama-3.1-8b"], None) == [
+        ("rope", "2x4096x32x8x128", dtype) for dtype in DTYPES
+    ]
+    assert rows(["rms_norm"], ["2048x4096", "small", "2048x4096"], ["float32"]) == [
+        ("rms_norm", "2048x4096", "float32")
+    ]
+    both = rows(["rope", "softmax"], ["6x32", "2x5x4x2x8"], ["float32"])
+    assert both == [("rope", "2x5x4x2x8", "float32"), ("softmax", "6x32", "float32")]
+    everything = rows(None, ["models", "small"], None)
+    assert {op for op, _, _ in everything} == set(ENTRIES)
+    assert len(everything) == len(set(everything))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((["rmsnorm"], ["small"], None), "there is no op 'rmsnorm'"),
+        ((None, ["huge"], None), "shape 'huge' is none of figures, models, small"),
+        ((None, ["0x5"], None), "shape '0x5' is none of"),
+        ((["rope"], ["6x32"], None), "no op here has a shape 6x32"),
+        ((None, ["small"], ["float8"]), "dtype 'float8' is none of bfloat16, float32"),
+    ],
+)
+def test_selection_rejects(arguments: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        selected(*arguments)
+
+
+def test_shapes_have_the_ops_dimensions_and_groups_divide() -> None:
+    for entry in ENTRIES.values():
+        for shape in (*entry.figures, *entry.models.values(), entry.small):
+            assert len(shape) == len(entry.dims)
+            assert math.prod(shape) > 0
+    for shape in ENTRIES["group_norm"].models.values():
+        assert shape[1] % 32 == 0
