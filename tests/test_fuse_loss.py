@@ -16,6 +16,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+import liger_ops.lowering.npu  # noqa: F401
+import simulated_npu
 from families import EXPERTS, FAMILIES, VOCABULARY, Family, text
 from graphs import Recorder, liger_ops_of
 from liger_ops.fusion import FuseReport, fuse, loss, unfuse
@@ -186,6 +188,25 @@ def test_dynamo_sees_one_op() -> None:
     assert liger_ops_of(graphs) == {"linear_cross_entropy": 1}
     assert compiled(**batch(), skip_logits=False).logits is not None
     assert liger_ops_of(graphs[1:]) == {}
+
+
+def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_npu, "active", True)
+    model, fused = pair(text("Llama", 3, num_hidden_layers=1))
+    expected = model(**batch(), num_items_in_batch=11)
+    expected_gradients = gradients(model, expected.loss)
+    simulated_npu.forget()
+    fused.to("npu")
+    inputs = {name: simulated_npu.to_npu(value) for name, value in batch().items()}
+    output = fused(**inputs, num_items_in_batch=11)
+    assert output.logits is None
+    actual = gradients(fused, output.loss)
+    modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
+    simulated_npu.forget()
+    assert modules == {"liger_ops.lowering.npu.cross_entropy"}
+    torch.testing.assert_close(simulated_npu.to_cpu(output.loss), expected.loss)
+    on_cpu = {name: simulated_npu.to_cpu(grad) for name, grad in actual.items()}
+    assert_same_gradients(on_cpu, expected_gradients, bound=1e-4)
 
 
 # Ways to ask for the loss
@@ -951,7 +972,7 @@ def test_loss_that_forward_stops_computing_is_an_error() -> None:
     class Sometimes(Tiny):
         def forward(self, input_ids: Tensor, labels: Any = None, mode: str = "loss") -> Any:
             if mode == "loss":
-                return super(Sometimes, self).forward(input_ids, labels)
+                return super().forward(input_ids, labels)
             return {"logits": self.logits(self.body(input_ids))}
 
     model = with_fused_loss(Sometimes())

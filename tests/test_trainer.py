@@ -57,7 +57,11 @@ def train(model: nn.Module, path: Path, **options: Any) -> tuple[list[float], di
         return {}
 
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=Sentences(), eval_dataset=Sentences(), compute_metrics=shapes
+        model,
+        arguments,
+        train_dataset=Sentences(),
+        eval_dataset=Sentences(),
+        compute_metrics=shapes,
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -206,7 +206,9 @@ class _Outcome:
         return loss
 
     def beside_the_loss(self) -> list[Any]:
-        return pytree.tree_leaves([value for value in _values(self.output) if value is not self.loss])
+        return pytree.tree_leaves(
+            [value for value in _values(self.output) if value is not self.loss]
+        )
 
     def gradients(self) -> list[Tensor]:
         if not self.loss.requires_grad:
