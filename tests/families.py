@@ -40,6 +40,12 @@ class Family:
     build: Callable[[], nn.Module]
     ops: dict[str, int]
     inputs: Callable[[torch.dtype], Tensor]
+    has_loss: bool = False
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What `fuse` finds. The loss is no part of a forward without labels."""
+        return {**self.ops, "linear_cross_entropy": 1} if self.has_loss else self.ops
 
     def model(self) -> nn.Module:
         """The model in float32, training mode, with no parameter at its starting value.
@@ -87,7 +93,11 @@ def text(name: str, rms_norms: int, activation: str = "swiglu", **options: Any) 
 
     layers = config["num_hidden_layers"]
     return Family(
-        name, build, {"rms_norm": rms_norms, activation: layers, "rope": layers}, token_inputs
+        name,
+        build,
+        {"rms_norm": rms_norms, activation: layers, "rope": layers},
+        token_inputs,
+        has_loss=True,
     )
 
 

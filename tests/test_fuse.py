@@ -62,9 +62,9 @@ def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 def test_every_part_is_fused(family: Family) -> None:
     model = family.model()
     report = fuse(model)
-    assert Counter(entry.op for entry in report.fused) == family.ops
+    assert Counter(entry.op for entry in report.fused) == family.parts
     assert not report.left
-    assert len(fused_modules(model)) == len(report) == sum(family.ops.values())
+    assert len(fused_modules(model)) == len(report) == sum(family.parts.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -206,7 +206,7 @@ def test_only_the_given_model_changes() -> None:
 
 def test_second_call_replaces_nothing() -> None:
     model = LLAMA.model()
-    assert len(fuse(model)) == 9
+    assert len(fuse(model)) == 10
     modules = dict(model.named_modules())
     report = fuse(model)
     assert not report
@@ -232,7 +232,7 @@ def test_random_state_and_global_modes_are_kept() -> None:
 def test_under_another_mode(mode: Callable[[], Any]) -> None:
     model = LLAMA.model()
     with mode(), torch.device("meta"):
-        assert len(fuse(model)) == 9
+        assert len(fuse(model)) == 10
     x = LLAMA.inputs(torch.float32)
     assert results(model, x).keys() == results(LLAMA.model(), x).keys()
 
@@ -291,7 +291,7 @@ def test_load_after_fuse(assign: bool) -> None:
 def test_model_made_on_meta() -> None:
     with torch.device("meta"):
         model = LLAMA.build()
-    assert len(fuse(model)) == 9
+    assert len(fuse(model)) == 10
     assert all(parameter.is_meta for parameter in model.parameters())
     model.load_state_dict(LLAMA.model().state_dict(), assign=True)
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -407,7 +407,7 @@ def test_experts_implementations(family: Family, implementation: str) -> None:
     report = fuse(model)
     # Qwen's eager forward has the activation in it.
     has_activation = family is GPT_OSS or implementation != "eager"
-    assert len(report) == sum(family.ops.values()) - (0 if has_activation else 2)
+    assert len(report) == sum(family.parts.values()) - (0 if has_activation else 2)
     assert len(report.left) == (0 if has_activation else 2)
     x = family.inputs(torch.float32)
     expected = results(untouched, x)

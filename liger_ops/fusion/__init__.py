@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import classes, experts, gated, norms, rope
+from . import classes, experts, gated, loss, norms, rope
 from .report import Fused, FuseReport, Left
 
 __all__ = ["FuseReport", "Fused", "Left", "fuse", "unfuse"]
 
-FUSERS = (norms.fuse, gated.fuse, experts.fuse, rope.fuse)
+FUSERS = (norms.fuse, gated.fuse, experts.fuse, rope.fuse, loss.fuse)
 
 
 def fuse(model: nn.Module) -> FuseReport:
-    """Let the norms, gated activations and rotary embeddings of a model be computed by the ops.
+    """Let the norms, activations, rotary embeddings and the loss of a model be computed by the ops.
 
     What a module computes decides, not its class: copies of it, or a function that it calls, run on
     the CPU, on tensors that they cannot tell from real ones, and are compared with the definitions
@@ -37,14 +37,25 @@ def fuse(model: nn.Module) -> FuseReport:
       forms still reach the function, such as those with tables of float32 and queries of bfloat16
       whose product is float32, as autocast makes them.
 
-    Of the last two no module is replaced: the class of each such module becomes a subclass of its
+    * The loss: a causal language model, any module with `get_output_embeddings()` and a
+      `loss_function`, whose loss is the cross-entropy of the labels shifted by one and of what its
+      head, a torch.nn.Linear, returns, also scaled or capped, computes it by
+      `linear_cross_entropy`. While it trains and labels are given, it returns the loss and no
+      logits: `output.logits` is None. It returns them as before in evaluation, without labels,
+      where logits_to_keep is given, and for the argument `skip_logits=False` of its forward;
+      `skip_logits=True` lets it do without them in evaluation too. All else that its forward
+      computes from the labels, such as the loss of routers, stays. Where the head has become
+      another module since, such as peft's, or loss_function another function, it is as before.
+
+    Of the last three no module is replaced: the class of each such module becomes a subclass of its
     own, of the same name, in which one method is overridden. Its attributes, children, hooks and
     signature are what they were, and what its code read from its attributes to compute with, such
     as a limit or the name of an activation, is read once, now.
 
     In float32 results change by rounding in the last place. In bfloat16 and float16 the norms round
     where the model's code does; gated activations and rope round once where that rounds after each
-    operation, two to four times: they are nearer to the equation.
+    operation, two to four times: they are nearer to the equation. The loss is computed in float32
+    from logits in the model's dtype, and so are their scale and cap.
 
     Optimizers, tied weights and the state dict, keys and values, do not notice. `requires_grad` and
     the training mode stay. A module in several places of the model remains one module. The model
@@ -58,7 +69,8 @@ def fuse(model: nn.Module) -> FuseReport:
     it, parametrizations), or a norm's parameters are no plain tensors (DTensor: fuse before
     sharding). A norm whose class returns the weight's dtype is left where the model's other
     parameters have another dtype than its weight. Experts whose implementation is eager, with the
-    activation in their forward, are left too.
+    activation in their forward, are left too. So is the loss where the head is none of
+    torch.nn.Linear's, is wrapped or quantised, or where the logits serve for anything else.
 
     What is fused already is passed over: a second call changes nothing.
 

@@ -341,7 +341,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-    arguments, computed = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
+    # Once: a checkpoint computes the saved tensors again when it is asked for them.
+    saved = ctx.saved_tensors
+    arguments, computed = saved[:9], saved[9:]
     wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
     gradients: list[Tensor | None] = [None, None, None]
     if any(gradient is not None for gradient in computed) and _loss_alone(grads):

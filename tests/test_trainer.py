@@ -1,0 +1,89 @@
+"""A `transformers.Trainer` trains a fused model as it trains the model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from families import FAMILIES, VOCABULARY
+from liger_ops.fusion import fuse
+
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+
+STEPS = 3
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Of different counts of labels, so that the mean over a batch is not that of its parts."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.ids = torch.randint(1, VOCABULARY, (4 * STEPS, 9), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        labels = self.ids[i].clone()
+        labels[: i % 7] = -100
+        return {"input_ids": self.ids[i], "labels": labels}
+
+
+def train(model: nn.Module, path: Path, **options: Any) -> tuple[list[float], dict[str, float]]:
+    """The loss of each step, and what evaluation gives after the last."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(path),
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    accuracies: list[tuple[int, ...]] = []
+
+    def shapes(prediction: Any) -> dict[str, float]:
+        accuracies.append(prediction.predictions.shape)
+        return {}
+
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=Sentences(),
+        eval_dataset=Sentences(),
+        compute_metrics=shapes,
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    evaluation = trainer.evaluate()
+    # Evaluation has logits, as before.
+    assert accuracies == [(4 * STEPS, 9, VOCABULARY)]
+    return losses, {"eval_loss": evaluation["eval_loss"]}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=lambda o: "".join(o)
+)
+def test_losses_are_those_of_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+    model = FAMILIES[0].model()
+    fused = copy.deepcopy(model)
+    assert "loss" in {entry.kind for entry in fuse(fused).fused}
+    logits = []
+    fused.register_forward_hook(lambda module, args, output: logits.append(output.logits))
+    losses, evaluation = train(model, tmp_path / "model", **options)
+    fused_losses, fused_evaluation = train(fused, tmp_path / "fused", **options)
+    assert len(losses) == STEPS
+    assert logits[: 2 * STEPS] == [None] * 2 * STEPS
+    bound = 1e-2 if "bf16" in options else 1e-4
+    assert fused_losses == pytest.approx(losses, rel=bound)
+    assert fused_evaluation == pytest.approx(evaluation, rel=bound)
