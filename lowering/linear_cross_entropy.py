@@ -3,7 +3,7 @@ between them the row functions of the device's cross_entropy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,15 @@ from torch import Tensor
 
 from .. import meta
 from ..ops.chunks import chunks
-from ..ops.head import accumulation_dtype, flattened, upstream_of_tokens
+from ..ops.head import (
+    accumulation_dtype,
+    both,
+    divisor,
+    factors_of,
+    flattened,
+    still_missing,
+    upstream_of_tokens,
+)
 from .sizes import cdiv
 
 
@@ -26,13 +34,15 @@ class Head:
     chunk_bytes: int | None
     # Elements of which each row of logits starts at a multiple.
     alignment: int
+    # Memory that is needed once the logits are gone.
+    later_bytes: int = 0
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk of rows and its logits, in memory that the next chunk's will take."""
         (M, _), V = self.x.shape, self.weight.shape[0]
         stride = cdiv(V, self.alignment) * self.alignment
         memory = None
-        for chunk in chunks(M, stride * self.x.element_size(), self.chunk_bytes):
+        for chunk in chunks(M, stride * self.x.element_size(), self.chunk_bytes, self.later_bytes):
             m = chunk.stop - chunk.start
             if memory is None:
                 memory = self.x.new_empty(m, stride)
@@ -83,6 +93,13 @@ class Gradients:
         if self.dbias is not None and self.bias_sum is not None:
             self.dbias.copy_(self.bias_sum)
         return self.dx, self.dweight, self.dbias
+
+
+def rounding_bytes(weight: Tensor, dweight: Tensor | None, accum_dtype: torch.dtype | None) -> int:
+    """What the gradient of weight takes beside the sum that it is rounded from."""
+    if dweight is None or dweight.dtype is accumulation_dtype(weight, accum_dtype):
+        return 0
+    return dweight.numel() * dweight.element_size()
 
 
 def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
@@ -155,7 +172,8 @@ def forward(
     loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
     rows, targets, token_weights = flattened(x, target, token_weight)
     targets, token_weights, class_weight = map(_dense, (targets, token_weights, class_weight))
-    head = Head(rows, weight, bias, chunk_bytes, alignment)
+    later_bytes = rounding_bytes(weight, dweight, accum_dtype)
+    head = Head(rows, weight, bias, chunk_bytes, alignment, later_bytes)
     gradients = Gradients(head, dx, dweight, dbias, accum_dtype)
     del dweight
     losses, z_losses = loss, z_loss
@@ -205,6 +223,7 @@ def forward(
 
 def backward(
     kernels: Any,
+    scale: Callable[[Tensor, Tensor, Tensor], None],
     alignment: int,
     dloss: Tensor | None,
     dz_loss: Tensor | None,
@@ -219,6 +238,9 @@ def backward(
     num_items_in_batch: Tensor | None,
     lse: Tensor,
     total_weight: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
@@ -230,7 +252,7 @@ def backward(
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`linear_cross_entropy_backward` by the row functions of `kernels`."""
-    dx, dweight, dbias = meta.linear_cross_entropy.linear_cross_entropy_backward(
+    results = meta.linear_cross_entropy.linear_cross_entropy_backward(
         dloss,
         dz_loss,
         dlse,
@@ -244,6 +266,9 @@ def backward(
         num_items_in_batch,
         lse,
         total_weight,
+        dx,
+        dweight,
+        dbias,
         ignore_index,
         reduction,
         label_smoothing,
@@ -254,15 +279,29 @@ def backward(
         chunk_bytes,
         output_mask,
     )
+    computed = (dx, dweight, dbias)
+    finished: list[Tensor | None] = [None, None, None]
+    if dloss is not None and any(gradient is not None for gradient in computed):
+        factors = factors_of(
+            dloss, target, ignore_index, divisor(reduction, total_weight, num_items_in_batch)
+        )
+        for i, (gradient, result) in enumerate(zip(computed, results, strict=True)):
+            if gradient is not None and result is not None:
+                scale(gradient, factors[i], result)
+                finished[i] = result
+    if not any(still_missing(output_mask, finished)):
+        return finished[0], finished[1], finished[2]
     rows, targets, token_weights = flattened(x, target, token_weight)
     targets, token_weights, class_weight = map(_dense, (targets, token_weights, class_weight))
     upstream = upstream_of_tokens(
         dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
     )
     lse = lse.reshape(-1).contiguous()
-    head = Head(rows, weight, bias, chunk_bytes, alignment)
-    gradients = Gradients(head, dx, dweight, dbias, accum_dtype)
-    del dweight
+    unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
+    later_bytes = rounding_bytes(weight, unfinished[1], accum_dtype)
+    head = Head(rows, weight, bias, chunk_bytes, alignment, later_bytes)
+    gradients = Gradients(head, *unfinished, accum_dtype)
+    del results, unfinished
     for chunk, logits in head.logits():
         kernels.gradient(
             *(_of(grad, chunk) for grad in upstream),
@@ -280,7 +319,7 @@ def backward(
         )
         gradients.add(chunk, logits)
     del logits
-    return gradients.rounded()
+    return both(finished, gradients.rounded())
 
 
 def _of(values: Tensor | None, chunk: slice) -> Tensor | None:

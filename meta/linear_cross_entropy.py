@@ -85,6 +85,9 @@ def linear_cross_entropy_backward(
     num_items_in_batch: Tensor | None,
     lse: Tensor,
     total_weight: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
@@ -111,6 +114,11 @@ def linear_cross_entropy_backward(
     check_gradients(
         op, x, "x", target, reduction, dloss, dz_loss, dlse, dtarget_logit, lse, total_weight
     )
+    checks.floating(op, dx=dx, dweight=dweight, dbias=dbias)
+    checks.same_device(op, x, dx=dx, dweight=dweight, dbias=dbias)
+    for name, tensor, of in (("dx", dx, "x"), ("dweight", dweight, "weight")):
+        checks.shape(op, name, tensor, (x if of == "x" else weight).shape, of)
+    checks.shape(op, "dbias", dbias, (weight.shape[0],), "weight's rows")
     _check_work(op, weight, bias, accum_dtype, chunk_bytes, "output_mask", output_mask)
     return (
         checks.like_if(output_mask[0], x),

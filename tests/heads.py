@@ -93,6 +93,8 @@ INPUTS = (
     "token_weight",
     "num_items_in_batch",
 )
+# dx, dweight and dbias as a forward computes them.
+NOT_COMPUTED = (None, None, None)
 UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 
 
@@ -115,7 +117,8 @@ def forward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
 
 def backward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
     names = (*UPSTREAM, *INPUTS, "lse", "total_weight")
-    return (*(tensors[name] for name in names), *options_of(case), list(case.mask))
+    values = (tensors[name] for name in names)
+    return (*values, *NOT_COMPUTED, *options_of(case), list(case.mask))
 
 
 def sample(

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import liger_ops
 import simulated_npu
 from graphs import Recorder, liger_ops_of
-from heads import HeadCase, options_of, tensors_of
+from heads import NOT_COMPUTED, HeadCase, options_of, tensors_of
 from liger_ops import library
 from liger_ops.nn import CrossEntropyOutput, LinearCrossEntropyLoss
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
@@ -172,6 +172,31 @@ def test_forward_matches_truth(folder: str, case: HeadCase) -> None:
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("ignored", ("some", "all"))
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+def test_backward_of_what_the_forward_computed(
+    folder: str, dtype: torch.dtype, ignored: str, reduction: str
+) -> None:
+    """Multiplied in float32 and rounded once; what was not computed is made anew."""
+    case = HeadCase(shape=(5, 3), V=37, D=19, dtype=dtype, ignored=ignored, reduction=reduction)
+    tensors, options = tensors_of(case), chunked_options(case, folder)
+    outputs = FORWARD.definition(*tensors, *options, False, False, [True, True, False])
+    lse, total_weight, dx, dweight = outputs[2], outputs[4], outputs[7], outputs[8]
+    dloss = torch.tensor(0.37, device=DEVICE)
+    args = [dloss, None, None, None, *tensors, lse, total_weight]
+    found = run_kernel(BACKWARD, folder, [*args, dx, dweight, None, *options, [True] * 3])
+    factor = dloss.double() / (total_weight.double() if reduction == "mean" else 1)
+    factor = torch.where(total_weight == 0, 0.0, factor)
+    for gradient, computed in zip(found, (dx, dweight), strict=False):
+        expected = (computed.double() * factor).to(dtype)
+        torch.testing.assert_close(gradient, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    expected = BACKWARD.definition(*args, *NOT_COMPUTED, *options, [False, False, True])[2]
+    torch.testing.assert_close(found[2], expected)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
 @given(case=cases())
 @example(case=HeadCase(shape=(9,), dtype=torch.float32, rows=2))
 @example(case=HeadCase(shape=(9,), dtype=torch.bfloat16, rows=2))
@@ -185,11 +210,11 @@ def test_backward_matches_truth(folder: str, case: HeadCase) -> None:
         for output, wanted in zip(outputs[:4], case.upstream, strict=True)
     ]
     _, _, lse, _, total_weight, *_ = outputs
-    args = [*upstream, *tensors, lse, total_weight, *options, list(case.mask)]
+    args = [*upstream, *tensors, lse, total_weight, *NOT_COMPUTED, *options, list(case.mask)]
     gradients = run_kernel(BACKWARD, folder, args)
     references = BACKWARD.definition(*args)
     wide = list(widened(tuple(args)))
-    wide[19] = None
+    wide[22] = None
     truths = BACKWARD.definition(*wide)
     roundings = gradient_roundings([*tensors, *options], list(widened(tuple(upstream))))
     for name, wanted, output, reference, truth in zip(
@@ -219,9 +244,12 @@ def test_chunks_cover_the_rows_within_the_budget(M: int, row_bytes: int, chunk_b
 
 
 def test_the_environment_gives_the_chunks_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [s.stop for s in chunks(2**18, 4096, None)] == [2**16, 2**17, 3 * 2**16, 2**18]
-    monkeypatch.setenv(ENVIRONMENT, str(2**29))
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
     assert [s.stop for s in chunks(2**18, 4096, None)] == [2**17, 2**18]
+    assert [s.stop for s in chunks(2**18, 4096, None, 2**20)] == [2**17, 2**18]
+    assert [s.stop for s in chunks(2**18, 4096, None, 2**30)] == [2**18]
+    monkeypatch.setenv(ENVIRONMENT, str(2**28))
+    assert [s.stop for s in chunks(2**18, 4096, None, 2**30)] == [2**16, 2**17, 3 * 2**16, 2**18]
     assert [s.stop for s in chunks(2**18, 4096, 2**30)] == [2**18]
     for value in ("", "0", "-1", "1GB"):
         monkeypatch.setenv(ENVIRONMENT, value)
@@ -328,7 +356,7 @@ def test_gradient_present_exactly_when_required(reduction: str, mask: tuple[bool
     in_forward = [wanted and reduction != "none" for wanted in mask]
     assert calls.masks("linear_cross_entropy_forward") == [in_forward]
     recomputes = reduction == "none" and any(mask)
-    assert calls.masks("linear_cross_entropy_backward") == ([list(mask)] if recomputes else [])
+    assert calls.recomputed() == ([list(mask)] if recomputes else [])
     for tensor, wanted, gradient in zip(tensors, mask, expected, strict=True):
         assert (tensor.grad is not None) == wanted
         if wanted:
@@ -364,6 +392,17 @@ class Calls(TorchDispatchMode):
         """The masks given; the dispatcher drops an argument that is the default."""
         n = len(library.OPS[op].overload._schema.arguments)
         return [list(args[-1]) if len(args) == n else [False] * 3 for args in self.arguments(op)]
+
+    def recomputed(self) -> list[list[bool]]:
+        """Of each backward that computes logits again, which gradients it does it for."""
+        missing = [
+            [
+                wanted and gradient is None
+                for wanted, gradient in zip(args[-1], args[13:16], strict=True)
+            ]
+            for args in self.arguments("linear_cross_entropy_backward")
+        ]
+        return [mask for mask in missing if any(mask)]
 
 
 @pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
@@ -419,8 +458,7 @@ def test_what_the_forward_computed_serves_once_and_for_any_loss() -> None:
         for a, b in zip(gradients, expected, strict=True):
             torch.testing.assert_close(a, b)
         missing = [not computed for computed in mask]
-        recomputed = calls.masks("linear_cross_entropy_backward")
-        assert recomputed == ([missing] if any(missing) else [])
+        assert calls.recomputed() == ([missing] if any(missing) else [])
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -631,7 +669,7 @@ def test_compiled_once_and_asked_for_what_is_needed(mask: tuple[bool, ...]) -> N
             assert torch.equal(a, b)
     assert len(recorder.forwards) == len(recorder.backwards) == 1
     assert liger_ops_of(recorder.forwards) == {"linear_cross_entropy_forward": 1}
-    assert not liger_ops_of(recorder.backwards)
+    assert liger_ops_of(recorder.backwards) == {"linear_cross_entropy_backward": 1}
     (node,) = (
         node
         for node in recorder.forwards[0].graph.nodes
@@ -678,7 +716,7 @@ def test_the_logits_are_never_whole_in_memory(implementation: str, backward: boo
     if backward:
         ones = torch.ones((), device=DEVICE)
         upstream = [ones, None, None, None]
-        args = [*upstream, *tensors, lse, total_weight, *options, [True] * 3]
+        args = [*upstream, *tensors, lse, total_weight, *NOT_COMPUTED, *options, [True] * 3]
     function = op.definition if implementation == "definition" else op.kernels[implementation]
     with Calls() as calls:
         function(*args)
@@ -792,8 +830,11 @@ def test_opcheck(dtype: torch.dtype) -> None:
     outputs = [output.detach() for output in FORWARD.definition(*args)[:5]]
     upstream = [torch.ones_like(output) for output in outputs[:4]]
     plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-    given = (*upstream, *plain[:7], outputs[2], outputs[4], *plain[7:], [True, False, True])
-    torch.library.opcheck(BACKWARD.overload, given)
+    statistics = (outputs[2], outputs[4])
+    computed = [torch.ones_like(tensor) for tensor in tensors]
+    for made in (NOT_COMPUTED, computed):
+        arguments = (*upstream, *plain[:7], *statistics, *made, *plain[7:], [True, False, True])
+        torch.library.opcheck(BACKWARD.overload, arguments)
 
 
 @pytest.mark.parametrize("backend", (None, "aot_eager"))

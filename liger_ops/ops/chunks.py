@@ -6,18 +6,23 @@ import os
 from collections.abc import Iterator
 
 ENVIRONMENT = "LIGER_OPS_LOGITS_BYTES"
-DEFAULT_BYTES = 256 * 2**20
+# Of 8192 x 2048 x 128256 in bfloat16 on an H200, forward and backward take 24.7 ms in chunks of 256
+# MiB, 22.5 of 512 and 21.4 of 1024, at the same peak of memory for the first two.
+DEFAULT_BYTES = 512 * 2**20
 
 # Matrix products are fastest where their sizes are multiples of their tiles.
 TILE = 128
 
 
-def chunks(M: int, row_bytes: int, chunk_bytes: int | None) -> Iterator[slice]:
+def chunks(
+    M: int, row_bytes: int, chunk_bytes: int | None, later_bytes: int = 0
+) -> Iterator[slice]:
     """M rows in slices of about one size, each of at most `chunk_bytes` and at least one row.
 
-    Without rows there is one slice, of none.
+    Where nobody gives chunk_bytes, `later_bytes`, which are needed once the chunks are gone, may be
+    used. Without rows there is one slice, of none.
     """
-    fitting = max(1, (chunk_bytes or budget()) // max(1, row_bytes))
+    fitting = max(1, (chunk_bytes or budget(later_bytes)) // max(1, row_bytes))
     if fitting >= M:
         yield slice(0, M)
         return
@@ -28,11 +33,11 @@ def chunks(M: int, row_bytes: int, chunk_bytes: int | None) -> Iterator[slice]:
         yield slice(start, min(start + rows, M))
 
 
-def budget() -> int:
+def budget(later_bytes: int = 0) -> int:
     """The bytes of a chunk where the caller names none: the environment's, or the default."""
     value = os.environ.get(ENVIRONMENT)
     if value is None:
-        return DEFAULT_BYTES
+        return max(DEFAULT_BYTES, later_bytes)
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"{ENVIRONMENT} must be a number of bytes above 0, got {value!r}")
     return int(value)

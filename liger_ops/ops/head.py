@@ -3,6 +3,8 @@ dtypes, and the gradients of the layer from those of its logits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -86,6 +88,44 @@ def upstream_of_tokens(
         None if grad is None else grad.expand(lse.shape).reshape(-1)
         for grad in (*reduced, *per_token)
     ]
+
+
+def factors_of(
+    dloss: Tensor, target: Tensor, ignore_index: int, divisor: Tensor | int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the gradients of x, weight and bias, as a forward computes them, are to be multiplied
+    by."""
+    factor = dloss / divisor
+    # A token that is ignored has no gradient, though the mean may be of none and NaN.
+    kept = target != ignore_index
+    of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
+    factor = torch.where(kept.any(), factor, 0.0)
+    return of_rows, factor.reshape(1, 1), factor.reshape(1)
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    result = torch.empty_like(gradient, dtype=dtype)
+    scale(gradient, factor, result)
+    return result
+
+
+def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
+    """Fill result with gradient * factor, multiplied in factor's float32 and rounded once: with
+    out=, no float32 product is in memory on the way."""
+    torch.mul(gradient, factor, out=result)
+
+
+def still_missing(wanted: list[bool], finished: Sequence[Tensor | None]) -> list[bool]:
+    """Which gradients are wanted and not there."""
+    return [want and gradient is None for want, gradient in zip(wanted, finished, strict=True)]
+
+
+def both(
+    first: Sequence[Tensor | None], second: Sequence[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of each pair of gradients the one that is there."""
+    dx, dweight, dbias = (b if a is None else a for a, b in zip(first, second, strict=True))
+    return dx, dweight, dbias
 
 
 class Gradients:

@@ -11,10 +11,14 @@ from .. import library
 from .chunks import chunks
 from .head import (
     Gradients,
+    both,
     cast_as_linear,
     divisor,
+    factors_of,
     flattened,
     needed_gradients,
+    scaled,
+    still_missing,
     upstream_of_tokens,
 )
 
@@ -88,7 +92,8 @@ def linear_cross_entropy(
         accum_dtype: float32, weight's dtype to halve the memory of the sum of its gradient, or None
             for float32.
         chunk_bytes: of a chunk of logits in x's dtype; None for the bytes in the environment's
-            LIGER_OPS_LOGITS_BYTES, or 256 MiB.
+            LIGER_OPS_LOGITS_BYTES, or 512 MiB, or where that is more what rounding the gradient of
+            weight takes once the logits are gone: weight's bytes.
 
     Returns:
         (), or of target's shape for the reduction "none"; float32, or float64 for such x.
@@ -243,9 +248,10 @@ def linear_cross_entropy_forward(
 @library.define(
     "(Tensor? dloss, Tensor? dz_loss, Tensor? dlse, Tensor? dtarget_logit, Tensor x, Tensor weight,"
     " Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weight,"
-    " Tensor? num_items_in_batch, Tensor lse, Tensor total_weight, int ignore_index,"
-    " str reduction, float label_smoothing, float lse_square_scale, float? softcap,"
-    " float logit_scale, ScalarType? accum_dtype, int? chunk_bytes, bool[3] output_mask)"
+    " Tensor? num_items_in_batch, Tensor lse, Tensor total_weight, Tensor? dx, Tensor? dweight,"
+    " Tensor? dbias, int ignore_index, str reduction, float label_smoothing,"
+    " float lse_square_scale, float? softcap, float logit_scale, ScalarType? accum_dtype,"
+    " int? chunk_bytes, bool[3] output_mask)"
     " -> (Tensor? dx, Tensor? dweight, Tensor? dbias)"
 )
 def linear_cross_entropy_backward(
@@ -262,6 +268,9 @@ def linear_cross_entropy_backward(
     num_items_in_batch: Tensor | None,
     lse: Tensor,
     total_weight: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
@@ -272,8 +281,10 @@ def linear_cross_entropy_backward(
     chunk_bytes: int | None,
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradient of `linear_cross_entropy_forward`, from logits computed again.
+    """The gradient of `linear_cross_entropy_forward`.
 
+    A gradient that the forward computed and that is given is multiplied by dloss and the
+    reduction's factor, in float32, and rounded once. The others are made of logits computed again.
     With dlogits as `cross_entropy_backward` gives it, a chunk of rows at a time, in x's dtype:
 
         dx = dlogits @ weight
@@ -284,6 +295,8 @@ def linear_cross_entropy_backward(
         dloss, dz_loss, dlse, dtarget_logit: floating point, of the shape of what they are the
             gradients of, any strides; each or None.
         lse, total_weight: what the forward returned.
+        dx, dweight, dbias: what the forward returned, or None: for the reduction "none", and where
+            another result than loss has a gradient.
         output_mask: whether dx, dweight and dbias are wanted; no other is computed or allocated.
         The others: as of the forward.
 
@@ -294,20 +307,33 @@ def linear_cross_entropy_backward(
         TypeError, ValueError: as `linear_cross_entropy`; or output_mask asks for the gradient of a
             bias that is not given.
     """
+    computed = (dx, dweight, dbias)
+    finished: list[Tensor | None] = [None, None, None]
+    if dloss is not None and any(gradient is not None for gradient in computed):
+        factors = factors_of(
+            dloss, target, ignore_index, divisor(reduction, total_weight, num_items_in_batch)
+        )
+        finished = [
+            scaled(gradient, factor, x.dtype) if wanted and gradient is not None else None
+            for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True)
+        ]
+    missing = still_missing(output_mask, finished)
+    if not any(missing):
+        return finished[0], finished[1], finished[2]
     rows, targets, token_weights = flattened(x, target, token_weight)
     options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
     upstream = upstream_of_tokens(
         dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
     )
     lse = lse.reshape(-1)
-    gradients = Gradients(weight, output_mask, accum_dtype, waiting=False)
+    gradients = Gradients(weight, missing, accum_dtype, waiting=False)
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
         grads = [_of(grad, chunk) for grad in upstream]
         dlogits = _GRADIENT(*grads, logits, *tokens, lse[chunk], total_weight, *options)
         gradients.add(dlogits, rows[chunk])
-    return gradients.of(x)
+    return both(finished, gradients.of(x))
 
 
 _LOSS = library.OPS["cross_entropy_forward"].definition
@@ -345,25 +371,13 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     arguments, computed = saved[:9], saved[9:]
     wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
-    gradients: list[Tensor | None] = [None, None, None]
-    if any(gradient is not None for gradient in computed) and _loss_alone(grads):
-        x, _, target, _, _, _, num_items_in_batch, _, total_weight = arguments
-        scale = grads[0] / divisor(ctx.options[1], total_weight, num_items_in_batch)
-        # A token that is ignored has no gradient, though the mean may be of none and NaN.
-        kept = (target != ctx.options[0]).unsqueeze(-1)
-        scale_of_rows = torch.where(kept, scale, 0.0)
-        scale = torch.where(kept.any(), scale, 0.0)
-        scales = (scale_of_rows, scale.reshape(1, 1), scale.reshape(1))
-        gradients = [
-            _scaled(gradient, factor, x.dtype) if need and gradient is not None else None
-            for need, gradient, factor in zip(wanted, computed, scales, strict=True)
-        ]
-    missing = [need and gradient is None for need, gradient in zip(wanted, gradients, strict=True)]
-    if any(missing) and any(grad is not None for grad in grads[:4]):
-        given: tuple[Any, ...] = (*grads[:4], *arguments, *ctx.options, missing)
-        recomputed = linear_cross_entropy_backward(*given)
-        gradients = [a if b is None else b for a, b in zip(recomputed, gradients, strict=True)]
-    return (gradients[0], gradients[1], None, gradients[2], *(None for _ in range(14)))
+    if not any(wanted) or all(grad is None for grad in grads[:4]):
+        return (None,) * 18
+    if not _loss_alone(grads):
+        computed = (None, None, None)
+    given: tuple[Any, ...] = (*grads[:4], *arguments, *computed, *ctx.options, wanted)
+    dx, dweight, dbias = linear_cross_entropy_backward(*given)
+    return (dx, dweight, None, dbias, *(None for _ in range(14)))
 
 
 def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
@@ -371,13 +385,6 @@ def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
     result has one, and nobody differentiates the backward itself."""
     transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
     return not transformed and [grad is None for grad in grads[:4]] == [False, True, True, True]
-
-
-def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * scale, multiplied in scale's float32 and rounded once: with out=, no float32
-    product is in memory on the way."""
-    result = torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, scale, out=result)
 
 
 library.gradient("linear_cross_entropy_forward", _backward, _setup_context)

@@ -4,15 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ... import library
 from .. import linear_cross_entropy as by_chunks
 from . import cross_entropy
+from .elementwise import columns, launch_tiles, place
 
 # cuBLAS reads and writes by 16 bytes where rows start at multiples of that, as those of an odd
 # vocabulary would not; Triton knows multiples of 16 elements.
 ALIGNMENT = 16
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scale_kernel(
+    gradient_ptr,
+    factor_ptr,
+    result_ptr,
+    M,
+    N,
+    stride_factor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows, col = place(M, N, BLOCK_M, BLOCK_N)
+    cols, mask = columns(col, rows, M, N, BLOCK_N)
+    gradient = tl.load(gradient_ptr + rows * N + cols, mask=mask).to(tl.float32)
+    factor = tl.load(factor_ptr + rows * stride_factor, mask=rows < M)
+    result = (gradient * factor).to(result_ptr.dtype.element_ty)
+    tl.store(result_ptr + rows * N + cols, result, mask=mask)
+
+
+def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
+    """Fill result with gradient * factor, of one element or one a row.
+
+    ATen takes 2.4 ms for a bfloat16 (128256, 4096) and a float32 factor on an H200, as it converts
+    element by element.
+    """
+    if gradient.numel() == 0:
+        return
+    each_row = factor.numel() > 1
+    rows = gradient.view(-1, gradient.shape[-1]) if each_row else gradient.view(1, -1)
+    launch_tiles(_scale_kernel, None, rows, rows, factor, result, *rows.shape, int(each_row))
 
 
 @library.kernel("linear_cross_entropy_forward", "cuda")
@@ -22,4 +57,4 @@ def linear_cross_entropy_forward(*args: Any, **kwargs: Any) -> tuple[Tensor | No
 
 @library.kernel("linear_cross_entropy_backward", "cuda")
 def linear_cross_entropy_backward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    return by_chunks.backward(cross_entropy, ALIGNMENT, *args, **kwargs)
+    return by_chunks.backward(cross_entropy, scale, ALIGNMENT, *args, **kwargs)

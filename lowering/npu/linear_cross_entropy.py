@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ... import library
+from ...ops.head import scale
 from .. import linear_cross_entropy as by_chunks
 from . import cross_entropy
 
@@ -21,4 +22,4 @@ def linear_cross_entropy_forward(*args: Any, **kwargs: Any) -> tuple[Tensor | No
 
 @library.kernel("linear_cross_entropy_backward", "npu")
 def linear_cross_entropy_backward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    return by_chunks.backward(cross_entropy, ALIGNMENT, *args, **kwargs)
+    return by_chunks.backward(cross_entropy, scale, ALIGNMENT, *args, **kwargs)
