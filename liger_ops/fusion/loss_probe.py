@@ -111,9 +111,10 @@ class _Probe:
             {"num_items_in_batch": torch.tensor(5)},
             {"num_items_in_batch": 3},
             {"shift_labels": self.other_labels},
-            {"attention_mask": torch.arange(LENGTH).expand(BATCH, -1).ne(0).long()},
             {"ignore_index": int(self.labels[0, 1]), "labels": self.labels.clamp(min=0)},
         ]
+        if "attention_mask" in self.parameters:
+            ways.append({"attention_mask": torch.arange(LENGTH).expand(BATCH, -1).ne(0).long()})
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         for arguments in ways:
             if takes_any or next(iter(arguments)) in self.parameters:

@@ -441,11 +441,11 @@ def reduce_kernel(
     for start in range(0, M, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = rows < M
-        target = tl.load(target_ptr + rows, mask=mask, other=ignore_index).to(tl.int64)
-        ignored = target == ignore_index
-        within = mask & (target >= 0) & (target < V) & (target != ignore_index)
+        target = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int64)
+        counted = mask & (target != ignore_index)
+        within = counted & (target >= 0) & (target < V)
         tl.device_assert(
-            tl.max((1 - (within | ignored).to(tl.int32)), 0) == 0,
+            tl.sum(counted.to(tl.int32) - within.to(tl.int32), 0) == 0,
             "cross_entropy: a target is neither ignore_index nor from 0 to V - 1",
         )
         _, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
