@@ -477,6 +477,23 @@ def test_model_made_on_meta() -> None:
     assert_trains_alike(model.train(), untouched, **batch())
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Llama", {"vocab_size": 128256}),
+        ("Cohere", {"vocab_size": 256000}),
+        ("Gemma2", {"vocab_size": 262144, "final_logit_softcapping": 30.0}),
+    ],
+)
+def test_large_vocabularies(name: str, options: dict[str, Any]) -> None:
+    """Found in spite of the rounding of their sums. Only the probe's stand-in has memory."""
+    with torch.device("meta"):
+        model = text(name, 5, **options).build()
+    entries, left = loss.fuse(model)
+    assert not left
+    assert entries[0].options["softcap"] == options.get("final_logit_softcapping")
+
+
 def test_random_state_and_global_modes_are_kept() -> None:
     model = LLAMA.model()
     torch.manual_seed(3)
@@ -869,6 +886,20 @@ class ByItself(Tiny):
         return {"loss": causal_loss(logits, labels, VOCABULARY), "logits": logits}
 
 
+class LogitsMasked(Tiny):
+    """The attention mask changes the logits of its loss."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **kwargs: Any
+    ) -> Any:
+        self.mask = attention_mask
+        return super().forward(input_ids, labels, **kwargs)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        return logits if self.mask is None else logits * self.mask.unsqueeze(-1)
+
+
 class NotLinear(Tiny):
     def __init__(self) -> None:
         super().__init__()
@@ -934,6 +965,7 @@ NEAR_MISSES = {
     Twice: "for labels its forward calls its head 2 times, and its loss_function 1 times",
     ByItself: "for labels its forward calls its head 1 times, and its loss_function 0 times",
     NotLinear: "its head is a Sequential, not a torch.nn.Linear",
+    LogitsMasked: f"its loss with attention_mask {NOT_THIS_LOSS}",
     OwnSkip: "its forward has a skip_logits of its own",
     Object: "its forward returns a Identity, neither a tuple nor a dict",
     WithOwnForward: "the instance has a forward of its own",

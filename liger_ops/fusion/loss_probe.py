@@ -22,8 +22,10 @@ from .probing import DEVICE, NotAnOp, dtype_name, first_line, undisturbed, unifo
 
 BATCH, LENGTH, HIDDEN = 2, 4, 4
 
-# Two orders of summing over a vocabulary in float32 differ by less.
+# Two orders of summing over a vocabulary in float32 differ by less. Measured at 128256 classes: the
+# losses 1e-7, the gradients of hidden states 1.2e-5, of which either has 1e-5 to float64.
 BOUND = 1e-5
+GRADIENT_BOUND = 2e-4
 
 # Sizes of logits: the scale shows on the tiny ones, the cap on the huge ones.
 TINY, HUGE = 2.0**-20, 2.0**30
@@ -37,7 +39,7 @@ def probe(model: nn.Module, head_name: str) -> CausalLoss:
     checked on logits of all sizes. Then the loss, its gradients, and everything else that the
     model's forward returns, are compared between the model as it is and the model with its head and
     loss fused, in every way that a loss is asked for: with labels of which one is ignored, and with
-    num_items_in_batch, shift_labels and ignore_index.
+    num_items_in_batch, shift_labels, attention_mask and ignore_index.
 
     Nothing of the model is changed, no device but the CPU is used, and the state of no random
     number generator changes.
@@ -111,6 +113,8 @@ class _Probe:
             {"shift_labels": self.other_labels},
             {"ignore_index": int(self.labels[0, 1]), "labels": self.labels.clamp(min=0)},
         ]
+        if "attention_mask" in self.parameters:
+            ways.append({"attention_mask": torch.arange(LENGTH).expand(BATCH, -1).ne(0).long()})
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         for arguments in ways:
             if takes_any or next(iter(arguments)) in self.parameters:
@@ -160,7 +164,7 @@ class _Probe:
             if not same:
                 raise NotAnOp(f"its loss{given} is not the cross-entropy of shifted labels")
             for gradient, expected in zip(fused.gradients(), plain.gradients(), strict=True):
-                if not _near(gradient, expected):
+                if not _near(gradient, expected, GRADIENT_BOUND):
                     raise NotAnOp(f"its loss{given} has another gradient")
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -286,8 +290,8 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(equal, one, other))
 
 
-def _near(x: Tensor, y: Tensor) -> bool:
-    return bool((x - y).abs().max() <= BOUND * y.abs().max())
+def _near(x: Tensor, y: Tensor, bound: float = BOUND) -> bool:
+    return bool((x - y).abs().max() <= bound * y.abs().max())
 
 
 def _rounded(x: Tensor) -> float:
