@@ -5,8 +5,8 @@ but a view of it, made for this one call: every attribute is the model's, except
 `loss_function`. The view's head keeps the hidden states and returns logits of no columns, which
 cost nothing whatever is done to them; its loss function computes the loss of what the head kept.
 What the head hands to the loss thus lives as long as the call, and nothing is written into the
-model: calls from several threads, recomputed calls and calls that raise do not meet, and
-torch.compile traces through, since a view is a plain object.
+model: calls from several threads, recomputed calls and calls that raise do not meet. torch.compile
+traces the making of a view as it does any object's.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def drop(output: Any, logits: Tensor) -> Any:
 class View:
     """A model but for its head and its loss function, for one call of its forward.
 
-    It is an instance of the model's class that holds nothing: what is not found in the class is
-    taken from the model.
+    It is an instance of the model's class, for the sake of `super()`, that holds nothing: what is
+    not found in the class is taken from the model.
     """
 
     # Attributes of the class, instead of which the model may have its own.
