@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def calls() -> Iterator[Callable[[], Any]]:
                 yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
         for V in (100, 4096, 32768, 128256):
             yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
+        yield partial(finish_gradients, kernel, torch.empty(4, 64, dtype=dtype))
         for D, R in ((128, 128), (96, 24), (256, 256)):
             q, k = torch.empty(2, 3, 32, D, dtype=dtype), torch.empty(2, 3, 8, D, dtype=dtype)
             table = torch.empty(2, 3, R, dtype=dtype)
@@ -165,6 +167,15 @@ def cross_entropy_calls(
             entropy=None,
             gradient=True,
         )
+
+
+def finish_gradients(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:
+    """linear_cross_entropy's backward of what its forward computed."""
+    one, lse = torch.tensor(1.0), torch.zeros(4)
+    target = torch.zeros(4, dtype=torch.int64)
+    inputs = (one, None, None, None, x, x, target, None, None, None, None, lse, one)
+    options = (-100, "mean", 0.0, 0.0, None, 1.0, None, None)
+    kernel["linear_cross_entropy_backward"](*inputs, x, x, None, *options, [True, True, False])
 
 
 def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_math import rms_rstd, rms_scaled, rms_square, widened_again
+from ..triton_math import folded, rms_rstd, rms_scaled, rms_square, widened_again
 
 
 @triton.jit
@@ -88,54 +88,51 @@ def rms_norm_wide_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNROLL: tl.constexpr,
-    TRIPS: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
-    # A row a program, in tiles. The second walk finds the row in the caches, the first asks them to
-    # keep it.
+    # A row a program, in tiles. The second walk, backwards, finds the row in the caches: the first
+    # asks them to keep it. A pipeline through shared memory would only delay both.
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    sums = tl.zeros((BLOCK_N,), tl.float32)
-    for trip in range(0, TRIPS):
-        for i in tl.static_range(UNROLL):
-            cols = (trip * UNROLL + i) * BLOCK_N + tl.arange(0, BLOCK_N)
-            x = _load(
-                x_ptr,
-                residual_ptr,
-                row,
-                cols,
-                cols < N,
-                stride_x,
-                stride_residual,
-                dtype,
-                HAS_RESIDUAL,
-                "evict_last",
-            )
-            sums += rms_square(x.to(tl.float32), dtype, CASTING_MODE)
+    sums = tl.zeros((BLOCK_N // FOLD,), tl.float32)
+    for start in tl.range(0, N, BLOCK_N, num_stages=1):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = _load(
+            x_ptr,
+            residual_ptr,
+            row,
+            cols,
+            cols < N,
+            stride_x,
+            stride_residual,
+            dtype,
+            HAS_RESIDUAL,
+            "evict_last",
+        )
+        sums += folded(rms_square(x.to(tl.float32), dtype, CASTING_MODE), FOLD)
     rstd = rms_rstd(tl.sum(sums, 0), N, eps, dtype, CASTING_MODE)
-    for trip in range(0, TRIPS):
-        for i in tl.static_range(UNROLL):
-            cols = (trip * UNROLL + i) * BLOCK_N + tl.arange(0, BLOCK_N)
-            mask = cols < N
-            x = _load(
-                x_ptr,
-                residual_ptr,
-                row,
-                cols,
-                mask,
-                stride_x,
-                stride_residual,
-                dtype,
-                HAS_RESIDUAL,
-                "evict_first",
-            )
-            if HAS_RESIDUAL:
-                tl.store(s_ptr + row * N + cols, x, mask=mask)
-            weight = None
-            if HAS_WEIGHT:
-                weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            y = rms_scaled(x.to(tl.float32), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
-            tl.store(y_ptr + row * N + cols, y.to(dtype), mask=mask)
+    for tile in tl.range(1, tl.cdiv(N, BLOCK_N) + 1, num_stages=1):
+        cols = (tl.cdiv(N, BLOCK_N) - tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = cols < N
+        x = _load(
+            x_ptr,
+            residual_ptr,
+            row,
+            cols,
+            mask,
+            stride_x,
+            stride_residual,
+            dtype,
+            HAS_RESIDUAL,
+            "evict_first",
+        )
+        if HAS_RESIDUAL:
+            tl.store(s_ptr + row * N + cols, x, mask=mask, cache_modifier=".cs")
+        weight = None
+        if HAS_WEIGHT:
+            weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        y = rms_scaled(x.to(tl.float32), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
+        tl.store(y_ptr + row * N + cols, y.to(dtype), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -283,6 +283,15 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _table_strides(table: Tensor) -> list[int]:
+    """From table to table, batch to batch and position to position: 0 where they are shared."""
+    strides = [
+        0 if size == 1 else stride
+        for size, stride in zip(table.shape[:-1], table.stride()[:-1], strict=True)
+    ]
+    return [0] * (3 - len(strides)) + strides
+
+
 def rotate(
     x: Tensor,
     cos: Tensor,
@@ -304,10 +313,6 @@ def rotate(
     if is_complex:
         cos = sin = torch.view_as_real(unit_stride(cos)).flatten(-2)
     x, cos, sin = map(unit_stride, (x, cos, sin))
-    # From table to table, batch to batch and position to position: 0 where they are shared.
-    cos_strides, sin_strides = (
-        table.expand(3, B, *table.shape[-2:]).stride()[:3] for table in (cos, sin)
-    )
     if plan is None:
         furthest = max(tensor.stride(-2) for tensor in (x, y, cos, sin))
         op = "rope_interleaved" if interleaved else "rope"
@@ -331,8 +336,8 @@ def rotate(
         first + second,
         *x.stride()[:3],
         *y.stride()[:3],
-        *cos_strides,
-        *sin_strides,
+        *_table_strides(cos),
+        *_table_strides(sin),
         INTERLEAVED=interleaved,
         PER_PAIR=per_pair and not is_complex,
         COMPLEX=is_complex,
