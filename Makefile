@@ -17,10 +17,10 @@ endif
 
 export PYTHON PYTHON_ENV
 
-.PHONY: help demo test lint format clean check-environment
+.PHONY: help demo test test-npu lint format clean check-environment
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s%s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## train a small Llama with its norms fused; ARGS="--device cpu --steps 50"
 	$(PY) examples/train_llama.py $(ARGS)
@@ -28,6 +28,9 @@ demo: $(READY) ## train a small Llama with its norms fused; ARGS="--device cpu -
 # One thread a process: PyTorch's own threads would compete with the other workers for the same cores.
 test: $(READY) ## every test; ARGS="tests/test_rms_norm.py -k compile" for some of them
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/npu.md
+	PYTHON_ENV=$(PY) tests/npu/run $(ARGS)
 
 lint: $(READY) ## format, lint and types, checked
 	$(PY) -m ruff format --check .

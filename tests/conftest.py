@@ -8,6 +8,9 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Those run in the environment of triton-ascend: see `make test-npu`.
+collect_ignore = ["npu"]
+
 COMMON = {
     "deadline": None,
     "derandomize": True,

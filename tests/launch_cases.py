@@ -1,0 +1,353 @@
+"""With what the npu kernels are lowered, planned and run, and whose traffic is counted.
+
+A new op is one entry of FORMS. `shapes` are taken in every dtype; `options`, which change the code,
+each at a few of the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from op_table import OPS
+from op_under_test import Case, OpUnderTest
+
+Fields = dict[str, Any]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+
+# Narrow, odd, as in models, and huge: several rows a tile, one, and rows that no tile holds.
+WIDTHS = (1, 100, 512, 1023, 4096, 8192, 14336, 131072)
+ROWS = 4096
+MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, True, True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forms:
+    """What an op is launched with: fields of its family's Case, beside the dtype."""
+
+    shapes: tuple[Fields, ...]
+    options: tuple[Fields, ...] = ()
+    # Those that only the backward kernel sees.
+    backward_options: tuple[Fields, ...] = ()
+    # Indices of the shapes that the options are taken at.
+    optional_at: tuple[int, ...] = (0,)
+    # The shapes in docs/npu.md, and for each the fewer rows, or groups, whose traffic is counted.
+    counted: dict[int, Fields]
+    # Small shapes, some with a tile, at which the lowered code is run: with the options, the first.
+    executed: tuple[Fields, ...]
+
+
+@dataclass(frozen=True)
+class LaunchCase:
+    op: OpUnderTest
+    case: Case
+    label: str
+    directions: tuple[bool, ...] = (False, True)
+    # Whether it is one of `shapes`, without options.
+    plain: bool = True
+
+
+COUNTED_ROWS = {
+    i: {"shape": (rows, WIDTHS[i])} for i, rows in {1: 5, 4: 3, 5: 2, 6: 2, 7: 1}.items()
+}
+
+# One row a tile and several, rows that fit and rows that are walked, and the host code's own tile.
+EXECUTED_ROWS = (
+    {"shape": (7, 300), "tile": (4, 64)},
+    {"shape": (5, 100), "tile": (2, 128)},
+    {"shape": (7, 300), "tile": (1, 64)},
+    {"shape": (3, 5000)},
+)
+
+
+def rows(*options: Fields, backward: tuple[Fields, ...] = ()) -> Forms:
+    return Forms(
+        shapes=tuple({"shape": (ROWS, N)} for N in WIDTHS),
+        options=options,
+        backward_options=backward,
+        # 1023, 4096 and 14336.
+        optional_at=(3, 4, 6),
+        counted=COUNTED_ROWS,
+        executed=EXECUTED_ROWS,
+    )
+
+
+def masks(gradients: int) -> tuple[Fields, ...]:
+    """The subsets of an op's gradients, but for all and none."""
+    return tuple(
+        {"output_mask": mask}
+        for mask in MASKS
+        if any(mask[:gradients]) and not all(mask[:gradients])
+    )
+
+
+# Without the options that the samples of losses have in use.
+PLAIN_LOSS = {
+    "weight_dtype": None,
+    "token_weight_dtype": None,
+    "has_items": False,
+    "label_smoothing": 0.0,
+    "lse_square_scale": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "return_predicted": False,
+    "return_entropy": False,
+}
+SMOOTHED = {"label_smoothing": 0.1, "lse_square_scale": 0.01}
+VOCABULARIES = (2, 100, 1023, 4096, 32000, 128256, 151937)
+
+
+def loss() -> Forms:
+    def form(V: int, M: int = ROWS, **fields: Any) -> Fields:
+        return {"shape": (M, V), **PLAIN_LOSS, **fields}
+
+    return Forms(
+        shapes=tuple(form(V) for V in VOCABULARIES),
+        options=(
+            SMOOTHED,
+            {**SMOOTHED, "weight_dtype": FP32},
+            {"softcap": 30.0},
+            {"logit_scale": 0.5},
+            {"return_predicted": True},
+            {"return_entropy": True},
+            {
+                **SMOOTHED,
+                "weight_dtype": FP32,
+                "token_weight_dtype": FP32,
+                "softcap": 30.0,
+                "logit_scale": 0.5,
+                "return_predicted": True,
+                "return_entropy": True,
+            },
+        ),
+        optional_at=(1, 2, 3, 5),
+        counted={i: {"shape": (rows, VOCABULARIES[i])} for i, rows in {3: 3, 4: 2, 5: 1}.items()},
+        executed=(
+            form(300, M=7, tile=(4, 64)),
+            form(100, M=5, tile=(2, 128)),
+            form(300, M=7, tile=(1, 64)),
+            form(5000, M=3),
+        ),
+    )
+
+
+def head() -> Forms:
+    plain = {"class_weight": False, "token_weight": False, "num_items": False, "rows": None}
+    plain |= {"label_smoothing": 0.0, "lse_square_scale": 0.0, "softcap": None, "logit_scale": 1.0}
+    return Forms(
+        shapes=tuple(
+            {"shape": (ROWS,), "D": D, "V": V, **plain} for D, V in ((512, 1023), (4096, 128256))
+        ),
+        options=({**SMOOTHED, "class_weight": True, "softcap": 30.0, "logit_scale": 0.5},),
+        optional_at=(0, 1),
+        counted={},
+        # Its kernels are those of cross_entropy; the products between them are not Triton's.
+        executed=(),
+    )
+
+
+WEIGHTLESS = {"weight_dtype": None}
+PLAIN = {"weight_dtype": None, "bias_dtype": None}
+MODES = ({"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"})
+FP32_WEIGHTS = {"weight_dtype": FP32, "bias_dtype": FP32}
+DX_ALONE = {"output_mask": (True, False, False)}
+# Rows that lie apart, and start anywhere.
+SLICED = {"layout": "sliced", "dy_layout": "sliced"}
+
+GROUPS = tuple(
+    {"shape": shape, "num_groups": groups}
+    for shape, groups in (
+        ((2, 320, 64, 64), 32),
+        ((2, 640, 7, 9), 32),
+        ((2, 1280, 16, 16), 32),
+        ((2, 320, 128, 128), 32),
+        ((1, 64, 512, 512), 32),
+        ((1000, 512), 32),
+        ((4, 4096), 1),
+        ((2, 100000), 1),
+        ((2, 6, 100003), 3),
+        ((2, 4, 11), 4),
+    )
+)
+
+HEADS = {"k_heads": 8, "layout": "model", "k_layout": "model", "tables": "batch"}
+ROPES = tuple(
+    {"shape": (2, heads, 2048, D), "rotary": R, **HEADS}
+    for heads, D, R in ((32, 128, 128), (32, 96, 24), (8, 256, 256), (8, 64, 64), (8, 8192, 8190))
+)
+
+# 4096 x 131072 x 5 is more than int32 counts.
+ACTIVATIONS = (*({"shape": (ROWS, N)} for N in WIDTHS), {"shape": (5 * ROWS, 131072)})
+
+
+def rope(
+    *options: Fields, backward: tuple[Fields, ...] = (), sections: bool = False, **of_all: Any
+) -> Forms:
+    """`of_all` is in every shape. Of forms with sections, a third of the pairs is each one's."""
+
+    def form(**fields: Any) -> Fields:
+        pairs = fields["rotary"] // 2
+        cut = {"sections": (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)} if sections else {}
+        return {**fields, **of_all, **cut}
+
+    return Forms(
+        shapes=tuple(form(**shape) for shape in ROPES),
+        options=options,
+        backward_options=backward,
+        optional_at=(0, 1, 4),
+        counted={
+            i: {"shape": (1, heads, 64, D)} for i, (heads, D) in enumerate(((32, 128), (32, 96)))
+        },
+        executed=(
+            form(shape=(2, 3, 5, 90), rotary=80, tile=(2, 16)),
+            form(shape=(2, 3, 5, 64), rotary=64),
+        ),
+    )
+
+
+def activation(*options: Fields, gradients: int = 1) -> Forms:
+    mask = masks(2) if gradients == 2 else ()
+    return Forms(
+        shapes=ACTIVATIONS,
+        options=(SLICED, *options),
+        backward_options=mask,
+        # 1023 and 4096.
+        optional_at=(3, 4),
+        counted=COUNTED_ROWS,
+        executed=EXECUTED_ROWS,
+    )
+
+
+FORMS = {
+    "rms_norm": rows(
+        *MODES,
+        FP32_WEIGHTS,
+        backward=({**WEIGHTLESS, **DX_ALONE}, *masks(2)),
+    ),
+    "fused_add_rms_norm": rows(
+        *MODES,
+        FP32_WEIGHTS,
+        {"residual_dtype": FP32},
+        backward=(
+            {"has_ds": False},
+            {**WEIGHTLESS, **DX_ALONE},
+            *masks(2),
+            {"has_ds": False, **DX_ALONE},
+        ),
+    ),
+    "layer_norm": rows(
+        FP32_WEIGHTS, {"bias_dtype": None}, backward=({**PLAIN, **DX_ALONE}, *masks(3))
+    ),
+    "group_norm": Forms(
+        shapes=GROUPS,
+        options=(FP32_WEIGHTS,),
+        backward_options=({**PLAIN, **DX_ALONE}, *masks(3)),
+        optional_at=(0, 1, 3, 5, 7),
+        counted={
+            0: {"shape": (1, 20, 64, 64), "num_groups": 2},
+            1: {"shape": (2, 40, 7, 9), "num_groups": 2},
+            2: {"shape": (1, 80, 16, 16), "num_groups": 2},
+            5: {"shape": (4, 32), "num_groups": 2},
+            6: {"shape": (2, 4096)},
+            7: {"shape": (1, 10000)},
+        },
+        executed=(
+            {"shape": (3, 12, 5, 7), "num_groups": 3, "tile": (2, 16)},
+            {"shape": (3, 12, 5, 7), "num_groups": 3},
+            {"shape": (3, 12, 5, 7), "num_groups": 3, "tile": (4, 64)},
+            {"shape": (5, 12), "num_groups": 3},
+            {"shape": (2, 6, 50, 51), "num_groups": 2},
+            {"shape": (2, 100, 1), "num_groups": 1, "tile": (8, 16)},
+        ),
+    ),
+    "softmax": rows(),
+    "log_softmax": rows(),
+    "cross_entropy_forward-mean": loss(),
+    "cross_entropy_forward-none": loss(),
+    "linear_cross_entropy_forward-mean": head(),
+    "linear_cross_entropy_forward-none": head(),
+    "swiglu": activation({"up_dtype": FP32}, gradients=2),
+    "swiglu-packed": activation(),
+    "geglu": activation({"approximate": "none"}, gradients=2),
+    "geglu-packed": activation({"approximate": "none"}),
+    "clamped_swiglu": activation(gradients=2),
+    "clamped_swiglu-packed": activation(),
+    "clamped_swiglu-interleaved": activation(),
+    "relu_squared": activation(),
+    "rope": rope(
+        {"interleaved": True},
+        {"tables": "one"},
+        {"table_dtype": FP32},
+        {"layout": "sliced"},
+        backward=masks(2),
+    ),
+    "rope-per-pair": rope({"interleaved": True}),
+    "rope-complex": rope({"interleaved": True}, table_dtype=FP32),
+    "rope-sections": rope(sections=True),
+    "rope-sections-per-pair": rope({"interleaved": False}, sections=True),
+}
+
+
+def _label(dtype: torch.dtype, form: Fields) -> str:
+    usual = {**HEADS, **PLAIN_LOSS, "rows": None, "shape": form["shape"]}
+    named = {key: value for key, value in form.items() if usual.get(key, ...) != value}
+    shape = "x".join(map(str, form["shape"]))
+    options = (f"{key}={DTYPES.get(value, value)}" for key, value in named.items())
+    return " ".join([DTYPES[dtype], shape, *options]).replace(", ", ",")
+
+
+def _case(op: OpUnderTest, dtype: torch.dtype, form: Fields) -> Case:
+    sample = op.sample(dtype)
+    unknown = form.keys() - {field.name for field in fields(sample)}
+    if unknown:
+        raise ValueError(f"cases: {op.id} has no {', '.join(sorted(unknown))}")
+    return replace(sample, **form)
+
+
+def _taken(
+    shapes: Sequence[Fields], optional: Sequence[Fields], forms: Forms
+) -> Iterator[tuple[torch.dtype, Fields, tuple[bool, ...], bool]]:
+    """The shapes in every dtype, then those of `optional` with each option."""
+    for dtype in DTYPES:
+        for shape in shapes:
+            yield dtype, shape, (False, True), True
+    for shape in optional:
+        for dtype in (BF16, FP32):
+            for option in forms.options:
+                yield dtype, {**shape, **option}, (False, True), False
+            for option in forms.backward_options:
+                yield dtype, {**shape, **option}, (True,), False
+
+
+def launched() -> Iterator[LaunchCase]:
+    """What is lowered and planned."""
+    for name, forms in FORMS.items():
+        optional = [forms.shapes[i] for i in forms.optional_at]
+        for dtype, form, directions, plain in _taken(forms.shapes, optional, forms):
+            case = _case(OPS[name], dtype, form)
+            yield LaunchCase(OPS[name], case, _label(dtype, form), directions, plain)
+
+
+def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
+    """What docs/npu.md shows in bf16: as it is planned, and as its traffic is counted."""
+    for name, forms in FORMS.items():
+        op = OPS[name]
+        for i, fewer in forms.counted.items():
+            planned, few = forms.shapes[i], {**forms.shapes[i], **fewer}
+            yield (
+                LaunchCase(op, _case(op, BF16, planned), _label(BF16, planned)),
+                LaunchCase(op, _case(op, BF16, few), _label(BF16, few)),
+            )
+
+
+def executed() -> Iterator[LaunchCase]:
+    """What is run."""
+    for name, forms in FORMS.items():
+        for dtype, form, directions, plain in _taken(forms.executed, forms.executed[:1], forms):
+            case = _case(OPS[name], dtype, form)
+            yield LaunchCase(OPS[name], case, _label(dtype, form), directions, plain)

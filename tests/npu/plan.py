@@ -1,0 +1,202 @@
+"""Ascend's own compiler on lowered code: where every buffer is placed, and what became of loads.
+
+bishengir-compile runs as on a device up to its last step, which is CANN's and closed; `hivmc` of
+this folder stands in for that and keeps the code it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from triton.backends.ascend.compiler import NPUOptions
+
+from toolchain import ARCH, HERE, UB_BYTES, cached, compiler
+
+# As triton-ascend calls it.
+DEFAULTS = NPUOptions()
+ARGUMENTS = (
+    f"--target={ARCH}",
+    f"--enable-auto-multi-buffer={DEFAULTS.multibuffer}",
+    f"--enable-auto-bind-sub-block={DEFAULTS.enable_auto_bind_sub_block}",
+    "--enable-hfusion-compile=true",
+    "--enable-hivm-compile=true",
+    "--enable-triton-kernel-compile=true",
+)
+
+BLOCK = 32
+BITS = {"i1": 1, "i8": 8, "i16": 16, "f16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64}
+# A buffer of at most this many elements holds what a row has of each, such as its statistics.
+FEW = 64
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a compiler made of one kernel, or why nothing."""
+
+    ub_bytes: int
+    # Bits of Unified Buffer that were wanting, by the compiler's own message.
+    overflow_bits: int
+    # The compiler gave up double buffering, or moving code, to make the kernel fit.
+    fell_back: bool
+    # Element by element accesses of a buffer within a loop.
+    scalarised: list[str]
+    loads_in_loops: int
+    # Loads within a loop into a buffer that is not one of a pair.
+    single_buffered: list[str]
+    error: str
+
+    @property
+    def share(self) -> float:
+        return self.ub_bytes / UB_BYTES
+
+    def problems(self, share: float = 0.9) -> list[str]:
+        """What is not as it should be, by name and in words."""
+        if self.error:
+            return [f"error: {self.error}"]
+        if self.overflow_bits:
+            return [f"overflow: {self.overflow_bits} bits are wanting"]
+        found = []
+        if self.fell_back:
+            found.append("fallback: the compiler gave up an optimisation to make it fit")
+        if self.share > share:
+            found.append(f"share: {self.share:.1%} of the Unified Buffer")
+        if self.scalarised:
+            found.append(f"scalarised: {self.scalarised[:3]}")
+        if not self.loads_in_loops:
+            found.append("no loop: nothing is loaded within one, so nothing is double-buffered")
+        if self.single_buffered:
+            found.append(f"single-buffered: {self.single_buffered[:3]}")
+        return found
+
+
+def plan(mlir: str, version: str, arguments: tuple[str, ...] = ARGUMENTS) -> Planned:
+    key = "\n".join([version, *arguments, mlir])
+    made = cached("planned", key, lambda: _compile(mlir, version, arguments))
+    return read(made["code"], made["messages"])
+
+
+def _compile(mlir: str, version: str, arguments: tuple[str, ...]) -> dict[str, str]:
+    # triton-ascend takes this attribute out before it calls the compiler.
+    mlir = re.sub(r', mix_mode\s*=\s*"[^"]*"', "", mlir)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "kernel.mlir").write_text(mlir)
+        done = subprocess.run(
+            [compiler(version), folder / "kernel.mlir", *arguments, "-o", folder / "kernel.o"],
+            env={
+                **os.environ,
+                "PATH": f"{HERE}:{os.environ['PATH']}",
+                "HIVMC_VERSION": version,
+                "HIVMC_KEEP": str(folder / "kept.mlir"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        kept = folder / "kept.mlir"
+        code = kept.read_text() if kept.exists() else ""
+    return {"code": code, "messages": (done.stdout + done.stderr)[-6000:]}
+
+
+def read(code: str, messages: str) -> Planned:
+    wanting = [int(bits) for bits in re.findall(r"ub overflow, requires (\d+) bits", messages)]
+    if not code and not wanting:
+        return Planned(0, 0, False, [], 0, [], messages[-1500:] or "no code and no message")
+    analysis = _Analysis(code)
+    return Planned(
+        ub_bytes=analysis.ub_bytes,
+        # Of a kernel that fits in the end, an attempt that did not is a fallback.
+        overflow_bits=0 if code else wanting[-1],
+        fell_back=bool(wanting) or "automatically set" in messages,
+        scalarised=analysis.scalarised,
+        loads_in_loops=analysis.loads,
+        single_buffered=analysis.single_buffered,
+        error="",
+    )
+
+
+# A buffer's place, as %x = hivm.hir.pointer_cast(%c64_i64) : memref<1x64xf32, ...<ub>>
+_PLACED = re.compile(r"(%\w+) = hivm\.hir\.pointer_cast\(([^)]*)\)([^:]*): (memref<.*)")
+_SELECTED = re.compile(r"(%\w+) = arith\.select %\w+, (%\w+), %\w+ : memref<")
+_VIEWED = re.compile(r"(%\w+) = memref\.(?!load|alloc)\w+ (%\w+)")
+# The early versions name the copy, the later ones the library's function that does it.
+_LOADED = re.compile(r"@load_gm_to_ubuf\w*\(%\w+, (%\w+)|hivm\.hir\.load ins\(.*?\) outs\((%\w+)")
+_ACCESSED = re.compile(r"memref\.(?:load|store) .*: (memref<.*address_space<ub>.*)")
+_TYPE = re.compile(r"memref<((?:[\d?]+x)*)(\w+)")
+
+
+class _Analysis:
+    """One reading of the code, a line an operation."""
+
+    def __init__(self, code: str) -> None:
+        self.constants = dict(re.findall(r"(%\w+) = arith\.constant (-?\d+) : i64", code))
+        self.ub_bytes = 0
+        self.loads = 0
+        self.scalarised: list[str] = []
+        self.single_buffered: list[str] = []
+        # By the value: what it is a view of, and whether it is one of a pair, and its type.
+        self.view_of: dict[str, str] = {}
+        self.pairs: set[str] = set()
+        self.types: dict[str, str] = {}
+        regions: list[bool] = []
+        for line in map(str.strip, code.splitlines()):
+            if line.startswith("}") and regions:
+                regions.pop()
+            self._operation(line, any(regions))
+            if line.endswith("{"):
+                regions.append(re.search(r"\bscf\.(for|while|parallel)\b", line) is not None)
+
+    def _operation(self, line: str, in_loop: bool) -> None:
+        if match := _PLACED.match(line):
+            self._placed(*match.groups())
+        elif match := _SELECTED.match(line):
+            self.pairs.add(match[1])
+            self.view_of[match[1]] = match[2]
+        elif match := _VIEWED.match(line):
+            self.view_of[match[1]] = match[2]
+        elif in_loop and (match := _LOADED.search(line)):
+            self.loads += 1
+            self._loaded(match[1] or match[2])
+        elif in_loop and (match := _ACCESSED.search(line)) and _elements(match[1]) != 1:
+            self.scalarised.append(line[:120])
+
+    def _placed(self, value: str, addresses: str, sizes: str, type: str) -> None:
+        self.types[value] = type
+        if "address_space<ub>" not in type:
+            return
+        if _elements(type) is None:
+            raise ValueError(f"plan: a buffer of a size known only at run time: {type}{sizes}")
+        places = [self.constants[address.strip()] for address in addresses.split(",")]
+        if len(places) > 1:
+            self.pairs.add(value)
+        last = max(map(int, places))
+        self.ub_bytes = max(self.ub_bytes, last + _bytes(type))
+
+    def _loaded(self, buffer: str) -> None:
+        while buffer not in self.pairs and buffer in self.view_of:
+            buffer = self.view_of[buffer]
+        type = self.types.get(buffer, "")
+        if buffer not in self.pairs and (_elements(type) or FEW + 1) > FEW:
+            self.single_buffered.append(type[:60] or buffer)
+
+
+def _elements(type: str) -> int | None:
+    """How many elements a memref has, None where its type does not say."""
+    match = _TYPE.match(type)
+    if match is None or "?" in match[1]:
+        return None
+    elements = 1
+    for size in match[1].split("x")[:-1]:
+        elements *= int(size)
+    return elements
+
+
+def _bytes(type: str) -> int:
+    """What a buffer of this type takes, in whole blocks."""
+    bits = (_elements(type) or 0) * BITS[_TYPE.match(type)[2]]
+    return -(-bits // (8 * BLOCK)) * BLOCK

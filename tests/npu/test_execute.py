@@ -1,0 +1,86 @@
+"""The numbers of the lowered code, run on the CPU, against float64: outputs, and every gradient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from execute import executing
+from launch_cases import LaunchCase, executed
+from op_checks import assert_backward_matches_truth, assert_forward_matches_truth
+from toolchain import missing_cpu_tools
+
+CASES = {
+    f"{case.op.id}{'_backward' * backward} {case.label}": (case, backward)
+    for case in executed()
+    for backward in case.directions
+}
+
+
+def check(case: LaunchCase, backward: bool) -> None:
+    if backward:
+        assert_backward_matches_truth(case.op, "npu", case.case)
+    else:
+        assert_forward_matches_truth(case.op, "npu", case.case)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_executed(label, needs):
+    needs(missing_cpu_tools())
+    with executing() as launched:
+        check(*CASES[label])
+    assert launched
+
+
+def without_loops(mlir: str) -> str:
+    """The kernel that computes no tile."""
+    return re.sub(r"(scf\.for %\w+ = )(%[\w#]+) to %[\w#]+", r"\1\2 to \2", mlir)
+
+
+def adding(mlir: str) -> str:
+    """The kernel that adds where it should multiply."""
+    return mlir.replace("arith.mulf", "arith.addf")
+
+
+def subtracting(mlir: str) -> str:
+    """The kernel that subtracts where it should add, in sums of rows too."""
+    return mlir.replace("arith.addf", "arith.subf")
+
+
+def small_cases(op: str) -> list[tuple[LaunchCase, bool]]:
+    """A forward and a backward case."""
+    of_op = [case for case, _ in CASES.values() if case.op.id == op and case.plain]
+    float32 = next(case for case in of_op if case.case.dtype is torch.float32)
+    return [(float32, False), (float32, True)]
+
+
+def is_caught(case: LaunchCase, backward: bool, change: Callable[[str], str]) -> bool | None:
+    """Whether the check fails on changed code; None where there was nothing to change."""
+    effective = []
+
+    def changed(mlir: str) -> str:
+        effective.append(change(mlir) != mlir)
+        return change(mlir)
+
+    try:
+        with executing(changed):
+            check(case, backward)
+    except AssertionError:
+        return True
+    return False if any(effective) else None
+
+
+@pytest.mark.parametrize("op", dict.fromkeys(case.op.id for case, _ in CASES.values()))
+def test_changed_code_is_caught(op, needs):
+    needs(missing_cpu_tools())
+    for case, backward in small_cases(op):
+        caught = {
+            change.__name__: is_caught(case, backward, change)
+            for change in (without_loops, adding, subtracting)
+        }
+        assert caught.pop("without_loops"), f"{op}, backward {backward}: nothing computed passes"
+        assert True in caught.values(), f"{op}, backward {backward}: {caught}"
+        assert False not in caught.values(), f"{op}, backward {backward}: {caught}"

@@ -1,0 +1,39 @@
+"""Every kernel has its launches in the table, and each launch a grid that a device takes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import liger_ops.lowering.npu as npu
+from launches import calls, npu_ops
+from toolchain import VECTOR_CORES
+
+# CANN's runtime takes names of 49 characters.
+LONGEST_NAME = 49
+
+
+def test_every_op_has_launches():
+    without = set(npu_ops().values()) - {call.op for call in calls() if call.launches}
+    assert not without, f"launched by no case of tests/launch_cases.py: {sorted(without)}"
+
+
+def test_every_kernel_is_launched():
+    kernels = {
+        name
+        for folder in npu.__path__
+        for path in Path(folder).glob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    without = kernels - {launch.kernel for call in calls() for launch in call.launches}
+    assert not without, f"launched by no case of tests/launch_cases.py: {sorted(without)}"
+    assert all(len(name) <= LONGEST_NAME for name in kernels)
+
+
+def test_every_case_launches_a_bounded_grid_of_one_dimension():
+    for call in calls():
+        assert call.launches, f"{call.label} launches nothing"
+        for launch in call.launches:
+            assert len(launch.grid) == 1 and 1 <= launch.grid[0] <= VECTOR_CORES, (
+                f"{call.label}: {launch.kernel} has the grid {launch.grid}"
+            )

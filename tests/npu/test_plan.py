@@ -1,0 +1,148 @@
+"""Every launch lowers, and Ascend's compilers place it as an Ascend kernel should be placed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from launches import BACKEND, Launch, calls, specialised
+from lower import Lowered, lower
+from plan import ARGUMENTS, Planned, plan
+from toolchain import COMPILERS, missing_compiler
+
+
+@dataclass(frozen=True)
+class Excused:
+    """A problem that a kernel may have, by the name that Planned.problems gives it, and why."""
+
+    kernel: str
+    problem: str
+    reason: str
+
+
+EXCUSED: tuple[Excused, ...] = ()
+
+
+def distinct_launches() -> dict[str, Launch]:
+    """By the first call that asks for it, and its place among that call's launches."""
+    found: dict[str, tuple[str, Launch]] = {}
+    for call in calls():
+        for i, launch in enumerate(call.launches):
+            found.setdefault(launch.key, (f"{call.label} {launch.kernel}:{i}", launch))
+    return dict(found.values())
+
+
+LAUNCHES = distinct_launches()
+
+
+@pytest.mark.parametrize("label", LAUNCHES)
+def test_launch(label, needs):
+    launch = LAUNCHES[label]
+    lowered = lower(launch)
+    assert not lowered.error, f"{label} does not lower: {lowered.error}"
+    missing = [reason for reason in map(missing_compiler, COMPILERS) if reason]
+    problems = [
+        f"{version}: {problem}"
+        for version in COMPILERS
+        if not missing_compiler(version)
+        for problem in plan(lowered.mlir, version).problems()
+        if not excuse(launch.kernel, problem)
+    ]
+    assert not problems, f"{label}, tile {launch.tile}: " + "; ".join(problems)
+    needs("; ".join(missing))
+
+
+def excuse(kernel: str, problem: str) -> Excused | None:
+    name = problem.split(":")[0]
+    return next((e for e in EXCUSED if (e.kernel, e.problem) == (kernel, name)), None)
+
+
+# Kernels that each do one thing that an Ascend kernel should not.
+
+
+@triton.jit
+def _doubled(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    for start in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0)
+        tl.store(y_ptr + cols, x * 2, mask=cols < N)
+
+
+@triton.jit
+def _without_a_loop(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + cols, mask=cols < N, other=0.0)
+    tl.store(y_ptr + cols, x * 2, mask=cols < N)
+
+
+@triton.jit
+def _cumulative(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    for start in tl.range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0)
+        tl.store(y_ptr + cols, tl.cumsum(x, 0), mask=cols < N)
+
+
+@triton.jit
+def _that_does_not_lower(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    cols = tl.arange(0, BLOCK_N)
+    tl.static_assert(BLOCK_N == 0, "it does not lower")
+    tl.store(y_ptr + cols, tl.load(x_ptr + cols))
+
+
+def lowered(kernel, block: int) -> Lowered:
+    x = torch.empty(16)
+    return lower(specialised(kernel, (1,), (x, x, 1 << 20), {"BLOCK_N": block}))
+
+
+def planned(needs, version: str, kernel, block: int, arguments=ARGUMENTS) -> Planned:
+    needs(missing_compiler(version))
+    return plan(lowered(kernel, block).mlir, version, arguments)
+
+
+each_version = pytest.mark.parametrize("version", COMPILERS)
+
+
+@each_version
+def test_a_good_kernel_has_no_problem(needs, version):
+    result = planned(needs, version, _doubled, 2048)
+    assert result.problems() == []
+    # Two tiles of x at least; those of y may be the same.
+    assert result.loads_in_loops == 1 and result.ub_bytes >= 2 * 2048 * 4
+
+
+@each_version
+@pytest.mark.parametrize(
+    ("kernel", "block", "problem"),
+    [
+        (_doubled, 32768, "overflow|fallback|share"),
+        (_doubled, 65536, "overflow|fallback|share"),
+        (_without_a_loop, 2048, "no loop"),
+        (_cumulative, 2048, "scalarised"),
+    ],
+)
+def test_a_bad_kernel_is_seen(needs, version, kernel, block, problem):
+    found = {text.split(":")[0] for text in planned(needs, version, kernel, block).problems()}
+    assert found & set(problem.split("|")), found
+
+
+@each_version
+def test_a_load_without_a_second_buffer_is_seen(needs, version):
+    arguments = tuple(
+        argument.replace("multi-buffer=True", "multi-buffer=False") for argument in ARGUMENTS
+    )
+    assert arguments != ARGUMENTS
+    found = planned(needs, version, _doubled, 2048, arguments).problems()
+    assert [text.split(":")[0] for text in found] == ["single-buffered"]
+
+
+def test_a_kernel_that_does_not_lower_is_seen():
+    assert "it does not lower" in lowered(_that_does_not_lower, 64).error
+
+
+def test_the_target_is_an_ascend_device():
+    assert BACKEND.target.backend == "npu"
