@@ -99,8 +99,8 @@ def forward(
         grid = (cdiv(M, plan.BLOCK_M),)
         launch(rms_norm_kernel, grid, x, *arguments, BLOCK_M=plan.BLOCK_M, **options)
     else:
-        # What a thread loads at once.
-        fold = min(plan.BLOCK_N, 16 // x.element_size())
+        # What a thread writes at once, the same with and without a residual.
+        fold = min(plan.BLOCK_N, 16 // y.element_size())
         launch(rms_norm_wide_kernel, (M,), x, *arguments, FOLD=fold, **options)
 
 
