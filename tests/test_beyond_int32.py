@@ -1,0 +1,68 @@
+"""Tensors of 3 billion elements: the offset of a row's first element does not fit 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_ops
+from op_under_test import DEVICE
+
+pytestmark = [
+    pytest.mark.device_kernels,
+    pytest.mark.skipif(DEVICE == "cpu", reason="takes 24 GB of a device, and minutes without one"),
+]
+
+N = 8192
+ROWS = 3 * 10**9 // N
+# Rows on both sides of element 2**31, and the last.
+PLACES = (0, 2**31 // N - 1, 2**31 // N, ROWS - 2)
+
+
+def weights() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    return tuple(
+        torch.rand(N, generator=generator, device=DEVICE).bfloat16().add_(0.5) for _ in range(2)
+    )
+
+
+def target(rows: int, first: int = 0) -> Tensor:
+    return (torch.arange(first, first + rows, device=DEVICE) * 37) % N
+
+
+Call = Callable[[Tensor, int], Any]
+
+# Each of the rows of x from `first` on.
+CALLS: dict[str, Call] = {
+    "rms_norm": lambda x, first: liger_ops.rms_norm(x, weights()[0]),
+    "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
+    "softmax": lambda x, first: liger_ops.softmax(x),
+    "swiglu": lambda x, first: liger_ops.swiglu(x),
+    "relu_squared": lambda x, first: liger_ops.relu_squared(x),
+    "cross_entropy": lambda x, first: liger_ops.cross_entropy(
+        x, target(len(x), first), reduction="none"
+    ),
+}
+
+
+def test_rows_far_into_memory_are_as_alone() -> None:
+    """Result and gradient of a few rows are, to a rounding, those of the same rows alone.
+
+    One op after the other in one test, for two at once would not fit a device's memory.
+    """
+    for call in CALLS.values():
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        x = torch.empty(ROWS, N, device=DEVICE, dtype=torch.bfloat16)
+        x.normal_(generator=generator).requires_grad_()
+        y = call(x, 0)
+        y.backward(torch.ones((), dtype=y.dtype, device=DEVICE).expand(y.shape))
+        for first in PLACES:
+            alone = x.detach()[first : first + 2].clone().requires_grad_()
+            expected = call(alone, first)
+            expected.sum().backward()
+            torch.testing.assert_close(y[first : first + 2], expected)
+            torch.testing.assert_close(x.grad[first : first + 2], alone.grad)
