@@ -17,8 +17,8 @@ from .rms_norm_kernels import (
     rms_norm_wide_kernel,
 )
 
-# The widest rows for which a tile, of so many columns and threads, is the fastest walk, by shares of
-# the H200's copy rate in bfloat16.
+# The widest rows for which a tile, of so many columns and threads, is the fastest walk, by shares
+# of the H200's copy rate in bfloat16.
 TILES = (
     # 8192 wide 95%, 10240 87%, 12288 89%.
     (12288, 2048, 256),
