@@ -26,7 +26,7 @@ def cross_entropy_forward(
     return_predicted: bool = False,
     return_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    op = "cross_entropy_forward"
+    op = "cross_entropy"
     _check_tensors(op, logits, target, weight, token_weight)
     check_options(
         op,

@@ -32,7 +32,7 @@ def linear_cross_entropy_forward(
     return_entropy: bool = False,
     gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
 ) -> tuple[Tensor | None, ...]:
-    op = "linear_cross_entropy_forward"
+    op = "linear_cross_entropy"
     _check_tensors(op, x, weight, target, bias, class_weight, token_weight)
     check_options(
         op,

@@ -466,24 +466,24 @@ def test_module_divides_by_the_items(items: Tensor | float) -> None:
 def test_rejects_options(change: dict[str, Any], message: str) -> None:
     case = LossCase(shape=(2, 5), dtype=torch.float32, **change)
     args = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), None, None, None, *case.options)
-    op_checks.assert_rejects(OP, args, f"cross_entropy_forward: {message}")
+    op_checks.assert_rejects(OP, args, f"cross_entropy: {message}")
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         CrossEntropyLoss(**change)
 
 
 def test_rejects() -> None:
     x, target = torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64)
-    shape = "cross_entropy_forward: target must have the shape of logits but for its last dimension"
+    shape = "cross_entropy: target must have the shape of logits but for its last dimension"
     op_checks.assert_rejects(OP, (x, target[:1]), f"{shape}, (2,), got (1,)")
     op_checks.assert_rejects(
         OP,
         (torch.zeros(2, 0), target),
-        "cross_entropy_forward: logits must have at least one class, got (2, 0)",
+        "cross_entropy: logits must have at least one class, got (2, 0)",
     )
     op_checks.assert_rejects(
         OP,
         (x, target, None, None, torch.tensor(2), -100, "sum"),
-        "cross_entropy_forward: num_items_in_batch must be None but for the reduction 'mean', which"
+        "cross_entropy: num_items_in_batch must be None but for the reduction 'mean', which"
         " divides by it, got one for 'sum'",
     )
     with pytest.raises(TypeError, match="target must be int64 or int32, got torch.float32"):

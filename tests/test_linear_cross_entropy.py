@@ -748,7 +748,7 @@ def reject(error: type[Exception], message: str, op: str = "forward", **changes:
             run(**args)
         assert compiled or isinstance(caught.value, error), caught.value
         # Dynamo quotes the message, and escapes the quotes in it.
-        assert f"linear_cross_entropy_forward: {message}" in str(caught.value).replace("\\'", "'")
+        assert f"linear_cross_entropy: {message}" in str(caught.value).replace("\\'", "'")
 
 
 def test_rejects() -> None:
