@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ... import library, meta
-from ...ops.cross_entropy import upstream
+from ... import library
+from .. import cross_entropy as by_rows
 from ..sizes import cdiv, next_power_of_2
 from .cross_entropy_kernels import (
     cross_entropy_backward_kernel,
@@ -233,146 +235,11 @@ def _class_weight_sum(weight: Tensor | None, label_smoothing: float) -> Tensor |
     return weight.sum(dtype=torch.float32)
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
 @library.kernel("cross_entropy_forward", "cuda")
-def cross_entropy_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    return_predicted: bool = False,
-    return_entropy: bool = False,
-    *,
-    plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    outputs = meta.cross_entropy.cross_entropy_forward(
-        logits,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-        return_predicted,
-        return_entropy,
-    )
-    loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
-    losses, z_losses = loss, z_loss
-    if reduction != "none":
-        losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
-    target, weight, token_weight = map(_contiguous, (target, weight, token_weight))
-    loss_and_gradient(
-        rows(logits),
-        target,
-        weight,
-        token_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        loss=losses,
-        z_loss=z_losses,
-        lse=lse,
-        target_logit=target_logit,
-        predicted_tokens=predicted_tokens,
-        entropy=entropy,
-        gradient=False,
-        plan=plan,
-    )
-    reduce(
-        losses,
-        z_losses,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        loss,
-        z_loss,
-        total_weight,
-        V=logits.shape[-1],
-        ignore_index=ignore_index,
-        reduction=reduction,
-    )
-    return outputs
+def cross_entropy_forward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    return by_rows.forward(loss_and_gradient, reduce, rows, *args, **kwargs)
 
 
 @library.kernel("cross_entropy_backward", "cuda")
-def cross_entropy_backward(
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None,
-    lse: Tensor,
-    total_weight: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
-    *,
-    plan: Plan | None = None,
-) -> Tensor:
-    dlogits = meta.cross_entropy.cross_entropy_backward(
-        dloss,
-        dz_loss,
-        dlse,
-        dtarget_logit,
-        logits,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        lse,
-        total_weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-    )
-    dloss, dz_loss = (
-        upstream(grad, lse, total_weight, num_items_in_batch, reduction)
-        for grad in (dloss, dz_loss)
-    )
-    V = logits.shape[-1]
-    gradient(
-        *(
-            None if grad is None else grad.reshape(-1)
-            for grad in (dloss, dz_loss, dlse, dtarget_logit)
-        ),
-        rows(logits),
-        target.contiguous(),
-        _contiguous(weight),
-        _contiguous(token_weight),
-        lse.contiguous(),
-        dlogits.view(-1, V),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        plan=plan,
-    )
-    return dlogits
+def cross_entropy_backward(*args: Any, **kwargs: Any) -> Tensor:
+    return by_rows.backward(gradient, rows, *args, **kwargs)

@@ -5,13 +5,16 @@ The kernels pass over the logits; what there is one of a token is plain PyTorch 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import library, meta
+from ... import library
 from ...ops import cross_entropy as definition
+from .. import cross_entropy as by_rows
 from ..loss_math import effective, logit_gradient
 from ..sizes import cdiv
 from ..triton_math import LOWEST
@@ -360,139 +363,10 @@ def reduce(
 
 
 @library.kernel("cross_entropy_forward", "npu")
-def cross_entropy_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    return_predicted: bool = False,
-    return_entropy: bool = False,
-    *,
-    plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    outputs = meta.cross_entropy.cross_entropy_forward(
-        logits,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-        return_predicted,
-        return_entropy,
-    )
-    loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
-    losses, z_losses = loss, z_loss
-    if reduction != "none":
-        losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
-    flat = [None if value is None else value.reshape(-1) for value in (target, token_weight)]
-    weight = tiling.contiguous(weight)
-    loss_and_gradient(
-        tiling.rows(logits),
-        flat[0],
-        weight,
-        flat[1],
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        loss=losses.view(-1),
-        z_loss=z_losses.view(-1),
-        lse=lse.view(-1),
-        target_logit=target_logit.view(-1),
-        predicted_tokens=None if predicted_tokens is None else predicted_tokens.view(-1),
-        entropy=None if entropy is None else entropy.view(-1),
-        gradient=False,
-        plan=plan,
-    )
-    reduce(
-        losses,
-        z_losses,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        loss,
-        z_loss,
-        total_weight,
-        V=logits.shape[-1],
-        ignore_index=ignore_index,
-        reduction=reduction,
-    )
-    return outputs
+def cross_entropy_forward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    return by_rows.forward(loss_and_gradient, reduce, tiling.rows, *args, **kwargs)
 
 
 @library.kernel("cross_entropy_backward", "npu")
-def cross_entropy_backward(
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None,
-    lse: Tensor,
-    total_weight: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
-    *,
-    plan: Plan | None = None,
-) -> Tensor:
-    dlogits = meta.cross_entropy.cross_entropy_backward(
-        dloss,
-        dz_loss,
-        dlse,
-        dtarget_logit,
-        logits,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        lse,
-        total_weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-    )
-    dloss, dz_loss = (
-        definition.upstream(grad, lse, total_weight, num_items_in_batch, reduction)
-        for grad in (dloss, dz_loss)
-    )
-    per_token = (dloss, dz_loss, dlse, dtarget_logit)
-    gradient(
-        *(None if grad is None else grad.reshape(-1) for grad in per_token),
-        tiling.rows(logits),
-        target.reshape(-1),
-        tiling.contiguous(weight),
-        None if token_weight is None else token_weight.reshape(-1),
-        lse.reshape(-1),
-        dlogits.view(-1, logits.shape[-1]),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        plan=plan,
-    )
-    return dlogits
+def cross_entropy_backward(*args: Any, **kwargs: Any) -> Tensor:
+    return by_rows.backward(gradient, tiling.rows, *args, **kwargs)
