@@ -312,7 +312,7 @@ ARCHITECTURES = [
     text("Olmo", places(**LAYER_NORMS, layer_norm=5)),
     text(
         "Gemma3n",
-        places(rms_norm=24, fused_add_rms_norm=0, swiglu=0, geglu=4, causal_attention=1),
+        places(rms_norm=22, fused_add_rms_norm=2, swiglu=0, geglu=4, causal_attention=1),
         config="Gemma3nTextConfig",
         **HEAD,
         **ALTERNATING,
