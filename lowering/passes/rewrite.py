@@ -216,3 +216,17 @@ def not_under_autocast(match: Match) -> None:
     x = value(match["x"])
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
         raise Refused("under autocast the op computes in float32, and this in x's dtype")
+
+
+def put_loss(at: fx.Node, target: Any, args: tuple[Any, ...], state: GraphState) -> fx.Node:
+    """Put a loss of the op's own dtype, float32, in the place of one of the logits' dtype."""
+    with state.modes_of(at):
+        result = run(target, args)
+    before = value(at)
+    new = op = insert(at, target, args, result)
+    if result.dtype != before.dtype:
+        new = derive(at, torch.Tensor.to, op, before.dtype)
+    if tuple(value(new).shape) != tuple(before.shape):
+        raise Refused(f"the result would have the shape {tuple(value(new).shape)}")
+    at.replace_all_uses_with(new)
+    return op
