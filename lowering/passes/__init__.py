@@ -43,13 +43,27 @@ REWRITES: dict[str, Rewrite] = {
 def rewrite(module: fx.GraphModule, names: Collection[str] | None = None) -> Report:
     """Run the rewrites of `names`, or all, on `module` and the graphs that it calls, in place."""
     report = Report()
-    graphs = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
-    for part in graphs:
-        if part is not module:
-            part.meta["is_subgraph"] = True
-        for name, one in REWRITES.items():
-            if names is None or name in names:
-                one(part.graph, report)
-        part.graph.lint()
-        part.recompile()
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            # What a subgraph is called under, such as torch.no_grad, is not known in it.
+            part.meta["is_subgraph"] = part is not module
+            _rewrite(part.graph, report, names)
+            part.recompile()
     return report
+
+
+def rewrite_graph(graph: fx.Graph, names: Collection[str] | None = None) -> Report:
+    """The same for a graph, whose module the caller compiles anew."""
+    module = graph.owning_module
+    if isinstance(module, fx.GraphModule) and module.graph is graph:
+        return rewrite(module, names)
+    report = Report()
+    _rewrite(graph, report, names)
+    return report
+
+
+def _rewrite(graph: fx.Graph, report: Report, names: Collection[str] | None) -> None:
+    for name, one in REWRITES.items():
+        if names is None or name in names:
+            one(graph, report)
+    graph.lint()
