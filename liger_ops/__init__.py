@@ -3,6 +3,8 @@
 Every op is `torch.ops.liger.<op>` and, with its documentation, `liger_ops.<op>`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import library
 from .device import infer_device
 from .ops.rms_norm import rms_norm
@@ -26,3 +28,23 @@ from .compile_cache import tag_compile_caches
 __version__ = "0.1.0"
 
 tag_compile_caches()
+
+if TYPE_CHECKING:
+    from .lowering.passes.backend import graph_pass, liger as backend
+    from .lowering.passes.explain import explain
+
+# Where the names are that load Dynamo: importing liger_ops does not.
+_COMPILER = {
+    "backend": ("backend", "liger"),
+    "explain": ("explain", "explain"),
+    "graph_pass": ("backend", "graph_pass"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _COMPILER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module, attribute = _COMPILER[name]
+    return getattr(import_module(f"{__name__}.lowering.passes.{module}"), attribute)

@@ -1,0 +1,111 @@
+"""The Dynamo backend `liger`: the rewrites, then Inductor or another backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compile_cache import package_hash
+from . import REWRITES, rewrite, rewrite_graph
+
+Compiled = Callable[..., Any]
+InnerBackend = str | Callable[..., Compiled]
+
+
+def liger(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compile with the ops of this package wherever the graph computes what they compute.
+
+        torch.compile(model, backend="liger")
+
+    Before autograd, where the graph still has the operations that the code was written with, every
+    part that computes what an op does is replaced by the op; the rest goes to Inductor, or to
+    another backend. `liger_ops.explain` says what is replaced, and what is not and why.
+
+    `mode`, `dynamic` and `fullgraph` of `torch.compile` mean what they do without this backend. So
+    do its `options`, but for two of this backend's own:
+
+    * "inner_backend": what compiles the graph afterwards, by its name or itself; "inductor".
+    * "rewrites": the names of the rewrites to make, of `liger_ops.lowering.passes.REWRITES`; all.
+
+    A rewrite is made only where it is exact: the same equation in the same casting mode, with the
+    same eps and offset, of the same result's dtype, sizes and strides; no value on the way used
+    elsewhere, none written in place in between. What is rounded on the way, within a dtype, may be
+    rounded less often, as by Inductor: rope, the gated activations and the scale and cap of logits
+    compute in float32 and round once.
+
+    Raises:
+        ValueError: a rewrite of options["rewrites"] has no such name.
+    """
+    rest = dict(options or {})
+    inner = rest.pop("inner_backend", "inductor")
+    names = checked_names(rest.pop("rewrites", None))
+    rewrite(module, names)
+    if inner == "inductor":
+        wrapper = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
+        return wrapper(module, example_inputs)  # type: ignore[no-any-return]
+    wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
+    return wrapper(module, example_inputs)  # type: ignore[no-any-return]
+
+
+def _reset() -> None:
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+# torch.compiler.reset calls this, as Inductor's own.
+liger.reset = _reset  # type: ignore[attr-defined]
+
+
+def checked_names(names: Collection[str] | None) -> Collection[str] | None:
+    if names is None:
+        return None
+    if isinstance(names, str):
+        names = [names]
+    unknown = [name for name in names if name not in REWRITES]
+    if unknown:
+        raise ValueError(
+            f"backend liger: options['rewrites'] has {unknown[0]!r}; there are {list(REWRITES)}"
+        )
+    return names
+
+
+def graph_pass(rewrites: Collection[str] | None = None) -> Any:
+    """The rewrites of the backend `liger`, as a pass for those who compose their own.
+
+        torch.compile(model, options={"pre_grad_custom_pass": liger_ops.graph_pass()})
+
+    Its `uuid()` is a hash of this package, so that Inductor's caches stay usable and notice an
+    upgrade. On a hit they skip the pass along with the compilation.
+
+    Args:
+        rewrites: the names of those to make, of `liger_ops.lowering.passes.REWRITES`; all if None.
+
+    Returns:
+        A `torch._inductor.custom_graph_pass.CustomGraphPass`.
+
+    Raises:
+        ValueError: there is no such rewrite.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    names = checked_names(rewrites)
+
+    class LigerGraphPass(CustomGraphPass):  # type: ignore[misc]
+        def __call__(self, graph: fx.Graph) -> None:
+            rewrite_graph(graph, names)
+
+        def uuid(self) -> str:
+            chosen = "all" if names is None else ",".join(sorted(names))
+            return f"liger_ops {package_hash()} {chosen}"
+
+    return LigerGraphPass()

@@ -1,0 +1,119 @@
+"""What the backend `liger` would do with a model."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...library import COMPOSED, DEVICES, OPS, implementation
+from . import rewrite
+from .report import Finding, Report
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `print` shows it as a table.
+
+    Attributes:
+        findings: every place where an op was used, and every one where a pattern came close.
+        graphs: how many graphs Dynamo made of the model.
+        graph_breaks: why it made more than one.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    graphs: int = 0
+    graph_breaks: tuple[str, ...] = ()
+
+    def counts(self) -> dict[str, int]:
+        """How many times each op was used."""
+        return dict(Counter(finding.op for finding in self.findings if finding.used))
+
+    def __str__(self) -> str:
+        breaks = len(self.graph_breaks)
+        lines = [f"{_counted(self.graphs, 'graph')}, {_counted(breaks, 'graph break')}"]
+        lines += [f"  {reason}" for reason in self.graph_breaks]
+        used = [finding for finding in self.findings if finding.used]
+        lines += [f"{_counted(len(used), 'op')} used", *_table(used, _kernel)]
+        left = [finding for finding in self.findings if not finding.used]
+        if left:
+            lines += [f"{_counted(len(left), 'place')} left", *_table(left, lambda f: f.reason)]
+        return "\n".join(lines)
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Say what `torch.compile(model, backend="liger")` would do for these arguments.
+
+    The model runs once, eagerly and as it is, while Dynamo traces it; nothing is compiled. As
+    `torch._dynamo.explain` does, this empties Dynamo's cache of compiled code.
+
+    Args:
+        model: a module or a function.
+        *args, **kwargs: what it is called with.
+
+    Returns:
+        Where an op is used and by which kernel it would run, where a pattern came close and why it
+        is refused, and the graph breaks; as data, and printed as a table.
+
+    Example:
+        >>> norm = torch.nn.RMSNorm(8, eps=1e-6)
+        >>> liger_ops.explain(norm, torch.ones(2, 8)).counts()
+        {'rms_norm': 1}
+    """
+    from torch._dynamo.utils import counters
+
+    report = Report()
+    graphs = 0
+
+    def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        untouched = fx.GraphModule(module, _copy(module.graph))
+        report.findings.extend(rewrite(module).findings)
+        return untouched.forward  # type: ignore[no-any-return]
+
+    before = Counter(counters["graph_break"])
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend=backend)(*args, **kwargs)
+    finally:
+        torch._dynamo.reset()
+    breaks = Counter(counters["graph_break"]) - before
+    reasons = tuple(" ".join(str(reason).split()) for reason in breaks.elements())
+    return Explanation(tuple(report.findings), graphs, reasons)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _kernel(finding: Finding) -> str:
+    """What runs an op on its device."""
+    if finding.op not in COMPOSED and finding.op not in OPS:
+        return "PyTorch's own"
+    name = f"{finding.op}_forward" if finding.op in COMPOSED else finding.op
+    device = finding.device if finding.device in DEVICES else ""
+    return implementation(OPS[name], device)
+
+
+def _table(findings: list[Finding], detail: Callable[[Finding], str | None]) -> list[str]:
+    """One entry for findings that are alike: how many, the op, the kernel or reason, and where."""
+    width = max(60, shutil.get_terminal_size().columns)
+    alike = Counter((finding.op, detail(finding) or "", finding.where) for finding in findings)
+    lines = []
+    for (op, text, where), count in alike.items():
+        lines.append(f"  {count} x {op}: {text}")
+        lines.append(textwrap.shorten(f"      {where}", width, placeholder=" ..."))
+    return [line if line.startswith("  ") else f"      {line}" for line in lines]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,71 @@
+"""A residual addition and the rms_norm of the sum, in one op that returns both.
+
+Runs after rms_norm's own rewrite, on the ops that it put into the graph and on those of the user.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .canonical import canonical, same, value
+from .graph_state import GraphState
+from .report import Report
+from .rewrite import Refused, insert, is_tensor, items, run
+
+OP = "fused_add_rms_norm"
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    for norm in list(graph.nodes):
+        if norm.op != "call_function" or norm.target is not torch.ops.liger.rms_norm.default:
+            continue
+        total = norm.args[0]
+        call = canonical(total)
+        if call is None or call.op != "add" or not all(map(is_tensor, call.args)):
+            continue
+        try:
+            _fuse(norm, total, call.args, GraphState(graph), report)
+        except Refused as refused:
+            report.refused(OP, norm, str(refused))
+    graph.eliminate_dead_code()
+
+
+def _fuse(
+    norm: fx.Node,
+    total: fx.Node,
+    terms: tuple[fx.Node, ...],
+    state: GraphState,
+    report: Report,
+) -> None:
+    if not all(same(tuple(value(term).shape), tuple(value(total).shape)) for term in terms):
+        raise Refused("the residual is broadcast")
+    # Both results are there from the first use of either on, and all arguments before it.
+    first = min(total.users, key=state.order.__getitem__)
+    late = [
+        argument
+        for argument in norm.all_input_nodes
+        if argument is not total and state.order[argument] >= state.order[first]
+    ]
+    if late:
+        raise Refused(f"{late[0].name} is computed only after the sum is used, by {first.name}")
+    if not state.one_mode([total, norm, first]):
+        raise Refused("the sum and the norm run in different gradient or autocast modes")
+    if state.written([total, *terms, *norm.all_input_nodes], total, norm):
+        raise Refused("a tensor is written in place between the sum and the norm")
+    target, args = torch.ops.liger.fused_add_rms_norm.default, (*terms, *norm.args[1:])
+    with state.modes_of(norm):
+        y, s = results = run(target, args)
+    for result, before in ((y, value(norm)), (s, value(total))):
+        if result.dtype != before.dtype or result.stride() != before.stride():
+            raise Refused("the results would have other dtypes or strides")
+    fused = insert(first, target, args, results)
+    fused.meta.update({key: norm.meta[key] for key in ("stack_trace",) if key in norm.meta})
+    y, s = items(fused)
+    report.superseded(norm)
+    norm.replace_all_uses_with(y)
+    total.replace_all_uses_with(s)
+    graph = norm.graph
+    graph.erase_node(norm)
+    graph.erase_node(total)
+    report.used(OP, fused)

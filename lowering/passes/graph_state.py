@@ -1,0 +1,132 @@
+"""What surrounds the nodes of a graph: their order, the writes among them, the modes they run in."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .canonical import value
+
+_IN_PLACE = {
+    operator.setitem,
+    *(
+        getattr(operator, f"i{name}")
+        for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
+    ),
+}
+# Where functions of torch.nn.functional have `inplace` among their arguments.
+_INPLACE_POSITION = {"dropout": 3, "silu": 1, "relu": 1, "leaky_relu": 2, "hardtanh": 3, "elu": 2}
+
+
+class GraphState:
+    """A reading of a graph, good until the graph changes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order: dict[fx.Node, int] = {}
+        self._modes: dict[fx.Node, tuple[Any, ...]] = {}
+        # The storages that are written to, and where.
+        self._writes: list[tuple[int, set[int]]] = []
+        module = graph.owning_module
+        # What a subgraph is called under is not known here.
+        is_part = module is not None and module.meta.get("is_subgraph", False)
+        grad: Any = "the caller's" if is_part else torch.is_grad_enabled()
+        entered: list[fx.Node] = []
+        for position, node in enumerate(graph.nodes):
+            self.order[node] = position
+            self._modes[node] = (grad, *entered)
+            if written := _written(node):
+                self._writes.append((position, written))
+            if node.op != "call_function":
+                continue
+            name = getattr(node.target, "__name__", "")
+            if name == "_set_grad_enabled":
+                grad = node.args[0]
+            elif name.startswith("_enter_") or name == "_vmap_increment_nesting":
+                entered.append(node)
+            elif name.startswith("_exit_"):
+                entered = [other for other in entered if other not in node.args]
+            elif name == "_vmap_decrement_nesting" and entered:
+                entered.pop()
+
+    def one_mode(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether all run in the same gradient mode, autocast and function transform."""
+        return len({self._modes[node] for node in nodes}) <= 1
+
+    def take_place(self, new: fx.Node, old: fx.Node) -> None:
+        """Read `new`, that was inserted before `old`, as if it stood where that is."""
+        self.order[new], self._modes[new] = self.order[old], self._modes[old]
+
+    def written(self, tensors: Iterable[fx.Node], first: fx.Node, last: fx.Node) -> bool:
+        """Whether one of `tensors`, or a view of it, is written between two nodes."""
+        between = range(self.order[first], self.order[last] + 1)
+        storages = {key for node in tensors for key in _storages(node)}
+        return any(position in between and keys & storages for position, keys in self._writes)
+
+    @contextlib.contextmanager
+    def modes_of(self, node: fx.Node) -> Iterator[None]:
+        """The autocast that `node` runs under, on top of the ambient one."""
+        with contextlib.ExitStack() as stack:
+            for entered in self._modes[node][1:]:
+                if getattr(entered.target, "__name__", "") == "_enter_autocast":
+                    device, dtype, enabled, cache = entered.args
+                    stack.enter_context(
+                        torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                    )
+            yield
+
+
+def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mode of the fake tensors among `values`: it is not the one that is active while a backend
+    runs."""
+    for one in values:
+        if isinstance(one, FakeTensor):
+            return one.fake_mode
+    return contextlib.nullcontext()
+
+
+def _written(node: fx.Node) -> set[int]:
+    """The storages that `node` writes to."""
+    if node.op not in ("call_function", "call_method"):
+        return set()
+    targets: list[Any] = []
+    if node.kwargs.get("out") is not None:
+        targets.append(node.kwargs["out"])
+    if isinstance(node.target, torch._ops.OpOverload):
+        for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                targets.append(given)
+        targets += [
+            node.kwargs[argument.name]
+            for argument in node.target._schema.arguments
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and argument.name in node.kwargs
+        ]
+    else:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__")
+        position = _INPLACE_POSITION.get(name, len(node.args))
+        asked = node.kwargs.get("inplace") or any(node.args[position : position + 1])
+        if writes or node.target in _IN_PLACE or asked:
+            targets += node.args[:1]
+    keys: set[int] = set()
+    for target in targets:
+        for one in target if isinstance(target, (tuple, list)) else (target,):
+            keys |= _storages(one)
+    return keys
+
+
+def _storages(node: Any) -> set[int]:
+    known = value(node)
+    values = known if isinstance(known, (tuple, list)) else (known,)
+    return {
+        one.untyped_storage()._cdata
+        for one in values
+        if isinstance(one, Tensor) and one.layout is torch.strided
+    }

@@ -1,0 +1,57 @@
+"""Layer normalisation over the last dimension, as models write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from .pattern import Match, Pattern
+from .report import Report
+from .rewrite import Refused, is_tensor, not_under_autocast, number, replace_all
+
+
+def torch_layer_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+def cohere(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    wide = (wide - mean) * torch.rsqrt(variance + eps)
+    return (weight.to(torch.float32) * wide).to(x.dtype)
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    replace_all(graph, report, "layer_norm", SPELLINGS)
+
+
+def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    if len(match["shape"]) != 1:
+        raise Refused(f"it normalises over {len(match['shape'])} dimensions, not the last alone")
+    return torch.ops.liger.layer_norm.default, (
+        match["x"],
+        match["weight"],
+        match["bias"],
+        number(match["eps"]),
+    )
+
+
+def _of_cohere(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    if not is_tensor(match["weight"], dim=1):
+        raise Refused("the weight is not that of a row")
+    not_under_autocast(match)
+    args = (match["x"], match["weight"], None, number(match["eps"]))
+    return torch.ops.liger.layer_norm.default, args
+
+
+_ROWS: dict[str, Any] = {"x": (2, 3, 8), "weight": (8,), "eps": 1e-5}
+SPELLINGS = [
+    (Pattern(torch_layer_norm, **_ROWS, shape=[8], bias=(8,)), _of_torch),
+    (Pattern(cohere, **_ROWS), _of_cohere),
+]

@@ -1,0 +1,60 @@
+"""The language model's head and its loss, where nothing else needs the logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .canonical import canonical, same, value
+from .graph_state import GraphState
+from .loss_chain import Loss, losses, outside_user, positions, read
+from .report import Report
+from .rewrite import Refused, is_tensor, put_loss
+
+OP = "linear_cross_entropy"
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    for node in losses(graph):
+        try:
+            loss = read(node)
+            call = canonical(loss.chain.logits)
+            if call is not None and call.op == "linear":
+                report.used(OP, _replaced(loss, call.args, GraphState(graph)))
+        except Refused as refused:
+            report.refused(OP, node, str(refused))
+    graph.eliminate_dead_code()
+
+
+def _replaced(loss: Loss, linear: tuple[fx.Node, ...], state: GraphState) -> fx.Node:
+    chain, at = loss.chain, loss.node
+    x, weight, bias = linear
+    nodes = (*chain.nodes, chain.logits)
+    user = outside_user(chain, (chain.logits,))
+    if user is not None:
+        who = "are returned" if user.op == "output" else f"are used by {user.name} too"
+        raise Refused(f"the logits {who}")
+    if not is_tensor(x) or not same(value(chain.logits).shape[-1], value(weight).shape[0]):
+        raise Refused("the logits are not those of one linear layer")
+    if not state.one_mode(nodes):
+        raise Refused("the head and its loss are computed in different autocast modes")
+    tensors = [one for one in (x, weight, bias, loss.target) if one is not None]
+    first = min(nodes, key=state.order.__getitem__)
+    if state.written([*nodes[1:], *tensors], first, at):
+        raise Refused("a tensor is written in place between the head and the loss")
+    args = (
+        positions(x, chain, at),
+        weight,
+        loss.target,
+        bias,
+        loss.class_weight,
+        None,
+        None,
+        loss.options["ignore_index"],
+        loss.options["reduction"],
+        loss.options["label_smoothing"],
+        0.0,
+        chain.softcap,
+        chain.scale,
+    )
+    return put_loss(at, torch.ops.liger.linear_cross_entropy.default, args, state)

@@ -1,0 +1,167 @@
+"""From a cross-entropy back to the logits that it is of."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .canonical import IDENTITY, Call, canonical, same, value
+from .pattern import Pattern
+from .rewrite import Refused, derive, is_tensor, number
+
+
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    return torch.tanh(logits / softcap) * softcap
+
+
+_SOFTCAPPED = Pattern(softcapped, logits=(2, 3, 8), softcap=30.0)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Logits, and what lies between them and their loss.
+
+    Attributes:
+        logits: the first value that is not a cast, a scale, a softcap or a view of another.
+        nodes: the nodes from there to the loss, both included.
+        slices: the nodes that take some of the positions, in the order in which they do.
+        softcap, scale: as the ops take them.
+    """
+
+    logits: fx.Node
+    nodes: tuple[fx.Node, ...]
+    slices: tuple[fx.Node, ...] = ()
+    softcap: Any = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A call of torch.nn.functional.cross_entropy that the ops can compute."""
+
+    node: fx.Node
+    chain: Chain
+    target: fx.Node
+    class_weight: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def losses(graph: fx.Graph) -> list[fx.Node]:
+    return [
+        node
+        for node in graph.nodes
+        if (call := canonical(node)) is not None and call.op == "cross_entropy"
+    ]
+
+
+def read(node: fx.Node) -> Loss:
+    """What a cross-entropy is of; Refused where the ops have no such."""
+    call = canonical(node)
+    assert call is not None
+    logits, target, weight, ignore_index, reduction, label_smoothing = call.args
+    if not is_tensor(logits, dim=2) or not is_tensor(target, dim=1):
+        raise Refused("the logits are not rows, of one target each")
+    if value(target).is_floating_point():
+        raise Refused("the target is probabilities, not the index of a class")
+    if not all(isinstance(one, (int, float)) for one in (ignore_index, label_smoothing)):
+        raise Refused("an option is not known while the graph is compiled")
+    return Loss(
+        node,
+        _chain(logits, node),
+        target,
+        weight,
+        {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": float(label_smoothing),
+        },
+    )
+
+
+def _chain(logits: fx.Node, loss: fx.Node) -> Chain:
+    vocabulary = value(logits).shape[-1]
+    chain = Chain(logits, (loss,))
+    while True:
+        node = chain.logits
+        call = canonical(node)
+        if call is None:
+            return chain
+        further = _further(node, call, chain, vocabulary)
+        if further is None:
+            return chain
+        chain = further
+
+
+def _further(node: fx.Node, call: Call, chain: Chain, vocabulary: Any) -> Chain | None:
+    """The chain with `node` in it, and what that is made from for its logits."""
+    source = call.args[0]
+    passed = (*chain.nodes, node)
+    if call.op in (IDENTITY, "contiguous"):
+        return replace(chain, logits=source, nodes=passed)
+    if call.op == "cast":
+        wide = value(node).dtype in (torch.float32, torch.float64)
+        return replace(chain, logits=source, nodes=passed) if wide else None
+    if call.op in ("view", "flatten"):
+        rows = same(value(node).shape[-1], vocabulary) and same(value(source).shape[-1], vocabulary)
+        # What is taken of the positions is known of the logits as they were before.
+        return replace(chain, logits=source, nodes=passed) if rows and not chain.slices else None
+    if call.op == "slice":
+        if call.args[1] == -1:
+            return None
+        return replace(chain, logits=source, nodes=passed, slices=(node, *chain.slices))
+    capped = _SOFTCAPPED.match(node)
+    if capped is not None and capped.difference is None:
+        if chain.softcap is not None or chain.scale != 1.0:
+            return None
+        nodes = (*chain.nodes, *capped.nodes)
+        return replace(
+            chain, logits=capped["logits"], nodes=nodes, softcap=number(capped["softcap"])
+        )
+    scale = _scale(call)
+    if scale is None or scale <= 0:
+        return None
+    source = next(one for one in call.args if is_tensor(one))
+    return replace(chain, logits=source, nodes=passed, scale=chain.scale * scale)
+
+
+def _scale(call: Call) -> float | None:
+    if call.op not in ("mul", "div") or len(call.args) != 2:
+        return None
+    a, b = call.args
+    if isinstance(b, (int, float)) and b != 0:
+        return float(b) if call.op == "mul" else 1.0 / b
+    return float(a) if call.op == "mul" and isinstance(a, (int, float)) else None
+
+
+def positions(of: fx.Node, chain: Chain, at: fx.Node) -> fx.Node:
+    """The rows of `of`, which has the logits' positions, that the loss takes, before `at`."""
+    for node in chain.slices:
+        of = derive(at, operator.getitem, of, _index(node))
+    return derive(at, torch.flatten, of, 0, -2) if value(of).dim() > 2 else of
+
+
+def _index(taking: fx.Node) -> tuple[Any, ...]:
+    """The index of a node that takes of the positions, with the whole of the last dimension."""
+    index = taking.args[1]
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis not in parts:
+        parts.append(Ellipsis)
+    place = parts.index(Ellipsis)
+    missing = value(taking).dim() - (len(parts) - 1)
+    parts[place : place + 1] = [slice(None)] * missing
+    return (*parts[:-1], slice(None))
+
+
+def outside_user(chain: Chain, further: tuple[fx.Node, ...] = ()) -> fx.Node | None:
+    """Something else that uses what lies between the logits and the loss."""
+    nodes = {*chain.nodes, *further}
+    loss = chain.nodes[0]
+    for node in nodes - {loss}:
+        for user in node.users:
+            if user not in nodes:
+                return user
+    return None

@@ -1,0 +1,306 @@
+"""Patterns: plain PyTorch functions, sought in a graph.
+
+A `Pattern` is the code that models contain. It is traced, its operations are brought into the same
+canonical form as the graph's, and the two are unified from the last operation upwards: a parameter
+of the function stands for any value, the same wherever it stands.
+
+That is done twice. First with the pattern traced in float32, where its casts do nothing, and every
+cast of the graph overlooked: this finds what the parameters may stand for. Then the pattern is
+traced again with just those values, in their dtypes and sizes, and must agree with the graph in
+everything, casts included. What passes the first and fails the second came close, and
+`Match.difference` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, same, value
+from .graph_state import fake_mode_of
+
+# More constants than this that differ are another computation, and not one that came close.
+MOST_DIFFERENCES = 1
+# Views and casts of an input: what they make may be used elsewhere too, for it costs nothing.
+CHEAP = {
+    "cast",
+    "contiguous",
+    "expand",
+    "flatten",
+    "repeat_interleave",
+    "slice",
+    "transpose",
+    "unsqueeze",
+    "view",
+}
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a pattern's parameters stand for, and the nodes of the graph that it covers."""
+
+    root: fx.Node
+    values: Mapping[str, Any]
+    nodes: frozenset[fx.Node]
+    difference: str | None = None
+
+    def __getitem__(self, parameter: str) -> Any:
+        return self.values[parameter]
+
+
+@dataclass(frozen=True)
+class _State:
+    values: Mapping[str, Any]
+    nodes: frozenset[fx.Node]
+    differences: tuple[str, ...] = ()
+
+
+class Pattern:
+    """A function of tensors and numbers, to be found in a graph.
+
+    `examples` gives each of its parameters a value to be traced with: for a tensor its sizes, as a
+    tuple, and any number for a number. The sizes must differ where the function's meaning hangs on
+    that they do.
+    """
+
+    def __init__(self, function: Callable[..., Any], **examples: Any) -> None:
+        self.function = function
+        self._graph = fx.symbolic_trace(function).graph
+        self._examples = {
+            name: torch.empty(example, device="meta") if isinstance(example, tuple) else example
+            for name, example in examples.items()
+        }
+        self._instances: dict[Any, fx.Node | None] = {}
+        root = self._traced(self._examples)
+        assert root is not None
+        self._root = root
+        self._tensors = {n for n, v in self._examples.items() if isinstance(v, Tensor)}
+        self._op = _last_operation(root)
+        assert self._op is not None, f"{function.__name__}: its last operation is unknown"
+
+    def match(self, node: fx.Node) -> Match | None:
+        """The pattern with `node` for its last operation; None where it is not even close."""
+        if not isinstance(value(node), Tensor) or _last_operation(node) != self._op:
+            return None
+        close: Match | None = None
+        empty = _State({}, frozenset())
+        for state in _Unifier(self._tensors, exact=False).unify(self._root, node, empty):
+            match = Match(node, state.values, state.nodes)
+            if not state.differences:
+                exact = self._exact(node, state)
+                if exact is not None:
+                    return exact
+                match = replace(match, difference="its casts or sizes are not the op's")
+            else:
+                match = replace(match, difference=state.differences[0])
+            if close is None or state.differences == ():
+                close = match
+        return close
+
+    def _exact(self, node: fx.Node, found: _State) -> Match | None:
+        root = self._instance({name: _values(v) for name, v in found.values.items()})
+        if root is None:
+            return None
+        start = _State(found.values, frozenset())
+        for state in _Unifier(self._tensors, exact=True).unify(root, node, start):
+            return Match(node, state.values, state.nodes)
+        return None
+
+    def _instance(self, values: Mapping[str, Any]) -> fx.Node | None:
+        """The pattern traced with `values`; once for those that are alike."""
+        keys = [_key(values[name]) for name in sorted(values)]
+        if None in keys:
+            return self._traced({**self._examples, **values})
+        key = (*keys, *_autocast_state(values))
+        if key not in self._instances:
+            self._instances[key] = self._traced({**self._examples, **values})
+        return self._instances[key]
+
+    def _traced(self, values: Mapping[str, Any]) -> fx.Node | None:
+        """The last node of the pattern's graph, with the values that its nodes have for `values`;
+        None where the function does not take them."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        result = graph.graph_copy(self._graph, copies)
+        known: dict[fx.Node, Any] = {}
+        try:
+            with torch.no_grad(), fake_mode_of(values.values()):
+                for original in self._graph.nodes:
+                    if original.op == "output":
+                        break
+                    out = _value_of(original, values, known)
+                    known[original] = copies[original].meta["example_value"] = out
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return None
+        return result if isinstance(result, fx.Node) else None
+
+
+def _last_operation(node: fx.Node) -> str | None:
+    """The name of the operation that `node` is, or a cast of."""
+    call = canonical(_skip(node, {"cast", "contiguous", IDENTITY})[0])
+    return None if call is None else call.op
+
+
+def _values(found: Any) -> Any:
+    return [_values(v) for v in found] if isinstance(found, (tuple, list)) else value(found)
+
+
+def _value_of(node: fx.Node, values: Mapping[str, Any], known: Mapping[fx.Node, Any]) -> Any:
+    if node.op == "placeholder":
+        return values[str(node.target)]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: known[argument])
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _key(known: Any) -> Any:
+    """What the trace of a pattern depends on, of a value that a parameter stands for; None where
+    that is symbolic, and a trace good for no other value."""
+    if isinstance(known, Tensor):
+        if any(isinstance(size, torch.SymInt) for size in known.shape):
+            return None
+        return known.dtype, tuple(known.shape), known.device
+    if isinstance(known, (torch.SymInt, torch.SymFloat)):
+        return None
+    if isinstance(known, (tuple, list)):
+        parts = tuple(_key(part) for part in known)
+        return None if None in parts else parts
+    return type(known), known
+
+
+def _autocast_state(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    devices = {v.device.type for v in values.values() if isinstance(v, Tensor)}
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in sorted(devices)
+        if torch.is_autocast_enabled(device)
+    )
+
+
+class _Unifier:
+    def __init__(self, tensors: set[str], exact: bool) -> None:
+        self.tensors, self.exact = tensors, exact
+
+    def unify(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
+        """Every way in which `pattern` stands for `found`, starting from `state`."""
+        if isinstance(pattern, fx.Node) and pattern.op == "placeholder":
+            yield from self._bind(str(pattern.target), found, state)
+        elif isinstance(pattern, (fx.Node, Call)):
+            if isinstance(pattern, fx.Node) and not _is_computed(value(pattern)):
+                yield from self._constant(value(pattern), found, state, "a size")
+            else:
+                yield from self._operation(pattern, found, state)
+        elif isinstance(pattern, tuple):
+            if isinstance(found, (tuple, list)) and len(found) == len(pattern):
+                yield from self._all(pattern, tuple(found), state, "an argument")
+        else:
+            yield from self._constant(pattern, found, state, "an argument")
+
+    def _operation(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
+        pattern, _ = self._source(pattern)
+        found, passed = self._source(found)
+        if isinstance(pattern, fx.Node) and pattern.op == "placeholder":
+            yield from self._bind(str(pattern.target), found, self._covering(state, passed))
+            return
+        wanted, call = canonical(pattern), canonical(found)
+        if wanted is None or call is None or wanted.op != call.op:
+            return
+        if len(wanted.args) != len(call.args):
+            return
+        if isinstance(found, fx.Node):
+            passed = (*passed, found)
+        state = self._covering(state, passed)
+        yield from self._all(wanted.args, call.args, state, call.op)
+        if wanted.op in COMMUTATIVE:
+            yield from self._all(wanted.args, call.args[::-1], state, call.op)
+
+    def _all(
+        self, patterns: tuple[Any, ...], found: tuple[Any, ...], state: _State, op: str
+    ) -> Iterator[_State]:
+        if not patterns:
+            yield state
+            return
+        first = patterns[0]
+        if isinstance(first, (fx.Node, Call, tuple)):
+            ways = self.unify(first, found[0], state)
+        else:
+            ways = self._constant(first, found[0], state, op)
+        for way in ways:
+            yield from self._all(patterns[1:], found[1:], way, op)
+
+    def _constant(self, wanted: Any, found: Any, state: _State, op: str) -> Iterator[_State]:
+        if isinstance(value(found), Tensor):
+            return
+        if same(wanted, found):
+            yield state
+        elif not self.exact:
+            if op in ("slice", "a size", "view", "expand"):
+                # A size of the example that the pattern was traced with.
+                yield state
+            elif len(state.differences) < MOST_DIFFERENCES:
+                text = f"{op} has {_text(found)} where the op has {_text(wanted)}"
+                yield replace(state, differences=(*state.differences, text))
+
+    def _bind(self, name: str, found: Any, state: _State) -> Iterator[_State]:
+        passed: tuple[fx.Node, ...] = ()
+        while isinstance(found, fx.Node):
+            found, skipped = _skip(found, {IDENTITY})
+            passed = (*passed, *skipped)
+            yield from self._bound(name, found, self._covering(state, passed))
+            # The op reads any strides and dtypes: what is cast or copied first may be what is
+            # meant, or the cast is part of the pattern.
+            call = canonical(found)
+            if call is None or call.op not in ("cast", "contiguous"):
+                return
+            passed = (*passed, found)
+            found = call.args[0]
+        yield from self._bound(name, found, self._covering(state, passed))
+
+    def _bound(self, name: str, found: Any, state: _State) -> Iterator[_State]:
+        known = value(found)
+        if known is not None and isinstance(known, Tensor) != (name in self.tensors):
+            return
+        if name not in state.values:
+            yield replace(state, values={**state.values, name: found})
+        elif state.values[name] is found or (
+            not isinstance(known, Tensor) and same(state.values[name], found)
+        ):
+            yield state
+
+    def _source(self, node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
+        over = {IDENTITY, "contiguous"} if self.exact else {IDENTITY, "contiguous", "cast"}
+        return _skip(node, over)
+
+    def _covering(self, state: _State, nodes: tuple[fx.Node, ...]) -> _State:
+        return replace(state, nodes=state.nodes.union(nodes)) if nodes else state
+
+
+def _is_computed(known: Any) -> bool:
+    """Whether that is what an operation on tensors gives, and not a size or a dtype."""
+    if isinstance(known, (tuple, list)):
+        return any(isinstance(part, Tensor) for part in known)
+    return isinstance(known, Tensor)
+
+
+def _skip(node: Any, over: set[str]) -> tuple[Any, tuple[fx.Node, ...]]:
+    """What `node` is made from, past operations of the names in `over`; and those nodes."""
+    passed: tuple[fx.Node, ...] = ()
+    while isinstance(node, fx.Node):
+        call = canonical(node)
+        if call is None or call.op not in over:
+            break
+        passed = (*passed, node)
+        node = call.args[0]
+    return node, passed
+
+
+def _text(constant: Any) -> str:
+    constant = value(constant)
+    if isinstance(constant, tuple):
+        return ", ".join(str(part) for part in constant)
+    return str(constant)

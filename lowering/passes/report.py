@@ -1,0 +1,76 @@
+"""What the rewrites found in a graph, and what they left alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import fx
+
+_FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)$')
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place where an op was used, or where a pattern came close.
+
+    Attributes:
+        op: the rewrite: an op's name, "causal_attention" or "grouped_attention".
+        reason: why it was refused, one clause; None where the rewrite was made.
+        where: the innermost line of the code that the graph was traced from.
+        device: the type of the device that the place runs on.
+    """
+
+    op: str
+    reason: str | None
+    where: str
+    device: str
+
+    @property
+    def used(self) -> bool:
+        return self.reason is None
+
+
+@dataclass
+class Report:
+    """The findings of one or several graphs, in the order in which they were made."""
+
+    findings: list[Finding] = field(default_factory=list)
+    _of: dict[fx.Node, Finding] = field(default_factory=dict, repr=False)
+
+    def used(self, op: str, node: fx.Node) -> None:
+        self._of[node] = Finding(op, None, source_line(node), device_of(node))
+        self.findings.append(self._of[node])
+
+    def superseded(self, node: fx.Node) -> None:
+        """Forget the op that is `node`: another one takes its place."""
+        if node in self._of:
+            self.findings.remove(self._of.pop(node))
+
+    def refused(self, op: str, node: fx.Node, reason: str) -> None:
+        self.findings.append(Finding(op, reason, source_line(node), device_of(node)))
+
+    def counts(self) -> dict[str, int]:
+        """How many times each op was used."""
+        return dict(Counter(finding.op for finding in self.findings if finding.used))
+
+
+def source_line(node: fx.Node) -> str:
+    """Where `node` comes from: "modeling_llama.py:73, forward: return self.weight * x"."""
+    lines = (node.stack_trace or "").rstrip().splitlines()
+    for i in range(len(lines) - 1, -1, -1):
+        if frame := _FRAME.match(lines[i]):
+            file = frame["file"].rsplit("/", 1)[-1]
+            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
+            return f"{file}:{frame['line']}, {frame['function']}: {code}"
+    return node.name
+
+
+def device_of(node: fx.Node) -> str:
+    """The type of the device of what `node` computes; "" where that is no tensor."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    device = getattr(value, "device", None)
+    return "" if device is None else str(device.type)

@@ -1,0 +1,232 @@
+"""Put an op in the place of a match, where that changes nothing but the speed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .canonical import IDENTITY, canonical, same, value
+from .graph_state import GraphState, fake_mode_of
+from .pattern import CHEAP, Match, Pattern
+from .report import Report
+
+# What a new node has from the one whose place it takes: where it comes from in the user's code.
+_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+# Of a match, the op that takes its place and its arguments; Refused where there is none.
+Replacement = Callable[[Match], tuple[Any, tuple[Any, ...]]]
+
+
+class Refused(Exception):
+    """Why a match is left alone: one clause."""
+
+
+def replace_all(
+    graph: fx.Graph, report: Report, name: str, spellings: Sequence[tuple[Pattern, Replacement]]
+) -> None:
+    """Replace every match of the first spelling that fits exactly."""
+    search = Search(graph, report, name)
+    for match, replacement in search.matches(spellings):
+        try:
+            with search.state.modes_of(match.root):
+                new = emit(match.root, *replacement(match))
+        except Refused as refused:
+            search.refuse(match, str(refused))
+            continue
+        search.replace(match, new)
+        search.used(new)
+    search.finish()
+
+
+class Search:
+    """The matches of one rewrite in a graph, and what becomes of them."""
+
+    def __init__(self, graph: fx.Graph, report: Report, name: str) -> None:
+        self.graph, self.report, self.name = graph, report, name
+        self.state = GraphState(graph)
+        self._covered: set[fx.Node] = set()
+        self._set_aside: set[fx.Node] = set()
+        self._refused: list[tuple[Match, str]] = []
+        self._used: list[fx.Node] = []
+
+    def matches(
+        self, spellings: Sequence[tuple[Pattern, Any]]
+    ) -> Iterator[tuple[Match, Any]]:
+        """The exact matches, the last of the graph first: a pattern with a further operation is
+        found before one without. A node is the last of one match at most."""
+        for node in reversed(list(self.graph.nodes)):
+            call = canonical(node)
+            if call is None or call.op == IDENTITY:
+                continue
+            if node in self._covered or node in self._set_aside:
+                continue
+            close: list[tuple[Match, str]] = []
+            for pattern, what in spellings:
+                with self.state.modes_of(node):
+                    match = pattern.match(node)
+                if match is None:
+                    continue
+                reason = match.difference or obstacle(match, self.state)
+                if reason is not None:
+                    close.append((match, reason))
+                    continue
+                refused = len(self._refused)
+                yield match, what
+                if len(self._refused) == refused:
+                    close = []
+                    break
+            self._refused += close
+
+    def set_aside(self, match: Match) -> None:
+        """Seek no other match that ends within this one, whatever becomes of it."""
+        self._set_aside |= match.nodes
+
+    def replace(self, match: Match, new: fx.Node) -> None:
+        match.root.replace_all_uses_with(new)
+        self._covered |= match.nodes
+        self.state.take_place(new, match.root)
+
+    def used(self, node: fx.Node) -> None:
+        self._used.append(node)
+
+    def refuse(self, match: Match, reason: str) -> None:
+        self._refused.append((match, reason))
+
+    def finish(self) -> None:
+        """Report, in the order of the graph, and drop what nothing uses any more."""
+        for node in reversed(self._used):
+            self.report.used(self.name, node)
+        told = set(self._covered)
+        refused = []
+        for match, reason in self._refused:
+            if not match.nodes & told:
+                refused.append((match.root, reason))
+                told |= match.nodes
+        for root, reason in reversed(refused):
+            self.report.refused(self.name, root, reason)
+        self.graph.eliminate_dead_code()
+
+
+def obstacle(match: Match, state: GraphState) -> str | None:
+    """Why an op in the place of `match` would not see, or not leave, what the nodes do."""
+    computed = set()
+    for node in match.nodes:
+        call = canonical(node)
+        if call is not None and call.op == IDENTITY:
+            continue
+        computed.add(node)
+        if node is match.root or (call is not None and call.op in CHEAP):
+            continue
+        outside = [user for user in node.users if user not in match.nodes]
+        if outside:
+            return f"{node.name}, a value on the way, is used elsewhere, by {outside[0].name}"
+    if not state.one_mode(computed):
+        return "its operations run in different gradient or autocast modes"
+    inputs = [v for v in match.values.values() if isinstance(v, fx.Node)]
+    first = min(match.nodes, key=state.order.__getitem__)
+    if state.written([*match.nodes, *inputs], first, match.root):
+        return "a tensor is written in place between its operations"
+    return None
+
+
+def emit(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A call of `target` before `root`, whose place it is to take: of its size, dtype and strides.
+
+    What the op's own checks refuse is refused here with their sentence.
+    """
+    result = run(target, args)
+    before = value(root)
+    for what in ("dtype", "shape", "device"):
+        if getattr(result, what) != getattr(before, what):
+            raise Refused(
+                f"the result would have the {what} {getattr(result, what)}, "
+                f"not {getattr(before, what)}"
+            )
+    if result.stride() != before.stride():
+        raise Refused(f"the result would have the strides {result.stride()}, not {before.stride()}")
+    return insert(root, target, args, result)
+
+
+def run(target: Any, args: tuple[Any, ...]) -> Any:
+    """What `target` makes of the values of `args`."""
+    values = pytree.tree_map(value, args)
+    try:
+        with fake_mode_of(pytree.tree_leaves(values)):
+            return target(*values)
+    except (TypeError, ValueError) as error:
+        raise Refused(str(error)) from None
+
+
+def insert(before: fx.Node, target: Any, args: tuple[Any, ...], result: Any) -> fx.Node:
+    """A node with a known result, before another and with its origin."""
+    graph = before.graph
+    with graph.inserting_before(before):
+        new = graph.call_function(target, args)
+    new.meta.update({key: before.meta[key] for key in _ORIGIN if key in before.meta})
+    new.meta["example_value"] = result
+    return new
+
+
+def derive(before: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A node for a view of what another node gives."""
+    return insert(before, target, args, run(target, args))
+
+
+def items(of: fx.Node) -> list[fx.Node]:
+    """The results of a node that has several, each a node after it."""
+    results: list[fx.Node] = []
+    after = of
+    for i, result in enumerate(of.meta["example_value"]):
+        with of.graph.inserting_after(after):
+            item = of.graph.call_function(operator.getitem, (of, i))
+        item.meta.update({key: of.meta[key] for key in _ORIGIN if key in of.meta})
+        item.meta["example_value"] = result
+        results.append(item)
+        after = item
+    return results
+
+
+def is_tensor(argument: Any, dim: int | None = None) -> bool:
+    known = value(argument)
+    return isinstance(known, Tensor) and (dim is None or known.dim() == dim)
+
+
+def number(argument: Any) -> Any:
+    """A number that an op takes as a float: a constant, or a node of one."""
+    known = value(argument)
+    if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat, torch.SymInt)):
+        raise Refused(f"{argument} is not a number that is known while the graph is compiled")
+    return float(known) if isinstance(known, int) else argument
+
+
+def of_one_shape(a: Any, b: Any) -> None:
+    """Raise Refused where two tensors are broadcast against each other."""
+    shapes = [tuple(value(one).shape) if is_tensor(one) else one for one in (a, b)]
+    if not same(*shapes):
+        raise Refused(f"{shapes[0]} and {shapes[1]} are broadcast against each other")
+
+
+def not_under_autocast(match: Match) -> None:
+    """Raise Refused where an op that casts to float32 under autocast would not compute as this."""
+    x = value(match["x"])
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
+        raise Refused("under autocast the op computes in float32, and this in x's dtype")
+
+
+def put_loss(at: fx.Node, target: Any, args: tuple[Any, ...], state: GraphState) -> fx.Node:
+    """Put a loss of the op's own dtype, float32, in the place of one of the logits' dtype."""
+    with state.modes_of(at):
+        result = run(target, args)
+    before = value(at)
+    new = op = insert(at, target, args, result)
+    if result.dtype != before.dtype:
+        new = derive(at, torch.Tensor.to, op, before.dtype)
+    if tuple(value(new).shape) != tuple(before.shape):
+        raise Refused(f"the result would have the shape {tuple(value(new).shape)}")
+    at.replace_all_uses_with(new)
+    return op

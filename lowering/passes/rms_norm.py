@@ -1,0 +1,109 @@
+"""Root-mean-square normalisation, as models write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from .canonical import same, value
+from .pattern import Match, Pattern
+from .report import Report
+from .rewrite import Refused, is_tensor, not_under_autocast, number, replace_all
+
+
+def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(variance + eps)
+    return weight * wide.to(x.dtype)
+
+
+def gemma(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    wide = wide * (offset + weight.to(torch.float32))
+    return wide.to(x.dtype)
+
+
+def olmo2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * wide).to(x.dtype)
+
+
+def helium(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight.to(torch.float32) * wide).to(x.dtype)
+
+
+def unwidened(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def unweighted(x: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype)
+
+
+def unweighted_unwidened(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def torch_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    return F.rms_norm(x, shape, weight, eps)
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    replace_all(graph, report, "rms_norm", SPELLINGS)
+
+
+def _op(casting_mode: str, weighted: bool = True, offset: float = 0.0) -> Any:
+    def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
+        weight = match["weight"] if weighted else None
+        if weighted and not is_tensor(weight, dim=1):
+            raise Refused(f"the weight has the shape {_shape(weight)}, not that of a row")
+        added = number(match["offset"]) if "offset" in match.values else offset
+        not_under_autocast(match)
+        args = (match["x"], weight, number(match["eps"]), added, casting_mode)
+        return torch.ops.liger.rms_norm.default, args
+
+    return replacement
+
+
+def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    if match["eps"] is None:
+        raise Refused("eps=None is the dtype's own epsilon, and the op has no such")
+    if len(match["shape"]) != 1:
+        raise Refused(f"it normalises over {len(match['shape'])} dimensions, not the last alone")
+    if match["weight"] is not None and not same(value(match["weight"]).dtype, value(match["x"]).dtype):
+        raise Refused("the weight is not of the dtype of x")
+    return torch.ops.liger.rms_norm.default, (
+        match["x"],
+        match["weight"],
+        number(match["eps"]),
+        0.0,
+        "gemma",
+    )
+
+
+def _shape(weight: Any) -> Any:
+    return tuple(value(weight).shape) if is_tensor(weight) else weight
+
+
+_ROWS: dict[str, Any] = {"x": (2, 3, 8), "eps": 1e-6}
+_WEIGHTED = {**_ROWS, "weight": (8,)}
+SPELLINGS = [
+    (Pattern(torch_rms_norm, x=(2, 3, 8), shape=[8], weight=(8,), eps=1e-6), _of_torch),
+    (Pattern(llama, **_WEIGHTED), _op("llama")),
+    (Pattern(gemma, **_WEIGHTED, offset=1.0), _op("gemma")),
+    (Pattern(olmo2, **_WEIGHTED), _op("gemma")),
+    (Pattern(helium, **_WEIGHTED), _op("gemma")),
+    (Pattern(unwidened, **_WEIGHTED), _op("none")),
+    (Pattern(unweighted, **_ROWS), _op("gemma", weighted=False)),
+    (Pattern(unweighted_unwidened, **_ROWS), _op("none", weighted=False)),
+]

@@ -1,0 +1,198 @@
+"""Rotary position embedding of queries and keys, as models write it.
+
+The rotation of one tensor is sought; two that share their tables become one op. It computes in
+float32 and rounds once, wherever the code rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .canonical import same, value
+from .pattern import Match, Pattern
+from .report import Report
+from .rewrite import Refused, Search, derive, insert, items, run
+
+
+def turned_halves(x: Tensor) -> Tensor:
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def turned_neighbours(x: Tensor) -> Tensor:
+    x1 = x[..., 0::2]
+    x2 = x[..., 1::2]
+    return torch.stack((-x2, x1), dim=-1).flatten(-2)
+
+
+def llama(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    return ((x * cos) + (turned_halves(x) * sin)).to(x.dtype)
+
+
+def qwen2_vl_vision(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    wide, cos, sin = x.float(), cos.unsqueeze(heads).float(), sin.unsqueeze(heads).float()
+    return ((wide * cos) + (turned_halves(wide) * sin)).to(x.dtype)
+
+
+def phi3(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    return torch.cat([(rotated * cos) + (turned_halves(rotated) * sin), passed], dim=-1)
+
+
+def glm4(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    rotated = (rotated * cos) + (turned_neighbours(rotated) * sin)
+    return torch.cat([rotated, passed], dim=-1)
+
+
+def glm(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    return ((x * cos) + (turned_neighbours(x) * sin)).to(x.dtype)
+
+
+def cohere(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    wide = x.float()
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    return ((wide * cos) + (turned_neighbours(wide) * sin)).to(x.dtype)
+
+
+def neighbours(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    return ((x * cos) + (turned_neighbours(x) * sin)).to(x.dtype)
+
+
+def gpt_oss(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    first, second = torch.chunk(x, 2, dim=-1)[0], torch.chunk(x, 2, dim=-1)[1]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def llama4(x: Tensor, cos: Tensor, heads: int, shape: list[int]) -> Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(shape))
+    return torch.view_as_real(pairs * cos.unsqueeze(heads)).flatten(3).type_as(x)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a spelling pairs elements and what its tables hold."""
+
+    interleaved: bool = False
+    per_pair: bool = False
+    # Whether the spelling reads the first half of its tables only.
+    half_tables: bool = False
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    search = Search(graph, report, "rope")
+    waiting: dict[Any, tuple[Match, Form]] = {}
+    for match, form in search.matches(SPELLINGS):
+        key = (form, match["cos"], match.values.get("sin"), match["heads"])
+        if key not in waiting:
+            waiting[key] = match, form
+            search.set_aside(match)
+            continue
+        # Backwards through the graph: what was found first stands last.
+        later, _ = waiting.pop(key)
+        try:
+            _pair(match, later, form, search)
+        except Refused as refused:
+            search.refuse(later, str(refused))
+    for match, _ in waiting.values():
+        search.refuse(match, "no other tensor is rotated by the same tables")
+    search.finish()
+
+
+def _pair(q: Match, k: Match, form: Form, search: Search) -> None:
+    """Put one op in the place of two rotations, of which k's ends later in the graph."""
+    at = _place(q, k, search)
+    transposed = _is_transposed(q)
+    tensors = [q["x"], k["x"]]
+    tables = [q["cos"], q.values.get("sin")]
+    if transposed:
+        tensors = [derive(at, torch.transpose, x, 1, 2) for x in tensors]
+    if form.half_tables:
+        tables = [derive(at, torch.narrow, t, -1, 0, value(t).shape[-1] // 2) for t in tables]
+    target = torch.ops.liger.rope.default
+    args = (*tensors, *tables, form.interleaved, form.per_pair)
+    with search.state.modes_of(at):
+        results = run(target, args)
+    for result, root in zip(results, (q.root, k.root), strict=True):
+        given, before = result.transpose(1, 2) if transposed else result, value(root)
+        if given.dtype != before.dtype or not same(tuple(given.shape), tuple(before.shape)):
+            raise Refused(f"the result would be {given.dtype}, {tuple(given.shape)}")
+    op = insert(at, target, args, results)
+    rotated = items(op)
+    if transposed:
+        rotated = [derive(at, torch.transpose, x, 1, 2) for x in rotated]
+    for match, new in zip((q, k), rotated, strict=True):
+        search.replace(match, new)
+    search.used(op)
+
+
+def _place(q: Match, k: Match, search: Search) -> fx.Node:
+    """Before which node both results are not used yet, and all that they are made of is there."""
+    state = search.state
+    at = min([k.root, *q.root.users], key=state.order.__getitem__)
+    inputs = [v for v in {**q.values, **k.values, "q": q["x"]}.values() if isinstance(v, fx.Node)]
+    late = [node for node in inputs if state.order[node] >= state.order[at]]
+    if late:
+        raise Refused(f"{at.name} uses the first before there is {late[0].name}, of the second")
+    if not state.one_mode([q.root, k.root, at]):
+        raise Refused("the two are rotated in different gradient or autocast modes")
+    if state.written(inputs, q.root, k.root):
+        raise Refused("a tensor is written in place between the two rotations")
+    return at
+
+
+def _is_transposed(match: Match) -> bool:
+    """Whether the heads stand before the last dimension, and the positions before them."""
+    heads, rank = match["heads"], value(match["x"]).dim()
+    if rank != 4:
+        raise Refused(f"what is rotated has {rank} dimensions, not 4")
+    # The position of the tables' new dimension; counted from the end, of the 4 that it makes.
+    return heads in (2, -2)
+
+
+def _pattern(function: Callable[..., Tensor], elements: int, **more: Any) -> Pattern:
+    tables = {"cos": (1, 3, elements), "sin": (1, 3, elements)}
+    return Pattern(function, x=(2, 5, 3, 8), **{**tables, **more}, heads=1)
+
+
+LLAMA4 = Pattern(
+    llama4,
+    x=(2, 3, 5, 8),
+    cos=torch.empty(1, 3, 4, dtype=torch.complex64, device="meta"),
+    heads=2,
+    shape=[2, 3, 5, 4, 2],
+)
+SPELLINGS = [
+    (_pattern(phi3, 4), Form()),
+    (_pattern(glm4, 4), Form(interleaved=True, per_pair=True, half_tables=True)),
+    (_pattern(glm, 8), Form(interleaved=True, per_pair=True, half_tables=True)),
+    (_pattern(llama, 8), Form()),
+    (_pattern(qwen2_vl_vision, 8), Form()),
+    (_pattern(neighbours, 8), Form(interleaved=True)),
+    (_pattern(cohere, 8), Form(interleaved=True)),
+    (_pattern(gpt_oss, 4), Form(per_pair=True)),
+    (LLAMA4, Form()),
+]
