@@ -95,19 +95,21 @@ def true_results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[st
 
 
 def assert_as_near_to_truth(
-    after: dict[str, Tensor], before: dict[str, Tensor], truth: dict[str, Tensor]
+    after: dict[str, Tensor],
+    before: dict[str, Tensor],
+    truth: dict[str, Tensor],
+    dtype: torch.dtype,
 ) -> None:
     """What the rewritten model gives is as near to float64 as what the untouched one gives.
 
     An op rounds where the code that it replaces rounds, or less often, and sums in another order.
-    So its error is held to twice the untouched model's, one rounding to the model's dtype, and some
-    of the float32 arithmetic inside; each as a norm over the tensor. A gradient that is zero but
+    So its error is held to twice the untouched model's, one rounding to the dtype, and some of the
+    float32 arithmetic inside; each as a norm over the tensor. A gradient that is zero but
     for rounding, such as that of a key's bias, is measured against a thousandth of the gradient of
     the whole model.
     """
     assert after.keys() == before.keys() == truth.keys()
-    eps = max(torch.finfo(value.dtype).eps for value in before.values())
-    roundings = eps + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps
+    roundings = torch.finfo(dtype).eps + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps
     whole = torch.stack([value.norm() for name, value in truth.items() if name != "loss"]).norm()
     for name, true in truth.items():
         assert after[name].dtype is before[name].dtype, name

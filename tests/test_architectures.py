@@ -42,16 +42,20 @@ def rewritten(
     batches: list[dict[str, Any]],
     true: list[dict[str, Tensor]],
     loss: Loss | None = None,
+    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> list[Counter[str]]:
-    """What the backend put into each graph of `model`, whose results it did not change."""
+    """What the backend put into each graph of `model`, whose results it did not change.
+
+    `dtype` is that of its arithmetic, where its parameters have another.
+    """
     loss = loss_of(model) if loss is None else loss
     untouched, without = compiled(loss, "none", **options)
     before = [results(model, untouched, batch) for batch in batches]
     fused, inner = compiled(loss, "liger", **options)
     after = [results(model, fused, batch) for batch in batches]
     for run in zip(after, before, true, strict=True):
-        assert_as_near_to_truth(*run)
+        assert_as_near_to_truth(*run, dtype or next(model.parameters()).dtype)
     return [Counter(graph) - own for graph, own in zip(inner.counts, without.counts, strict=True)]
 
 
@@ -66,7 +70,6 @@ def rewritten_variant(
     batch = {**text_batch(), **(changes or {})}
     model, wide = architecture.make(dtype), architecture.make(torch.float64)
     prepare(model)
-    prepare(wide)
     true = true_results(wide, loss_of(wide), batch)
     return rewritten(model, [batch], [true])[0]
 
@@ -117,18 +120,20 @@ def test_document_is_of_this_table() -> None:
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_dynamic_shapes(name: str, dynamic: bool | None) -> None:
-    """Three lengths: one compilation if they are dynamic, and one more if that is found out."""
+    """Three lengths, with no compilation more than the untouched model has, two at most."""
     architecture = BY_NAME[name]
     batches = [text_batch(shape) for shape in ((2, 16), (2, 24), (2, 11))]
     wide = architecture.make(torch.float64)
     true = [true_results(wide, loss_of(wide), batch) for batch in batches]
     graphs = rewritten(architecture.make(), batches, true, dynamic=dynamic)
-    assert len(graphs) == (1 if dynamic else 2)
+    assert len(graphs) <= 2
     assert all(counts == architecture.found for counts in graphs)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "GPTNeoX"])
 def test_autocast(name: str) -> None:
+    """Queries in bfloat16 by tables in float32 are float32 here, and of the queries' dtype in the
+    op: rope stays as it is."""
     architecture = BY_NAME[name]
     model, wide = architecture.make(), architecture.make(torch.float64)
 
@@ -136,9 +141,9 @@ def test_autocast(name: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return model(**batch).loss
 
-    batch = text_batch()
-    (counts,) = rewritten(model, [batch], [true_results(wide, loss_of(wide), batch)], loss)
-    assert counts == architecture.found
+    true = true_results(wide, loss_of(wide), text_batch())
+    (counts,) = rewritten(model, [text_batch()], [true], loss, torch.bfloat16)
+    assert counts == found(name, rope=0)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPTNeoX"])
@@ -221,7 +226,7 @@ def test_without_labels(name: str) -> None:
         function, inner = compiled(logits_of(model), backend)
         runs[backend] = results(model, loss_by(function), batch)
         (counts[backend],) = inner.counts
-    assert_as_near_to_truth(runs["liger"], runs["none"], true)
+    assert_as_near_to_truth(runs["liger"], runs["none"], true, torch.float32)
     assert counts["liger"] == found(name, linear_cross_entropy=0)
 
 
@@ -245,7 +250,7 @@ def test_returned_logits_are_kept(name: str) -> None:
     for backend in ("none", "liger"):
         function, inner = compiled(model, backend)
         runs[backend] = results(model, step(function, backend), batch)
-    assert_as_near_to_truth(runs["liger"], runs["none"], true)
+    assert_as_near_to_truth(runs["liger"], runs["none"], true, torch.float32)
     torch.testing.assert_close(logits["liger"], logits["none"])
     assert inner.counts == [found(name, linear_cross_entropy=0, cross_entropy=1)]
 
@@ -310,4 +315,6 @@ def test_inductor() -> None:
         torch._dynamo.reset()
         function = torch.compile(loss_of(model), backend=backend, fullgraph=True)
         runs[backend] = results(model, function, batch)
-    assert_as_near_to_truth(runs["liger"], runs["inductor"], true_of(architecture.name))
+    assert_as_near_to_truth(
+        runs["liger"], runs["inductor"], true_of(architecture.name), torch.float32
+    )
