@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .canonical import IDENTITY, canonical, same, value
-from .graph_state import GraphState, fake_mode_of
+from .graph_state import GraphState, eliminate_dead_code, fake_mode_of
 from .pattern import CHEAP, Match, Pattern
 from .report import Report
 
@@ -109,7 +109,7 @@ class Search:
                 told |= match.nodes
         for root, reason in reversed(refused):
             self.report.refused(self.name, root, reason)
-        self.graph.eliminate_dead_code()
+        eliminate_dead_code(self.graph)
 
 
 def obstacle(match: Match, state: GraphState) -> str | None:
