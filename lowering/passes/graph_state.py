@@ -120,7 +120,10 @@ def _targets(node: fx.Node) -> list[Any]:
         return given + [node.kwargs[name] for _, name in written if name in node.kwargs]
     targets = [] if node.kwargs.get("out") is None else [node.kwargs["out"]]
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or node.target in _IN_PLACE
+    in_place = node.target in _IN_PLACE or (
+        # `operator.and_` has its underscore for another reason.
+        name.endswith("_") and not name.endswith("__") and not hasattr(operator, name)
+    )
     position = _INPLACE_POSITION.get(name, len(node.args))
     if in_place or node.kwargs.get("inplace") or any(node.args[position : position + 1]):
         targets += node.args[:1]
