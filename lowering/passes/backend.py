@@ -10,6 +10,7 @@ from torch import fx
 
 from ...compile_cache import package_hash
 from . import REWRITES, rewrite, rewrite_graph
+from .inductor import declare_ops
 
 Compiled = Callable[..., Any]
 InnerBackend = str | Callable[..., Compiled]
@@ -50,6 +51,7 @@ def liger(
     names = checked_names(rest.pop("rewrites", None))
     rewrite(module, names)
     if inner == "inductor":
+        declare_ops()
         wrapper = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
         return wrapper(module, example_inputs)  # type: ignore[no-any-return]
     wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
@@ -102,6 +104,7 @@ def graph_pass(rewrites: Collection[str] | None = None) -> Any:
 
     class LigerGraphPass(CustomGraphPass):  # type: ignore[misc]
         def __call__(self, graph: fx.Graph) -> None:
+            declare_ops()
             rewrite_graph(graph, names)
 
         def uuid(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .graph_state import GraphState
+from .graph_state import GraphState, eliminate_dead_code
 from .loss_chain import Loss, losses, positions, read
 from .report import Report
 from .rewrite import Refused, put_loss
@@ -19,7 +19,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
             report.used(OP, _replaced(read(node), GraphState(graph)))
         except Refused as refused:
             report.refused(OP, node, str(refused))
-    graph.eliminate_dead_code()
+    eliminate_dead_code(graph)
 
 
 def _replaced(loss: Loss, state: GraphState) -> fx.Node:

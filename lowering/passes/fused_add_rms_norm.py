@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .canonical import canonical, same, value
-from .graph_state import GraphState
+from .graph_state import GraphState, eliminate_dead_code
 from .report import Report
 from .rewrite import Refused, insert, is_tensor, items, run
 
@@ -28,7 +28,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
             _fuse(norm, total, call.args, GraphState(graph), report)
         except Refused as refused:
             report.refused(OP, norm, str(refused))
-    graph.eliminate_dead_code()
+    eliminate_dead_code(graph)
 
 
 def _fuse(

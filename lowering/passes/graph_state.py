@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from .canonical import value
 
@@ -81,6 +82,11 @@ class GraphState:
             yield
 
 
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Drop what nothing uses. fx's own takes every method for pure, `copy_` among them."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or writes(node))
+
+
 def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """The mode of the fake tensors among `values`: it is not the one that is active while a backend
     runs."""
@@ -90,36 +96,38 @@ def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any
     return contextlib.nullcontext()
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether `node` writes to one of its arguments."""
+    return bool(_targets(node))
+
+
 def _written(node: fx.Node) -> set[int]:
     """The storages that `node` writes to."""
+    return {key for target in pytree.tree_leaves(_targets(node)) for key in _storages(target)}
+
+
+def _targets(node: fx.Node) -> list[Any]:
+    """The arguments that `node` writes to."""
     if node.op not in ("call_function", "call_method"):
-        return set()
-    targets: list[Any] = []
-    if node.kwargs.get("out") is not None:
-        targets.append(node.kwargs["out"])
+        return []
     if isinstance(node.target, torch._ops.OpOverload):
-        for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                targets.append(given)
-        targets += [
-            node.kwargs[argument.name]
-            for argument in node.target._schema.arguments
-            if argument.alias_info is not None
-            and argument.alias_info.is_write
-            and argument.name in node.kwargs
+        written = [
+            (i, argument.name)
+            for i, argument in enumerate(node.target._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
         ]
-    else:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__")
-        position = _INPLACE_POSITION.get(name, len(node.args))
-        asked = node.kwargs.get("inplace") or any(node.args[position : position + 1])
-        if writes or node.target in _IN_PLACE or asked:
-            targets += node.args[:1]
-    keys: set[int] = set()
-    for target in targets:
-        for one in target if isinstance(target, (tuple, list)) else (target,):
-            keys |= _storages(one)
-    return keys
+        given = [node.args[i] for i, _ in written if i < len(node.args)]
+        return given + [node.kwargs[name] for _, name in written if name in node.kwargs]
+    targets = [] if node.kwargs.get("out") is None else [node.kwargs["out"]]
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.target in _IN_PLACE or (
+        # `operator.and_` has its underscore for another reason.
+        name.endswith("_") and not name.endswith("__") and not hasattr(operator, name)
+    )
+    position = _INPLACE_POSITION.get(name, len(node.args))
+    if in_place or node.kwargs.get("inplace") or any(node.args[position : position + 1]):
+        targets += node.args[:1]
+    return targets
 
 
 def _storages(node: Any) -> set[int]:

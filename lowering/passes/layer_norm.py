@@ -28,7 +28,7 @@ def cohere(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "layer_norm", SPELLINGS)
+    replace_all(graph, report, "layer_norm", SPELLINGS, by_rows=True)
 
 
 def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:

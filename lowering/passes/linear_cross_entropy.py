@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from .canonical import canonical, same, value
-from .graph_state import GraphState
+from .graph_state import GraphState, eliminate_dead_code
 from .loss_chain import Loss, losses, outside_user, positions, read
 from .report import Report
 from .rewrite import Refused, is_tensor, put_loss
@@ -23,7 +23,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
                 report.used(OP, _replaced(loss, call.args, GraphState(graph)))
         except Refused as refused:
             report.refused(OP, node, str(refused))
-    graph.eliminate_dead_code()
+    eliminate_dead_code(graph)
 
 
 def _replaced(loss: Loss, linear: tuple[fx.Node, ...], state: GraphState) -> fx.Node:

@@ -65,10 +65,16 @@ class Pattern:
     `examples` gives each of its parameters a value to be traced with: for a tensor its sizes, as a
     tuple, and any number for a number. The sizes must differ where the function's meaning hangs on
     that they do.
+
+    With `any_casts` the graph may cast wherever it likes, as long as the result has the dtype of
+    the parameter x: for an op that computes in float32 and rounds once, however the code rounds.
     """
 
-    def __init__(self, function: Callable[..., Any], **examples: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], any_casts: bool = False, **examples: Any
+    ) -> None:
         self.function = function
+        self.any_casts = any_casts
         self._graph = fx.symbolic_trace(function).graph
         self._examples = {
             name: torch.empty(example, device="meta") if isinstance(example, tuple) else example
@@ -102,11 +108,15 @@ class Pattern:
         return close
 
     def _exact(self, node: fx.Node, found: _State) -> Match | None:
-        root = self._instance({name: _values(v) for name, v in found.values.items()})
+        values = {name: _values(v) for name, v in found.values.items()}
+        if self.any_casts and value(node).dtype != values["x"].dtype:
+            return None
+        root = self._instance(values)
         if root is None:
             return None
         start = _State(found.values, frozenset())
-        for state in _Unifier(self._tensors, exact=True).unify(root, node, start):
+        unifier = _Unifier(self._tensors, exact=True, any_casts=self.any_casts)
+        for state in unifier.unify(root, node, start):
             return Match(node, state.values, state.nodes)
         return None
 
@@ -183,8 +193,11 @@ def _autocast_state(values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class _Unifier:
-    def __init__(self, tensors: set[str], exact: bool) -> None:
+    def __init__(self, tensors: set[str], exact: bool, any_casts: bool = False) -> None:
         self.tensors, self.exact = tensors, exact
+        self.overlooked = {IDENTITY, "contiguous"}
+        if any_casts or not exact:
+            self.overlooked.add("cast")
 
     def unify(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
         """Every way in which `pattern` stands for `found`, starting from `state`."""
@@ -202,11 +215,11 @@ class _Unifier:
             yield from self._constant(pattern, found, state, "an argument")
 
     def _operation(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
-        pattern, _ = self._source(pattern)
-        found, passed = self._source(found)
+        pattern, _ = _skip(pattern, self.overlooked)
         if isinstance(pattern, fx.Node) and pattern.op == "placeholder":
-            yield from self._bind(str(pattern.target), found, self._covering(state, passed))
+            yield from self._bind(str(pattern.target), found, state)
             return
+        found, passed = _skip(found, self.overlooked)
         wanted, call = canonical(pattern), canonical(found)
         if wanted is None or call is None or wanted.op != call.op:
             return
@@ -271,10 +284,6 @@ class _Unifier:
             not isinstance(known, Tensor) and same(state.values[name], found)
         ):
             yield state
-
-    def _source(self, node: Any) -> tuple[Any, tuple[fx.Node, ...]]:
-        over = {IDENTITY, "contiguous"} if self.exact else {IDENTITY, "contiguous", "cast"}
-        return _skip(node, over)
 
     def _covering(self, state: _State, nodes: tuple[fx.Node, ...]) -> _State:
         return replace(state, nodes=state.nodes.union(nodes)) if nodes else state

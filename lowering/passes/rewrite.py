@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .canonical import IDENTITY, canonical, same, value
-from .graph_state import GraphState, fake_mode_of
+from .graph_state import GraphState, eliminate_dead_code, fake_mode_of
 from .pattern import CHEAP, Match, Pattern
 from .report import Report
 
@@ -27,14 +28,23 @@ class Refused(Exception):
 
 
 def replace_all(
-    graph: fx.Graph, report: Report, name: str, spellings: Sequence[tuple[Pattern, Replacement]]
+    graph: fx.Graph,
+    report: Report,
+    name: str,
+    spellings: Sequence[tuple[Pattern, Replacement]],
+    by_rows: bool = False,
 ) -> None:
-    """Replace every match of the first spelling that fits exactly."""
+    """Replace every match of the first spelling that fits exactly.
+
+    `by_rows` says of an op that its first argument's rows, along the last dimension, are computed
+    each for itself: in whatever order they lie.
+    """
     search = Search(graph, report, name)
     for match, replacement in search.matches(spellings):
         try:
             with search.state.modes_of(match.root):
-                new = emit(match.root, *replacement(match))
+                target, args = replacement(match)
+                new = (emit_by_rows if by_rows else emit)(match.root, target, args)
         except Refused as refused:
             search.refuse(match, str(refused))
             continue
@@ -109,7 +119,7 @@ class Search:
                 told |= match.nodes
         for root, reason in reversed(refused):
             self.report.refused(self.name, root, reason)
-        self.graph.eliminate_dead_code()
+        eliminate_dead_code(self.graph)
 
 
 def obstacle(match: Match, state: GraphState) -> str | None:
@@ -140,7 +150,32 @@ def emit(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     What the op's own checks refuse is refused here with their sentence.
     """
     result = run(target, args)
-    before = value(root)
+    _check_result(result, value(root))
+    return insert(root, target, args, result)
+
+
+def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """The same for an op whose result is contiguous, also where x and the result are not: the heads
+    of a projection, seen as (B, heads, S, D)."""
+    x, before = args[0], value(root)
+    swapped = next(
+        (
+            pair
+            for pair in itertools.combinations(range(before.dim() - 1), 2)
+            if before.transpose(*pair).is_contiguous() and value(x).transpose(*pair).is_contiguous()
+        ),
+        None,
+    )
+    if before.is_contiguous() or swapped is None:
+        return emit(root, target, args)
+    result = run(target, (value(x).transpose(*swapped), *args[1:]))
+    _check_result(result.transpose(*swapped), before)
+    rows = derive(root, torch.transpose, x, *swapped)
+    op = insert(root, target, (rows, *args[1:]), result)
+    return derive(root, torch.transpose, op, *swapped)
+
+
+def _check_result(result: Any, before: Any) -> None:
     for what in ("dtype", "shape", "device"):
         if getattr(result, what) != getattr(before, what):
             raise Refused(
@@ -149,7 +184,6 @@ def emit(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
             )
     if result.stride() != before.stride():
         raise Refused(f"the result would have the strides {result.stride()}, not {before.stride()}")
-    return insert(root, target, args, result)
 
 
 def run(target: Any, args: tuple[Any, ...]) -> Any:

@@ -21,6 +21,13 @@ def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
+def t5(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    # Of float32 for the dtype of the variance.
+    wide = x * torch.rsqrt(variance + eps)
+    return weight * wide.to(x.dtype)
+
+
 def gemma(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -59,7 +66,7 @@ def torch_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: floa
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "rms_norm", SPELLINGS)
+    replace_all(graph, report, "rms_norm", SPELLINGS, by_rows=True)
 
 
 def _op(casting_mode: str, weighted: bool = True, offset: float = 0.0) -> Any:
@@ -100,6 +107,7 @@ _WEIGHTED = {**_ROWS, "weight": (8,)}
 SPELLINGS = [
     (Pattern(torch_rms_norm, x=(2, 3, 8), shape=[8], weight=(8,), eps=1e-6), _of_torch),
     (Pattern(llama, **_WEIGHTED), _op("llama")),
+    (Pattern(t5, **_WEIGHTED), _op("llama")),
     (Pattern(gemma, **_WEIGHTED, offset=1.0), _op("gemma")),
     (Pattern(olmo2, **_WEIGHTED), _op("gemma")),
     (Pattern(helium, **_WEIGHTED), _op("gemma")),

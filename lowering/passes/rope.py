@@ -34,12 +34,7 @@ def turned_neighbours(x: Tensor) -> Tensor:
 def llama(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     cos = cos.unsqueeze(heads)
     sin = sin.unsqueeze(heads)
-    return ((x * cos) + (turned_halves(x) * sin)).to(x.dtype)
-
-
-def qwen2_vl_vision(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    wide, cos, sin = x.float(), cos.unsqueeze(heads).float(), sin.unsqueeze(heads).float()
-    return ((wide * cos) + (turned_halves(wide) * sin)).to(x.dtype)
+    return (x * cos) + (turned_halves(x) * sin)
 
 
 def phi3(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
@@ -64,20 +59,26 @@ def glm(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     sin = sin.unsqueeze(heads)
     cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
     sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
-    return ((x * cos) + (turned_neighbours(x) * sin)).to(x.dtype)
+    return (x * cos) + (turned_neighbours(x) * sin)
 
 
 def cohere(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    wide = x.float()
     cos = cos.unsqueeze(heads)
     sin = sin.unsqueeze(heads)
-    return ((wide * cos) + (turned_neighbours(wide) * sin)).to(x.dtype)
+    return (x * cos) + (turned_neighbours(x) * sin)
 
 
-def neighbours(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    return ((x * cos) + (turned_neighbours(x) * sin)).to(x.dtype)
+def gptj(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads).repeat_interleave(2, dim=-1)
+    sin = sin.unsqueeze(heads).repeat_interleave(2, dim=-1)
+    return (x * cos) + (turned_neighbours(x) * sin)
+
+
+def gptj_partly(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads).repeat_interleave(2, dim=-1)
+    sin = sin.unsqueeze(heads).repeat_interleave(2, dim=-1)
+    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    return torch.cat([(rotated * cos) + (turned_neighbours(rotated) * sin), passed], dim=-1)
 
 
 def gpt_oss(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
@@ -173,13 +174,14 @@ def _is_transposed(match: Match) -> bool:
     return heads in (2, -2)
 
 
-def _pattern(function: Callable[..., Tensor], elements: int, **more: Any) -> Pattern:
+def _pattern(function: Callable[..., Tensor], elements: int) -> Pattern:
     tables = {"cos": (1, 3, elements), "sin": (1, 3, elements)}
-    return Pattern(function, x=(2, 5, 3, 8), **{**tables, **more}, heads=1)
+    return Pattern(function, any_casts=True, x=(2, 5, 3, 8), **tables, heads=1)
 
 
-LLAMA4 = Pattern(
+_LLAMA4 = Pattern(
     llama4,
+    any_casts=True,
     x=(2, 3, 5, 8),
     cos=torch.empty(1, 3, 4, dtype=torch.complex64, device="meta"),
     heads=2,
@@ -189,10 +191,10 @@ SPELLINGS = [
     (_pattern(phi3, 4), Form()),
     (_pattern(glm4, 4), Form(interleaved=True, per_pair=True, half_tables=True)),
     (_pattern(glm, 8), Form(interleaved=True, per_pair=True, half_tables=True)),
+    (_pattern(gptj_partly, 2), Form(interleaved=True, per_pair=True)),
+    (_pattern(gptj, 4), Form(interleaved=True, per_pair=True)),
     (_pattern(llama, 8), Form()),
-    (_pattern(qwen2_vl_vision, 8), Form()),
-    (_pattern(neighbours, 8), Form(interleaved=True)),
     (_pattern(cohere, 8), Form(interleaved=True)),
     (_pattern(gpt_oss, 4), Form(per_pair=True)),
-    (LLAMA4, Form()),
+    (_LLAMA4, Form()),
 ]
