@@ -14,9 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 ATTENTION = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 
-# What a sum in another order may differ by, in units of float32's epsilon.
-FLOAT32_ROUNDINGS = 8
-
 Loss = Callable[..., Tensor]
 
 
@@ -94,22 +91,25 @@ def true_results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[st
         return results(model, loss, batch)
 
 
+def roundings(dtype: torch.dtype) -> float:
+    """One to `dtype`, and what sums in another order may differ by in the float32 inside."""
+    return torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
+
+
 def assert_as_near_to_truth(
     after: dict[str, Tensor],
     before: dict[str, Tensor],
     truth: dict[str, Tensor],
-    dtype: torch.dtype,
+    allowance: float,
 ) -> None:
     """What the rewritten model gives is as near to float64 as what the untouched one gives.
 
     An op rounds where the code that it replaces rounds, or less often, and sums in another order.
-    So its error is held to twice the untouched model's, one rounding to the dtype, and some of the
-    float32 arithmetic inside; each as a norm over the tensor. A gradient that is zero but
-    for rounding, such as that of a key's bias, is measured against a thousandth of the gradient of
-    the whole model.
+    So its error is held to twice the untouched model's and an allowance for roundings; each as a
+    norm over the tensor. A gradient that is zero but for rounding, such as that of a key's bias, is
+    measured against a thousandth of the gradient of the whole model.
     """
     assert after.keys() == before.keys() == truth.keys()
-    roundings = torch.finfo(dtype).eps + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps
     whole = torch.stack([value.norm() for name, value in truth.items() if name != "loss"]).norm()
     for name, true in truth.items():
         assert after[name].dtype is before[name].dtype, name
@@ -117,7 +117,7 @@ def assert_as_near_to_truth(
         error_after, error_before = (
             ((found[name].double() - true).norm() / scale).item() for found in (after, before)
         )
-        bound = 2 * error_before + roundings
+        bound = 2 * error_before + allowance
         assert error_after <= bound, (
             f"{name}: {error_after:.2e} from truth after, {error_before:.2e} before"
         )

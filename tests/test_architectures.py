@@ -21,6 +21,7 @@ from compiled_models import (
     compiled,
     loss_of,
     results,
+    roundings,
     true_results,
 )
 
@@ -55,7 +56,7 @@ def rewritten(
     fused, inner = compiled(loss, "liger", **options)
     after = [results(model, fused, batch) for batch in batches]
     for run in zip(after, before, true, strict=True):
-        assert_as_near_to_truth(*run, dtype or next(model.parameters()).dtype)
+        assert_as_near_to_truth(*run, roundings(dtype or next(model.parameters()).dtype))
     return [Counter(graph) - own for graph, own in zip(inner.counts, without.counts, strict=True)]
 
 
@@ -226,7 +227,7 @@ def test_without_labels(name: str) -> None:
         function, inner = compiled(logits_of(model), backend)
         runs[backend] = results(model, loss_by(function), batch)
         (counts[backend],) = inner.counts
-    assert_as_near_to_truth(runs["liger"], runs["none"], true, torch.float32)
+    assert_as_near_to_truth(runs["liger"], runs["none"], true, roundings(torch.float32))
     assert counts["liger"] == found(name, linear_cross_entropy=0)
 
 
@@ -250,7 +251,7 @@ def test_returned_logits_are_kept(name: str) -> None:
     for backend in ("none", "liger"):
         function, inner = compiled(model, backend)
         runs[backend] = results(model, step(function, backend), batch)
-    assert_as_near_to_truth(runs["liger"], runs["none"], true, torch.float32)
+    assert_as_near_to_truth(runs["liger"], runs["none"], true, roundings(torch.float32))
     torch.testing.assert_close(logits["liger"], logits["none"])
     assert inner.counts == [found(name, linear_cross_entropy=0, cross_entropy=1)]
 
@@ -316,5 +317,5 @@ def test_inductor() -> None:
         function = torch.compile(loss_of(model), backend=backend, fullgraph=True)
         runs[backend] = results(model, function, batch)
     assert_as_near_to_truth(
-        runs["liger"], runs["inductor"], true_of(architecture.name), torch.float32
+        runs["liger"], runs["inductor"], true_of(architecture.name), roundings(torch.float32)
     )
