@@ -18,7 +18,21 @@ _IN_PLACE = {
     operator.setitem,
     *(
         getattr(operator, f"i{name}")
-        for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "pow",
+            "and",
+            "or",
+            "xor",
+            "lshift",
+            "rshift",
+            "matmul",
+        ]
     ),
 }
 # Where functions of torch.nn.functional have `inplace` among their arguments.
