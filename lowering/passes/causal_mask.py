@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .attention import attentions, set_arguments
+from .attention import attentions, erase_unused, set_arguments
 from .canonical import value
 from .graph_state import GraphState
 from .index_algebra import (
@@ -48,24 +48,23 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
     A block's mask is made outside of it: the graph around it is to be rewritten before the block.
     """
-    states = [
-        GraphState(module.graph)
-        for module in (graph.owning_module.modules() if graph.owning_module is not None else ())
-        if isinstance(module, fx.GraphModule)
-    ] or [GraphState(graph)]
     for functions, scope in _scopes(graph, IndexFunctions()):
+        state = GraphState(scope)
         for node, arguments in attentions(scope):
             mask = arguments["attn_mask"]
             if mask is None or arguments["is_causal"] is not False or node.meta.get(_JUDGED):
                 continue
             node.meta[_JUDGED] = True
-            reason = _difference(functions, arguments) or _write(functions, states)
+            reason = (
+                _difference(functions, arguments)
+                or _write(functions, mask, graph)
+                or set_arguments(node, {**arguments, "attn_mask": None, "is_causal": True}, state)
+            )
             if reason is not None:
                 report.refused(OP, node, reason)
                 continue
-            set_arguments(node, {**arguments, "attn_mask": None, "is_causal": True})
             report.used(OP, node)
-            _erase_unused(mask, functions)
+            erase_unused(mask, set(functions.read(mask)))
 
 
 def _scopes(
@@ -136,7 +135,11 @@ def _visible(mask: Value) -> Condition:
 
 def _departure(visible: Condition, shape: Sequence[Size]) -> str | None:
     """The first way in which it is not the case that j <= i, of query i and key j."""
-    i, j, t = -2, -1, 0  # t, which is no axis, is the distance of i and j, 1 or more but on the diagonal
+    i, j, t = (
+        -2,
+        -1,
+        0,
+    )  # t, which is no axis, is the distance of i and j, 1 or more but on the diagonal
     queries, keys = shape[i], shape[j]
     others = {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), i)}
 
@@ -156,31 +159,21 @@ def _departure(visible: Condition, shape: Sequence[Size]) -> str | None:
     diagonal = Region([Frame({j: index(i)}, {**others, i: (0, (queries - 1, keys - 1))})])
     earlier = known(queries <= 1) or region(lower=j, upper=i).decide(visible)
     if earlier is not True:
-        return "an earlier key is hidden" if earlier is False else "an earlier key may be hidden"
+        return "its mask may hide an earlier key, as a sliding window does"
     if diagonal.decide(visible) is not True:
-        return "a query's own key may be hidden"
+        return "its mask may hide a query's own key"
     if not known(keys <= 1) and region(lower=i, upper=j).decide(visible) is not False:
-        return "a later key may be visible"
+        return "its mask may let a later key be seen"
     return None
 
 
-def _write(functions: IndexFunctions, states: Sequence[GraphState]) -> str | None:
+def _write(functions: IndexFunctions, mask: fx.Node, graph: fx.Graph) -> str | None:
     """Whether anything that a mask was read from is ever written in place."""
-    scope: IndexFunctions | None = functions
-    while scope is not None:
-        for state in states:
+    read = set(functions.read(mask))
+    for module in graph.owning_module.modules() if graph.owning_module is not None else ():
+        if isinstance(module, fx.GraphModule):
+            state = GraphState(module.graph)
             first, *_, last = state.order
-            if state.written(scope.read, first, last):
+            if state.written(read, first, last):
                 return "its mask, or what that is made of, is written in place"
-        scope = scope.outer
     return None
-
-
-def _erase_unused(node: fx.Node, functions: IndexFunctions) -> None:
-    """Erase a mask that nothing uses any more. What was read as a function has no other effect."""
-    if node.users or node.op == "placeholder" or node not in functions.read:
-        return
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for one in inputs:
-        _erase_unused(one, functions)

@@ -8,7 +8,7 @@ arithmetic in the dtype could differ from that of whole numbers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,13 +69,11 @@ class IndexFunctions:
     ) -> None:
         self.outer = outer
         self.operands = operands or {}
-        self.read: set[fx.Node] = set()
         self._values: dict[fx.Node, Value | Unknown] = {}
         self._depth = 0
 
     def value(self, node: fx.Node) -> Value:
         if node not in self._values:
-            self.read.add(node)
             self._depth += 1
             try:
                 self._values[node] = self._found(node)
@@ -87,6 +85,20 @@ class IndexFunctions:
         if isinstance(value, Unknown):
             raise value
         return value
+
+    def read(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The nodes whose values make that of `node`, itself first."""
+        found: set[fx.Node] = set()
+        waiting = [node]
+        while waiting:
+            part = waiting.pop()
+            if part in found or part not in self._values:
+                continue
+            found.add(part)
+            yield part
+            waiting += part.all_input_nodes
+            if part in self.operands and self.outer is not None:
+                yield from self.outer.read(self.operands[part])
 
     def shaped(self, argument: Any, shape: Sequence[Size]) -> Value:
         """An operand as a function of the indices of a tensor that it is broadcast to."""
@@ -277,9 +289,7 @@ def _same_elements(of: IndexFunctions, node: fx.Node, x: Any, *args: Any, **kwar
         for old, new in zip(before, after, strict=True)
     ):
         raise Unknown(f"{node.name} merges or splits dimensions")
-    return at(
-        of.value(x), {old: index(new) for old, new in zip(before, after, strict=True)}
-    )
+    return at(of.value(x), {old: index(new) for old, new in zip(before, after, strict=True)})
 
 
 @rule("expand", "expand_as", "broadcast_to", "repeat", "tile")
@@ -367,9 +377,7 @@ def _gathered(of: IndexFunctions, node: fx.Node, x: Any, items: tuple[Any, ...])
         if not isinstance(place, Affine):
             raise Unknown(f"{node.name} is indexed by places that are not known")
         place = at(place, {other: index(other - rest) for other in axes_of(place)})
-        inside = both(
-            at_least(place, affine(0)), at_least(affine(sizes[axis]), place + affine(1))
-        )
+        inside = both(at_least(place, affine(0)), at_least(affine(sizes[axis]), place + affine(1)))
         if everywhere(shape).decide(inside) is not True:
             raise Unknown(f"{node.name} is indexed by places that may be out of range")
         places[axis] = place
