@@ -29,7 +29,6 @@ from .index_algebra import (
     Size,
     Unknown,
     Value,
-    affine,
     index,
     is_condition,
     known,
@@ -72,8 +71,9 @@ def _scopes(
 ) -> Iterator[tuple[IndexFunctions, fx.Graph]]:
     """The graph, and each one that it calls once, with what is known of its operands."""
     yield functions, graph
-    called = Counter(module for _, module in _calls(graph))
-    for node, module in _calls(graph):
+    calls = _calls(graph)
+    called = Counter(module for _, module in calls)
+    for node, module in calls:
         inputs = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
         if called[module] > 1 or len(inputs) != len(node.args) - 1:
             continue
@@ -82,16 +82,17 @@ def _scopes(
         yield from _scopes(module.graph, IndexFunctions(functions, operands))
 
 
-def _calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule]]:
-    """The calls of subgraphs with their operands: what a checkpointed block is to Dynamo."""
+def _calls(graph: fx.Graph) -> list[tuple[fx.Node, fx.GraphModule]]:
+    """The calls of checkpointed blocks, each with its operands after the block."""
+    calls = []
     for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.HigherOrderOperator) or not node.args:
-            continue
-        body = node.args[0]
-        if isinstance(body, fx.Node) and body.op == "get_attr":
-            module = getattr(graph.owning_module, str(body.target), None)
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and (
+            node.target.name() == "tag_activation_checkpoint"
+        ):
+            module = getattr(graph.owning_module, str(node.args[0].target), None)
             if isinstance(module, fx.GraphModule):
-                yield node, module
+                calls.append((node, module))
+    return calls
 
 
 def _difference(functions: IndexFunctions, arguments: dict[str, Any]) -> str | None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-Size = Union[int, torch.SymInt]
+Size = int | torch.SymInt
 LEAVES = 16
 
 
@@ -84,9 +84,9 @@ class Choice:
     no: Number
 
 
-Condition = Union[bool, NonNegative, Not, Both]
-Number = Union[Affine, Choice]
-Value = Union[Number, Condition]
+Condition = bool | NonNegative | Not | Both
+Number = Affine | Choice
+Value = Number | Condition
 
 
 def is_condition(value: Value) -> bool:

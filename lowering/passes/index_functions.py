@@ -371,7 +371,7 @@ def _gathered(of: IndexFunctions, node: fx.Node, x: Any, items: tuple[Any, ...])
     rest = len(sizes) - len(items)
     places = {axis: index(axis) for axis in range(-rest, 0)}
     for axis, item in enumerate(items, start=-len(sizes)):
-        if traced(item).dtype == torch.bool:
+        if traced(item).dtype not in (torch.int64, torch.int32):
             raise Unknown(f"{node.name} selects by a mask")
         place = of.shaped(item, shape[: len(shape) - rest])
         if not isinstance(place, Affine):
