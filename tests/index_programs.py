@@ -10,7 +10,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops.lowering.passes.index_algebra import Affine, Both, NonNegative, Not
+from liger_ops.lowering.passes.index_algebra import (
+    Affine,
+    Both,
+    NonNegative,
+    Not,
+    affine,
+    both,
+    either,
+    negation,
+)
 
 # What a program is: from the number of queries and of keys to a tensor that (queries, keys) fits.
 Program = Callable[[int, int], Tensor]
@@ -110,4 +119,21 @@ def masks() -> st.SearchStrategy[Program]:
     near = st.builds(lambda x, y: _of(operator.and_, x, y), PLAIN, st.one_of(TRUE, atoms))
     return st.one_of(PLAIN, near, st.recursive(atoms, _truths, max_leaves=4)).map(
         lambda program: lambda q, k: program(q, k).expand(q, k)
+    )
+
+
+def conditions() -> st.SearchStrategy[Any]:
+    """Conditions on a query's and a key's place, as programs leave them."""
+    slopes = st.fixed_dictionaries({-2: st.integers(-2, 2), -1: st.integers(-2, 2)})
+    any_atom = st.builds(lambda n, slope: NonNegative(affine(n, slope)), st.integers(-6, 6), slopes)
+    near = st.builds(lambda n: NonNegative(affine(n, {-2: 1, -1: -1})), st.integers(-1, 1))
+    atoms = st.one_of(near, near, any_atom, st.booleans())
+    return st.recursive(
+        atoms,
+        lambda inner: st.one_of(
+            st.builds(both, inner, inner),
+            st.builds(either, inner, inner),
+            st.builds(negation, inner),
+        ),
+        max_leaves=4,
     )

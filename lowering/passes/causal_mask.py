@@ -112,7 +112,7 @@ def _difference(functions: IndexFunctions, arguments: dict[str, Any]) -> str | N
         return f"its mask of {tuple(mask_shape)} is not known to fit its scores, {shape}"
     try:
         visible = _visible(functions.value(mask))
-        return _departure(visible, shape)
+        return departure(visible, shape)
     except Unknown as unknown:
         return f"its mask is not known: {unknown}"
 
@@ -134,7 +134,7 @@ def _visible(mask: Value) -> Condition:
     return lift(leaf_is_visible, mask)
 
 
-def _departure(visible: Condition, shape: Sequence[Size]) -> str | None:
+def departure(visible: Condition, shape: Sequence[Size]) -> str | None:
     """The first way in which it is not the case that j <= i, of query i and key j."""
     i, j, t = (
         -2,
