@@ -61,7 +61,7 @@ def repeated(node: Any, axis: int) -> Repeat | None:
     if not isinstance(node, fx.Node) or not isinstance(value(node), Tensor):
         return None
     name, call = operation(node), canonical(node)
-    op, args = (call.op, call.args) if call is not None else (name, node.args)
+    op, args = (call.op, call.args) if call is not None else (None, ())
     if op in (IDENTITY, "contiguous"):
         inner = repeated(args[0], axis)
         return inner and inner._replace(nodes=(*inner.nodes, node))
@@ -74,11 +74,10 @@ def repeated(node: Any, axis: int) -> Repeat | None:
         return Repeat(x, times, (node,)) if dim == axis and _is_count(times) else None
     if op in ("view", "flatten"):
         return _merged(node, args[0], axis)
-    if name in ("expand", "expand_as", "broadcast_to") and same(
-        _shape(args[0]), _with(_shape(node), axis, 1)
-    ):
-        times = _shape(node)[axis]
-        return Repeat(args[0], times, (node,)) if _is_count(times) else None
+    if name in ("expand", "expand_as", "broadcast_to"):
+        source, times = node.args[0], _shape(node)[axis]
+        if same(_shape(source), _with(_shape(node), axis, 1)) and _is_count(times):
+            return Repeat(source, times, (node,))
     return None
 
 
@@ -116,7 +115,7 @@ def _obstacle(
         return "its queries have not as many heads as its repeated keys"
     if arguments["attn_mask"] is not None:
         return "it has a mask, with which only kernels run that do not take grouped heads"
-    if reason := _not_flash(query, key, values, value(node), arguments["is_causal"]):
+    if reason := not_flash(query, key, values, value(node), arguments["is_causal"]):
         return f"flash attention, the kernel that takes grouped heads, {reason}"
     nodes = [one for repeat in repeats for one in repeat.nodes]
     if not state.one_mode([*nodes, node]):
@@ -128,12 +127,12 @@ def _obstacle(
     return None
 
 
-def _not_flash(
-    query: Tensor, key: Tensor, values: Tensor, result: Tensor, is_causal: Any
+def not_flash(
+    query: Tensor, key: Tensor, value: Tensor, result: Tensor, is_causal: Any
 ) -> str | None:
     """Why the device's flash attention does not run; `result` has the dtype under autocast."""
     device = query.device
-    if not same(key.shape[-1], values.shape[-1]):
+    if not same(key.shape[-1], value.shape[-1]):
         return "wants keys and values of one size"
     if device.type == "cpu":
         return None
