@@ -62,6 +62,7 @@ CAUSAL: dict[str, Mask] = {
     "arange, reversed": lambda q, k: torch.ge(torch.arange(q).unsqueeze(-1), torch.arange(k)),
     "not later": lambda q, k: ~(columns(k) > rows(q)),
     "difference": lambda q, k: (rows(q) - columns(k)) >= 0,
+    "as methods": lambda q, k: (rows(q) - columns(k)).__abs__().__eq__(rows(q) - columns(k)),
     "strict": lambda q, k: columns(k).lt(rows(q) + 1),
     "before or at": lambda q, k: (columns(k) < rows(q)) | columns(k).eq(rows(q)),
     "tril": lambda q, k: torch.tril(torch.ones(q, k, dtype=torch.bool)),

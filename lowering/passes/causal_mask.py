@@ -6,7 +6,8 @@ ones that are added to the scores 0 there and so low elsewhere that nothing is l
 softmax. Query i sees key 0, so no row is without a key, where masked and causal attention could
 differ. What is random under dropout stays random, but is drawn by another kernel.
 
-On an H200 the kernel with a mask takes more than twice the time: see docs/benchmarks.md.
+On an H200, 8 x 32 heads x 2048 x 64 in bfloat16 with 8 heads of keys, forward and backward: 3.9 ms
+with the mask, 1.6 ms causal.
 """
 
 from __future__ import annotations

@@ -2,8 +2,11 @@
 
 enable_gqa=True has each key and value head serve as many consecutive query heads as the repeat
 makes copies of it. It is used where flash attention runs, which reads a head in place of its
-copies: without a mask and, on a GPU or an NPU, in a half precision. The other kernels do not take
-grouped heads, and the plain matrix products that PyTorch then runs are slower than the copies.
+copies: without a mask and, on a GPU or an NPU, in a half precision. On an H200, 8 x 32 heads x 2048
+x 64 with 8 heads of keys, causal, forward and backward: 1.63 ms with the copies, 1.45 to 1.52 ms
+without them, and 0.22 GiB less. The other kernels do not take grouped heads, and the plain matrix
+products that PyTorch then runs cost more than the copies: 37 ms for 15 ms in float32, and 21.6 GiB
+for 1.8.
 """
 
 from __future__ import annotations

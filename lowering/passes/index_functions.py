@@ -52,7 +52,6 @@ OPERATORS = {
     operator.getitem: "getitem",
     getattr: "getattr",
 }
-METHODS = {"__and__": "and", "__or__": "or", "__xor__": "xor", "__invert__": "not"}
 
 
 class IndexFunctions:
@@ -135,7 +134,8 @@ def operation(node: fx.Node) -> str | None:
     """The name of what a node does; of a function only where it is PyTorch's own."""
     if node.op == "call_method":
         name = str(node.target)
-        return METHODS.get(name, name)
+        name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+        return "not" if name == "invert" else name
     if node.op != "call_function":
         return None
     if node.target in OPERATORS:
