@@ -352,6 +352,24 @@ def test_models(name, options, arguments, dynamic, count):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mask_made_beside_a_cache(dynamic, monkeypatch):
+    """As some versions of transformers and torch make it, and as this one does for export."""
+    masking = transformers.masking_utils
+    if hasattr(masking, "is_torchdynamo_exporting"):
+        monkeypatch.setattr(masking, "is_torchdynamo_exporting", lambda: True)
+    llm = model("Llama", use_cache=True)
+    tokens = torch.arange(1, 2 * TOKENS + 1).view(2, TOKENS)
+
+    def loss(tokens: Tensor) -> Tensor:
+        return llm(input_ids=tokens, labels=tokens).loss
+
+    rewritten, report, graphs = compiled(loss, [causal_mask.rewrite], dynamic)
+    torch.testing.assert_close(rewritten(tokens), loss(tokens))
+    assert report.counts() == {OP: 2}
+    assert all(option["is_causal"] for option in attention_options(graphs))
+
+
 def losses_and_gradients(
     loss: Callable[[Tensor], Tensor], llm: torch.nn.Module, tokens: Tensor
 ) -> list[Tensor]:
