@@ -13,7 +13,7 @@ with the mask, 1.6 ms causal.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +48,10 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
     A block's mask is made outside of it: the graph around it is to be rewritten before the block.
     """
+    parts = graph.owning_module.modules() if graph.owning_module is not None else ()
+    graphs = [part.graph for part in parts if isinstance(part, fx.GraphModule)]
+    states = {one: GraphState(one) for one in (graph, *graphs)}
     for functions, scope in _scopes(graph, IndexFunctions()):
-        state = GraphState(scope)
         for node, arguments in attentions(scope):
             mask = arguments["attn_mask"]
             if mask is None or arguments["is_causal"] is not False or node.meta.get(_JUDGED):
@@ -57,8 +59,10 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
             node.meta[_JUDGED] = True
             reason = (
                 _difference(functions, arguments)
-                or _write(functions, mask, graph)
-                or set_arguments(node, {**arguments, "attn_mask": None, "is_causal": True}, state)
+                or _write(functions, mask, states.values())
+                or set_arguments(
+                    node, {**arguments, "attn_mask": None, "is_causal": True}, states[scope]
+                )
             )
             if reason is not None:
                 report.refused(OP, node, reason)
@@ -169,13 +173,11 @@ def departure(visible: Condition, shape: Sequence[Size]) -> str | None:
     return None
 
 
-def _write(functions: IndexFunctions, mask: fx.Node, graph: fx.Graph) -> str | None:
+def _write(functions: IndexFunctions, mask: fx.Node, states: Iterable[GraphState]) -> str | None:
     """Whether anything that a mask was read from is ever written in place."""
     read = set(functions.read(mask))
-    for module in graph.owning_module.modules() if graph.owning_module is not None else ():
-        if isinstance(module, fx.GraphModule):
-            state = GraphState(module.graph)
-            first, *_, last = state.order
-            if state.written(read, first, last):
-                return "its mask, or what that is made of, is written in place"
+    for state in states:
+        first, *_, last = state.order
+        if state.written(read, first, last):
+            return "its mask, or what that is made of, is written in place"
     return None

@@ -1,6 +1,6 @@
 """The nodes of a graph that are known functions of their indices: masks, and what they are made of.
 
-`IndexFunctions(graph).value(node)` is such a function; `Unknown` is raised, with its reason, where
+`IndexFunctions().value(node)` is such a function; `Unknown` is raised, with its reason, where
 there is none: at inputs of the graph, at operations that are not in the table below, and where
 arithmetic in the dtype could differ from that of whole numbers.
 """
@@ -77,12 +77,12 @@ class IndexFunctions:
             try:
                 self._values[node] = self._found(node)
             except Unknown as unknown:
-                self._values[node] = unknown
+                self._values[node] = Unknown(*unknown.args)
             finally:
                 self._depth -= 1
         value = self._values[node]
         if isinstance(value, Unknown):
-            raise value
+            raise Unknown(*value.args)
         return value
 
     def read(self, node: fx.Node) -> Iterator[fx.Node]:
