@@ -16,9 +16,12 @@ Rewrite = Callable[[fx.Graph, Report], None]
 
 
 def compiled(
-    function: Callable[..., Any], rewrites: Sequence[Rewrite], dynamic: bool = False
+    function: Callable[..., Any],
+    rewrites: Sequence[Rewrite],
+    dynamic: bool = False,
+    inner: Callable[..., Any] = aot_eager,
 ) -> tuple[Callable[..., Any], Report, list[fx.GraphModule]]:
-    """The function through Dynamo, the rewrites and AOTAutograd; the graphs as rewritten.
+    """The function through Dynamo, the rewrites and `inner`; the graphs as rewritten.
 
     With dynamic shapes AOTAutograd may call for another trace, with floats for constants: only the
     last is kept.
@@ -34,7 +37,7 @@ def compiled(
                 rewrite(part.graph, found)
             part.graph.lint()
             part.recompile()
-        run = aot_eager(module, inputs)
+        run = inner(module, inputs)
         graphs.extend(parts)
         report.findings.extend(found.findings)
         return run
@@ -53,8 +56,18 @@ def attention_options(graphs: Sequence[fx.GraphModule]) -> list[dict[str, Any]]:
     ]
 
 
-def results(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """An inner backend that compiles nothing, which is the quickest."""
+    return module.forward
+
+
+def results(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], gradients: bool = True
+) -> list[Tensor]:
     """The output, and the gradient of each input that has one."""
+    if not gradients:
+        with torch.no_grad():
+            return [function(*inputs)]
     inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     y = function(*inputs)
     y.square().sum().backward()

@@ -13,7 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from attention_graphs import attention_options, compiled, heads, qkv, results
+from attention_graphs import aot_eager, as_it_is, attention_options, compiled, heads, qkv, results
 from families import TEXT, VOCABULARY
 from index_programs import conditions, masks, value_at
 from liger_ops.lowering.passes import causal_mask
@@ -139,10 +139,16 @@ def check(
     dynamic: bool = False,
     attentions: int = 1,
 ) -> list[str | None]:
-    """The number of calls rewritten, and the results; what the report says of the others."""
-    rewritten, report, graphs = compiled(function, [causal_mask.rewrite], dynamic)
-    actual = results(rewritten, inputs)
-    for one, other in zip(actual, results(function, inputs), strict=True):
+    """The number of calls rewritten, and the results; what the report says of the others.
+
+    Gradients are looked at where a call is rewritten, at fixed sizes.
+    """
+    gradients = bool(count) and not dynamic
+    rewritten, report, graphs = compiled(
+        function, [causal_mask.rewrite], dynamic, aot_eager if gradients else as_it_is
+    )
+    actual, expected = (results(f, inputs, gradients) for f in (rewritten, function))
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other)
     assert report.counts().get(OP, 0) == count
     assert len(report.findings) == attentions
@@ -344,7 +350,9 @@ def test_models(name, options, arguments, dynamic, count):
         return llm(input_ids=tokens, labels=tokens, **arguments).loss
 
     expected = losses_and_gradients(loss, llm, tokens)
-    rewritten, report, _ = compiled(loss, [causal_mask.rewrite], dynamic)
+    # Dynamic shapes are slow to compile: there the graph is only rewritten.
+    inner = as_it_is if dynamic else aot_eager
+    rewritten, report, _ = compiled(loss, [causal_mask.rewrite], dynamic, inner)
     actual = losses_and_gradients(rewritten, llm, tokens)
     assert report.counts().get(OP, 0) == count
     assert len(report.findings) == 2
@@ -364,7 +372,7 @@ def test_a_mask_made_beside_a_cache(dynamic, monkeypatch):
     def loss(tokens: Tensor) -> Tensor:
         return llm(input_ids=tokens, labels=tokens).loss
 
-    rewritten, report, graphs = compiled(loss, [causal_mask.rewrite], dynamic)
+    rewritten, report, graphs = compiled(loss, [causal_mask.rewrite], dynamic, as_it_is)
     torch.testing.assert_close(rewritten(tokens), loss(tokens))
     assert report.counts() == {OP: 2}
     assert all(option["is_causal"] for option in attention_options(graphs))
@@ -407,7 +415,7 @@ def test_a_mask_is_judged_causal_only_if_it_is(program, queries, keys, dynamic):
         mask = program(query.shape[-2], key.shape[-2])
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    rewritten, report, _ = compiled(attention, [causal_mask.rewrite], dynamic)
+    rewritten, report, _ = compiled(attention, [causal_mask.rewrite], dynamic, as_it_is)
     with torch.no_grad():
         rewritten(*(heads(2, 3, n, size=4) for n in (queries, keys, keys)))
     if report.counts().get(OP):
