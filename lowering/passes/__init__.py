@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection
 from torch import fx
 
 from . import (
+    causal_mask,
     clamped_swiglu,
     cross_entropy,
     fused_add_rms_norm,
     geglu,
+    grouped_heads,
     group_norm,
     layer_norm,
     linear_cross_entropy,
@@ -25,6 +27,9 @@ from .report import Report
 Rewrite = Callable[[fx.Graph, Report], None]
 
 REWRITES: dict[str, Rewrite] = {
+    "causal_attention": causal_mask.rewrite,
+    # Of the attentions that have no mask.
+    "grouped_attention": grouped_heads.rewrite,
     "rms_norm": rms_norm.rewrite,
     # Of the norms that the one before it found.
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,

@@ -70,10 +70,16 @@ def same(a: Any, b: Any) -> bool:
         return a is b
     if isinstance(a, slice) and isinstance(b, slice):
         return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-    if isinstance(a, (torch.SymInt, torch.SymFloat)) or isinstance(b, (torch.SymInt, torch.SymFloat)):
+    if isinstance(a, (torch.SymInt, torch.SymFloat)) or isinstance(
+        b, (torch.SymInt, torch.SymFloat)
+    ):
         return a is b or (a is not None and b is not None and statically_known_true(a == b))
-    return type(a) in (int, float) and type(b) in (int, float) and a == b or a is b or (
-        type(a) is type(b) and bool(a == b)
+    return (
+        type(a) in (int, float)
+        and type(b) in (int, float)
+        and a == b
+        or a is b
+        or (type(a) is type(b) and bool(a == b))
     )
 
 

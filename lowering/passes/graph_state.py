@@ -1,4 +1,4 @@
-"""What surrounds the nodes of a graph: their order, the writes among them, the modes they run in."""
+"""What surrounds the nodes of a graph: their order, writes among them, the modes they run in."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from torch.utils import _pytree as pytree
 
 from .canonical import value
 
-_IN_PLACE = {
-    operator.setitem,
-    *(
-        getattr(operator, f"i{name}")
-        for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
-    ),
-}
+_OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
+_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
 # Where functions of torch.nn.functional have `inplace` among their arguments.
 _INPLACE_POSITION = {"dropout": 3, "silu": 1, "relu": 1, "leaky_relu": 2, "hardtanh": 3, "elu": 2}
 
