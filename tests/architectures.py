@@ -190,9 +190,18 @@ LAYER_NORMS = {"rms_norm": 0, "fused_add_rms_norm": 0}
 # Attention is written out in the model: there is no scaled_dot_product_attention to change.
 OWN_ATTENTION = {"causal_attention": 0, "grouped_attention": 0}
 
+# The other attentions of such a model have a causal mask, and their repeated heads are found.
+MASKED = "with a mask, scaled_dot_product_attention has no fast kernel that takes grouped heads"
+
 ARCHITECTURES = [
     text("Llama", places(), **HEAD),
-    text("Mistral", places(causal_attention=0), **HEAD, sliding_window=WINDOW),
+    text(
+        "Mistral",
+        places(causal_attention=0),
+        missed={"grouped_attention": Missed(0, MASKED)},
+        **HEAD,
+        sliding_window=WINDOW,
+    ),
     text("Qwen2", places()),
     text("Qwen3", places(rms_norm=5), **HEAD),
     text(
@@ -209,6 +218,7 @@ ARCHITECTURES = [
     text(
         "Gemma3",
         places(rms_norm=9, swiglu=0, geglu=2, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)},
         config="Gemma3TextConfig",
         **HEAD,
         **ALTERNATING,
@@ -264,6 +274,7 @@ ARCHITECTURES = [
     text(
         "Llama4",
         places(rms_norm=3, swiglu=3, rope=1, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)},
         config="Llama4TextConfig",
         **HEAD,
         **EXPERTS,
@@ -288,6 +299,13 @@ ARCHITECTURES = [
     text(
         "DeepseekV3",
         places(rms_norm=5, swiglu=3, grouped_attention=0),
+        missed={
+            "rope": Missed(
+                0,
+                "it takes pairs that are next to each other and puts their results half a head"
+                " apart; the op leaves them where they are",
+            )
+        },
         **EXPERTS,
         without=("num_key_value_heads",),
         num_key_value_heads=4,
@@ -306,6 +324,7 @@ ARCHITECTURES = [
     text(
         "Cohere2",
         places(**LAYER_NORMS, layer_norm=3, rope=1, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)},
         **HEAD,
         **ALTERNATING,
     ),
@@ -313,6 +332,14 @@ ARCHITECTURES = [
     text(
         "Gemma3n",
         places(rms_norm=22, fused_add_rms_norm=2, swiglu=0, geglu=4, causal_attention=1),
+        missed={
+            "grouped_attention": Missed(1, MASKED),
+            "rope": Missed(
+                0,
+                "the rotated queries are laid out for attention before the keys are normalised: at"
+                " no place are there both",
+            ),
+        },
         config="Gemma3nTextConfig",
         **HEAD,
         **ALTERNATING,
@@ -326,7 +353,11 @@ ARCHITECTURES = [
     ),
     Architecture("Qwen2VL", qwen2_vl, places(**OWN_ATTENTION)),
     text("Ernie4_5", places(), **HEAD),
-    text("NanoChat", places(rms_norm=6, swiglu=0, relu_squared=2)),
+    text(
+        "NanoChat",
+        places(rms_norm=6, swiglu=0, relu_squared=2),
+        missed={"rope": Missed(0, "it turns the other way, by (b, -a) for (-b, a)")},
+    ),
     text(
         "GPTJ",
         places(**LAYER_NORMS, layer_norm=3, swiglu=0, **OWN_ATTENTION),
