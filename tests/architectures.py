@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 VOCABULARY = 96
@@ -38,9 +39,14 @@ ALTERNATING = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+# What some models are made of changed: how they attend, and whether experts compile whole on a CPU.
+NEW = Version(transformers.__version__) >= Version("5.23")
 # Every token goes to every expert: a choice of experts would turn with the last bit of a router's
 # logit, and two runs that round differently could not be compared.
-EXPERTS = {"num_experts_per_tok": 4}
+EXPERTS = {
+    "num_experts_per_tok": 4,
+    **({} if NEW else {"experts_implementation": "batched_mm"}),
+}
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,7 @@ ARCHITECTURES = [
         places(rms_norm=5, swiglu=0, geglu=2, **OWN_ATTENTION),
         **HEAD,
         **ALTERNATING,
+        attn_implementation="eager",
         query_pre_attn_scalar=16,
     ),
     text(
@@ -351,7 +358,8 @@ ARCHITECTURES = [
         altup_active_idx=0,
         activation_sparsity_pattern=[0.0, 0.0],
     ),
-    Architecture("Qwen2VL", qwen2_vl, places(**OWN_ATTENTION)),
+    # A newer one asks for causal attention and grouped heads itself.
+    Architecture("Qwen2VL", qwen2_vl, places(**(OWN_ATTENTION if NEW else {}))),
     text("Ernie4_5", places(), **HEAD),
     text(
         "NanoChat",

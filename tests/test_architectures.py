@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_ops
-from architectures import ARCHITECTURES, BY_NAME, TOKENS, Architecture, text_batch
+from architectures import ARCHITECTURES, BY_NAME, NEW, TOKENS, Architecture, text_batch
 from architectures_report import DOCUMENT, document
 from compiled_models import (
     Loss,
@@ -109,6 +109,7 @@ def test_table_is_consistent() -> None:
             assert missed.reason
 
 
+@pytest.mark.skipif(not NEW, reason="the document is of a newer transformers")
 def test_document_is_of_this_table() -> None:
     assert DOCUMENT.read_text() == document(), (
         f"{DOCUMENT} is not of this table: python tests/architectures_report.py"
@@ -154,11 +155,9 @@ def test_gradient_checkpointing(name: str) -> None:
     def prepare(model: nn.Module) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    between = {
-        "rms_norm": found(name)["rms_norm"] + 2,
-        "fused_add_rms_norm": found(name)["fused_add_rms_norm"] - 2,
-    }
-    expected = found(name, **(between if "rms_norm" in found(name) else {}))
+    expected = Counter(found(name))
+    if "fused_add_rms_norm" in expected:
+        expected.update(fused_add_rms_norm=-2, rms_norm=2)
     assert rewritten_variant(name, prepare=prepare) == expected
 
 
