@@ -14,6 +14,7 @@ from . import (
     group_norm,
     layer_norm,
     linear_cross_entropy,
+    recompute,
     relu_squared,
     rms_norm,
     rope,
@@ -66,4 +67,5 @@ def _rewrite(graph: fx.Graph, report: Report, names: Collection[str] | None) -> 
     for name, one in REWRITES.items():
         if names is None or name in names:
             one(graph, report)
+    recompute.mark(graph)
     graph.lint()

@@ -14,12 +14,16 @@ from torch import fx
 
 from ...library import COMPOSED, DEVICES, OPS, implementation
 from . import rewrite
+from .backend import KEPT_BY_INDUCTOR
 from .report import Finding, Report
 
 
 @dataclass(frozen=True)
 class Explanation:
     """What `explain` found. `print` shows it as a table.
+
+    The counts are those of `options={"rewrites": "all"}`; the table says of which ops the default
+    leaves the code to Inductor.
 
     Attributes:
         findings: every place where an op was used, and every one where a pattern came close.
@@ -32,7 +36,7 @@ class Explanation:
     graph_breaks: tuple[str, ...] = ()
 
     def counts(self) -> dict[str, int]:
-        """How many times each op was used."""
+        """How many places there are for each op."""
         return dict(Counter(finding.op for finding in self.findings if finding.used))
 
     def __str__(self) -> str:
@@ -97,6 +101,11 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 def _kernel(finding: Finding) -> str:
     """What runs an op on its device."""
+    kept = ", by default left to Inductor" if finding.op in KEPT_BY_INDUCTOR else ""
+    return _implementation(finding) + kept
+
+
+def _implementation(finding: Finding) -> str:
     if finding.op not in COMPOSED and finding.op not in OPS:
         return "PyTorch's own"
     name = f"{finding.op}_forward" if finding.op in COMPOSED else finding.op
