@@ -22,10 +22,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 class Call(NamedTuple):
-    """An operation: its arguments are nodes, other calls, constants, and tuples of those."""
+    """An operation: its arguments are nodes, other calls, constants, and tuples of those.
+
+    Where one call stands for several nodes, `through` has those before the last.
+    """
 
     op: str
     args: tuple[Any, ...]
+    through: tuple[fx.Node, ...] = ()
 
 
 COMMUTATIVE = {"add", "mul"}
@@ -131,13 +135,30 @@ def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
 
 @spelled(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
 def _mul(input: Any, other: Any) -> Call:
-    if input is other:
+    if _alike(input, other):
         return Call("square", (input,))
     for a, b in ((input, other), (other, input)):
         # In a narrower dtype the sigmoid is rounded before the product, and silu's is not.
-        if (gate := _calls(b, "sigmoid")) and gate.args[0] is a and _is_float32(a):
-            return Call("silu", (a,))
+        if (gate := _calls(b, "sigmoid")) and _alike(gate.args[0], a) and _is_float32(a):
+            return Call("silu", (a,), (b,))
     return Call("mul", (input, other))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two factors are one tensor, or the same cast of one."""
+    a, b = _source(a), _source(b)
+    if a is b:
+        return isinstance(a, fx.Node)
+    casts = _calls(a, "cast"), _calls(b, "cast")
+    if None in casts or casts[0].args[1] != casts[1].args[1]:
+        return False
+    return _source(casts[0].args[0]) is _source(casts[1].args[0])
+
+
+def _source(x: Any) -> Any:
+    while identity := _calls(x, IDENTITY):
+        x = identity.args[0]
+    return x
 
 
 @spelled(
@@ -148,7 +169,7 @@ def _div(input: Any, other: Any, *, rounding_mode: Any = None) -> Call | None:
         return None
     root = _calls(other, "sqrt")
     if root is not None and _is_float32(other):
-        inverse = Call("rsqrt", root.args)
+        inverse = Call("rsqrt", root.args, (other,))
         return inverse if same(input, 1) else Call("mul", (input, inverse))
     return Call("div", (input, other))
 
