@@ -635,7 +635,7 @@ NO_LAYER_NORM = {
     "two-dimensions": (layer_norm_over_two, "over 2 dimensions"),
     "no_grad": (cohere_without_gradient, "different gradient or autocast modes"),
     "extra-user": (centred_also_used, "used elsewhere"),
-    "other-dimension": (centred_by_another_dimension, ""),
+    "other-dimension": (centred_by_another_dimension, "mean has -2"),
     "standard-deviation": (standard_deviation, ""),
 }
 

@@ -74,11 +74,22 @@ def same(a: Any, b: Any) -> bool:
         return a is b
     if isinstance(a, slice) and isinstance(b, slice):
         return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-    if isinstance(a, (torch.SymInt, torch.SymFloat)) or isinstance(b, (torch.SymInt, torch.SymFloat)):
+    if isinstance(a, torch.SymFloat) or isinstance(b, torch.SymFloat):
+        return _same_number(a, b)
+    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
         return a is b or (a is not None and b is not None and statically_known_true(a == b))
     return type(a) in (int, float) and type(b) in (int, float) and a == b or a is b or (
         type(a) is type(b) and bool(a == b)
     )
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    """Of numbers that Dynamo keeps symbolic with dynamic=True, math.pi among them. Where they are
+    equal now, the compiled code is for equal ones, and compiled anew for others."""
+    if not all(isinstance(one, (int, float, torch.SymFloat, torch.SymInt)) for one in (a, b)):
+        return False
+    hints = [one if isinstance(one, (int, float)) else one.node.hint for one in (a, b)]
+    return None not in hints and hints[0] == hints[1] and bool(a == b)
 
 
 def spelled(*targets: Any) -> Callable[[Spelling], Spelling]:

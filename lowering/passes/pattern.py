@@ -254,11 +254,11 @@ class _Unifier:
         if same(wanted, found):
             yield state
         elif not self.exact:
-            if op in ("slice", "a size", "view", "expand"):
-                # A size of the example that the pattern was traced with.
+            text = f"{op} has {_text(found)} where the op has {_text(wanted)}"
+            # A size of the example that the pattern was traced with, or the same node once more.
+            if op in ("slice", "a size", "view", "expand") or text in state.differences:
                 yield state
             elif len(state.differences) < MOST_DIFFERENCES:
-                text = f"{op} has {_text(found)} where the op has {_text(wanted)}"
                 yield replace(state, differences=(*state.differences, text))
 
     def _bind(self, name: str, found: Any, state: _State) -> Iterator[_State]:
