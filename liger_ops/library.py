@@ -45,7 +45,7 @@ class Op:
     overload: Any
     fake: Callable[..., Any] | None = None
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    # What the dispatcher runs, by the bits of the keys of dense tensors on a kernel's device.
+    # What runs the kernels, by the bits of the dispatch keys of dense tensors on their device.
     entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None
@@ -154,14 +154,13 @@ def kernel(name: str, device: str) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         op, key = OPS[name], DEVICES[device]
 
-        @torch._disable_dynamo
         def run(*args: Any, **kwargs: Any) -> Any:
             for value in args:
                 if isinstance(value, Tensor) and value.dtype in DOUBLES:
                     return op.check_and_define(*args, **kwargs)
             return function(*args, **kwargs)
 
-        op.custom_op._lib.impl(name, run, key)
+        op.custom_op._lib.impl(name, torch._disable_dynamo(run), key)
         op.kernels[device] = function
         op.entries[torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr()] = run
         return function
@@ -321,4 +320,5 @@ def _register_autograd(op: Op) -> None:
     with warnings.catch_warnings():
         # The registration replaces custom_op's own on purpose.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        run = torch._disable_dynamo(run)
         library.impl(op.name, run, "Autograd", with_keyset=True, allow_override=True)
