@@ -124,8 +124,9 @@ def _launch(
             form.append(address % ALIGNMENT)
         else:
             form.append(arg)
-    settings = (*vars(knobs.runtime).items(), *vars(knobs.compilation).items())
-    key = (kernel.fn, grid, device, *form, *constants.items(), *settings)
+    key = (kernel.fn, grid, device, *form, *constants, *constants.values())
+    if vars(knobs.runtime) or vars(knobs.compilation):
+        key += (*vars(knobs.runtime).items(), *vars(knobs.compilation).items())
     known = _COMPILED.get(key)
     if known is not None and not _hooked(kernel):
         run, function, metadata, grid, others = known
