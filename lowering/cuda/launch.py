@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -85,17 +84,9 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constant
         _launch(kernel, grid, device, args, constants)
 
 
-class _Compiled(NamedTuple):
-    """What Triton compiled for a form of arguments, as it is launched."""
-
-    run: Callable[..., None]
-    function: int
-    metadata: Any
-    grid: tuple[int, int, int]
-    constants: list[Any]
-
-
-_COMPILED: dict[tuple[Any, ...], _Compiled] = {}
+# By everything that Triton compiles a kernel for: what it compiled, its grid, and the constants to
+# pass after the arguments.
+_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
 
 # Every size of a batch is a form of its own.
 MOST_COMPILED = 4096
@@ -106,7 +97,7 @@ ALIGNMENT = 64
 def _launch(
     kernel: Any,
     grid: tuple[int, ...],
-    device: int,
+    device: int | None,
     args: tuple[Any, ...],
     constants: dict[str, Any],
 ) -> None:
@@ -129,9 +120,10 @@ def _launch(
         key += (*vars(knobs.runtime).items(), *vars(knobs.compilation).items())
     known = _COMPILED.get(key)
     if known is not None and not _hooked(kernel):
-        run, function, metadata, grid, others = known
+        compiled, grid, others = known
         stream = driver.active.get_current_stream(device)
-        run(*grid, stream, function, metadata, None, None, None, *passed, *others)
+        loaded = (compiled.function, compiled.packed_metadata)
+        compiled.run(*grid, stream, *loaded, None, None, None, *passed, *others)
         return
     compiled = kernel[grid](*args, **constants)
     # The interpreter compiles nothing. On AMD's GPUs Triton tells apart the sizes of tensors too.
@@ -139,13 +131,8 @@ def _launch(
         return
     if len(_COMPILED) >= MOST_COMPILED:
         _COMPILED.clear()
-    _COMPILED[key] = _Compiled(
-        compiled.run,
-        compiled.function,
-        compiled.packed_metadata,
-        (*grid, 1, 1)[:3],
-        [constants[name] for name in kernel.arg_names[len(args) :]],
-    )
+    others = [constants[name] for name in kernel.arg_names[len(args) :]]
+    _COMPILED[key] = (compiled, (*grid, 1, 1)[:3], others)
 
 
 def _hooked(kernel: Any) -> bool:
