@@ -147,8 +147,8 @@ def kernel(name: str, device: str) -> Callable[[Function], Function]:
     """Register a device's kernel of op `name`; with an argument in float64 or complex128 the
     definition runs.
 
-    Not through `custom_op.register_kernel`, which takes 5 us of a call to check that no output is
-    an input's memory. The tests check that of every kernel.
+    Not through `custom_op.register_kernel`, which takes 1 us of every call to check that no output
+    is in an input's memory. The tests check that of every kernel.
     """
 
     def decorate(function: Function) -> Function:
@@ -271,7 +271,7 @@ def _register_autograd(op: Op) -> None:
 
     custom_op's own refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a
     zero tangent; those go to the definition. It is slower too: rms_norm with a kernel that does
-    nothing takes 26 us of host time forward, and 85 with its backward; with this, 16 and 69.
+    nothing takes 24 us of host time forward, and 81 with its backward; with this, 10 and 53.
     """
     library, overload = op.custom_op._lib, op.overload
     arguments = overload._schema.arguments
@@ -282,7 +282,7 @@ def _register_autograd(op: Op) -> None:
     def call(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
         keyset = keyset & torch._C._after_autograd_keyset
         with torch._C._AutoDispatchBelowAutograd():
-            # With nothing but a kernel left to run, the dispatcher would take 5 us to find it.
+            # Where nothing but a kernel is left to run, the dispatcher would take 3 us to find it.
             entry = op.entries.get(keyset.raw_repr())
             return overload.redispatch(keyset, *args) if entry is None else entry(*args)
 
