@@ -105,49 +105,61 @@ class Form:
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
     search = Search(graph, report, "rope")
-    waiting: dict[Any, tuple[Match, Form]] = {}
+    waiting: dict[Any, Match] = {}
+    alone: list[tuple[Match, Form]] = []
     for match, form in search.matches(SPELLINGS):
+        search.set_aside(match)
         key = (form, match["cos"], match.values.get("sin"), match["heads"])
         if key not in waiting:
-            waiting[key] = match, form
-            search.set_aside(match)
+            waiting[key] = match
             continue
         # Backwards through the graph: what was found first stands last.
-        later, _ = waiting.pop(key)
+        later = waiting.pop(key)
         try:
-            _pair(match, later, form, search)
+            _put((match, later), _place(match, later, search), form, search)
+        except Refused:
+            alone += [(later, form), (match, form)]
+    alone += [(match, key[0]) for key, match in waiting.items()]
+    for match, form in alone:
+        try:
+            _put((match,), match.root, form, search)
         except Refused as refused:
-            search.refuse(later, str(refused))
-    for match, _ in waiting.values():
-        search.refuse(match, "no other tensor is rotated by the same tables")
+            search.refuse(match, str(refused))
     search.finish()
 
 
-def _pair(q: Match, k: Match, form: Form, search: Search) -> None:
-    """Put one op in the place of two rotations, of which k's ends later in the graph."""
-    at = _place(q, k, search)
-    transposed = _is_transposed(q)
-    tensors = [q["x"], k["x"]]
-    tables = [q["cos"], q.values.get("sin")]
-    if transposed:
-        tensors = [derive(at, torch.transpose, x, 1, 2) for x in tensors]
+def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
+    """Put one op, before `at`, in the place of the rotations of one tensor or two."""
+    there, back = _views(matches[0])
+    tensors = [_seen(at, match["x"], there) for match in matches]
+    if len(tensors) == 1:
+        # No heads: nothing is computed of it.
+        none = derive(at, torch.Tensor.detach, tensors[0])
+        tensors.append(derive(at, torch.narrow, none, 1, 0, 0))
+    tables = [matches[0]["cos"], matches[0].values.get("sin")]
     if form.half_tables:
         tables = [derive(at, torch.narrow, t, -1, 0, value(t).shape[-1] // 2) for t in tables]
     target = torch.ops.liger.rope.default
     args = (*tensors, *tables, form.interleaved, form.per_pair)
     with search.state.modes_of(at):
         results = run(target, args)
-    for result, root in zip(results, (q.root, k.root), strict=True):
-        given, before = result.transpose(1, 2) if transposed else result, value(root)
-        if given.dtype != before.dtype or not same(tuple(given.shape), tuple(before.shape)):
-            raise Refused(f"the result would be {given.dtype}, {tuple(given.shape)}")
+    for result, match in zip(results, matches, strict=False):
+        for view, *of in back:
+            result = view(result, *of)
+        _check(result, match.root)
     op = insert(at, target, args, results)
-    rotated = items(op)
-    if transposed:
-        rotated = [derive(at, torch.transpose, x, 1, 2) for x in rotated]
-    for match, new in zip((q, k), rotated, strict=True):
-        search.replace(match, new)
+    for match, new in zip(matches, items(op), strict=False):
+        search.replace(match, _seen(at, new, back))
     search.used(op)
+
+
+def _check(result: Tensor, root: fx.Node) -> None:
+    before = value(root)
+    if result.dtype != before.dtype or not same(tuple(result.shape), tuple(before.shape)):
+        raise Refused(f"the result would be {result.dtype}, {tuple(result.shape)}")
+    # The op gives its results the layout of x, and torch.cat does not.
+    if result.stride() != before.stride() and any(user.target == "view" for user in root.users):
+        raise Refused(f"the result would have the strides {result.stride()}, not {before.stride()}")
 
 
 def _place(q: Match, k: Match, search: Search) -> fx.Node:
@@ -165,13 +177,29 @@ def _place(q: Match, k: Match, search: Search) -> fx.Node:
     return at
 
 
-def _is_transposed(match: Match) -> bool:
-    """Whether the heads stand before the last dimension, and the positions before them."""
-    heads, rank = match["heads"], value(match["x"]).dim()
-    if rank != 4:
+# A view and its arguments after the tensor.
+View = tuple[Any, ...]
+
+
+def _views(match: Match) -> tuple[list[View], list[View]]:
+    """How what is rotated is seen as (B, heads, S, D), and the result as the code has it."""
+    rank, heads = value(match["x"]).dim(), match["heads"]
+    if rank not in (3, 4):
         raise Refused(f"what is rotated has {rank} dimensions, not 4")
-    # The position of the tables' new dimension; counted from the end, of the 4 that it makes.
-    return heads in (2, -2)
+    there: list[View] = []
+    back: list[View] = []
+    if rank == 3:
+        there, back = [(torch.unsqueeze, 0)], [(torch.squeeze, 0)]
+    # The place of the tables' new dimension, counted from the end of those that it makes.
+    if heads in (2, -2) if rank == 4 else heads in (1, -2):
+        there, back = [*there, (torch.transpose, 1, 2)], [(torch.transpose, 1, 2), *back]
+    return there, back
+
+
+def _seen(at: fx.Node, of: fx.Node, views: list[View]) -> fx.Node:
+    for view, *arguments in views:
+        of = derive(at, view, of, *arguments)
+    return of
 
 
 def _pattern(function: Callable[..., Tensor], elements: int) -> Pattern:
