@@ -1,128 +1,185 @@
-"""group_norm of groups too large, or too few, for a program each.
+"""group_norm of groups too large, or too few, for a program each, in one launch.
 
-Moments of pieces of channels, then statistics of groups, then the elementwise rest.
+Every tile is reduced to moments of its channels and, by a program some places later, written: the
+second reading finds it in the L2 cache. A program waits only for those that took a ticket before
+it, so that the launch ends however few of them run at a time, or one after the other.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sizes import cdiv
-from ..triton_math import lane_counts, lanes_updated
+from ..sizes import cdiv, next_power_of_2
 from .group_plan import Groups, per_channel
 from .launch import launch
 
 
 @triton.jit
-def _place(C_G, parts, BLOCK_C: tl.constexpr):
-    # One grid dimension, whose limit is 2**31, for groups x blocks of channels x parts of the
-    # positions.
-    program = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(C_G, BLOCK_C)
-    part = program % parts
-    block = (program // parts) % blocks
-    group = program // parts // blocks
-    return group, (block * BLOCK_C + tl.arange(0, BLOCK_C))[:, None], part
+def _place(
+    tile, tiles, pieces, C_G, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, EVEN: tl.constexpr
+):
+    # A tile's group, piece of the positions, channels, address of its first element, offsets from
+    # there, and mask. EVEN: tiles are full, and need none.
+    group = tile // tiles
+    first_channel = tile % tiles // pieces * BLOCK_C
+    piece = tile % tiles % pieces
+    channels = first_channel + tl.arange(0, BLOCK_C)[:, None]
+    positions = tl.arange(0, BLOCK_S)[None, :]
+    start = (group.to(tl.int64) * C_G + first_channel) * S + piece * BLOCK_S
+    if EVEN:
+        mask = tl.full((BLOCK_C, BLOCK_S), 1, tl.int1)
+    else:
+        mask = (channels < C_G) & (piece * BLOCK_S + positions < S)
+    return group, piece, channels, start, tl.arange(0, BLOCK_C)[:, None] * S + positions, mask
 
 
 @triton.jit
-def _group_moments_kernel(
+def _sums(a, b):
+    # The sums of the rows of two tiles, as columns, in one round through shared memory.
+    a, b = tl.split(tl.sum(tl.join(a, b), 1))
+    return a[:, None], b[:, None]
+
+
+@triton.jit
+def _reduce(
     dy_ptr,
     x_ptr,
-    moments_ptr,
-    C_G,
-    S,
-    piece,
-    pieces,
-    moment_stride,
-    HAS_DY: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    # For a piece of the positions of each of BLOCK_C channels: mean, squared deviations, and of dy
-    # the sum and the sum of dy * (x - mean), corrected whenever a lane's mean moves.
-    group, channels, part = _place(C_G, pieces, BLOCK_C)
-    start = part * piece
-    length = tl.minimum(S - start, piece)
-    lanes = tl.arange(0, BLOCK_S)[None, :]
-    base = (group * C_G + channels) * S + start
-    mean = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
-    m2 = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
-    sum_dy = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
-    product = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
-    for tile in range(0, tl.cdiv(piece, BLOCK_S)):
-        positions = tile * BLOCK_S + lanes
-        mask = (channels < C_G) & (positions < length)
-        x = tl.load(x_ptr + base + positions, mask=mask, other=0.0).to(tl.float32)
-        before = mean
-        mean, m2 = lanes_updated(x, mask, tile, mean, m2)
-        if HAS_DY:
-            dy = tl.load(dy_ptr + base + positions, mask=mask, other=0.0).to(tl.float32)
-            product += dy * (x - mean) - sum_dy * (mean - before)
-            sum_dy += dy
-    counts = lane_counts(lanes, length, BLOCK_S)
-    channel_mean = tl.sum(mean * counts, 1)[:, None] / length.to(tl.float32)
-    deviation = mean - channel_mean
-    at = moments_ptr + (group * C_G + channels) * pieces + part
-    tl.store(at, channel_mean, mask=channels < C_G)
-    squares = tl.sum(m2 + counts * deviation * deviation, 1)[:, None]
-    tl.store(at + moment_stride, squares, mask=channels < C_G)
-    if HAS_DY:
-        tl.store(at + 2 * moment_stride, tl.sum(sum_dy, 1)[:, None], mask=channels < C_G)
-        products = tl.sum(product + sum_dy * deviation, 1)[:, None]
-        tl.store(at + 3 * moment_stride, products, mask=channels < C_G)
-
-
-@triton.jit
-def _group_statistics_kernel(
-    moments_ptr,
     weight_ptr,
+    moments_ptr,
     statistics_ptr,
-    dweight_ptr,
+    state_ptr,
+    tile,
+    tiles,
     G,
     C_G,
     S,
-    piece,
+    groups,
     pieces,
     moment_stride,
-    groups,
     length,
     eps,
     HAS_DY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    FOLD: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its pieces; and each
-    # piece's part of the gradient of weight.
-    group = tl.program_id(0).to(tl.int64)
+    # Of each channel in the tile: mean, squared deviations, and of dy the sum and the sum of
+    # dy * (x - mean); first of FOLD neighbours, which a thread holds.
+    group, piece, channels, start, offsets, mask = _place(
+        tile, tiles, pieces, C_G, S, BLOCK_C, BLOCK_S, EVEN
+    )
+    shape: tl.constexpr = (BLOCK_C, BLOCK_S // FOLD, FOLD)
+    length_here = S - piece * BLOCK_S
+    counts = length_here - tl.arange(0, BLOCK_S // FOLD)[None, :] * FOLD
+    counts = tl.minimum(tl.maximum(counts, 0), FOLD).to(tl.float32)
+    x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0, eviction_policy="evict_last")
+    if HAS_DY:
+        dy = tl.load(dy_ptr + start + offsets, mask=mask, other=0.0, eviction_policy="evict_last")
+    x = tl.reshape(x.to(tl.float32), shape)
+    means = tl.sum(x, 2) / tl.maximum(counts, 1.0)
+    centred = tl.where(tl.reshape(mask, shape), x - means[:, :, None], 0.0)
+    squares = tl.sum(centred * centred, 2)
+    length_here = tl.minimum(length_here, BLOCK_S).to(tl.float32)
+    row = (group // G * pieces + piece).to(tl.int64)
+    at = moments_ptr + row * G * C_G + group % G * C_G + channels
+    if HAS_DY:
+        dy = tl.reshape(dy.to(tl.float32), shape)
+        sums_dy = tl.sum(dy, 2)
+        products = tl.sum(dy * centred, 2)
+        mean, sum_dy = _sums(means * counts, sums_dy)
+        mean /= length_here
+        deviations = means - mean
+        square, product = _sums(
+            squares + counts * deviations * deviations, products + sums_dy * deviations
+        )
+        tl.store(at + 2 * moment_stride, sum_dy, mask=channels < C_G)
+        tl.store(at + 3 * moment_stride, product, mask=channels < C_G)
+    else:
+        mean = tl.sum(means * counts, 1)[:, None] / length_here
+        deviations = means - mean
+        square = tl.sum(squares + counts * deviations * deviations, 1)[:, None]
+    tl.store(at, mean, mask=channels < C_G)
+    tl.store(at + moment_stride, square, mask=channels < C_G)
+    tl.debug_barrier()
+    reduced = tl.atomic_add(state_ptr + 1 + group, 1, sem="acq_rel")
+    if reduced == tiles - 1:
+        _finish(
+            weight_ptr,
+            moments_ptr,
+            statistics_ptr,
+            group,
+            G,
+            C_G,
+            S,
+            groups,
+            pieces,
+            moment_stride,
+            length,
+            eps,
+            HAS_DY,
+            HAS_WEIGHT,
+            BLOCK_S,
+            ENTRIES,
+        )
+        tl.debug_barrier()
+        tl.atomic_xchg(state_ptr + 1 + groups + group, 1, sem="release")
+
+
+@triton.jit
+def _finish(
+    weight_ptr,
+    moments_ptr,
+    statistics_ptr,
+    group,
+    G,
+    C_G,
+    S,
+    groups,
+    pieces,
+    moment_stride,
+    length,
+    eps,
+    HAS_DY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its tiles.
+    C = G * C_G
     entries = C_G * pieces
-    base = moments_ptr + group * entries
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, entries, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        count = tl.minimum(S - (entry % pieces) * piece, piece).to(tl.float32)
-        total += tl.load(base + entry, mask=entry < entries, other=0.0) * count
+    base = moments_ptr + (group // G * pieces).to(tl.int64) * C + group % G * C_G
+    total = tl.zeros((ENTRIES,), tl.float32)
+    for start in tl.range(0, entries, ENTRIES, num_stages=1):
+        entry = start + tl.arange(0, ENTRIES)
+        at = base + (entry // C_G).to(tl.int64) * C + entry % C_G
+        count = tl.minimum(S - entry // C_G * BLOCK_S, BLOCK_S).to(tl.float32)
+        total += tl.load(at, mask=entry < entries, other=0.0) * count
     mean = tl.sum(total, 0) / length
-    squares = tl.zeros((BLOCK,), tl.float32)
-    sum_g = tl.zeros((BLOCK,), tl.float32)
-    product = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, entries, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
+    squares = tl.zeros((ENTRIES,), tl.float32)
+    sum_g = tl.zeros((ENTRIES,), tl.float32)
+    product = tl.zeros((ENTRIES,), tl.float32)
+    for start in tl.range(0, entries, ENTRIES, num_stages=1):
+        entry = start + tl.arange(0, ENTRIES)
         mask = entry < entries
-        count = tl.minimum(S - (entry % pieces) * piece, piece).to(tl.float32)
-        deviation = tl.load(base + entry, mask=mask, other=0.0) - mean
-        m2 = tl.load(base + moment_stride + entry, mask=mask, other=0.0)
-        squares += tl.where(mask, m2 + count * deviation * deviation, 0.0)
+        at = base + (entry // C_G).to(tl.int64) * C + entry % C_G
+        count = tl.minimum(S - entry // C_G * BLOCK_S, BLOCK_S).to(tl.float32)
+        deviation = tl.load(at, mask=mask, other=0.0) - mean
+        square = tl.load(at + moment_stride, mask=mask, other=0.0)
+        squares += tl.where(mask, square + count * deviation * deviation, 0.0)
         if HAS_DY:
-            dy = tl.load(base + 2 * moment_stride + entry, mask=mask, other=0.0)
-            dyx = tl.load(base + 3 * moment_stride + entry, mask=mask, other=0.0) + dy * deviation
+            dy = tl.load(at + 2 * moment_stride, mask=mask, other=0.0)
+            dyx = tl.load(at + 3 * moment_stride, mask=mask, other=0.0) + dy * deviation
             if HAS_WEIGHT:
-                channel = (group % G) * C_G + entry // pieces
-                weight = tl.load(weight_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+                weight_at = weight_ptr + group % G * C_G + entry % C_G
+                weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32)
                 dy *= weight
                 dyx *= weight
             sum_g += dy
@@ -133,142 +190,275 @@ def _group_statistics_kernel(
     if HAS_DY:
         tl.store(statistics_ptr + 2 * groups + group, tl.sum(sum_g, 0) / length)
         tl.store(statistics_ptr + 3 * groups + group, tl.sum(product, 0) * rstd / length)
-    if NEEDS_DWEIGHT:
-        for start in range(0, entries, BLOCK):
-            entry = start + tl.arange(0, BLOCK)
-            mask = entry < entries
-            deviation = tl.load(base + entry, mask=mask, other=0.0) - mean
-            dy = tl.load(base + 2 * moment_stride + entry, mask=mask, other=0.0)
-            dyx = tl.load(base + 3 * moment_stride + entry, mask=mask, other=0.0)
-            part = (dyx + dy * deviation) * rstd
-            tl.store(dweight_ptr + group * entries + entry, part, mask=mask)
 
 
 @triton.jit
-def _group_apply_kernel(
+def _apply(
     dy_ptr,
     x_ptr,
     weight_ptr,
     bias_ptr,
-    statistics_ptr,
     out_ptr,
+    statistics_ptr,
+    state_ptr,
+    tile,
+    tiles,
     G,
     C_G,
     S,
     groups,
-    BACKWARD: tl.constexpr,
+    pieces,
+    HAS_DY: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    # y, or for BACKWARD dx, of one tile, with the group's statistics known.
-    group, channels, part = _place(C_G, tl.cdiv(S, BLOCK_S), BLOCK_C)
-    positions = part * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
-    mask = (channels < C_G) & (positions < S)
-    offsets = (group * C_G + channels) * S + positions
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.load(statistics_ptr + group)
+    # y, or with dy dx, of one tile. What needs no statistics is loaded before the wait for them.
+    group, piece, channels, start, offsets, mask = _place(
+        tile, tiles, pieces, C_G, S, BLOCK_C, BLOCK_S, EVEN
+    )
+    x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+    if HAS_DY:
+        dy = tl.load(dy_ptr + start + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+    if HAS_WEIGHT:
+        weight = per_channel(weight_ptr, channels, group, G, C_G)
+    while tl.atomic_add(state_ptr + 1 + groups + group, 0, sem="acquire") == 0:
+        pass
+    centred = x.to(tl.float32) - tl.load(statistics_ptr + group)
     rstd = tl.load(statistics_ptr + groups + group)
-    xhat = (x - mean) * rstd
-    if BACKWARD:
-        g = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        if HAS_WEIGHT:
-            g *= per_channel(weight_ptr, channels, group, G, C_G)
+    scale = rstd
+    if HAS_WEIGHT:
+        scale = rstd * weight
+    if HAS_DY:
         mean_g = tl.load(statistics_ptr + 2 * groups + group)
         projection = tl.load(statistics_ptr + 3 * groups + group)
-        out = rstd * (g - mean_g - xhat * projection)
+        out = dy.to(tl.float32) * scale - rstd * mean_g - centred * (rstd * rstd * projection)
     else:
-        out = xhat
-        if HAS_WEIGHT:
-            out *= per_channel(weight_ptr, channels, group, G, C_G)
+        out = centred * scale
         if HAS_BIAS:
             out += per_channel(bias_ptr, channels, group, G, C_G)
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + start + offsets, out, mask=mask, cache_modifier=".cs")
 
 
-def statistics(
-    dy: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    shape: Groups,
-    eps: float,
-    needs_dweight: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The groups' statistics; the pieces' parts of dweight, and of dbias, each (N, C, pieces)."""
-    # Pieces of whole tiles: fewer pieces than planned may then be enough.
-    tiles = cdiv(shape.S, shape.plan.BLOCK_S)
-    piece = cdiv(tiles, shape.plan.pieces) * shape.plan.BLOCK_S
-    pieces = cdiv(shape.S, piece)
-    rows = 2 if dy is None else 4
-    moments = x.new_empty((rows, *x.shape[:2], pieces), dtype=torch.float32)
-    launch(
-        _group_moments_kernel,
-        (shape.channel_blocks * pieces,),
-        x,
-        dy,
-        x,
-        moments,
-        shape.C_G,
-        shape.S,
-        piece,
-        pieces,
-        moments.stride(0),
-        HAS_DY=dy is not None,
-        **shape.tile,
-    )
-    values = x.new_empty((rows, shape.groups), dtype=torch.float32)
-    dweight = torch.empty_like(moments[0]) if needs_dweight else None
-    launch(
-        _group_statistics_kernel,
-        (shape.groups,),
-        x,
-        moments,
-        weight,
-        values,
-        dweight,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        piece,
-        pieces,
-        moments.stride(0),
-        shape.groups,
-        shape.length,
-        eps,
-        HAS_DY=dy is not None,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DWEIGHT=needs_dweight,
-        BLOCK=1024,
-    )
-    return values, dweight, moments[-2]
+@triton.jit(do_not_specialize=["ahead"])
+def _group_pieces_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    moments_ptr,
+    statistics_ptr,
+    state_ptr,
+    G,
+    C_G,
+    S,
+    groups,
+    tiles,
+    pieces,
+    ahead,
+    moment_stride,
+    length,
+    eps,
+    HAS_DY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    FOLD: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    # `ahead` tiles are reduced, then in turn one more is reduced and one written, then the last
+    # `ahead` are written. state: the next ticket, each group's tiles reduced, and its statistics
+    # ready. Tickets, and not the program's number, because a GPU promises no order of programs;
+    # they cost 3%.
+    ticket = tl.atomic_add(state_ptr, 1, sem="relaxed")
+    total = groups * tiles
+    turn = ticket - ahead
+    turns = 2 * (total - ahead)
+    if (turn < 0) | ((turn < turns) & (turn % 2 == 0)):
+        _reduce(
+            dy_ptr,
+            x_ptr,
+            weight_ptr,
+            moments_ptr,
+            statistics_ptr,
+            state_ptr,
+            tl.where(turn < 0, ticket, ahead + turn // 2),
+            tiles,
+            G,
+            C_G,
+            S,
+            groups,
+            pieces,
+            moment_stride,
+            length,
+            eps,
+            HAS_DY,
+            HAS_WEIGHT,
+            BLOCK_C,
+            BLOCK_S,
+            FOLD,
+            ENTRIES,
+            EVEN,
+        )
+    else:
+        _apply(
+            dy_ptr,
+            x_ptr,
+            weight_ptr,
+            bias_ptr,
+            out_ptr,
+            statistics_ptr,
+            state_ptr,
+            tl.where(turn < turns, turn // 2, ticket - total),
+            tiles,
+            G,
+            C_G,
+            S,
+            groups,
+            pieces,
+            HAS_DY,
+            HAS_WEIGHT,
+            HAS_BIAS,
+            BLOCK_C,
+            BLOCK_S,
+            EVEN,
+        )
 
 
-def apply(
+@triton.jit(do_not_specialize=["P"])
+def _group_sums_kernel(
+    moments_ptr,
+    statistics_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    P,
+    G,
+    C_G,
+    groups,
+    pieces,
+    moment_stride,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # The gradients of channels, from the moments of the P = samples x pieces parts of each.
+    C = G * C_G
+    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    dweight = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    dbias = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        parts = start + tl.arange(0, BLOCK_P)[:, None]
+        mask = (parts < P) & (channels < C)
+        at = moments_ptr + parts.to(tl.int64) * C + channels
+        sum_dy = tl.load(at + 2 * moment_stride, mask=mask, other=0.0)
+        dbias += sum_dy
+        if NEEDS_DWEIGHT:
+            group = parts // pieces * G + channels // C_G
+            mean = tl.load(statistics_ptr + group, mask=mask, other=0.0)
+            rstd = tl.load(statistics_ptr + groups + group, mask=mask, other=0.0)
+            product = tl.load(at + 3 * moment_stride, mask=mask, other=0.0)
+            deviation = tl.load(at, mask=mask, other=0.0) - mean
+            dweight += (product + deviation * sum_dy) * rstd
+    if NEEDS_DWEIGHT:
+        sums = tl.sum(dweight, 0)[None, :].to(dweight_ptr.dtype.element_ty)
+        tl.store(dweight_ptr + channels, sums, mask=channels < C)
+    if NEEDS_DBIAS:
+        sums = tl.sum(dbias, 0)[None, :].to(dbias_ptr.dtype.element_ty)
+        tl.store(dbias_ptr + channels, sums, mask=channels < C)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the tiles came to: moments (4, samples x pieces, C), statistics (4, groups)."""
+
+    moments: Tensor
+    statistics: Tensor
+    pieces: int
+
+
+def run(
     dy: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    statistics: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     shape: Groups,
-) -> None:
+    eps: float,
+) -> Parts:
+    """Write y, or with dy dx, to `out`, if there is one."""
+    plan = shape.plan
+    pieces = cdiv(shape.S, plan.BLOCK_S)
+    tiles = cdiv(shape.C_G, plan.BLOCK_C) * pieces
+    total = shape.groups * tiles
+    C = shape.G * shape.C_G
+    rows = 2 if dy is None else 4
+    moments = x.new_empty((rows, x.shape[0] * pieces, C), dtype=torch.float32)
+    statistics = x.new_empty((rows, shape.groups), dtype=torch.float32)
     launch(
-        _group_apply_kernel,
-        (shape.channel_blocks * cdiv(shape.S, shape.plan.BLOCK_S),),
+        _group_pieces_kernel,
+        (total if out is None else 2 * total,),
         x,
         dy,
         x,
         weight,
         bias,
-        statistics,
         out,
+        moments,
+        statistics,
+        x.new_zeros(1 + 2 * shape.groups, dtype=torch.int32),
         shape.G,
         shape.C_G,
         shape.S,
         shape.groups,
-        BACKWARD=dy is not None,
+        tiles,
+        pieces,
+        total if out is None else min(total, max(tiles, plan.ahead)),
+        moments.stride(0),
+        shape.length,
+        eps,
+        HAS_DY=dy is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
+        FOLD=min(8, plan.BLOCK_S),
+        ENTRIES=min(1024, next_power_of_2(shape.C_G * pieces)),
+        EVEN=shape.C_G % plan.BLOCK_C == 0 and shape.S % plan.BLOCK_S == 0,
         **shape.tile,
+    )
+    return Parts(moments, statistics, pieces)
+
+
+def channel_gradients(
+    parts: Parts, dweight: Tensor | None, dbias: Tensor | None, shape: Groups
+) -> None:
+    if dweight is None and dbias is None:
+        return
+    P, C = parts.moments.shape[1:]
+    BLOCK_P = min(128, next_power_of_2(P))
+    BLOCK_C = 8 if BLOCK_P == 128 else 16
+    launch(
+        _group_sums_kernel,
+        (cdiv(C, BLOCK_C),),
+        parts.moments,
+        parts.moments,
+        parts.statistics,
+        dweight,
+        dbias,
+        P,
+        shape.G,
+        shape.C_G,
+        shape.groups,
+        parts.pieces,
+        parts.moments.stride(0),
+        NEEDS_DWEIGHT=dweight is not None,
+        NEEDS_DBIAS=dbias is not None,
+        BLOCK_P=BLOCK_P,
+        BLOCK_C=BLOCK_C,
+        num_warps=4,
     )
