@@ -17,6 +17,7 @@ from torch import Tensor
 from ..sizes import cdiv, next_power_of_2
 from .group_plan import Groups, per_channel
 from .launch import launch
+from .row_sums import two_sums
 
 
 @triton.jit
@@ -36,13 +37,6 @@ def _place(
     else:
         mask = (channels < C_G) & (piece * BLOCK_S + positions < S)
     return group, piece, channels, start, tl.arange(0, BLOCK_C)[:, None] * S + positions, mask
-
-
-@triton.jit
-def _sums(a, b):
-    # The sums of the rows of two tiles, as columns, in one round through shared memory.
-    a, b = tl.split(tl.sum(tl.join(a, b), 1))
-    return a[:, None], b[:, None]
 
 
 @triton.jit
@@ -94,10 +88,10 @@ def _reduce(
         dy = tl.reshape(dy.to(tl.float32), shape)
         sums_dy = tl.sum(dy, 2)
         products = tl.sum(dy * centred, 2)
-        mean, sum_dy = _sums(means * counts, sums_dy)
+        mean, sum_dy = two_sums(means * counts, sums_dy)
         mean /= length_here
         deviations = means - mean
-        square, product = _sums(
+        square, product = two_sums(
             squares + counts * deviations * deviations, products + sums_dy * deviations
         )
         tl.store(at + 2 * moment_stride, sum_dy, mask=channels < C_G)
@@ -264,6 +258,7 @@ def _group_pieces_kernel(
     length,
     eps,
     HAS_DY: tl.constexpr,
+    NEEDS_OUT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -306,7 +301,7 @@ def _group_pieces_kernel(
             ENTRIES,
             EVEN,
         )
-    else:
+    elif NEEDS_OUT:
         _apply(
             dy_ptr,
             x_ptr,
@@ -424,6 +419,7 @@ def run(
         shape.length,
         eps,
         HAS_DY=dy is not None,
+        NEEDS_OUT=out is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         FOLD=min(8, plan.BLOCK_S),

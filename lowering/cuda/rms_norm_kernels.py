@@ -160,7 +160,9 @@ def rms_norm_backward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # KEEPS_WEIGHT: in registers. A wide row needs them, and loads weight again with every row.
+    # KEEPS_WEIGHT: in registers. A wide row needs them, and loads weight again with every row. A
+    # float32 row needs them more, and ds is loaded only once its sums are known.
+    DS_EARLY: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if HAS_WEIGHT and KEEPS_WEIGHT:
@@ -173,7 +175,7 @@ def rms_norm_backward_kernel(
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0)
         if HAS_WEIGHT and not KEEPS_WEIGHT:
             weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
-        if HAS_DS and NEEDS_DX:
+        if HAS_DS and NEEDS_DX and DS_EARLY:
             ds = tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0)
         wide = x.to(tl.float32)
         if NEEDS_DX:
@@ -206,6 +208,8 @@ def rms_norm_backward_kernel(
                 g *= widened_again(weight) + offset
             dx = rstd * (g - xhat * projection)
             if HAS_DS:
+                if not DS_EARLY:
+                    ds = tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0)
                 dx += ds.to(tl.float32)
             tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEEDS_DWEIGHT:
