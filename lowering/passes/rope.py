@@ -6,6 +6,7 @@ float32 and rounds once, wherever the code rounds.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import same, value
+from .canonical import canonical, same, value
 from .pattern import Match, Pattern
 from .report import Report
 from .rewrite import Refused, Search, derive, insert, items, run
@@ -107,7 +108,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     search = Search(graph, report, "rope")
     waiting: dict[Any, tuple[Match, Form]] = {}
     for match, form in search.matches(SPELLINGS):
-        key = (form, match["cos"], match.values.get("sin"), match["heads"])
+        key = (form, _table(match["cos"]), _table(match.values.get("sin")), match["heads"])
         if key not in waiting:
             waiting[key] = match, form
             search.set_aside(match)
@@ -123,6 +124,12 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     search.finish()
 
 
+def _table(node: fx.Node | None) -> Any:
+    """What a table is, so that what is cast for each of two tensors is the same for both."""
+    call = canonical(node)
+    return call.args if call is not None and call.op == "cast" else node
+
+
 def _pair(q: Match, k: Match, form: Form, search: Search) -> None:
     """Put one op in the place of two rotations, of which k's ends later in the graph."""
     at = _place(q, k, search)
@@ -132,7 +139,7 @@ def _pair(q: Match, k: Match, form: Form, search: Search) -> None:
     if transposed:
         tensors = [derive(at, torch.transpose, x, 1, 2) for x in tensors]
     if form.half_tables:
-        tables = [derive(at, torch.narrow, t, -1, 0, value(t).shape[-1] // 2) for t in tables]
+        tables = [derive(at, operator.getitem, derive(at, torch.chunk, t, 2, -1), 0) for t in tables]
     target = torch.ops.liger.rope.default
     args = (*tensors, *tables, form.interleaved, form.per_pair)
     with search.state.modes_of(at):
@@ -146,21 +153,32 @@ def _pair(q: Match, k: Match, form: Form, search: Search) -> None:
     if transposed:
         rotated = [derive(at, torch.transpose, x, 1, 2) for x in rotated]
     for match, new in zip((q, k), rotated, strict=True):
+        if value(new).stride() != value(match.root).stride() and _strides_matter(match.root):
+            new = derive(at, torch.Tensor.contiguous, new)
         search.replace(match, new)
     search.used(op)
+
+
+def _strides_matter(root: fx.Node) -> bool:
+    """Whether the contiguous result of `torch.cat` is viewed or returned as such."""
+    return any(user.op == "output" or user.target == "view" for user in root.users)
 
 
 def _place(q: Match, k: Match, search: Search) -> fx.Node:
     """Before which node both results are not used yet, and all that they are made of is there."""
     state = search.state
     at = min([k.root, *q.root.users], key=state.order.__getitem__)
-    inputs = [v for v in {**q.values, **k.values, "q": q["x"]}.values() if isinstance(v, fx.Node)]
+    # Where k's tables are casts of their own, q's take their place.
+    inputs = [v for v in {**k.values, **q.values, "k": k["x"]}.values() if isinstance(v, fx.Node)]
     late = [node for node in inputs if state.order[node] >= state.order[at]]
     if late:
         raise Refused(f"{at.name} uses the first before there is {late[0].name}, of the second")
     if not state.one_mode([q.root, k.root, at]):
         raise Refused("the two are rotated in different gradient or autocast modes")
-    if state.written(inputs, q.root, k.root):
+    tables = [t for match in (q, k) for t in (match["cos"], match.values.get("sin")) if t]
+    sources = [call.args[0] for t in tables if (call := canonical(t)) is not None]
+    first = min([q.root, *tables], key=state.order.__getitem__) if sources else q.root
+    if state.written([*inputs, *tables], q.root, k.root) or state.written(sources, first, k.root):
         raise Refused("a tensor is written in place between the two rotations")
     return at
 
