@@ -4,9 +4,10 @@
 
 Both runs start from the same seed and see the same batches of real text: the source of Python's own
 standard library, byte by byte. The first is the transformers model as it comes, eager. The second
-is `liger_ops.fuse(model)` under `torch.compile(fullgraph=True)`: norms, rotary embedding, gated
-activation, and the head with its loss. The exit status is 1 unless each of them is an op of the
-compiled graphs, nothing broke the graph, the loss curves coincide and the checkpoint loads as a
+is `liger_ops.fuse(model)` under `torch.compile(fullgraph=True)`, or with `--backend liger` the
+untouched model under `torch.compile(fullgraph=True, backend="liger")`: norms, rotary embedding,
+gated activation, and the head with its loss. The exit status is 1 unless each of them is an op of
+the compiled graphs, nothing broke the graph, the loss curves coincide and the checkpoint loads as a
 plain transformers model. Bad arguments end in one sentence and status 2.
 
 Needs transformers, matplotlib and tqdm beside liger_ops.
@@ -120,6 +121,7 @@ class Settings:
 
     device: str
     dtype: torch.dtype
+    rewrites: bool
     backend: str
     backend_reason: str
     preset_name: str
@@ -202,14 +204,21 @@ class GraphRecorder:
     """A backend of torch.compile that counts the liger ops in every graph that it compiles.
 
     AOTAutograd hands it each forward and each backward graph, and code is generated from these.
+    With `rewrites`, all those of the backend "liger" are made first.
     """
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, rewrites: bool = False) -> None:
+        self.backend, self.rewrites = backend, rewrites
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self.rewrites:
+            options = {"inner_backend": self._compile, "rewrites": "all"}
+            return liger_ops.backend(graph, inputs, options=options)
+        return self._compile(graph, inputs)
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if self.backend == "inductor":
             # A hit in AOTAutograd's cache would pass by the recorder. Inductor's cache stays on.
             with functorch_config.patch(enable_autograd_cache=False):
@@ -253,16 +262,21 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         model = build_model(settings)
         batches = draw_batches(text[:split], settings)
-        untouched = train(model, model, batches, settings, "untouched, eager")
+        untouched = train(model, loss_of(model), batches, settings, "untouched, eager")
         del model
 
         model = build_model(settings)
-        report = liger_ops.fuse(model)
-        recorder = GraphRecorder(settings.backend)
-        compiled = torch.compile(model, fullgraph=True, backend=recorder)
+        recorder = GraphRecorder(settings.backend, settings.rewrites)
+        if settings.rewrites:
+            report = "nothing: the graph is rewritten"
+            # The logits are not returned: the head and its loss can be one.
+            compiled = torch.compile(loss_of(model), fullgraph=True, backend=recorder)
+        else:
+            report = str(liger_ops.fuse(model))
+            compiled = loss_of(torch.compile(model, fullgraph=True, backend=recorder))
         batches = draw_batches(text[:split], settings)
         breaks_before = sum(counters["graph_break"].values())
-        fused = train(compiled, model, batches, settings, f"fused, {settings.backend}")
+        fused = train(model, compiled, batches, settings, f"fused, {settings.backend}")
         graph_breaks = sum(counters["graph_break"].values()) - breaks_before
     except torch.OutOfMemoryError:
         advice = "a smaller --preset, --batch-size or --sequence-length needs less"
@@ -292,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         f" {config.hidden_size}, {parameters / 1e6:.1f} M parameters",
         "data": f"{text_name} ({len(text) / 1e6:.1f} MB), {preset.steps} steps of"
         f" {preset.batch_size} x {preset.sequence_length} bytes",
-        "fuse": str(report),
+        "fuse": report,
         "implementation": align(ops) or "no op ran",
         "graph breaks": str(graph_breaks),
         "forward graph": describe_counts(recorder.forward),
@@ -308,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print("\n" + align(summary))
 
-    expected = expected_ops(config.num_hidden_layers)
+    expected = expected_ops(config.num_hidden_layers, settings.rewrites)
     checkpoint_bound = CHECKPOINT_BOUND[settings.dtype]
     checks = {
         f"the forward graph must hold {describe_counts(expected)} and no other liger op": (
@@ -335,11 +349,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def expected_ops(layers: int) -> Counter[str]:
-    """The ops of a Llama's forward graph."""
-    return Counter(
-        rms_norm=2 * layers + 1, rope=layers, swiglu=layers, linear_cross_entropy_forward=1
-    )
+def expected_ops(layers: int, rewrites: bool) -> Counter[str]:
+    """The ops of a Llama's forward graph. The rewrites see the sums before the norms too."""
+    norms = Counter(rms_norm=1, fused_add_rms_norm=2 * layers)
+    if not rewrites:
+        norms = Counter(rms_norm=2 * layers + 1)
+    return norms + Counter(rope=layers, swiglu=layers, linear_cross_entropy_forward=1)
+
+
+def loss_of(model: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    return lambda batch: model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
 def gradients_of(ops: Counter[str]) -> Counter[str]:
@@ -374,6 +393,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         default=Path("runs/train_llama"),
         help="where the checkpoint and the picture go; default: %(default)s",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=["fuse", "liger"],
+        default="fuse",
+        help="how the ops get into the model: liger_ops.fuse, or rewrites of its compiled graph",
     )
     parser.add_argument(
         "--compile-backend",
@@ -422,7 +447,8 @@ def decide(options: argparse.Namespace) -> Settings:
     )
     name = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     dtype = getattr(torch, name)
-    return Settings(device, dtype, backend, reason, preset_name, preset, options.seed)
+    rewrites = options.backend == "liger"
+    return Settings(device, dtype, rewrites, backend, reason, preset_name, preset, options.seed)
 
 
 def missing_for_inductor() -> str:
@@ -513,13 +539,13 @@ def build_model(settings: Settings) -> Any:
 
 
 def train(
-    forward: Callable[..., Any],
     model: torch.nn.Module,
+    loss_of_batch: Callable[[Tensor], Tensor],
     batches: Iterator[Tensor],
     settings: Settings,
     label: str,
 ) -> Run:
-    """Train `model`, whose forward is `forward`, with AdamW and a rate that rises, then falls to 0.
+    """Train `model` by `loss_of_batch`, with AdamW and a rate that rises, then falls to 0.
 
     The optimizer keeps float32 parameters: in bfloat16 a norm's weight, which starts at 1, would
     lose every update below 1/256. Where the model is float32 they are the model's own memory.
@@ -546,7 +572,7 @@ def train(
             synchronize(settings.device)
             last = time.perf_counter()
         with peak_memory if is_last else nullcontext():
-            loss = forward(input_ids=batch, labels=batch, use_cache=False).loss
+            loss = loss_of_batch(batch)
             loss.backward()
         for parameter, master in zip(parameters, masters, strict=True):
             assert parameter.grad is not None

@@ -96,7 +96,11 @@ def check(
 
 
 def refused(
-    function: Function, *inputs: Any, op: str, reason: str = "", counts: dict[str, int] | None = None
+    function: Function,
+    *inputs: Any,
+    op: str,
+    reason: str = "",
+    counts: dict[str, int] | None = None,
 ) -> Rewriter:
     """Check a function in which `op` is not used, with a reason that has `reason` in it: one where
     the pattern comes close, none where `reason` is empty."""

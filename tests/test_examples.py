@@ -60,6 +60,16 @@ def test_the_demo_trains_saves_and_reports(tmp_path: Path) -> None:
     assert not torch.equal(model.model.norm.weight, torch.ones(model.config.hidden_size))
 
 
+def test_the_demo_trains_the_untouched_model_by_rewriting_its_graph(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SMALL, "--steps", "6", "--backend", "liger", "--output", str(tmp_path)]
+    assert demo.main(arguments) == 0, capsys.readouterr().err
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    (forward,) = (row[2] for row in rows if row[:2] == ["forward", "graph"])
+    assert "8 x liger.fused_add_rms_norm" in forward
+
+
 def test_fifty_steps_in_bfloat16_stay_within_the_bound(
     demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,9 +86,7 @@ MODES: dict[str, tuple[Callable[..., Tensor], str, float, bool]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "dtype", [*DTYPES.values(), torch.float16], ids=[*DTYPES, "float16"]
-)
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float16], ids=[*DTYPES, "float16"])
 @pytest.mark.parametrize(("function", "mode", "offset", "weighted"), MODES.values(), ids=MODES)
 def test_rms_norm(function, mode, offset, weighted, dtype):
     found = check(
@@ -414,9 +412,7 @@ def test_fused_add_rms_norm(add, dtype):
         return gemma(total, weight), total
 
     x, residual = values(2, 3, 8, dtype=dtype), values(2, 3, 8, dtype=dtype, seed=1)
-    found = check(
-        function, x, residual, values(8, dtype=dtype), counts={"fused_add_rms_norm": 1}
-    )
+    found = check(function, x, residual, values(8, dtype=dtype), counts={"fused_add_rms_norm": 1})
     (call,) = found.calls("fused_add_rms_norm")
     assert (call["eps"], call["offset"], call["casting_mode"]) == (EPS, 1.0, "gemma")
     assert found.calls("rms_norm") == []

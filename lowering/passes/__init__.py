@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection
 from torch import fx
 
 from . import (
+    causal_mask,
     clamped_swiglu,
     cross_entropy,
     fused_add_rms_norm,
     geglu,
     group_norm,
+    grouped_heads,
     layer_norm,
     linear_cross_entropy,
     recompute,
@@ -25,6 +27,9 @@ from .report import Report
 Rewrite = Callable[[fx.Graph, Report], None]
 
 REWRITES: dict[str, Rewrite] = {
+    "causal_attention": causal_mask.rewrite,
+    # Of the attentions that have no mask.
+    "grouped_attention": grouped_heads.rewrite,
     # Before rms_norm, which is what follows the subtraction of the mean.
     "layer_norm": layer_norm.rewrite,
     "rms_norm": rms_norm.rewrite,

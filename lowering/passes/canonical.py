@@ -78,8 +78,12 @@ def same(a: Any, b: Any) -> bool:
         return _same_number(a, b)
     if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
         return a is b or (a is not None and b is not None and statically_known_true(a == b))
-    return type(a) in (int, float) and type(b) in (int, float) and a == b or a is b or (
-        type(a) is type(b) and bool(a == b)
+    return (
+        type(a) in (int, float)
+        and type(b) in (int, float)
+        and a == b
+        or a is b
+        or (type(a) is type(b) and bool(a == b))
     )
 
 

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch

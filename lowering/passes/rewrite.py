@@ -64,9 +64,7 @@ class Search:
         self._refused: list[tuple[Match, str]] = []
         self._used: list[fx.Node] = []
 
-    def matches(
-        self, spellings: Sequence[tuple[Pattern, Any]]
-    ) -> Iterator[tuple[Match, Any]]:
+    def matches(self, spellings: Sequence[tuple[Pattern, Any]]) -> Iterator[tuple[Match, Any]]:
         """The exact matches, the last of the graph first: a pattern with a further operation is
         found before one without. A node is the last of one match at most."""
         for node in reversed(list(self.graph.nodes)):
@@ -99,7 +97,6 @@ class Search:
     def replace(self, match: Match, new: fx.Node) -> None:
         match.root.replace_all_uses_with(new)
         self._covered |= match.nodes
-        self.state.take_place(new, match.root)
 
     def used(self, node: fx.Node) -> None:
         self._used.append(node)

@@ -88,7 +88,9 @@ def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
     dimensions = len(value(match["shape"]))
     if dimensions != 1:
         raise Refused(f"it normalises over {dimensions} dimensions, not the last alone")
-    if match["weight"] is not None and not same(value(match["weight"]).dtype, value(match["x"]).dtype):
+    if match["weight"] is not None and not same(
+        value(match["weight"]).dtype, value(match["x"]).dtype
+    ):
         raise Refused("the weight is not of the dtype of x")
     return torch.ops.liger.rms_norm.default, (
         match["x"],

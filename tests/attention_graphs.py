@@ -1,0 +1,88 @@
+"""Functions with attention, compiled with and without the rewrites of their graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._dynamo.backends.debugging import aot_eager
+
+from liger_ops.lowering.passes.report import Report
+
+Rewrite = Callable[[fx.Graph, Report], None]
+
+
+def compiled(
+    function: Callable[..., Any],
+    rewrites: Sequence[Rewrite],
+    dynamic: bool = False,
+    inner: Callable[..., Any] = aot_eager,
+) -> tuple[Callable[..., Any], Report, list[fx.GraphModule]]:
+    """The function through Dynamo, the rewrites and `inner`; the graphs as rewritten.
+
+    With dynamic shapes AOTAutograd may call for another trace, with floats for constants: only the
+    last is kept.
+    """
+    report = Report()
+    graphs: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        found = Report()
+        parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+        for part in parts:
+            for rewrite in rewrites:
+                rewrite(part.graph, found)
+            part.graph.lint()
+            part.recompile()
+        run = inner(module, inputs)
+        graphs.extend(parts)
+        report.findings.extend(found.findings)
+        return run
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, dynamic=dynamic), report, graphs
+
+
+def attention_options(graphs: Sequence[fx.GraphModule]) -> list[dict[str, Any]]:
+    """What each call of attention is given by name."""
+    return [
+        dict(node.kwargs)
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.target is F.scaled_dot_product_attention
+    ]
+
+
+def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """An inner backend that compiles nothing, which is the quickest."""
+    return module.forward
+
+
+def results(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], gradients: bool = True
+) -> list[Tensor]:
+    """The output, and the gradient of each input that has one."""
+    if not gradients:
+        with torch.no_grad():
+            return [function(*inputs)]
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    y = function(*inputs)
+    y.square().sum().backward()
+    return [y.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+
+def heads(batch: int, number: int, length: int, size: int = 8, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, number, length, size, generator=generator)
+
+
+def qkv(queries: int, keys: int | None = None, grouped: int = 1) -> list[Tensor]:
+    keys = queries if keys is None else keys
+    return [
+        heads(2, 4, queries, seed=0),
+        heads(2, 4 // grouped, keys, seed=1),
+        heads(2, 4 // grouped, keys, seed=2),
+    ]

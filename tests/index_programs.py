@@ -1,0 +1,139 @@
+"""Random programs that make a mask of (queries, keys) from indices, and the functions' values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_ops.lowering.passes.index_algebra import (
+    Affine,
+    Both,
+    NonNegative,
+    Not,
+    affine,
+    both,
+    either,
+    negation,
+)
+
+# What a program is: from the number of queries and of keys to a tensor that (queries, keys) fits.
+Program = Callable[[int, int], Tensor]
+
+COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne]
+
+
+def value_at(value: Any, place: Sequence[int]) -> Any:
+    """A function of indices at one of them."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Affine):
+        return value.constant + sum(slope * place[axis] for axis, slope in value.slopes.items())
+    if isinstance(value, NonNegative):
+        return value_at(value.value, place) >= 0
+    if isinstance(value, Not):
+        return not value_at(value.of, place)
+    if isinstance(value, Both):
+        return value_at(value.left, place) and value_at(value.right, place)
+    return value_at(value.yes if value_at(value.condition, place) else value.no, place)
+
+
+def _first(q: int, k: int) -> Tensor:
+    return torch.arange(q)[:, None]
+
+
+def _second(q: int, k: int) -> Tensor:
+    return torch.arange(k).unsqueeze(0)
+
+
+def _of(function: Callable[..., Tensor], *programs: Program) -> Program:
+    return lambda q, k: function(*(program(q, k) for program in programs))
+
+
+SMALL = st.integers(-3, 3)
+
+
+def _numbers(inner: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
+    """Integer tensors made of integer tensors."""
+    return st.one_of(
+        st.builds(lambda x, n: _of(lambda a: a + n, x), inner, SMALL),
+        st.builds(lambda x, n: _of(lambda a: a * n, x), inner, st.integers(-2, 2)),
+        st.builds(lambda x, y: _of(operator.add, x, y), inner, inner),
+        st.builds(lambda x, y: _of(torch.sub, x, y), inner, inner),
+        st.builds(lambda x: _of(torch.abs, x), inner),
+        st.builds(lambda x: _of(torch.neg, x), inner),
+        st.builds(lambda x, n: _of(lambda a: a // n, x), inner, st.integers(1, 9)),
+        st.builds(lambda x, n: _full(lambda a: a.diff(dim=0, prepend=a[:1] - n), x), inner, SMALL),
+    )
+
+
+NUMBERS = st.recursive(st.sampled_from([_first, _second, _first, _second]), _numbers, max_leaves=3)
+
+
+def _truths(inner: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
+    """Boolean tensors made of boolean tensors."""
+    return st.one_of(
+        st.builds(lambda x, y: _of(operator.and_, x, y), inner, inner),
+        st.builds(lambda x, y: _of(torch.logical_or, x, y), inner, inner),
+        st.builds(lambda x, y: _of(operator.xor, x, y), inner, inner),
+        st.builds(lambda x: _of(operator.invert, x), inner),
+        st.builds(lambda x, y, z: _of(torch.where, x, y, z), inner, inner, inner),
+        st.builds(lambda x, y: _of(lambda a, b: a.long() + b.long() > 0, x, y), inner, inner),
+        st.builds(lambda x, n: _full(lambda a: a.tril(n), x), inner, SMALL),
+        st.builds(lambda x, n: _full(lambda a: torch.triu(a, n), x), inner, SMALL),
+        st.builds(lambda x: lambda q, k: x(k, q).expand(k, q).transpose(0, 1), inner),
+        st.builds(lambda x: lambda q, k: x(q + 2, k + 1).expand(q + 2, k + 1)[:q, :k], inner),
+        st.builds(lambda x: lambda q, k: x(q, k).expand(q, k)[_first(q, k), _second(q, k)], inner),
+        st.builds(lambda x: _full(lambda a: a.long().cumsum(-1) > 0, x), inner),
+        st.builds(
+            lambda x: _of(lambda a: torch.zeros(()).masked_fill(a, float("-inf")) == 0, x), inner
+        ),
+    )
+
+
+def _full(function: Callable[[Tensor], Tensor], program: Program) -> Program:
+    return lambda q, k: function(program(q, k).expand(q, k))
+
+
+COMPARED = st.builds(
+    lambda compare, x, y: _of(compare, x, y), st.sampled_from(COMPARISONS), NUMBERS, NUMBERS
+)
+# So that what is drawn is causal often enough.
+PLAIN = st.builds(
+    lambda n, place: lambda q, k: (_second(q, k) + n) <= (_first(q, k) + n + place),
+    SMALL,
+    st.sampled_from([0, 0, 0, 0, -1, 1]),
+)
+TRUE = st.builds(
+    lambda n: lambda q, k: _second(q, k) + q + k + n >= _first(q, k) - q, st.integers(0, 3)
+)
+
+
+def masks() -> st.SearchStrategy[Program]:
+    """Programs whose mask is (queries, keys), boolean, and causal now and then."""
+    atoms = st.one_of(PLAIN, PLAIN, TRUE, COMPARED)
+    near = st.builds(lambda x, y: _of(operator.and_, x, y), PLAIN, st.one_of(TRUE, atoms))
+    return st.one_of(PLAIN, near, st.recursive(atoms, _truths, max_leaves=4)).map(
+        lambda program: lambda q, k: program(q, k).expand(q, k)
+    )
+
+
+def conditions() -> st.SearchStrategy[Any]:
+    """Conditions on a query's and a key's place, as programs leave them."""
+    slopes = st.fixed_dictionaries({-2: st.integers(-2, 2), -1: st.integers(-2, 2)})
+    any_atom = st.builds(lambda n, slope: NonNegative(affine(n, slope)), st.integers(-6, 6), slopes)
+    near = st.builds(lambda n: NonNegative(affine(n, {-2: 1, -1: -1})), st.integers(-1, 1))
+    atoms = st.one_of(near, near, any_atom, st.booleans())
+    return st.recursive(
+        atoms,
+        lambda inner: st.one_of(
+            st.builds(both, inner, inner),
+            st.builds(either, inner, inner),
+            st.builds(negation, inner),
+        ),
+        max_leaves=4,
+    )
