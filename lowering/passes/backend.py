@@ -40,8 +40,9 @@ def liger(
     another backend. `liger_ops.explain` says what is replaced, and what is not and why.
 
     `mode`, `dynamic` and `fullgraph` of `torch.compile` mean what they do without this backend. So
-    do its `options`, but for two of this backend's own:
+    do its `options`, but for three of this backend's own:
 
+    * "mode": the mode, for those who need both: `torch.compile` takes either it or options.
     * "inner_backend": what compiles the graph afterwards, by its name or itself; "inductor".
     * "rewrites": the names of the rewrites to make, of `liger_ops.lowering.passes.REWRITES`, or
       "all". By default those that pay: before Inductor, all but `KEPT_BY_INDUCTOR`, and all before
@@ -57,6 +58,7 @@ def liger(
         ValueError: a rewrite of options["rewrites"] has no such name.
     """
     rest = dict(options or {})
+    mode = rest.pop("mode", mode)
     inner = rest.pop("inner_backend", "inductor")
     names = chosen(rest.pop("rewrites", None), inner)
     rewrite(module, names)

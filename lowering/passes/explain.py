@@ -42,7 +42,8 @@ class Explanation:
     def __str__(self) -> str:
         breaks = len(self.graph_breaks)
         lines = [f"{_counted(self.graphs, 'graph')}, {_counted(breaks, 'graph break')}"]
-        lines += [f"  {reason}" for reason in self.graph_breaks]
+        for reason in self.graph_breaks:
+            lines += textwrap.wrap(reason, 96, initial_indent="  ", subsequent_indent="    ")
         used = [finding for finding in self.findings if finding.used]
         lines += [f"{_counted(len(used), 'op')} used", *_table(used, _kernel)]
         left = [finding for finding in self.findings if not finding.used]
@@ -115,13 +116,16 @@ def _implementation(finding: Finding) -> str:
 
 def _table(findings: list[Finding], detail: Callable[[Finding], str | None]) -> list[str]:
     """One entry for findings that are alike: how many, the op, the kernel or reason, and where."""
-    width = max(60, shutil.get_terminal_size().columns)
+    width = max(60, shutil.get_terminal_size((100, 24)).columns)
     alike = Counter((finding.op, detail(finding) or "", finding.where) for finding in findings)
     lines = []
     for (op, text, where), count in alike.items():
-        lines.append(f"  {count} x {op}: {text}")
-        lines.append(textwrap.shorten(f"      {where}", width, placeholder=" ..."))
-    return [line if line.startswith("  ") else f"      {line}" for line in lines]
+        lines += textwrap.wrap(
+            f"{count} x {op}: {text}", width, initial_indent="  ", subsequent_indent="      "
+        )
+        where = f"      {where}"
+        lines.append(where if len(where) <= width else f"{where[: width - 4]} ...")
+    return lines
 
 
 def _counted(count: int, noun: str) -> str:
