@@ -32,9 +32,7 @@ def inputs(dtype: torch.dtype = torch.float32, rows: int = B, length: int = S) -
     return [values(rows, length, V, dtype=dtype), labels(rows, length)]
 
 
-def head_inputs(
-    dtype: torch.dtype = torch.float32, rows: int = B, length: int = S
-) -> list[Tensor]:
+def head_inputs(dtype: torch.dtype = torch.float32, rows: int = B, length: int = S) -> list[Tensor]:
     """Hidden states, the head's weight, and labels."""
     x, weight = values(rows, length, D, dtype=dtype), values(V, D, dtype=dtype)
     return [x, weight, labels(rows, length)]

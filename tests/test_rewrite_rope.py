@@ -135,9 +135,7 @@ def applied(rotation: Rotation) -> Callable[..., tuple[Tensor, Tensor]]:
     ("rotation", "columns", "interleaved", "per_pair"), SPELLINGS.values(), ids=SPELLINGS
 )
 def test_rope(rotation, columns, interleaved, per_pair, dtype):
-    found = check(
-        applied(rotation), *heads(dtype), *tables(columns, dtype), counts={"rope": 1}
-    )
+    found = check(applied(rotation), *heads(dtype), *tables(columns, dtype), counts={"rope": 1})
     (call,) = found.calls("rope")
     assert (call["interleaved"], call["per_pair"]) == (interleaved, per_pair)
     assert call["sections"] is None

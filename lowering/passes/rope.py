@@ -139,7 +139,9 @@ def _pair(q: Match, k: Match, form: Form, search: Search) -> None:
     if transposed:
         tensors = [derive(at, torch.transpose, x, 1, 2) for x in tensors]
     if form.half_tables:
-        tables = [derive(at, operator.getitem, derive(at, torch.chunk, t, 2, -1), 0) for t in tables]
+        tables = [
+            derive(at, operator.getitem, derive(at, torch.chunk, t, 2, -1), 0) for t in tables
+        ]
     target = torch.ops.liger.rope.default
     args = (*tensors, *tables, form.interleaved, form.per_pair)
     with search.state.modes_of(at):
