@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewriting import check, refused, values
+from rewriting import check, values
 
 # All different: sizes that are equal are one symbol when shapes are dynamic.
 B, HEADS, KV_HEADS, S, D = 2, 6, 3, 5, 16
