@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="liger")`, `graph_pass` and `explain`: the roads to the rewrites."""
+"""`torch.compile(model, backend="liger")`, `graph_pass` and `explain`: the roads to a rewrite."""
 
 from __future__ import annotations
 
