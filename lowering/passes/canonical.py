@@ -164,10 +164,10 @@ def _alike(a: Any, b: Any) -> bool:
     a, b = _source(a), _source(b)
     if a is b:
         return isinstance(a, fx.Node)
-    casts = _calls(a, "cast"), _calls(b, "cast")
-    if None in casts or casts[0].args[1] != casts[1].args[1]:
+    of, to = _calls(a, "cast"), _calls(b, "cast")
+    if of is None or to is None or of.args[1] != to.args[1]:
         return False
-    return _source(casts[0].args[0]) is _source(casts[1].args[0])
+    return _source(of.args[0]) is _source(to.args[0])
 
 
 def _source(x: Any) -> Any:

@@ -83,7 +83,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
         graphs += 1
         untouched = fx.GraphModule(module, _copy(module.graph))
         report.findings.extend(rewrite(module).findings)
-        return untouched.forward  # type: ignore[no-any-return]
+        return untouched.forward
 
     before = Counter(counters["graph_break"])
     torch._dynamo.reset()
