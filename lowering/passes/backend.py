@@ -64,10 +64,10 @@ def liger(
     rewrite(module, names)
     if inner == "inductor":
         declare_ops()
-        wrapper = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
-        return wrapper(module, example_inputs)  # type: ignore[no-any-return]
+        inductor = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
+        return inductor(module, example_inputs)
     wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
-    return wrapper(module, example_inputs)  # type: ignore[no-any-return]
+    return wrapper(module, example_inputs)
 
 
 def _reset() -> None:
@@ -119,7 +119,7 @@ def graph_pass(rewrites: Collection[str] | None = None) -> Any:
 
     names = chosen(rewrites, "inductor")
 
-    class LigerGraphPass(CustomGraphPass):  # type: ignore[misc]
+    class LigerGraphPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             declare_ops()
             rewrite_graph(graph, names)

@@ -164,10 +164,10 @@ def _alike(a: Any, b: Any) -> bool:
     a, b = _source(a), _source(b)
     if a is b:
         return isinstance(a, fx.Node)
-    casts = _calls(a, "cast"), _calls(b, "cast")
-    if None in casts or casts[0].args[1] != casts[1].args[1]:
+    of, to = _calls(a, "cast"), _calls(b, "cast")
+    if of is None or to is None or of.args[1] != to.args[1]:
         return False
-    return _source(casts[0].args[0]) is _source(casts[1].args[0])
+    return _source(of.args[0]) is _source(to.args[0])
 
 
 def _source(x: Any) -> Any:
@@ -496,7 +496,7 @@ def _split(input: Any, split_size: Any, dim: Any = 0) -> Call:
 def _getitem(input: Any, index: Any) -> Call | None:
     tensor = value(input)
     if not isinstance(tensor, Tensor):
-        return Call("item", (input, index))
+        return _part(input, index) or Call("item", (input, index))
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(value(part), (Tensor, list, tuple, bool)) for part in parts):
         return None
@@ -524,6 +524,17 @@ def _getitem(input: Any, index: Any) -> Call | None:
     ):
         return Call("unsqueeze", (input, parts.index(None) - tensor.dim() - 1))
     return Call("getitem", (input, tuple(parts)))
+
+
+def _part(parts: Any, index: Any) -> Call | None:
+    """One of the pieces that a tensor is cut into, as a slice."""
+    call = _calls(parts, "chunk") or _calls(parts, "split")
+    if call is None or not isinstance(index, int):
+        return None
+    input, _, dim = call.args
+    sizes = [piece.shape[dim] for piece in value(parts)]
+    index %= len(sizes)
+    return Call("slice", (input, dim, sum(sizes[:index]), sum(sizes[: index + 1]), 1), (parts,))
 
 
 def _from_start(bound: Any, size: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,9 @@ class Explanation:
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say what `torch.compile(model, backend="liger")` would do for these arguments.
 
-    The model runs once, eagerly and as it is, while Dynamo traces it; nothing is compiled. As
-    `torch._dynamo.explain` does, this empties Dynamo's cache of compiled code.
+    The model runs once, eagerly and as it is, while Dynamo traces it; nothing is compiled. Its
+    buffers and the random numbers are afterwards what they were. As `torch._dynamo.explain` does,
+    this empties Dynamo's cache of compiled code.
 
     Args:
         model: a module or a function.
@@ -81,17 +83,38 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
         graphs += 1
         untouched = fx.GraphModule(module, _copy(module.graph))
         report.findings.extend(rewrite(module).findings)
-        return untouched.forward  # type: ignore[no-any-return]
+        return untouched.forward
 
     before = Counter(counters["graph_break"])
     torch._dynamo.reset()
     try:
-        torch.compile(model, backend=backend)(*args, **kwargs)
+        with _state_kept(model):
+            torch.compile(model, backend=backend)(*args, **kwargs)
     finally:
         torch._dynamo.reset()
     breaks = Counter(counters["graph_break"]) - before
     reasons = tuple(" ".join(str(reason).split()) for reason in breaks.elements())
     return Explanation(tuple(report.findings), graphs, reasons)
+
+
+@contextlib.contextmanager
+def _state_kept(model: Callable[..., Any]) -> Iterator[None]:
+    """Leave a module's buffers and the random state of the CPU and the current device alone."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    before = [buffer.detach().clone() for buffer in buffers]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        random = torch.random.fork_rng(devices=[])
+    else:
+        current = torch.accelerator.current_device_index()
+        random = torch.random.fork_rng(devices=[current], device_type=accelerator.type)
+    with random:
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -28,11 +28,13 @@ MOST_DIFFERENCES = 1
 # Views and casts of an input: what they make may be used elsewhere too, for it costs nothing.
 CHEAP = {
     "cast",
+    "chunk",
     "contiguous",
     "expand",
     "flatten",
     "repeat_interleave",
     "slice",
+    "split",
     "transpose",
     "unsqueeze",
     "view",

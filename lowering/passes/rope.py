@@ -6,6 +6,7 @@ float32 and rounds once, wherever the code rounds.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import same, value
+from .canonical import canonical, same, value
 from .pattern import Match, Pattern
 from .report import Report
 from .rewrite import Refused, Search, derive, insert, items, run
@@ -109,7 +110,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     alone: list[tuple[Match, Form]] = []
     for match, form in search.matches(SPELLINGS):
         search.set_aside(match)
-        key = (form, match["cos"], match.values.get("sin"), match["heads"])
+        key = (form, _table(match["cos"]), _table(match.values.get("sin")), match["heads"])
         if key not in waiting:
             waiting[key] = match
             continue
@@ -128,6 +129,12 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     search.finish()
 
 
+def _table(node: fx.Node | None) -> Any:
+    """What a table is, so that what is cast for each of two tensors is the same for both."""
+    call = canonical(node)
+    return call.args if call is not None and call.op == "cast" else node
+
+
 def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
     """Put one op, before `at`, in the place of the rotations of one tensor or two."""
     there, back = _views(matches[0])
@@ -138,7 +145,9 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
         tensors.append(derive(at, torch.narrow, none, 1, 0, 0))
     tables = [matches[0]["cos"], matches[0].values.get("sin")]
     if form.half_tables:
-        tables = [derive(at, torch.narrow, t, -1, 0, value(t).shape[-1] // 2) for t in tables]
+        tables = [
+            derive(at, operator.getitem, derive(at, torch.chunk, t, 2, -1), 0) for t in tables
+        ]
     target = torch.ops.liger.rope.default
     args = (*tensors, *tables, form.interleaved, form.per_pair)
     with search.state.modes_of(at):
@@ -158,7 +167,8 @@ def _check(result: Tensor, root: fx.Node) -> None:
     if result.dtype != before.dtype or not same(tuple(result.shape), tuple(before.shape)):
         raise Refused(f"the result would be {result.dtype}, {tuple(result.shape)}")
     # The op gives its results the layout of x, and torch.cat does not.
-    if result.stride() != before.stride() and any(user.target == "view" for user in root.users):
+    needed = any(user.target == "view" or user.op == "output" for user in root.users)
+    if needed and not same(result.stride(), before.stride()):
         raise Refused(f"the result would have the strides {result.stride()}, not {before.stride()}")
 
 
@@ -166,13 +176,17 @@ def _place(q: Match, k: Match, search: Search) -> fx.Node:
     """Before which node both results are not used yet, and all that they are made of is there."""
     state = search.state
     at = min([k.root, *q.root.users], key=state.order.__getitem__)
-    inputs = [v for v in {**q.values, **k.values, "q": q["x"]}.values() if isinstance(v, fx.Node)]
+    # Where k's tables are casts of their own, q's take their place.
+    inputs = [v for v in {**k.values, **q.values, "k": k["x"]}.values() if isinstance(v, fx.Node)]
     late = [node for node in inputs if state.order[node] >= state.order[at]]
     if late:
         raise Refused(f"{at.name} uses the first before there is {late[0].name}, of the second")
     if not state.one_mode([q.root, k.root, at]):
         raise Refused("the two are rotated in different gradient or autocast modes")
-    if state.written(inputs, q.root, k.root):
+    tables = [t for match in (q, k) for t in (match["cos"], match.values.get("sin")) if t]
+    sources = [call.args[0] for t in tables if (call := canonical(t)) and call.op == "cast"]
+    first = min([q.root, *tables], key=state.order.__getitem__) if sources else q.root
+    if state.written([*inputs, *tables], q.root, k.root) or state.written(sources, first, k.root):
         raise Refused("a tensor is written in place between the two rotations")
     return at
 
