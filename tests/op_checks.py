@@ -50,7 +50,22 @@ def run_kernel(
 ) -> tuple[Tensor | None, ...]:
     kernel = op.kernel(folder, backward)
     with poisoned_memory():
-        return as_tuple(kernel(*args, plan=plan(folder, op, case)))
+        outputs = as_tuple(kernel(*args, plan=plan(folder, op, case)))
+    assert_own_memory(args, outputs)
+    return outputs
+
+
+def assert_own_memory(args: tuple[Any, ...], outputs: tuple[Tensor | None, ...]) -> None:
+    """No output shares memory with an argument or another output, on which PyTorch relies."""
+    taken = {memory(arg) for arg in args if isinstance(arg, Tensor) and arg.numel()}
+    for i, output in enumerate(outputs):
+        if output is not None and output.numel():
+            assert memory(output) not in taken, f"output {i} is not in memory of its own"
+            taken.add(memory(output))
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:

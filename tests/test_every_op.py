@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs import Recorder, liger_ops_of
 from liger_ops import library
-from op_checks import as_tuple
+from op_checks import as_tuple, assert_own_memory
 from op_table import OPS
-from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case, OpUnderTest, public
+from op_under_test import DY_LAYOUTS, FOLDERS, X_LAYOUTS, Case, OpUnderTest, public
 
 EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 
@@ -98,6 +98,30 @@ def test_opcheck_of_the_defaults(op: OpUnderTest) -> None:
         if isinstance(arg, Tensor) and op.has_gradient(i):
             arg.requires_grad_()
     torch.library.opcheck(op.overload(), args)
+
+
+@EVERY_OP
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_kernels_return_memory_of_their_own(
+    op: OpUnderTest, folder: str, dtype: torch.dtype
+) -> None:
+    """Nothing checks it at run time."""
+    case = op.sample(dtype)
+    tensors = op.tensors(case)
+    for backward, arguments in ((False, op.forward_args), (True, op.backward_args)):
+        args = arguments(case, tensors)
+        assert_own_memory(args, as_tuple(op.kernel(folder, backward)(*args)))
+
+
+def test_an_output_that_is_not_of_its_own_is_found() -> None:
+    x = torch.randn(4, 4)
+    y = x.clone()
+    assert_own_memory((x, 1e-6), (y, None))
+    for outputs in ((x,), (x[1:],), (y, y.view(-1))):
+        with pytest.raises(AssertionError, match="memory of its own"):
+            assert_own_memory((x, 1e-6), outputs)
 
 
 @EVERY_OP

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 # Each layer imports from itself and from those before it. The rest of liger_ops is above ops.
 LAYERS = ("library", "ops", "meta", "lowering")
+# Below them all: it imports nothing of the package.
+BASE = "compile_cache"
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
 SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
@@ -49,6 +51,8 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[s
 def layer_of(module: str) -> int:
     """A module's place in LAYERS, or one past the last for the rest of liger_ops."""
     parts = module.split(".")
+    if parts[1:2] == [BASE]:
+        return -1
     return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else len(LAYERS)
 
 
@@ -69,7 +73,9 @@ def misplaced_imports(file: Path, source: str) -> list[str]:
         if own_layer == len(LAYERS):
             downward = layer == LAYERS.index("lowering")
         devices = {"cuda", "npu"}
-        other_device = set(own_device) <= devices and set(parts[2:3]) & (devices - set(own_device))
+        # The passes are for graphs of any device.
+        apart = set(own_device) <= {*devices, "passes"}
+        other_device = apart and set(parts[2:3]) & (devices - set(own_device))
         if downward or (own_device and other_device):
             wrong.append(f"{file}: {module} imports {name}")
     return wrong
@@ -123,6 +129,9 @@ def test_imports_point_one_way():
         ("meta/x.py", "from liger_ops.nn import RMSNorm"),
         ("lowering/npu/x.py", "from ..cuda.launch import Plan"),
         ("lowering/cuda/x.py", "from .. import npu"),
+        ("lowering/passes/x.py", "from ..cuda import rms_norm"),
+        ("lowering/passes/x.py", "import liger_ops.lowering.npu"),
+        ("lowering/passes/x.py", "from ... import fusion"),
     ],
 )
 def test_a_misplaced_import_is_found(file, source):
@@ -139,10 +148,24 @@ def test_a_misplaced_import_is_found(file, source):
         ("lowering/__init__.py", "from . import cuda, npu"),
         ("lowering/npu/x.py", "from ... import library, meta\nfrom ..triton_math import rounded"),
         ("lowering/cuda/x.py", "from .launch import Plan\nimport triton.language as tl"),
+        ("lowering/passes/x.py", "from ...library import OPS\nfrom .pattern import Pattern"),
     ],
 )
 def test_a_well_placed_import_passes(file, source):
     assert misplaced_imports(Path(file), source) == []
+
+
+def test_the_passes_need_no_toolchain():
+    """They are for graphs, on whatever device; a user without Triton has them too."""
+    wanted = {
+        name.split(".")[0]
+        for file in sources("lowering/passes")
+        for name in imported_modules(
+            ast.parse(file.read_text()), module_of(file.relative_to(ROOT)), False
+        )
+    }
+    assert not wanted & {"triton", "torch_npu", "transformers"}
+    assert run(BARE_PASSES, "triton", "torch_npu", "transformers").split()[-1] == "1"
 
 
 def test_nothing_waits_for_the_device_or_mutates():
@@ -320,6 +343,14 @@ x = torch.randn(3, 5, requires_grad=True)
 torch.ops.liger.rms_norm(x, torch.ones(5), 1e-6).sum().backward()
 assert x.grad is not None
 """
+
+
+BARE_PASSES = (
+    BARE_IMPORT
+    + """
+print(liger_ops.explain(torch.nn.RMSNorm(8, eps=1e-6), torch.ones(2, 8)).counts()["rms_norm"])
+"""
+)
 
 
 def test_import_needs_torch_alone():

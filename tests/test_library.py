@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import liger_ops
 from liger_ops import library
@@ -32,6 +34,29 @@ def test_cpu_autocast_leaves_the_dtypes() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert liger_ops.rms_norm(x, torch.randn(8)).dtype is torch.float32
         assert liger_ops.rms_norm(x.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_dynamo_does_not_trace_into_an_op(training: bool) -> None:
+    """Of a function that it cannot compile, it would compile what the ops run, and warn of that."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(1):
+            try:
+                torch._dynamo.graph_break()
+            finally:
+                y = library.OPS["rms_norm"].overload(x)
+        return y
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    x = torch.randn(2, 8, requires_grad=training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = compiled(x)
+    assert torch.equal(y, function(x))
+    assert not graphs
 
 
 def test_infer_device_is_one_that_works() -> None:

@@ -24,7 +24,14 @@ from liger_ops import library
 from liger_ops.nn import CrossEntropyOutput, LinearCrossEntropyLoss
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
 from liger_ops.ops.head import upstream_of_tokens
-from op_checks import assert_allocated_as_meta, assert_unchanged, clones, poisoned_memory, widened
+from op_checks import (
+    assert_allocated_as_meta,
+    assert_own_memory,
+    assert_unchanged,
+    clones,
+    poisoned_memory,
+    widened,
+)
 from op_under_test import DEVICE, FOLDERS, X_LAYOUTS, Values, max_abs
 
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
@@ -82,6 +89,7 @@ def run_kernel(op: library.Op, folder: str, args: list[Any]) -> tuple[Tensor | N
     with poisoned_memory():
         outputs = op.kernels[folder](*args)
     assert_unchanged(tuple(args), before)
+    assert_own_memory(tuple(args), outputs)
     return outputs
 
 

@@ -6,6 +6,8 @@ this repository's root folders. Nothing is downloaded and nothing of the checkou
 
 from __future__ import annotations
 
+import configparser
+import importlib
 import os
 import shutil
 import subprocess
@@ -26,6 +28,8 @@ NOT_SOURCE = (
 )
 # Folder of the root to its place in the package.
 PLACES = {"liger_ops": "liger_ops", "meta": "liger_ops/meta", "lowering": "liger_ops/lowering"}
+
+ENTRY_POINT = "liger_ops.lowering.passes.backend:liger"
 
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, site, sys
@@ -157,6 +161,18 @@ def test_the_wheel_has_one_top_level_module(wheel):
     assert modules == module_names()
     assert "liger_ops/py.typed" in names
     assert f"liger_ops-{version}.dist-info/licenses/LICENSE" in names
+
+
+def test_the_wheel_declares_the_backend(wheel):
+    """What `torch.compile(model, backend="liger")` looks for, and finds in the wheel."""
+    dist_info = f"liger_ops-{liger_ops.__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"{dist_info}/entry_points.txt").decode()
+    groups = configparser.ConfigParser()
+    groups.read_string(text)
+    assert dict(groups["torch_dynamo_backends"]) == {"liger": ENTRY_POINT}
+    module, name = ENTRY_POINT.split(":")
+    assert getattr(importlib.import_module(module), name) is liger_ops.backend
 
 
 def test_the_wheel_requires_torch_alone(wheel):

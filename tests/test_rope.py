@@ -161,6 +161,23 @@ def test_what_is_not_rotated_is_copied(folder: str) -> None:
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
+@pytest.mark.parametrize("q_heads, k_heads", ((3, 0), (0, 2), (0, 0)))
+def test_no_heads(folder: str, q_heads: int, k_heads: int) -> None:
+    """One tensor is rotated beside another of no heads."""
+    case = RopeCase(shape=(2, q_heads, 5, 8), dtype=torch.float32, k_heads=k_heads, rotary=8)
+    tensors = OP.tensors(case)
+    for backward, args in (
+        (False, OP.forward_args(case, tensors)),
+        (True, OP.backward_args(case, tensors)),
+    ):
+        definition = liger_ops.library.OPS[OP.backward_name if backward else OP.name].definition
+        outputs = op_checks.run_kernel(OP, folder, backward, case, args)
+        for output, true in zip(outputs, definition(*args), strict=True):
+            torch.testing.assert_close(output, true)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
 @pytest.mark.parametrize("order", ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (2, 1, 0, 3)))
 def test_outputs_have_the_layout_of_the_inputs(folder: str, order: tuple[int, ...]) -> None:
     """Contiguous, a model's, and sequence-first."""

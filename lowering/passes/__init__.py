@@ -12,8 +12,8 @@ from . import (
     cross_entropy,
     fused_add_rms_norm,
     geglu,
-    grouped_heads,
     group_norm,
+    grouped_heads,
     layer_norm,
     linear_cross_entropy,
     recompute,
@@ -30,10 +30,11 @@ REWRITES: dict[str, Rewrite] = {
     "causal_attention": causal_mask.rewrite,
     # Of the attentions that have no mask.
     "grouped_attention": grouped_heads.rewrite,
+    # Before rms_norm, which is what follows the subtraction of the mean.
+    "layer_norm": layer_norm.rewrite,
     "rms_norm": rms_norm.rewrite,
     # Of the norms that the one before it found.
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,
-    "layer_norm": layer_norm.rewrite,
     "group_norm": group_norm.rewrite,
     "clamped_swiglu": clamped_swiglu.rewrite,
     "swiglu": swiglu.rewrite,

@@ -40,8 +40,9 @@ def liger(
     another backend. `liger_ops.explain` says what is replaced, and what is not and why.
 
     `mode`, `dynamic` and `fullgraph` of `torch.compile` mean what they do without this backend. So
-    do its `options`, but for two of this backend's own:
+    do its `options`, but for three of this backend's own:
 
+    * "mode": the mode, for those who need both: `torch.compile` takes either it or options.
     * "inner_backend": what compiles the graph afterwards, by its name or itself; "inductor".
     * "rewrites": the names of the rewrites to make, of `liger_ops.lowering.passes.REWRITES`, or
       "all". By default those that pay: before Inductor, all but `KEPT_BY_INDUCTOR`, and all before
@@ -57,15 +58,16 @@ def liger(
         ValueError: a rewrite of options["rewrites"] has no such name.
     """
     rest = dict(options or {})
+    mode = rest.pop("mode", mode)
     inner = rest.pop("inner_backend", "inductor")
     names = chosen(rest.pop("rewrites", None), inner)
     rewrite(module, names)
     if inner == "inductor":
         declare_ops()
-        wrapper = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
-        return wrapper(module, example_inputs)  # type: ignore[no-any-return]
+        inductor = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
+        return inductor(module, example_inputs)
     wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
-    return wrapper(module, example_inputs)  # type: ignore[no-any-return]
+    return wrapper(module, example_inputs)
 
 
 def _reset() -> None:
@@ -117,7 +119,7 @@ def graph_pass(rewrites: Collection[str] | None = None) -> Any:
 
     names = chosen(rewrites, "inductor")
 
-    class LigerGraphPass(CustomGraphPass):  # type: ignore[misc]
+    class LigerGraphPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             declare_ops()
             rewrite_graph(graph, names)

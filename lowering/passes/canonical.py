@@ -22,10 +22,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 class Call(NamedTuple):
-    """An operation: its arguments are nodes, other calls, constants, and tuples of those."""
+    """An operation: its arguments are nodes, other calls, constants, and tuples of those.
+
+    Where one call stands for several nodes, `through` has those before the last.
+    """
 
     op: str
     args: tuple[Any, ...]
+    through: tuple[fx.Node, ...] = ()
 
 
 COMMUTATIVE = {"add", "mul"}
@@ -70,9 +74,9 @@ def same(a: Any, b: Any) -> bool:
         return a is b
     if isinstance(a, slice) and isinstance(b, slice):
         return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
-    if isinstance(a, (torch.SymInt, torch.SymFloat)) or isinstance(
-        b, (torch.SymInt, torch.SymFloat)
-    ):
+    if isinstance(a, torch.SymFloat) or isinstance(b, torch.SymFloat):
+        return _same_number(a, b)
+    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
         return a is b or (a is not None and b is not None and statically_known_true(a == b))
     return (
         type(a) in (int, float)
@@ -81,6 +85,15 @@ def same(a: Any, b: Any) -> bool:
         or a is b
         or (type(a) is type(b) and bool(a == b))
     )
+
+
+def _same_number(a: Any, b: Any) -> bool:
+    """Of numbers that Dynamo keeps symbolic with dynamic=True, math.pi among them. Where they are
+    equal now, the compiled code is for equal ones, and compiled anew for others."""
+    if not all(isinstance(one, (int, float, torch.SymFloat, torch.SymInt)) for one in (a, b)):
+        return False
+    hints = [one if isinstance(one, (int, float)) else one.node.hint for one in (a, b)]
+    return None not in hints and hints[0] == hints[1] and bool(a == b)
 
 
 def spelled(*targets: Any) -> Callable[[Spelling], Spelling]:
@@ -137,13 +150,30 @@ def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
 
 @spelled(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
 def _mul(input: Any, other: Any) -> Call:
-    if input is other:
+    if _alike(input, other):
         return Call("square", (input,))
     for a, b in ((input, other), (other, input)):
         # In a narrower dtype the sigmoid is rounded before the product, and silu's is not.
-        if (gate := _calls(b, "sigmoid")) and gate.args[0] is a and _is_float32(a):
-            return Call("silu", (a,))
+        if (gate := _calls(b, "sigmoid")) and _alike(gate.args[0], a) and _is_float32(a):
+            return Call("silu", (a,), (b,))
     return Call("mul", (input, other))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two factors are one tensor, or the same cast of one."""
+    a, b = _source(a), _source(b)
+    if a is b:
+        return isinstance(a, fx.Node)
+    of, to = _calls(a, "cast"), _calls(b, "cast")
+    if of is None or to is None or of.args[1] != to.args[1]:
+        return False
+    return _source(of.args[0]) is _source(to.args[0])
+
+
+def _source(x: Any) -> Any:
+    while identity := _calls(x, IDENTITY):
+        x = identity.args[0]
+    return x
 
 
 @spelled(
@@ -154,7 +184,7 @@ def _div(input: Any, other: Any, *, rounding_mode: Any = None) -> Call | None:
         return None
     root = _calls(other, "sqrt")
     if root is not None and _is_float32(other):
-        inverse = Call("rsqrt", root.args)
+        inverse = Call("rsqrt", root.args, (other,))
         return inverse if same(input, 1) else Call("mul", (input, inverse))
     return Call("div", (input, other))
 
@@ -466,7 +496,7 @@ def _split(input: Any, split_size: Any, dim: Any = 0) -> Call:
 def _getitem(input: Any, index: Any) -> Call | None:
     tensor = value(input)
     if not isinstance(tensor, Tensor):
-        return Call("item", (input, index))
+        return _part(input, index) or Call("item", (input, index))
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(value(part), (Tensor, list, tuple, bool)) for part in parts):
         return None
@@ -494,6 +524,17 @@ def _getitem(input: Any, index: Any) -> Call | None:
     ):
         return Call("unsqueeze", (input, parts.index(None) - tensor.dim() - 1))
     return Call("getitem", (input, tuple(parts)))
+
+
+def _part(parts: Any, index: Any) -> Call | None:
+    """One of the pieces that a tensor is cut into, as a slice."""
+    call = _calls(parts, "chunk") or _calls(parts, "split")
+    if call is None or not isinstance(index, int):
+        return None
+    input, _, dim = call.args
+    sizes = [piece.shape[dim] for piece in value(parts)]
+    index %= len(sizes)
+    return Call("slice", (input, dim, sum(sizes[:index]), sum(sizes[: index + 1]), 1), (parts,))
 
 
 def _from_start(bound: Any, size: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .canonical import same, value
 from .pattern import Match, Pattern
 from .report import Report
 from .rewrite import Refused, number, of_one_shape, replace_all
@@ -27,8 +28,8 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:
     of_one_shape(match["gate"], match["up"])
-    limit = number(match["limit"])
-    if number(match["lower"]) != -limit:
+    limit, lower = number(match["limit"]), number(match["lower"])
+    if not same(value(lower), -value(limit)):
         raise Refused("up is clamped to other bounds than -limit and limit")
     return torch.ops.liger.clamped_swiglu.default, (
         match["gate"],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,8 @@ class Explanation:
     def __str__(self) -> str:
         breaks = len(self.graph_breaks)
         lines = [f"{_counted(self.graphs, 'graph')}, {_counted(breaks, 'graph break')}"]
-        lines += [f"  {reason}" for reason in self.graph_breaks]
+        for reason in self.graph_breaks:
+            lines += textwrap.wrap(reason, 96, initial_indent="  ", subsequent_indent="    ")
         used = [finding for finding in self.findings if finding.used]
         lines += [f"{_counted(len(used), 'op')} used", *_table(used, _kernel)]
         left = [finding for finding in self.findings if not finding.used]
@@ -54,8 +56,9 @@ class Explanation:
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say what `torch.compile(model, backend="liger")` would do for these arguments.
 
-    The model runs once, eagerly and as it is, while Dynamo traces it; nothing is compiled. As
-    `torch._dynamo.explain` does, this empties Dynamo's cache of compiled code.
+    The model runs once, eagerly and as it is, while Dynamo traces it; nothing is compiled. Its
+    buffers and the random numbers are afterwards what they were. As `torch._dynamo.explain` does,
+    this empties Dynamo's cache of compiled code.
 
     Args:
         model: a module or a function.
@@ -80,17 +83,38 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
         graphs += 1
         untouched = fx.GraphModule(module, _copy(module.graph))
         report.findings.extend(rewrite(module).findings)
-        return untouched.forward  # type: ignore[no-any-return]
+        return untouched.forward
 
     before = Counter(counters["graph_break"])
     torch._dynamo.reset()
     try:
-        torch.compile(model, backend=backend)(*args, **kwargs)
+        with _state_kept(model):
+            torch.compile(model, backend=backend)(*args, **kwargs)
     finally:
         torch._dynamo.reset()
     breaks = Counter(counters["graph_break"]) - before
     reasons = tuple(" ".join(str(reason).split()) for reason in breaks.elements())
     return Explanation(tuple(report.findings), graphs, reasons)
+
+
+@contextlib.contextmanager
+def _state_kept(model: Callable[..., Any]) -> Iterator[None]:
+    """Leave a module's buffers and the random state of the CPU and the current device alone."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    before = [buffer.detach().clone() for buffer in buffers]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        random = torch.random.fork_rng(devices=[])
+    else:
+        current = torch.accelerator.current_device_index()
+        random = torch.random.fork_rng(devices=[current], device_type=accelerator.type)
+    with random:
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -115,13 +139,16 @@ def _implementation(finding: Finding) -> str:
 
 def _table(findings: list[Finding], detail: Callable[[Finding], str | None]) -> list[str]:
     """One entry for findings that are alike: how many, the op, the kernel or reason, and where."""
-    width = max(60, shutil.get_terminal_size().columns)
+    width = max(60, shutil.get_terminal_size((100, 24)).columns)
     alike = Counter((finding.op, detail(finding) or "", finding.where) for finding in findings)
     lines = []
     for (op, text, where), count in alike.items():
-        lines.append(f"  {count} x {op}: {text}")
-        lines.append(textwrap.shorten(f"      {where}", width, placeholder=" ..."))
-    return [line if line.startswith("  ") else f"      {line}" for line in lines]
+        lines += textwrap.wrap(
+            f"{count} x {op}: {text}", width, initial_indent="  ", subsequent_indent="      "
+        )
+        where = f"      {where}"
+        lines.append(where if len(where) <= width else f"{where[: width - 4]} ...")
+    return lines
 
 
 def _counted(count: int, noun: str) -> str:

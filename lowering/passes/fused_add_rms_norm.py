@@ -17,6 +17,7 @@ OP = "fused_add_rms_norm"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
+    state = GraphState(graph)
     for norm in list(graph.nodes):
         if norm.op != "call_function" or norm.target is not torch.ops.liger.rms_norm.default:
             continue
@@ -25,7 +26,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         if call is None or call.op != "add" or not all(map(is_tensor, call.args)):
             continue
         try:
-            _fuse(norm, total, call.args, GraphState(graph), report)
+            _fuse(norm, total, call.args, state, report)
         except Refused as refused:
             report.refused(OP, norm, str(refused))
     eliminate_dead_code(graph)

@@ -35,7 +35,7 @@ def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:
     return torch.ops.liger.geglu.default, (match["gate"], match["up"], approximate)
 
 
-_HALVES = {"gate": (2, 3, 8), "up": (2, 3, 8)}
+_HALVES: dict[str, Any] = {"gate": (2, 3, 8), "up": (2, 3, 8)}
 SPELLINGS: list[Any] = [
     (Pattern(gemma, **_HALVES, approximate="tanh"), _op),
     (Pattern(new_gelu, **_HALVES), _op),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,11 +23,26 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPER
 _INPLACE_POSITION = {"dropout": 3, "silu": 1, "relu": 1, "leaky_relu": 2, "hardtanh": 3, "elu": 2}
 
 
+class _Order(dict[fx.Node, int]):
+    """Where nodes stand; of one that came into the graph since, read again."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self._read = read
+
+    def __missing__(self, node: fx.Node) -> int:
+        self._read()
+        return self.get(node, -1)
+
+
 class GraphState:
-    """A reading of a graph, good until the graph changes."""
+    """A reading of a graph, that stays good while nodes are put into it."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.order: dict[fx.Node, int] = {}
+        self.order = _Order(lambda: self._read(graph))
+        self._read(graph)
+
+    def _read(self, graph: fx.Graph) -> None:
+        self.order.clear()
         self._modes: dict[fx.Node, tuple[Any, ...]] = {}
         # The storages that are written to, and where.
         self._writes: list[tuple[int, set[int]]] = []
@@ -55,11 +70,11 @@ class GraphState:
 
     def one_mode(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether all run in the same gradient mode, autocast and function transform."""
-        return len({self._modes[node] for node in nodes}) <= 1
+        return len({self._modes_of(node) for node in nodes}) <= 1
 
-    def take_place(self, new: fx.Node, old: fx.Node) -> None:
-        """Read `new`, that was inserted before `old`, as if it stood where that is."""
-        self.order[new], self._modes[new] = self.order[old], self._modes[old]
+    def _modes_of(self, node: fx.Node) -> tuple[Any, ...]:
+        assert self.order[node] >= 0
+        return self._modes[node]
 
     def written(self, tensors: Iterable[fx.Node], first: fx.Node, last: fx.Node) -> bool:
         """Whether one of `tensors`, or a view of it, is written between two nodes."""
@@ -71,7 +86,7 @@ class GraphState:
     def modes_of(self, node: fx.Node) -> Iterator[None]:
         """The autocast that `node` runs under, on top of the ambient one."""
         with contextlib.ExitStack() as stack:
-            for entered in self._modes[node][1:]:
+            for entered in self._modes_of(node)[1:]:
                 if getattr(entered.target, "__name__", "") == "_enter_autocast":
                     device, dtype, enabled, cache = entered.args
                     stack.enter_context(

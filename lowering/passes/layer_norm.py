@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from .canonical import value
 from .pattern import Match, Pattern
 from .report import Report
 from .rewrite import Refused, is_tensor, not_under_autocast, number, replace_all
@@ -32,8 +33,9 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    if len(match["shape"]) != 1:
-        raise Refused(f"it normalises over {len(match['shape'])} dimensions, not the last alone")
+    dimensions = len(value(match["shape"]))
+    if dimensions != 1:
+        raise Refused(f"it normalises over {dimensions} dimensions, not the last alone")
     return torch.ops.liger.layer_norm.default, (
         match["x"],
         match["weight"],

@@ -110,7 +110,7 @@ def _further(node: fx.Node, call: Call, chain: Chain, vocabulary: Any) -> Chain 
         # What is taken of the positions is known of the logits as they were before.
         return replace(chain, logits=source, nodes=passed) if rows and not chain.slices else None
     if call.op == "slice":
-        if call.args[1] == -1:
+        if call.args[1] == -1 or call.through:
             return None
         return replace(chain, logits=source, nodes=passed, slices=(node, *chain.slices))
     capped = _SOFTCAPPED.match(node)

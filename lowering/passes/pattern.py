@@ -28,11 +28,13 @@ MOST_DIFFERENCES = 1
 # Views and casts of an input: what they make may be used elsewhere too, for it costs nothing.
 CHEAP = {
     "cast",
+    "chunk",
     "contiguous",
     "expand",
     "flatten",
     "repeat_interleave",
     "slice",
+    "split",
     "transpose",
     "unsqueeze",
     "view",
@@ -199,8 +201,10 @@ class _Unifier:
         if any_casts or not exact:
             self.overlooked.add("cast")
 
-    def unify(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
-        """Every way in which `pattern` stands for `found`, starting from `state`."""
+    def unify(
+        self, pattern: Any, found: Any, state: _State, op: str = "an argument"
+    ) -> Iterator[_State]:
+        """Every way in which `pattern` stands for `found`, an argument of `op`, from `state` on."""
         if isinstance(pattern, fx.Node) and pattern.op == "placeholder":
             yield from self._bind(str(pattern.target), found, state)
         elif isinstance(pattern, (fx.Node, Call)):
@@ -210,9 +214,9 @@ class _Unifier:
                 yield from self._operation(pattern, found, state)
         elif isinstance(pattern, tuple):
             if isinstance(found, (tuple, list)) and len(found) == len(pattern):
-                yield from self._all(pattern, tuple(found), state, "an argument")
+                yield from self._all(pattern, tuple(found), state, op)
         else:
-            yield from self._constant(pattern, found, state, "an argument")
+            yield from self._constant(pattern, found, state, op)
 
     def _operation(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
         pattern, _ = _skip(pattern, self.overlooked)
@@ -227,7 +231,7 @@ class _Unifier:
             return
         if isinstance(found, fx.Node):
             passed = (*passed, found)
-        state = self._covering(state, passed)
+        state = self._covering(state, (*passed, *call.through))
         yield from self._all(wanted.args, call.args, state, call.op)
         if wanted.op in COMMUTATIVE:
             yield from self._all(wanted.args, call.args[::-1], state, call.op)
@@ -240,7 +244,7 @@ class _Unifier:
             return
         first = patterns[0]
         if isinstance(first, (fx.Node, Call, tuple)):
-            ways = self.unify(first, found[0], state)
+            ways = self.unify(first, found[0], state, op)
         else:
             ways = self._constant(first, found[0], state, op)
         for way in ways:
@@ -252,11 +256,11 @@ class _Unifier:
         if same(wanted, found):
             yield state
         elif not self.exact:
-            if op in ("slice", "a size", "view", "expand"):
-                # A size of the example that the pattern was traced with.
+            text = f"{op} has {_text(found)} where the op has {_text(wanted)}"
+            # A size of the example that the pattern was traced with, or the same node once more.
+            if op in ("slice", "a size", "view", "expand") or text in state.differences:
                 yield state
             elif len(state.differences) < MOST_DIFFERENCES:
-                text = f"{op} has {_text(found)} where the op has {_text(wanted)}"
                 yield replace(state, differences=(*state.differences, text))
 
     def _bind(self, name: str, found: Any, state: _State) -> Iterator[_State]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import torch
 from torch import fx
 
+_TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)$')
 
 
@@ -57,14 +60,16 @@ class Report:
 
 
 def source_line(node: fx.Node) -> str:
-    """Where `node` comes from: "modeling_llama.py:73, forward: return self.weight * x"."""
+    """Where `node` comes from: "modeling_llama.py:73, forward: return self.weight * x". PyTorch's
+    own code is passed over, where there is other."""
     lines = (node.stack_trace or "").rstrip().splitlines()
-    for i in range(len(lines) - 1, -1, -1):
-        if frame := _FRAME.match(lines[i]):
-            file = frame["file"].rsplit("/", 1)[-1]
-            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
-            return f"{file}:{frame['line']}, {frame['function']}: {code}"
-    return node.name
+    frames = [(frame, i) for i, line in enumerate(lines) if (frame := _FRAME.match(line))]
+    if not frames:
+        return node.name
+    theirs = [one for one in frames if not one[0]["file"].startswith(_TORCH)]
+    frame, i = (theirs or frames)[-1]
+    code = lines[i + 1].strip() if i + 1 < len(lines) else ""
+    return f"{Path(frame['file']).name}:{frame['line']}, {frame['function']}: {code}"
 
 
 def device_of(node: fx.Node) -> str:

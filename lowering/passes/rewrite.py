@@ -97,7 +97,6 @@ class Search:
     def replace(self, match: Match, new: fx.Node) -> None:
         match.root.replace_all_uses_with(new)
         self._covered |= match.nodes
-        self.state.take_place(new, match.root)
 
     def used(self, node: fx.Node) -> None:
         self._used.append(node)

@@ -85,8 +85,9 @@ def _op(casting_mode: str, weighted: bool = True, offset: float = 0.0) -> Any:
 def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
     if match["eps"] is None:
         raise Refused("eps=None is the dtype's own epsilon, and the op has no such")
-    if len(match["shape"]) != 1:
-        raise Refused(f"it normalises over {len(match['shape'])} dimensions, not the last alone")
+    dimensions = len(value(match["shape"]))
+    if dimensions != 1:
+        raise Refused(f"it normalises over {dimensions} dimensions, not the last alone")
     if match["weight"] is not None and not same(
         value(match["weight"]).dtype, value(match["x"]).dtype
     ):
@@ -108,9 +109,10 @@ _ROWS: dict[str, Any] = {"x": (2, 3, 8), "eps": 1e-6}
 _WEIGHTED = {**_ROWS, "weight": (8,)}
 SPELLINGS = [
     (Pattern(torch_rms_norm, x=(2, 3, 8), shape=[8], weight=(8,), eps=1e-6), _of_torch),
+    # Before llama's, whose weight might be the sum, in float32.
+    (Pattern(gemma, **_WEIGHTED, offset=1.0), _op("gemma")),
     (Pattern(llama, **_WEIGHTED), _op("llama")),
     (Pattern(t5, **_WEIGHTED), _op("llama")),
-    (Pattern(gemma, **_WEIGHTED, offset=1.0), _op("gemma")),
     (Pattern(olmo2, **_WEIGHTED), _op("gemma")),
     (Pattern(helium, **_WEIGHTED), _op("gemma")),
     (Pattern(unwidened, **_WEIGHTED), _op("none")),

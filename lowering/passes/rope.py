@@ -6,6 +6,7 @@ float32 and rounds once, wherever the code rounds.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import same, value
+from .canonical import canonical, same, value
 from .pattern import Match, Pattern
 from .report import Report
 from .rewrite import Refused, Search, derive, insert, items, run
@@ -105,73 +106,114 @@ class Form:
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
     search = Search(graph, report, "rope")
-    waiting: dict[Any, tuple[Match, Form]] = {}
+    waiting: dict[Any, Match] = {}
+    alone: list[tuple[Match, Form]] = []
     for match, form in search.matches(SPELLINGS):
-        key = (form, match["cos"], match.values.get("sin"), match["heads"])
+        search.set_aside(match)
+        key = (form, _table(match["cos"]), _table(match.values.get("sin")), match["heads"])
         if key not in waiting:
-            waiting[key] = match, form
-            search.set_aside(match)
+            waiting[key] = match
             continue
         # Backwards through the graph: what was found first stands last.
-        later, _ = waiting.pop(key)
+        later = waiting.pop(key)
         try:
-            _pair(match, later, form, search)
+            _put((match, later), _place(match, later, search), form, search)
+        except Refused:
+            alone += [(later, form), (match, form)]
+    alone += [(match, key[0]) for key, match in waiting.items()]
+    for match, form in alone:
+        try:
+            _put((match,), match.root, form, search)
         except Refused as refused:
-            search.refuse(later, str(refused))
-    for match, _ in waiting.values():
-        search.refuse(match, "no other tensor is rotated by the same tables")
+            search.refuse(match, str(refused))
     search.finish()
 
 
-def _pair(q: Match, k: Match, form: Form, search: Search) -> None:
-    """Put one op in the place of two rotations, of which k's ends later in the graph."""
-    at = _place(q, k, search)
-    transposed = _is_transposed(q)
-    tensors = [q["x"], k["x"]]
-    tables = [q["cos"], q.values.get("sin")]
-    if transposed:
-        tensors = [derive(at, torch.transpose, x, 1, 2) for x in tensors]
+def _table(node: fx.Node | None) -> Any:
+    """What a table is, so that what is cast for each of two tensors is the same for both."""
+    call = canonical(node)
+    return call.args if call is not None and call.op == "cast" else node
+
+
+def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
+    """Put one op, before `at`, in the place of the rotations of one tensor or two."""
+    there, back = _views(matches[0])
+    tensors = [_seen(at, match["x"], there) for match in matches]
+    if len(tensors) == 1:
+        # No heads: nothing is computed of it.
+        none = derive(at, torch.Tensor.detach, tensors[0])
+        tensors.append(derive(at, torch.narrow, none, 1, 0, 0))
+    tables = [matches[0]["cos"], matches[0].values.get("sin")]
     if form.half_tables:
-        tables = [derive(at, torch.narrow, t, -1, 0, value(t).shape[-1] // 2) for t in tables]
+        tables = [
+            derive(at, operator.getitem, derive(at, torch.chunk, t, 2, -1), 0) for t in tables
+        ]
     target = torch.ops.liger.rope.default
     args = (*tensors, *tables, form.interleaved, form.per_pair)
     with search.state.modes_of(at):
         results = run(target, args)
-    for result, root in zip(results, (q.root, k.root), strict=True):
-        given, before = result.transpose(1, 2) if transposed else result, value(root)
-        if given.dtype != before.dtype or not same(tuple(given.shape), tuple(before.shape)):
-            raise Refused(f"the result would be {given.dtype}, {tuple(given.shape)}")
+    for result, match in zip(results, matches, strict=False):
+        for view, *of in back:
+            result = view(result, *of)
+        _check(result, match.root)
     op = insert(at, target, args, results)
-    rotated = items(op)
-    if transposed:
-        rotated = [derive(at, torch.transpose, x, 1, 2) for x in rotated]
-    for match, new in zip((q, k), rotated, strict=True):
-        search.replace(match, new)
+    for match, new in zip(matches, items(op), strict=False):
+        search.replace(match, _seen(at, new, back))
     search.used(op)
+
+
+def _check(result: Tensor, root: fx.Node) -> None:
+    before = value(root)
+    if result.dtype != before.dtype or not same(tuple(result.shape), tuple(before.shape)):
+        raise Refused(f"the result would be {result.dtype}, {tuple(result.shape)}")
+    # The op gives its results the layout of x, and torch.cat does not.
+    needed = any(user.target == "view" or user.op == "output" for user in root.users)
+    if needed and not same(result.stride(), before.stride()):
+        raise Refused(f"the result would have the strides {result.stride()}, not {before.stride()}")
 
 
 def _place(q: Match, k: Match, search: Search) -> fx.Node:
     """Before which node both results are not used yet, and all that they are made of is there."""
     state = search.state
     at = min([k.root, *q.root.users], key=state.order.__getitem__)
-    inputs = [v for v in {**q.values, **k.values, "q": q["x"]}.values() if isinstance(v, fx.Node)]
+    # Where k's tables are casts of their own, q's take their place.
+    inputs = [v for v in {**k.values, **q.values, "k": k["x"]}.values() if isinstance(v, fx.Node)]
     late = [node for node in inputs if state.order[node] >= state.order[at]]
     if late:
         raise Refused(f"{at.name} uses the first before there is {late[0].name}, of the second")
     if not state.one_mode([q.root, k.root, at]):
         raise Refused("the two are rotated in different gradient or autocast modes")
-    if state.written(inputs, q.root, k.root):
+    tables = [t for match in (q, k) for t in (match["cos"], match.values.get("sin")) if t]
+    sources = [call.args[0] for t in tables if (call := canonical(t)) and call.op == "cast"]
+    first = min([q.root, *tables], key=state.order.__getitem__) if sources else q.root
+    if state.written([*inputs, *tables], q.root, k.root) or state.written(sources, first, k.root):
         raise Refused("a tensor is written in place between the two rotations")
     return at
 
 
-def _is_transposed(match: Match) -> bool:
-    """Whether the heads stand before the last dimension, and the positions before them."""
-    heads, rank = match["heads"], value(match["x"]).dim()
-    if rank != 4:
+# A view and its arguments after the tensor.
+View = tuple[Any, ...]
+
+
+def _views(match: Match) -> tuple[list[View], list[View]]:
+    """How what is rotated is seen as (B, heads, S, D), and the result as the code has it."""
+    rank, heads = value(match["x"]).dim(), match["heads"]
+    if rank not in (3, 4):
         raise Refused(f"what is rotated has {rank} dimensions, not 4")
-    # The position of the tables' new dimension; counted from the end, of the 4 that it makes.
-    return heads in (2, -2)
+    there: list[View] = []
+    back: list[View] = []
+    if rank == 3:
+        there, back = [(torch.unsqueeze, 0)], [(torch.squeeze, 0)]
+    # The place of the tables' new dimension, counted from the end of those that it makes.
+    if heads in (2, -2) if rank == 4 else heads in (1, -2):
+        there, back = [*there, (torch.transpose, 1, 2)], [(torch.transpose, 1, 2), *back]
+    return there, back
+
+
+def _seen(at: fx.Node, of: fx.Node, views: list[View]) -> fx.Node:
+    for view, *arguments in views:
+        of = derive(at, view, of, *arguments)
+    return of
 
 
 def _pattern(function: Callable[..., Tensor], elements: int) -> Pattern:

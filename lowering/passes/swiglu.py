@@ -35,7 +35,7 @@ def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:
     return torch.ops.liger.swiglu.default, (match["gate"], match["up"], multiplier)
 
 
-_HALVES = {"gate": (2, 3, 8), "up": (2, 3, 8)}
+_HALVES: dict[str, Any] = {"gate": (2, 3, 8), "up": (2, 3, 8)}
 SPELLINGS = [
     (Pattern(falcon_h1, **_HALVES, multiplier=0.5), _op),
     (Pattern(llama, **_HALVES), _op),

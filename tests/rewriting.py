@@ -1,0 +1,186 @@
+"""A function traced by torch.compile, rewritten, and held to what it computes as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from liger_ops.lowering.passes import rewrite
+from liger_ops.lowering.passes.report import Finding
+
+NARROW = (torch.bfloat16, torch.float16)
+# Rounding errors of a few operations in another order, in float32's epsilon.
+FLOAT32_ROUNDINGS = 16
+
+Function = Callable[..., Any]
+
+
+class Rewriter:
+    """A backend that rewrites the graphs that it is given, keeps them and runs them eagerly."""
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self.names = names
+        self.graphs: list[fx.GraphModule] = []
+        self.findings: list[Finding] = []
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:
+        self.findings += rewrite(module, self.names).findings
+        self.graphs.append(module)
+        return module.forward
+
+    def counts(self) -> dict[str, int]:
+        return dict(Counter(finding.op for finding in self.findings if finding.used))
+
+    def reasons(self, op: str) -> list[str]:
+        """Why the places of an op were refused."""
+        return [f.reason for f in self.findings if f.op == op and f.reason is not None]
+
+    def nodes(self) -> list[fx.Node]:
+        """The nodes of every graph, those of subgraphs too."""
+        return [
+            node
+            for graph in self.graphs
+            for part in graph.modules()
+            if isinstance(part, fx.GraphModule)
+            for node in part.graph.nodes
+        ]
+
+    def calls(self, op: str) -> list[dict[str, Any]]:
+        """The arguments of each call of an op, by their names, defaults included."""
+        overload = getattr(torch.ops.liger, op).default
+        found = []
+        for node in self.nodes():
+            if node.target is overload:
+                arguments = overload._schema.arguments
+                given = dict(zip((a.name for a in arguments), node.args, strict=False))
+                defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+                found.append({**defaults, **given, **node.kwargs})
+        return found
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """A leaf of normally distributed values, for which gradients are wanted."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+def check(
+    function: Function,
+    *inputs: Any,
+    counts: dict[str, int],
+    then: Sequence[Any] | None = None,
+    names: Collection[str] | None = None,
+    dynamic: bool | None = None,
+) -> Rewriter:
+    """Rewrite `function`, and hold its values and gradients to those of it as it is.
+
+    Each must be no further from the truth, the same in a wider dtype, than twice what the function
+    itself is, and the rounding of the result. `then` holds the inputs of a second call, for which
+    nothing may be compiled again.
+    """
+    torch._dynamo.reset()
+    rewriter = Rewriter(names)
+    compiled = torch.compile(function, backend=rewriter, fullgraph=True, dynamic=dynamic)
+    for arguments in (inputs, then):
+        if arguments is not None:
+            assert_same(compiled, function, arguments)
+    assert rewriter.counts() == counts, rewriter.findings
+    assert len(rewriter.graphs) == 1
+    return rewriter
+
+
+def refused(
+    function: Function,
+    *inputs: Any,
+    op: str,
+    reason: str = "",
+    counts: dict[str, int] | None = None,
+) -> Rewriter:
+    """Check a function in which `op` is not used, with a reason that has `reason` in it: one where
+    the pattern comes close, none where `reason` is empty."""
+    rewriter = check(function, *inputs, counts=counts or {})
+    reasons = rewriter.reasons(op)
+    if reason:
+        assert len(reasons) == 1 and reason in reasons[0], reasons
+    else:
+        assert reasons == []
+    return rewriter
+
+
+def assert_same(compiled: Function, function: Function, inputs: Sequence[Any]) -> None:
+    widest = torch.float32 if _is_narrow(function, inputs) else torch.float64
+    wide = copy.deepcopy(function).to(widest) if isinstance(function, nn.Module) else function
+    truth = _results(wide, wide, _copied(inputs, widest))
+    own = _results(function, function, _copied(inputs))
+    rewritten = _results(compiled, function, _copied(inputs))
+    assert len(truth) == len(own) == len(rewritten)
+    for i, (exact, before, after) in enumerate(zip(truth, own, rewritten, strict=True)):
+        if not isinstance(before, Tensor):
+            assert (before is None and after is None) or before == after, i
+            continue
+        assert after.dtype == before.dtype and after.shape == before.shape, i
+        if before.numel() == 0:
+            continue
+        if before.is_complex():
+            exact, before, after = (torch.view_as_real(one) for one in (exact, before, after))
+        exact, own_error = exact.to(widest), (before.to(widest) - exact.to(widest)).abs()
+        largest = exact.nan_to_num().abs().max()
+        eps = torch.finfo(after.dtype).eps if after.dtype in NARROW else 0.0
+        eps += FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps
+        allowed = 2 * own_error.nan_to_num().max() + eps * largest
+        assert torch.equal(after.isnan(), before.isnan()), f"result {i}: NaN is elsewhere"
+        error = (after.to(widest) - exact).abs().nan_to_num().max()
+        assert error <= allowed, f"result {i}: error {error}, allowed {allowed}"
+
+
+def _is_narrow(function: Function, inputs: Sequence[Any]) -> bool:
+    tensors = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor)]
+    if isinstance(function, nn.Module):
+        tensors += function.parameters()
+    return any(one.dtype in NARROW for one in tensors)
+
+
+def _copied(inputs: Sequence[Any], widest: torch.dtype | None = None) -> list[Any]:
+    def copied(one: Any) -> Any:
+        if not isinstance(one, Tensor):
+            return one
+        dtype = widest if widest is not None and one.is_floating_point() else one.dtype
+        # As it is laid out, unlike a clone of a view.
+        other = torch.empty_strided(one.shape, one.stride(), dtype=dtype)
+        other.copy_(one.detach())
+        return other.requires_grad_(one.requires_grad)
+
+    return pytree.tree_map(copied, list(inputs))
+
+
+def _results(run: Function, function: Function, inputs: list[Any]) -> list[Any]:
+    """The outputs of a call, the gradients of all that it takes, and what it left in its inputs."""
+    outputs = [
+        one.detach().clone() if isinstance(one, Tensor) and not one.requires_grad else one
+        for one in pytree.tree_leaves(run(*inputs))
+    ]
+    leaves = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor)]
+    wanted = [one for one in leaves if one.requires_grad]
+    if isinstance(function, nn.Module):
+        wanted += function.parameters()
+    loss = torch.zeros((), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(7)
+    for output in outputs:
+        if isinstance(output, Tensor) and output.requires_grad:
+            grad = torch.randn(output.shape, generator=generator)
+            # What the narrowest dtype holds: the same in each.
+            loss = loss + (output * grad.to(torch.bfloat16).to(output.dtype)).sum()
+    gradients: Sequence[Tensor | None] = [None] * len(wanted)
+    if loss.requires_grad:
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+    # The strides of outputs are theirs; a gradient's are nobody's concern.
+    strides = [one.stride() for one in outputs if isinstance(one, Tensor)]
+    outputs = [one.detach() if isinstance(one, Tensor) else one for one in outputs] + strides
+    left = [one.detach() for one in leaves if not one.requires_grad]
+    return [*outputs, *gradients, *left]

@@ -1,0 +1,198 @@
+"""The launch of a GPU kernel: what Triton compiled for arguments of one form is launched again for
+others of that form, and for no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton import knobs
+
+import liger_ops
+from liger_ops.lowering.cuda import launch as launching
+from liger_ops.lowering.cuda.launch import launch
+from op_under_test import DEVICE
+
+STREAM = 7
+
+
+class Kernel:
+    """A stand-in for Triton's: what it compiles, and what is launched of that."""
+
+    arg_names = ("x_ptr", "y_ptr", "M", "scale", "FLAG", "BLOCK")
+
+    def __init__(self, compiles: bool = True) -> None:
+        self.fn = lambda: None
+        self.pre_run_hooks: list[Any] = []
+        self.compiles = compiles
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **constants: Any) -> Any:
+            self.compiled.append((grid, args, constants))
+            if not self.compiles:
+                return None
+            return SimpleNamespace(run=self.launch, function=1, packed_metadata=(4,))
+
+        return run
+
+    def launch(self, *passed: Any) -> None:
+        assert passed[:9] == (*passed[:2], 1, STREAM, 1, (4,), None, None, None)
+        self.launched.append((passed[:2], passed[9:]))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(launching, "_COMPILED", {})
+    if DEVICE == "cpu":
+        streams = SimpleNamespace(get_current_stream=lambda device: STREAM)
+        monkeypatch.setattr(launching, "driver", SimpleNamespace(active=streams))
+    yield
+
+
+def run(kernel: Kernel, **changes: Any) -> dict[str, Any]:
+    """A launch with some arguments changed."""
+    given: dict[str, Any] = {
+        "grid": (3,),
+        "x": torch.zeros(64),
+        "y": torch.zeros(64),
+        "M": 5,
+        "scale": 0.5,
+        "BLOCK": 16,
+        "num_warps": 4,
+        **changes,
+    }
+    x, y = given["x"], given["y"]
+    options = {name: given[name] for name in ("BLOCK", "num_warps")}
+    launch(kernel, given["grid"], x, x, y, given["M"], given["scale"], **options, FLAG=True)
+    return given
+
+
+def test_the_same_form_is_compiled_once_and_launched_with_its_own_memory() -> None:
+    kernel = Kernel()
+    run(kernel)
+    given = [run(kernel) for _ in range(2)]
+    assert len(kernel.compiled) == 1
+    # The constants in the order of the parameters.
+    assert kernel.launched == [
+        ((3, 1), (value["x"].data_ptr(), value["y"].data_ptr(), 5, 0.5, True, 16))
+        for value in given
+    ]
+
+
+def unaligned(length: int = 64) -> Tensor:
+    return torch.zeros(length + 1)[1:]
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "dtype": {"y": torch.zeros(64, dtype=torch.bfloat16)},
+    "alignment": {"y": unaligned()},
+    "no tensor": {"y": None},
+    "number": {"M": 6},
+    "type of a number": {"M": 5.0},
+    "grid": {"grid": (4,)},
+    "constant": {"BLOCK": 32},
+    "option": {"num_warps": 8},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_another_form_is_compiled(change: dict[str, Any]) -> None:
+    kernel = Kernel()
+    for _ in range(2):
+        run(kernel)
+        run(kernel, **change)
+    assert len(kernel.compiled) == 2
+    assert len(kernel.launched) == 2
+
+
+def test_another_kernel_is_compiled() -> None:
+    kernels = [Kernel(), Kernel()]
+    for kernel in kernels * 2:
+        run(kernel)
+    assert all(len(kernel.compiled) == len(kernel.launched) == 1 for kernel in kernels)
+
+
+def test_a_setting_of_tritons_is_compiled_for() -> None:
+    kernel = Kernel()
+    run(kernel)
+    with knobs.runtime.scope():
+        knobs.runtime.debug = True
+        run(kernel)
+    with knobs.compilation.scope():
+        knobs.compilation.instrumentation_mode = "some"
+        run(kernel)
+    run(kernel)
+    assert len(kernel.compiled) == 3
+    assert len(kernel.launched) == 1
+
+
+@pytest.mark.parametrize("hook", ("pre_run", "launch_enter", "launch_exit"))
+def test_a_launch_under_a_hook_is_left_to_triton(hook: str) -> None:
+    kernel = Kernel()
+    run(kernel)
+    if hook == "pre_run":
+        hooks = kernel.pre_run_hooks
+    else:
+        hooks = getattr(knobs.runtime, f"{hook}_hook").calls
+    hooks.append(lambda *args, **kwargs: None)
+    run(kernel)
+    run(kernel)
+    hooks.pop()
+    assert not kernel.launched
+    assert len(kernel.compiled) == 3
+    run(kernel)
+    assert len(kernel.launched) == 1
+
+
+def test_the_interpreter_compiles_nothing() -> None:
+    kernel = Kernel(compiles=False)
+    run(kernel)
+    run(kernel)
+    assert len(kernel.compiled) == 2
+    assert not launching._COMPILED
+
+
+def test_forms_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "MOST_COMPILED", 4)
+    kernel = Kernel()
+    for M in range(20):
+        run(kernel, M=M)
+        assert len(launching._COMPILED) <= 4
+    run(kernel, M=19)
+    assert len(kernel.launched) == 1
+
+
+@pytest.mark.device_kernels
+@pytest.mark.skipif(DEVICE != "cuda", reason="Triton's launch hooks need a GPU: --device cuda")
+def test_tritons_launch_hooks_see_every_launch() -> None:
+    x = torch.randn(4, 64, device=DEVICE)
+    seen: list[str] = []
+    hook = lambda metadata: seen.append(metadata.get()["name"])
+    expected = liger_ops.rms_norm(x)
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        results = [liger_ops.rms_norm(x) for _ in range(3)]
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert seen == ["rms_norm_kernel"] * 3
+    assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.device_kernels
+@pytest.mark.skipif(DEVICE != "cuda", reason="memory addresses of a GPU: --device cuda")
+def test_every_alignment_and_size_has_its_own_kernel() -> None:
+    """What was compiled for aligned rows of 64 is not launched for others, nor the other way."""
+    for start in (0, 1, 8, 0, 1):
+        for columns in (64, 63, 1, 64):
+            for rows in (1, 16, 5, 16):
+                x = torch.randn(rows * columns + start, device=DEVICE)[start:].view(rows, columns)
+                weight = torch.randn(columns + start, device=DEVICE)[start:]
+                expected = torch.nn.functional.rms_norm(x.double(), (columns,), weight.double())
+                result = liger_ops.rms_norm(x, weight, torch.finfo(torch.float64).eps)
+                torch.testing.assert_close(result, expected.float())
