@@ -387,6 +387,21 @@ def test_torch_rms_norms_that_the_op_has_not():
     refused(nn.RMSNorm(8), x, op="rms_norm", reason="eps=None")
 
 
+@each_dtype
+def test_rms_norm_under_autocast(dtype):
+    """On a device the op would compute in float32, and this code in bfloat16 does not."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return unwidened(x, weight)
+
+    x, weight = values(2, 3, 8, dtype=dtype), values(8, dtype=dtype)
+    if dtype == torch.float32:
+        check(function, x, weight, counts={"rms_norm": 1})
+    else:
+        refused(function, x, weight, op="rms_norm", reason="under autocast")
+
+
 # The sum and its norm
 
 
