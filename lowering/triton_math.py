@@ -79,24 +79,6 @@ def rms_scaled(
 
 
 @triton.jit
-def lanes_updated(x, mask, tile, mean, m2):
-    """Add one tile to every lane's own mean and sum of squared deviations (Welford).
-
-    tile counts the tiles before this one, all of them unmasked: the lane's element count.
-    """
-    inverse = 1.0 / (tile + 1)
-    delta = tl.where(mask, x - mean, 0.0)
-    mean += delta * inverse
-    return mean, m2 + delta * tl.where(mask, x - mean, 0.0)
-
-
-@triton.jit
-def lane_counts(index, length, BLOCK: tl.constexpr):
-    """How many of `length` elements, dealt to BLOCK lanes in turn, fall to each lane."""
-    return ((length - index + BLOCK - 1) // BLOCK).to(tl.float32)
-
-
-@triton.jit
 def folded(x, FOLD: tl.constexpr):
     """A tile, flattened, summed over every FOLD neighbours.
 

@@ -19,7 +19,7 @@ def plan(folder: str, op: OpUnderTest, case: Case) -> Any:
     if op.name == "group_norm":
         from liger_ops.lowering.cuda.group_plan import GroupPlan
 
-        return GroupPlan(rows, columns, threads=128, pieces=2)
+        return GroupPlan(rows, columns, threads=128, ahead=2)
     if op.name == "rope":
         from liger_ops.lowering.cuda.rope import RopePlan
 

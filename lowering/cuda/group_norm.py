@@ -109,9 +109,8 @@ def group_norm(
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     shape = grouped(x, num_groups, plan, False)
-    if shape.plan.pieces:
-        values, _, _ = group_pieces.statistics(None, x, weight, shape, eps, False)
-        group_pieces.apply(None, x, weight, bias, values, y, shape)
+    if shape.plan.ahead:
+        group_pieces.run(None, x, weight, bias, y, shape, eps)
         return y
     if shape.walked:
         group_walk.forward(x, weight, bias, y, shape, eps)
@@ -159,19 +158,9 @@ def group_norm_backward(
     x, dy = x.contiguous(), dy.contiguous()
     weight = None if weight is None else weight.contiguous()
     shape = grouped(x, num_groups, plan, True)
-    if shape.plan.pieces:
-        values, dweights, dbiases = group_pieces.statistics(
-            dy, x, weight, shape, eps, dweight is not None
-        )
-        if dx is not None:
-            group_pieces.apply(dy, x, weight, None, values, dx, shape)
-        if dweight is not None and dweights is not None:
-            dweight.copy_(dweights.sum((0, 2)))
-        if dbias is not None:
-            dbias.copy_(dbiases.sum((0, 2)))
-        return gradients
-    if shape.walked:
-        group_walk.backward(dy, x, weight, dx, dweight, dbias, shape, eps)
+    if shape.plan.ahead or shape.walked:
+        parts = group_pieces.run(dy, x, weight, None, dx, shape, eps)
+        group_pieces.channel_gradients(parts, dweight, dbias, shape)
         return gradients
     dweights = partial_sums(dweight, x.shape[0])
     dbiases = partial_sums(dbias, x.shape[0])

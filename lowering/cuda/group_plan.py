@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sizes import cdiv, next_power_of_2
-from .launch import WARP_SIZE, pipeline_stages, processors
+from ..sizes import next_power_of_2
+from .launch import WARP_SIZE, processors
 
 
 @triton.jit
@@ -22,29 +22,29 @@ def per_channel(pointer, channels, group, G, C_G):
 class GroupPlan:
     """A tile of channels and positions.
 
-    Without pieces a program has a group, which it walks twice where the tile is not the whole of
-    it. pieces is in how many the positions of a channel are dealt to programs.
+    A program has a group, which a forward walks twice where the tile is not the whole of it; or
+    each has a tile, reduced at least `ahead` tiles before it is written.
     """
 
     BLOCK_C: int
     BLOCK_S: int
     threads: int = 128
-    pieces: int = 0
-    stages: int = 1
+    ahead: int = 0
 
     @property
     def num_warps(self) -> int:
         return max(1, self.threads // WARP_SIZE)
 
 
-# The largest padded groups that one program keeps in registers, and the largest that it may walk
-# twice, in elements: beyond that the groups under way do not fit in the L2 cache. On an H200, in
-# ms, kept and walked: 32768 elements forward 0.085 and 0.091, backward 0.284 and 0.174; 16384
-# forward 0.077 and 0.093, backward 0.191 and 0.155.
+# The largest padded groups that one program keeps in registers, in elements, and the largest that
+# one may walk twice: beyond that the groups under way do not fit in the L2 cache. On an H200, in
+# ms: forward, kept and walked, 32768 elements 0.085 and 0.091, 16384 0.077 and 0.093; backward,
+# kept and in pieces, 2048 groups of 4096 elements 0.033 and 0.034, of 8192 0.076 and 0.051, but 128
+# groups of 16384 0.014 and 0.016.
 WHOLE_GROUP = 32768
-WHOLE_GROUP_BACKWARD = 8192
+WHOLE_GROUP_BACKWARD = 4096
+WHOLE_GROUP_BACKWARD_OF_FEW = 16384
 WALKED_GROUP = 131072
-PIECE_TILE = 4096
 
 
 def _tile(C_G: int, S: int, elements: int) -> tuple[int, int]:
@@ -55,20 +55,21 @@ def _tile(C_G: int, S: int, elements: int) -> tuple[int, int]:
 def plan_group(x: Tensor, groups: int, C_G: int, S: int, backward: bool) -> GroupPlan:
     BLOCK_C, BLOCK_S = next_power_of_2(C_G), next_power_of_2(S)
     tile = BLOCK_C * BLOCK_S
-    if tile <= (WHOLE_GROUP_BACKWARD if backward else WHOLE_GROUP):
+    kept = WHOLE_GROUP
+    if backward:
+        few = groups <= processors(x)
+        kept = WHOLE_GROUP_BACKWARD_OF_FEW if few else WHOLE_GROUP_BACKWARD
+    if tile <= kept:
         return GroupPlan(BLOCK_C, BLOCK_S, threads=min(1024, max(128, tile // 16)))
-    if C_G * S <= WALKED_GROUP and groups >= processors(x):
-        if backward:
-            # Prefetch pays in long walks: 64x512x64x64 0.317 ms, and 0.362 with two.
-            stages = pipeline_stages(x, 2 * 4096 * x.element_size(), 4) if C_G * S >= 65536 else 1
-            return GroupPlan(*_tile(C_G, S, 4096), threads=256, stages=stages)
+    if not backward and C_G * S <= WALKED_GROUP and groups >= processors(x):
         # A quarter of the group, at most: 64x512x64x64 0.150 ms, in eighths 0.167, in halves 0.170.
         elements = min(16384, next_power_of_2(C_G * S + 1) // 8)
         return GroupPlan(*_tile(C_G, S, elements), threads=max(256, elements // 16))
-    BLOCK_C, BLOCK_S = _tile(C_G, S, PIECE_TILE)
-    blocks = groups * cdiv(C_G, BLOCK_C)
-    pieces = min(cdiv(S, BLOCK_S), max(1, cdiv(8 * processors(x), blocks)))
-    return GroupPlan(BLOCK_C, BLOCK_S, threads=256, pieces=pieces)
+    # Reduced as far ahead as programs run at once. In ms, for 4x320x128x128 and 64x512x64x64:
+    # backward 0.059 and 0.283, half as far 0.061 and 0.319, twice as far 0.061 and 0.328, tiles of
+    # 8192 0.059 and 0.339. Forward 0.036 for 4x320x128x128, with tiles of 4096 0.042.
+    tile, threads = (4096, 128) if backward else (8192, 256)
+    return GroupPlan(*_tile(C_G, S, tile), threads, ahead=8 * processors(x))
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,6 @@ class Groups:
     @property
     def walked(self) -> bool:
         return self.plan.BLOCK_C < self.C_G or self.plan.BLOCK_S < self.S
-
-    @property
-    def channel_blocks(self) -> int:
-        return self.groups * cdiv(self.C_G, self.plan.BLOCK_C)
 
 
 def grouped(x: Tensor, num_groups: int, plan: GroupPlan | None, backward: bool) -> Groups:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..triton_math import folded, rms_rstd, rms_scaled, rms_square, widened_again
+from .row_sums import two_row_sums
 
 
 @triton.jit
@@ -159,7 +160,9 @@ def rms_norm_backward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # KEEPS_WEIGHT: in registers. A wide row needs them, and loads weight again with every row.
+    # KEEPS_WEIGHT: in registers. A wide row needs them, and loads weight again with every row. A
+    # float32 row needs them more, and ds is loaded only once its sums are known.
+    DS_EARLY: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if HAS_WEIGHT and KEEPS_WEIGHT:
@@ -172,17 +175,30 @@ def rms_norm_backward_kernel(
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0)
         if HAS_WEIGHT and not KEEPS_WEIGHT:
             weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
+        if HAS_DS and NEEDS_DX and DS_EARLY:
+            ds = tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0)
         wide = x.to(tl.float32)
-        mean_square = tl.sum(wide * wide, 1)[:, None] / N
+        if NEEDS_DX:
+            # The road by which a wide row stays in registers: 8192 x 16384 takes 0.210 ms by this
+            # and 0.228 by the other without ds, 0.264 and 0.330 with it.
+            if HAS_DS:
+                g = dy.to(tl.float32)
+                if HAS_WEIGHT:
+                    g *= weight.to(tl.float32) + offset
+            else:
+                g = widened_again(dy)
+                if HAS_WEIGHT:
+                    g *= widened_again(weight) + offset
+            squares, products = two_row_sums(wide * wide, g * wide)
+        else:
+            squares = tl.sum(wide * wide, 1)[:, None]
+        mean_square = squares / N
         if BLOCK_M > 1:
             # Rows past M are zeros, of which eps = 0 would make 0 * inf in dweight.
             mean_square = tl.where(rows < M, mean_square, 1.0)
         rstd = tl.rsqrt(mean_square + eps)
         if NEEDS_DX:
-            g = dy.to(tl.float32)
-            if HAS_WEIGHT:
-                g *= weight.to(tl.float32) + offset
-            projection = tl.sum(g * wide, 1)[:, None] / N * rstd
+            projection = products / N * rstd
         xhat = widened_again(x) * rstd
         g = widened_again(dy)
         if NEEDS_DWEIGHT:
@@ -192,7 +208,9 @@ def rms_norm_backward_kernel(
                 g *= widened_again(weight) + offset
             dx = rstd * (g - xhat * projection)
             if HAS_DS:
-                dx += tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0).to(tl.float32)
+                if not DS_EARLY:
+                    ds = tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0)
+                dx += ds.to(tl.float32)
             tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEEDS_DWEIGHT:
         sums = tl.sum(dweight, 0)[None, :]

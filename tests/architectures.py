@@ -1,0 +1,388 @@
+"""Small models of random weights, one of each architecture of transformers that the `liger` backend
+is proved on, untouched; and the places in them where an op is to be found.
+
+What is to be found is what a person who reads the model's code would count, in one step of training
+with labels and without padding. docs/architectures.md is written from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY = 96
+TOKENS = (2, 16)
+# Shorter than a sequence, so that a mask with a window is not a causal one.
+WINDOW = 8
+
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+HEAD = {"head_dim": 16}
+ALTERNATING = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# Every token goes to every expert: a choice of experts would turn with the last bit of a router's
+# logit, and two runs that round differently could not be compared.
+EXPERTS = {"num_experts_per_tok": 4}
+
+
+@dataclass(frozen=True)
+class Missed:
+    """How many of an op's places are found where that is not all, and why."""
+
+    found: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model, and how many places there are for each op of the `liger` backend."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    to_find: dict[str, int]
+    missed: dict[str, Missed] = field(default_factory=dict)
+    batch: Callable[[torch.dtype], dict[str, Tensor]] = field(default=lambda dtype: text_batch())
+
+    @property
+    def found(self) -> dict[str, int]:
+        """What the backend finds, by op; none of zero."""
+        counts = {
+            op: self.missed[op].found if op in self.missed else count
+            for op, count in self.to_find.items()
+        }
+        return {op: count for op, count in counts.items() if count}
+
+    def make(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The model for training, with weights large enough that every part of it matters.
+
+        A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's are
+        so small that attention is nearly uniform, which hides a wrong mask or rotation. Every dtype
+        starts from the same numbers, of bfloat16.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = self.build().float().train()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    noise = torch.randn_like(parameter)
+                    if parameter.dim() < 2:
+                        parameter.add_(0.3 * noise)
+                    else:
+                        parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        return model.bfloat16().to(dtype)
+
+
+def text_batch(shape: tuple[int, int] = TOKENS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCABULARY, shape, generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def image_batch(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random numbers that every dtype holds."""
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(2, 3, 16, 16, generator=generator).bfloat16().to(dtype)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 5, (2,), generator=generator)}
+
+
+def text(
+    name: str,
+    to_find: dict[str, int],
+    *,
+    missed: dict[str, Missed] | None = None,
+    config: str | None = None,
+    model: str | None = None,
+    without: tuple[str, ...] = (),
+    **options: Any,
+) -> Architecture:
+    """A language model: `<name>Config`, with TEXT and the options, and `<name>ForCausalLM`."""
+
+    def build() -> nn.Module:
+        arguments = {key: value for key, value in TEXT.items() if key not in without}
+        made = getattr(transformers, config or f"{name}Config")(**arguments, **options)
+        return getattr(transformers, model or f"{name}ForCausalLM")(made)
+
+    return Architecture(name, build, to_find, missed or {})
+
+
+def qwen2_vl() -> nn.Module:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = transformers.Qwen2VLConfig(
+        text_config={**TEXT, "rope_parameters": rope},
+        vision_config={
+            "depth": 1,
+            "embed_dim": 32,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+        },
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=4,
+        num_labels=5,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def places(**counts: int) -> dict[str, int]:
+    """What most decoders of two layers have, with what this one has more, less or else."""
+    usual = {
+        "rms_norm": 1,
+        "fused_add_rms_norm": 4,
+        "swiglu": 2,
+        "rope": 2,
+        "linear_cross_entropy": 1,
+        "causal_attention": 2,
+        "grouped_attention": 2,
+    }
+    return {op: count for op, count in {**usual, **counts}.items() if count}
+
+
+LAYER_NORMS = {"rms_norm": 0, "fused_add_rms_norm": 0}
+# Attention is written out in the model: there is no scaled_dot_product_attention to change.
+OWN_ATTENTION = {"causal_attention": 0, "grouped_attention": 0}
+
+# The other attentions of such a model have a causal mask, and their repeated heads are found.
+MASKED = "with a mask, scaled_dot_product_attention has no fast kernel that takes grouped heads"
+
+ARCHITECTURES = [
+    text("Llama", places(), **HEAD),
+    text(
+        "Mistral",
+        places(causal_attention=0),
+        missed={"grouped_attention": Missed(0, MASKED)},
+        **HEAD,
+        sliding_window=WINDOW,
+    ),
+    text("Qwen2", places()),
+    text("Qwen3", places(rms_norm=5), **HEAD),
+    text(
+        "Qwen3Moe", places(rms_norm=5), **HEAD, **EXPERTS, num_experts=4, moe_intermediate_size=32
+    ),
+    text("Gemma", places(swiglu=0, geglu=2), **HEAD),
+    text(
+        "Gemma2",
+        places(rms_norm=5, swiglu=0, geglu=2, **OWN_ATTENTION),
+        **HEAD,
+        **ALTERNATING,
+        query_pre_attn_scalar=16,
+    ),
+    text(
+        "Gemma3",
+        places(rms_norm=9, swiglu=0, geglu=2, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)},
+        config="Gemma3TextConfig",
+        **HEAD,
+        **ALTERNATING,
+        query_pre_attn_scalar=16,
+    ),
+    text(
+        "Phi3",
+        places(),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    text(
+        "Granite",
+        places(),
+        embedding_multiplier=2.0,
+        logits_scaling=4.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+    ),
+    text("Olmo2", places(rms_norm=8, fused_add_rms_norm=1)),
+    text("SmolLM3", places(rope=1), **HEAD, no_rope_layers=[1, 0]),
+    text("Glm4", places(rms_norm=5), **HEAD),
+    text(
+        "GPTNeoX",
+        places(**LAYER_NORMS, layer_norm=5, swiglu=0, grouped_attention=0),
+        without=("num_key_value_heads",),
+    ),
+    text(
+        "GptOss",
+        places(swiglu=0, clamped_swiglu=2, **OWN_ATTENTION),
+        **HEAD,
+        **ALTERNATING,
+        **EXPERTS,
+        num_local_experts=4,
+    ),
+    text("Mixtral", places(), **HEAD, **EXPERTS, num_local_experts=4),
+    text("Cohere", places(**LAYER_NORMS, layer_norm=3)),
+    text("Starcoder2", places(**LAYER_NORMS, layer_norm=5, swiglu=0)),
+    text(
+        "FalconH1",
+        places(swiglu=4),
+        **HEAD,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_chunk_size=8,
+    ),
+    text(
+        "Llama4",
+        places(rms_norm=3, swiglu=3, rope=1, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)},
+        config="Llama4TextConfig",
+        **HEAD,
+        **EXPERTS,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0],
+        attention_chunk_size=WINDOW,
+    ),
+    text(
+        "Bert",
+        {"layer_norm": 6, "linear_cross_entropy": 1},
+        model="BertForMaskedLM",
+        without=("num_key_value_heads",),
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ),
+    Architecture("ViT", vit, {"layer_norm": 5, "linear_cross_entropy": 1}, batch=image_batch),
+    text("Phi", places(**LAYER_NORMS, layer_norm=3, swiglu=0)),
+    text("Helium", places(), **HEAD),
+    text("Nemotron", places(**LAYER_NORMS, layer_norm=5, swiglu=0, relu_squared=2), **HEAD),
+    text(
+        "DeepseekV3",
+        places(rms_norm=5, swiglu=3, grouped_attention=0),
+        missed={
+            "rope": Missed(
+                0,
+                "it takes pairs that are next to each other and puts their results half a head"
+                " apart; the op leaves them where they are",
+            )
+        },
+        **EXPERTS,
+        without=("num_key_value_heads",),
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        q_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    text(
+        "Cohere2",
+        places(**LAYER_NORMS, layer_norm=3, rope=1, causal_attention=1),
+        missed={"grouped_attention": Missed(1, MASKED)},
+        **HEAD,
+        **ALTERNATING,
+    ),
+    text("Olmo", places(**LAYER_NORMS, layer_norm=5)),
+    text(
+        "Gemma3n",
+        places(rms_norm=22, fused_add_rms_norm=2, swiglu=0, geglu=4, causal_attention=1),
+        missed={
+            "grouped_attention": Missed(1, MASKED),
+            "rope": Missed(
+                0,
+                "the rotated queries are laid out for attention before the keys are normalised: at"
+                " no place are there both",
+            ),
+        },
+        config="Gemma3nTextConfig",
+        **HEAD,
+        **ALTERNATING,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=16,
+        num_kv_shared_layers=0,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        altup_active_idx=0,
+        activation_sparsity_pattern=[0.0, 0.0],
+    ),
+    Architecture("Qwen2VL", qwen2_vl, places(**OWN_ATTENTION)),
+    text("Ernie4_5", places(), **HEAD),
+    text(
+        "NanoChat",
+        places(rms_norm=6, swiglu=0, relu_squared=2),
+        missed={"rope": Missed(0, "it turns the other way, by (b, -a) for (-b, a)")},
+    ),
+    text(
+        "GPTJ",
+        places(**LAYER_NORMS, layer_norm=3, swiglu=0, **OWN_ATTENTION),
+        without=tuple(TEXT.keys() - {"vocab_size", "use_cache"}),
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        rotary_dim=8,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+    text(
+        "ModernBert",
+        {"layer_norm": 6, "geglu": 2, "rope": 2, "linear_cross_entropy": 1},
+        model="ModernBertForMaskedLM",
+        without=("num_key_value_heads",),
+        global_attn_every_n_layers=2,
+        local_attention=WINDOW,
+    ),
+    Architecture(
+        "T5",
+        t5,
+        {"rms_norm": 2, "fused_add_rms_norm": 10, "geglu": 4, "linear_cross_entropy": 1},
+    ),
+]
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
