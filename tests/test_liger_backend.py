@@ -394,18 +394,18 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-def function(x, weight):
-    x = F.rms_norm(x, (8,), weight, 1e-6)
-    return F.silu(x) * x
+# Nothing but an op, so that there is no kernel for the compiler of C++.
+def function(gate, up):
+    return F.silu(gate) * up
 
 import liger_ops
-x, weight = torch.ones(2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+gate, up = torch.ones(2, 8, requires_grad=True), torch.ones(2, 8, requires_grad=True)
 if sys.argv[1] == "pass":
     options = {"pre_grad_custom_pass": liger_ops.graph_pass("all")}
     compiled = torch.compile(function, options=options)
 else:
     compiled = torch.compile(function, backend=liger_ops.backend, options={"rewrites": "all"})
-compiled(x, weight).sum().backward()
+compiled(gate, up).sum().backward()
 aot, fx = counters["aot_autograd"], counters["inductor"]
 print(json.dumps([
     aot["autograd_cache_hit"], aot["autograd_cache_miss"], aot["autograd_cache_bypass"],

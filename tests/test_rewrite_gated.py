@@ -491,6 +491,11 @@ def test_near_misses_of_relu_squared(function, reason):
     refused(function, values(2, 3, 8), op="relu_squared", reason=reason)
 
 
+def test_relu_squared_of_integers():
+    x = torch.arange(-3, 3)
+    refused(RELUS_SQUARED["square"], x, op="relu_squared", reason="integers")
+
+
 def test_relu_squared_in_a_wider_dtype():
     """The op of float32, whose result is rounded; not where the activation is rounded first."""
     x = values(2, 3, 8, dtype=torch.bfloat16)

@@ -387,6 +387,54 @@ def test_torch_rms_norms_that_the_op_has_not():
     refused(nn.RMSNorm(8), x, op="rms_norm", reason="eps=None")
 
 
+def written_afterwards(x: Tensor, weight: Tensor) -> Tensor:
+    y = llama(x, weight)
+    y[..., 0] = 0.0
+    y += x
+    return y
+
+
+def of_its_own_result(x: Tensor, weight: Tensor) -> Tensor:
+    return llama(llama(x, weight), weight)
+
+
+@pytest.mark.parametrize(("function", "count"), [(written_afterwards, 1), (of_its_own_result, 2)])
+def test_what_is_done_to_a_norm(function, count):
+    check(function, values(2, 3, 8), values(8), counts={"rms_norm": count})
+
+
+@pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 4, 8)])
+def test_rms_norm_of_any_rank(shape):
+    check(llama, values(*shape), values(8), counts={"rms_norm": 1})
+
+
+def test_rms_norm_of_expanded_rows():
+    function = lambda x, weight: llama(x.expand(4, 3, 8), weight)
+    check(function, values(1, 3, 8), values(8), counts={"rms_norm": 1})
+
+
+def test_rms_norm_with_an_eps_that_the_op_refuses():
+    function = lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) - 1e-9))
+    assert check(function, values(2, 3, 8), values(8), counts={}).counts() == {}
+    function = lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + -1e-9))
+    refused(function, values(2, 3, 8), values(8), op="rms_norm", reason="eps must be")
+
+
+@each_dtype
+def test_rms_norm_under_autocast(dtype):
+    """On a device the op would compute in float32, and this code in bfloat16 does not."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return unwidened(x, weight)
+
+    x, weight = values(2, 3, 8, dtype=dtype), values(8, dtype=dtype)
+    if dtype == torch.float32:
+        check(function, x, weight, counts={"rms_norm": 1})
+    else:
+        refused(function, x, weight, op="rms_norm", reason="under autocast")
+
+
 # The sum and its norm
 
 

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from .canonical import value
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import replace_all
+from .rewrite import Refused, replace_all
 
 
 def nemotron(x: Tensor) -> Tensor:
@@ -22,6 +23,8 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    if not value(match["x"]).is_floating_point():
+        raise Refused("x is of integers")
     return torch.ops.liger.relu_squared.default, (match["x"],)
 
 
