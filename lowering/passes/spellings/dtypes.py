@@ -1,0 +1,71 @@
+"""Casts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spelling import IDENTITY, METHODS, Call, spelled, value
+
+
+def _cast(input: Any, dtype: Any) -> Call | None:
+    dtype, tensor = value(dtype), value(input)
+    if not isinstance(dtype, torch.dtype):
+        return None
+    if isinstance(tensor, Tensor) and tensor.dtype == dtype:
+        return Call(IDENTITY, (input,))
+    return Call("cast", (input, dtype))
+
+
+@spelled("to")
+def _to(input: Any, *args: Any, **kwargs: Any) -> Call | None:
+    if kwargs.pop("memory_format", None) is not None:
+        return None
+    kwargs.pop("non_blocking", None)
+    kwargs.pop("copy", None)
+    dtype, device = kwargs.pop("dtype", None), kwargs.pop("device", None)
+    if kwargs:
+        return None
+    for argument in args:
+        known = value(argument)
+        if isinstance(known, Tensor):
+            dtype, device = known.dtype, known.device
+        elif isinstance(known, torch.dtype):
+            dtype = known
+        elif isinstance(known, (str, torch.device)):
+            device = known
+    tensor = value(input)
+    if device is not None:
+        device = torch.device(value(device))
+        if not isinstance(tensor, Tensor) or not _same_device(tensor.device, device):
+            return None
+    return Call(IDENTITY, (input,)) if dtype is None else _cast(input, dtype)
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    # "cuda" names the current device, which the tensor was on while it was traced.
+    return a.type == b.type and (a.index == b.index or b.index is None)
+
+
+@spelled("type_as")
+def _type_as(input: Any, other: Any) -> Call | None:
+    tensor, like = value(input), value(other)
+    if not isinstance(tensor, Tensor) or tensor.device != like.device:
+        return None
+    return _cast(input, like.dtype)
+
+
+@spelled("type")
+def _type(input: Any, dtype: Any) -> Call | None:
+    return _cast(input, dtype)
+
+
+for _name, _dtype in (
+    ("float", torch.float32),
+    ("double", torch.float64),
+    ("half", torch.float16),
+    ("bfloat16", torch.bfloat16),
+):
+    METHODS[_name] = lambda input, dtype=_dtype: _cast(input, dtype)

@@ -1,0 +1,80 @@
+"""Activations, norms, losses and matrix products, as torch.nn.functional has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..spelling import IDENTITY, Call, as_tuple, spelled
+
+
+@spelled(F.silu)
+def _silu(input: Any, inplace: Any = False) -> Call | None:
+    return None if inplace else Call("silu", (input,))
+
+
+@spelled(F.gelu, torch._C._nn.gelu)
+def _gelu(input: Any, approximate: Any = "none") -> Call:
+    return Call("gelu", (input, approximate))
+
+
+@spelled(F.relu, torch.relu, "relu")
+def _relu(input: Any, inplace: Any = False) -> Call | None:
+    return None if inplace else Call("relu", (input,))
+
+
+@spelled(F.dropout, torch.dropout)
+def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Call | None:
+    return Call(IDENTITY, (input,)) if (p == 0 or not training) and not inplace else None
+
+
+@spelled(F.rms_norm, torch.rms_norm)
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Call:
+    return Call("rms_norm", (input, as_tuple(normalized_shape), weight, eps))
+
+
+@spelled(F.layer_norm, torch.layer_norm)
+def _layer_norm(
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    cudnn_enable: Any = True,
+) -> Call:
+    return Call("layer_norm", (input, as_tuple(normalized_shape), weight, bias, eps))
+
+
+@spelled(F.group_norm, torch.group_norm)
+def _group_norm(
+    input: Any,
+    num_groups: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    cudnn_enabled: Any = True,
+) -> Call:
+    return Call("group_norm", (input, num_groups, weight, bias, eps))
+
+
+@spelled(F.linear, torch._C._nn.linear)
+def _linear(input: Any, weight: Any, bias: Any = None) -> Call:
+    return Call("linear", (input, weight, bias))
+
+
+@spelled(F.cross_entropy)
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: Any = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: Any = 0.0,
+) -> Call | None:
+    if size_average is not None or reduce is not None:
+        return None
+    return Call("cross_entropy", (input, target, weight, ignore_index, reduction, label_smoothing))

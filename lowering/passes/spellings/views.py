@@ -1,0 +1,169 @@
+"""Views, copies, and what puts tensors together and takes them apart."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spelling import (
+    IDENTITY,
+    Call,
+    as_tuple,
+    calls,
+    dimension,
+    dimensions,
+    same,
+    spelled,
+    value,
+)
+
+
+@spelled("contiguous")
+def _contiguous(input: Any) -> Call:
+    return Call("contiguous", (input,))
+
+
+@spelled(torch.clone, "clone")
+def _clone(input: Any, *, memory_format: Any = None) -> Call:
+    # A copy, so that a write into it would not be one into its source: rewrites look for writes.
+    return Call("contiguous", (input,))
+
+
+@spelled(torch.reshape, "reshape", "view")
+def _view(input: Any, *shape: Any, **named: Any) -> Call | None:
+    shape = named.pop("shape", named.pop("size", shape))
+    if named or (len(shape) == 1 and isinstance(value(shape[0]), torch.dtype)):
+        return None
+    if len(shape) == 1 and isinstance(value(shape[0]), (tuple, list)):
+        return Call("view", (input, as_tuple(shape[0])))
+    return Call("view", (input, tuple(shape)))
+
+
+@spelled(torch.flatten, "flatten")
+def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Call:
+    return Call("flatten", (input, dimension(input, start_dim), dimension(input, end_dim)))
+
+
+@spelled(torch.transpose, torch.swapaxes, torch.swapdims, "transpose", "swapaxes", "swapdims")
+def _transpose(input: Any, dim0: Any, dim1: Any) -> Call:
+    return Call("transpose", (input, dimensions(input, (dim0, dim1))))
+
+
+@spelled(torch.unsqueeze, "unsqueeze")
+def _unsqueeze(input: Any, dim: Any) -> Call:
+    tensor = value(input)
+    if isinstance(dim, int) and dim >= 0 and isinstance(tensor, Tensor):
+        dim -= tensor.dim() + 1
+    return Call("unsqueeze", (input, dim))
+
+
+@spelled("expand")
+def _expand(input: Any, *sizes: Any) -> Call:
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = tuple(sizes[0])
+    return Call("expand", (input, tuple(sizes)))
+
+
+@spelled(torch.repeat_interleave, "repeat_interleave")
+def _repeat_interleave(input: Any, repeats: Any, dim: Any = None) -> Call:
+    return Call("repeat_interleave", (input, repeats, dimension(input, dim)))
+
+
+@spelled(torch.view_as_complex)
+def _view_as_complex(input: Any) -> Call:
+    return Call("view_as_complex", (input,))
+
+
+@spelled(torch.view_as_real)
+def _view_as_real(input: Any) -> Call:
+    return Call("view_as_real", (input,))
+
+
+@spelled(torch.cat, torch.concat, torch.concatenate)
+def _cat(tensors: Any, dim: Any = 0) -> Call:
+    dim = dimension(tensors[0], dim)
+    whole = tuple(one for one in tensors if not _is_empty(one, dim))
+    return Call(IDENTITY, whole) if len(whole) == 1 else Call("cat", (whole, dim))
+
+
+def _is_empty(x: Any, dim: Any) -> bool:
+    tensor = value(x)
+    return isinstance(tensor, Tensor) and same(tensor.shape[dim], 0)
+
+
+@spelled(torch.stack)
+def _stack(tensors: Any, dim: Any = 0) -> Call:
+    tensor = value(tensors[0])
+    if isinstance(dim, int) and dim >= 0 and isinstance(tensor, Tensor):
+        dim -= tensor.dim() + 1
+    return Call("stack", (tuple(tensors), dim))
+
+
+@spelled(torch.chunk, "chunk")
+def _chunk(input: Any, chunks: Any, dim: Any = 0) -> Call:
+    return Call("chunk", (input, chunks, dimension(input, dim)))
+
+
+@spelled(torch.split, "split")
+def _split(input: Any, split_size: Any, dim: Any = 0) -> Call:
+    return Call("split", (input, split_size, dimension(input, dim)))
+
+
+@spelled(operator.getitem)
+def _getitem(input: Any, index: Any) -> Call | None:
+    tensor = value(input)
+    if not isinstance(tensor, Tensor):
+        return _part(input, index) or Call("item", (input, index))
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(value(part), (Tensor, list, tuple, bool)) for part in parts):
+        return None
+    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    position = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    parts[position : position + 1] = [slice(None)] * (tensor.dim() - taken)
+    if all(isinstance(part, slice) for part in parts):
+        moved = [
+            (i - tensor.dim(), part)
+            for i, part in enumerate(parts)
+            if not _is_full(part, tensor.shape[i])
+        ]
+        if not moved:
+            return Call(IDENTITY, (input,))
+        if len(moved) == 1:
+            dim, part = moved[0]
+            start = 0 if part.start is None else _from_start(part.start, tensor.shape[dim])
+            stop = tensor.shape[dim]
+            if part.stop is not None:
+                stop = _from_start(part.stop, stop)
+            step = 1 if part.step is None else part.step
+            return Call("slice", (input, dim, start, stop, step))
+    if sum(part is None for part in parts) == 1 and all(
+        part is None or (isinstance(part, slice) and part == slice(None)) for part in parts
+    ):
+        return Call("unsqueeze", (input, parts.index(None) - tensor.dim() - 1))
+    return Call("getitem", (input, tuple(parts)))
+
+
+def _part(parts: Any, index: Any) -> Call | None:
+    """One of the pieces that a tensor is cut into, as a slice."""
+    call = calls(parts, "chunk") or calls(parts, "split")
+    if call is None or not isinstance(index, int):
+        return None
+    input, _, dim = call.args
+    sizes = [piece.shape[dim] for piece in value(parts)]
+    index %= len(sizes)
+    return Call("slice", (input, dim, sum(sizes[:index]), sum(sizes[: index + 1]), 1), (parts,))
+
+
+def _from_start(bound: Any, size: Any) -> Any:
+    return size + bound if isinstance(bound, int) and bound < 0 else bound
+
+
+def _is_full(part: slice, size: Any) -> bool:
+    return (
+        (part.start is None or same(part.start, 0))
+        and (part.stop is None or same(part.stop, size))
+        and (part.step is None or same(part.step, 1))
+    )
