@@ -110,6 +110,31 @@ def test_linear_cross_entropy(loss, dtype):
     assert not [one for one in made if isinstance(one, Tensor) and V in one.shape]
 
 
+@each_dtype
+@pytest.mark.parametrize(
+    "head",
+    (
+        lambda x, weight: x @ weight.t(),
+        lambda x, weight: x @ weight.T,
+        lambda x, weight: torch.matmul(x, weight.transpose(0, 1)),
+    ),
+    ids=("t", "T", "transpose"),
+)
+def test_heads_that_are_written_as_products(head, dtype):
+    def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return transformers(head(x, weight), target)
+
+    check(function, *head_inputs(dtype), counts={"linear_cross_entropy": 1})
+
+
+def test_a_product_with_what_is_not_turned_is_no_head():
+    def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return transformers(x @ weight, target)
+
+    x, weight, target = head_inputs()
+    check(function, x, weight.t().contiguous(), target, counts={"cross_entropy": 1})
+
+
 def test_losses_in_float16():
     check(transformers, *inputs(torch.float16), counts={"cross_entropy": 1})
     counts = {"linear_cross_entropy": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import spellings
-from .spelling import COMMUTATIVE, IDENTITY, Call, canonical, dimension, same, value
+from .spelling import COMMUTATIVE, IDENTITY, Call, canonical, dimension, is_tensor, same, value
 
 __all__ = [
     "COMMUTATIVE",
@@ -11,6 +11,7 @@ __all__ = [
     "Call",
     "canonical",
     "dimension",
+    "is_tensor",
     "same",
     "spellings",
     "value",

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .canonical import canonical, same, value
+from .canonical import canonical, is_tensor, same, value
 from .graph_state import GraphState, eliminate_dead_code
 from .report import Report
-from .rewrite import Refused, insert, is_tensor, items, run
+from .rewrite import Refused, insert, items, run
 
 OP = "fused_add_rms_norm"
 

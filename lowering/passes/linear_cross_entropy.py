@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .canonical import canonical, same, value
+from .canonical import canonical, is_tensor, same, value
 from .graph_state import GraphState, eliminate_dead_code
 from .loss_chain import Loss, losses, outside_user, positions, read
 from .report import Report
-from .rewrite import Refused, is_tensor, put_loss
+from .rewrite import Refused, put_loss
 
 OP = "linear_cross_entropy"
 

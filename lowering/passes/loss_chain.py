@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import IDENTITY, Call, canonical, same, value
+from .canonical import IDENTITY, Call, canonical, is_tensor, same, value
 from .pattern import Pattern
-from .rewrite import Refused, derive, is_tensor, number
+from .rewrite import Refused, derive, number
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:

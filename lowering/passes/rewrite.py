@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils import _pytree as pytree
 
-from .canonical import IDENTITY, canonical, same, value
+from .canonical import IDENTITY, canonical, is_tensor, same, value
 from .graph_state import GraphState, eliminate_dead_code, fake_mode_of
 from .pattern import CHEAP, Match, Pattern
 from .report import Report
@@ -220,11 +220,6 @@ def items(of: fx.Node) -> list[fx.Node]:
         results.append(item)
         after = item
     return results
-
-
-def is_tensor(argument: Any, dim: int | None = None) -> bool:
-    known = value(argument)
-    return isinstance(known, Tensor) and (dim is None or known.dim() == dim)
 
 
 def number(argument: Any) -> Any:

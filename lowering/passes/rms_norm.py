@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .canonical import same, value
+from .canonical import is_tensor, same, value
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import Refused, is_tensor, not_under_autocast, number, replace_all
+from .rewrite import Refused, not_under_autocast, number, replace_all
 
 
 def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -43,6 +43,11 @@ def value(argument: Any) -> Any:
     return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
 
 
+def is_tensor(argument: Any, dim: int | None = None) -> bool:
+    known = value(argument)
+    return isinstance(known, Tensor) and (dim is None or known.dim() == dim)
+
+
 def canonical(node: Any) -> Call | None:
     if isinstance(node, Call):
         return node

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..spelling import IDENTITY, Call, as_tuple, spelled
+from ..spelling import IDENTITY, Call, as_tuple, calls, is_tensor, spelled
 
 
 @spelled(F.silu)
@@ -62,6 +63,14 @@ def _group_norm(
 @spelled(F.linear, torch._C._nn.linear)
 def _linear(input: Any, weight: Any, bias: Any = None) -> Call:
     return Call("linear", (input, weight, bias))
+
+
+@spelled(operator.matmul, torch.matmul, "matmul", "__matmul__")
+def _matmul(input: Any, other: Any) -> Call:
+    turned = calls(other, "transpose")
+    if turned is not None and is_tensor(turned.args[0], dim=2) and is_tensor(input):
+        return Call("linear", (input, turned.args[0], None), (other,))
+    return Call("matmul", (input, other))
 
 
 @spelled(F.cross_entropy)

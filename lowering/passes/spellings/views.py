@@ -15,6 +15,7 @@ from ..spelling import (
     calls,
     dimension,
     dimensions,
+    is_tensor,
     same,
     spelled,
     value,
@@ -50,6 +51,16 @@ def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Call:
 @spelled(torch.transpose, torch.swapaxes, torch.swapdims, "transpose", "swapaxes", "swapdims")
 def _transpose(input: Any, dim0: Any, dim1: Any) -> Call:
     return Call("transpose", (input, dimensions(input, (dim0, dim1))))
+
+
+@spelled(torch.t, "t")
+def _t(input: Any) -> Call | None:
+    return Call("transpose", (input, (-2, -1))) if is_tensor(input, dim=2) else None
+
+
+@spelled(getattr)
+def _getattr(input: Any, name: Any) -> Call | None:
+    return _t(input) if name in ("T", "mT") else None
 
 
 @spelled(torch.unsqueeze, "unsqueeze")
