@@ -119,8 +119,9 @@ def test_document_is_of_this_table() -> None:
 # Variants
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [("Llama", None), ("Gemma2", True)], ids=["automatic", "dynamic"]
+)
 def test_dynamic_shapes(name: str, dynamic: bool | None) -> None:
     """Three lengths, with no compilation more than the untouched model has, two at most."""
     architecture = BY_NAME[name]
