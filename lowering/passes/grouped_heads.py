@@ -78,7 +78,7 @@ def repeated(node: Any, axis: int) -> Repeat | None:
     if op in ("view", "flatten"):
         return _merged(node, args[0], axis)
     if name in ("expand", "expand_as", "broadcast_to"):
-        source, times = node.args[0], _shape(node)[axis]
+        source, times = node.all_input_nodes[0], _shape(node)[axis]
         if same(_shape(source), _with(_shape(node), axis, 1)) and _is_count(times):
             return Repeat(source, times, (node,))
     return None
@@ -99,7 +99,7 @@ def _merged(node: fx.Node, copies: fx.Node, axis: int) -> Repeat | None:
         return None
     if operation(copies) not in ("expand", "expand_as", "broadcast_to", "repeat", "tile"):
         return None
-    column = copies.args[0]
+    column = copies.all_input_nodes[0]
     call = canonical(column)
     if call is None or call.op not in ("unsqueeze", "view"):
         return None

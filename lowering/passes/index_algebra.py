@@ -11,10 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 Size = int | torch.SymInt
 LEAVES = 16
@@ -89,7 +92,7 @@ Number = Affine | Choice
 Value = Number | Condition
 
 
-def is_condition(value: Value) -> bool:
+def is_condition(value: Value) -> TypeIs[Condition]:
     return not isinstance(value, (Affine, Choice))
 
 
@@ -256,7 +259,7 @@ class Region:
                 done[id(part)] = found(part)
             return done[id(part)]
 
-        def found(part: Condition) -> bool | None:
+        def found(part: NonNegative | Not | Both) -> bool | None:
             if isinstance(part, NonNegative):
                 if self.proves_nonnegative(part.value):
                     return True

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from .canonical import value as traced
 from .index_algebra import (
     Affine,
+    Condition,
     Size,
     Unknown,
     Value,
@@ -166,8 +167,8 @@ def settled(value: Value, example: Tensor) -> Value:
         if is_condition(value):
             return value
         return negation(lift(lambda x: equal(x, affine(0)), value))
-    value = lift(lambda leaf: held(leaf, dtype), number(value))
-    return everywhere(example.shape).simplified(value)
+    numbers = lift(lambda leaf: held(leaf, dtype), number(value))
+    return everywhere(example.shape).simplified(numbers)
 
 
 def held(leaf: Affine, dtype: torch.dtype) -> Affine:
@@ -429,7 +430,7 @@ def logical(name: str, function: Callable[..., Value], *more: str) -> None:
     rule(name, f"bitwise_{name}", *more)(apply_bitwise)
 
 
-def truth(value: Value) -> Value:
+def truth(value: Value) -> Condition:
     if is_condition(value):
         return value
     return negation(lift(lambda x: equal(x, affine(0)), value))
