@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.overrides import TorchFunctionMode
 
+import liger_ops
+
 ATTENTION = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 
 Loss = Callable[..., Tensor]
@@ -77,9 +79,10 @@ def compiled(loss: Any, backend: str, **options: Any) -> tuple[Any, Inner]:
     inner = Inner()
     if backend == "none":
         return torch.compile(loss, backend=inner, fullgraph=True, **options), inner
+    assert backend == "liger"
     backend_options = {"inner_backend": inner}
     return torch.compile(
-        loss, backend=backend, options=backend_options, fullgraph=True, **options
+        loss, backend=liger_ops.backend, options=backend_options, fullgraph=True, **options
     ), inner
 
 

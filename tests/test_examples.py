@@ -157,3 +157,20 @@ def test_a_bad_argument_gets_one_sentence(
     assert sentence in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it times a step of billions")
+def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(demo: ModuleType) -> None:
+    if missing := demo.missing_for_inductor():
+        pytest.skip(f"Inductor cannot work here: {missing}")
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "measure_step.py", "eager", "liger"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2, result.stderr
+    first, eager, rewritten = result.stdout.splitlines()
+    assert first.startswith("no GPU")
+    assert eager.split()[:2] == ["eager", "losses"] and len(eager.split()) == 6
+    assert rewritten.split()[:2] == ["liger", "losses"] and len(rewritten.split()) == 6
