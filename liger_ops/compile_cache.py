@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
 import torch.compiler.config
 
 
+@functools.cache
 def package_hash() -> str:
     """A hash of every source file of the package."""
     root = Path(__file__).parent

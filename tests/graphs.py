@@ -18,7 +18,7 @@ class Recorder:
         self.forwards: list[torch.fx.GraphModule] = []
         self.backwards: list[torch.fx.GraphModule] = []
 
-    def backend(self) -> Callable[..., Any]:
+    def backend(self, **options: Any) -> Callable[..., Any]:
         def keep(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
             def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
                 graphs.append(graph)
@@ -26,7 +26,8 @@ class Recorder:
 
             return compile_graph
 
-        return aot_autograd(fw_compiler=keep(self.forwards), bw_compiler=keep(self.backwards))
+        compilers = {"fw_compiler": keep(self.forwards), "bw_compiler": keep(self.backwards)}
+        return aot_autograd(**compilers, **options)
 
 
 def liger_ops_of(graphs: list[torch.fx.GraphModule]) -> Counter[str]:

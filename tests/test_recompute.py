@@ -4,44 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import Tensor, fx
-from torch._dynamo.backends.common import aot_autograd
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 import liger_ops
-
-
-class Partitioned:
-    """An inner backend that counts the ops of the forward and the backward graph."""
-
-    def __init__(self) -> None:
-        self.forward: Counter[str] = Counter()
-        self.backward: Counter[str] = Counter()
-
-    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        compiled = aot_autograd(
-            fw_compiler=self._counting(self.forward),
-            bw_compiler=self._counting(self.backward),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-        return compiled(module, inputs)
-
-    @staticmethod
-    def _counting(counts: Counter[str]) -> Callable[..., Any]:
-        def count(module: fx.GraphModule, inputs: list[Any]) -> Any:
-            for node in module.graph.nodes:
-                if getattr(node.target, "namespace", None) == "liger":
-                    counts[node.target._opname] += 1
-            return make_boxed_func(module.forward)
-
-        return count
+from graphs import Recorder, liger_ops_of
 
 
 def block(x: Tensor, weight: Tensor, up: Tensor, gate: Tensor, down: Tensor) -> Tensor:
@@ -75,9 +48,12 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Partitioned:
-    """Compile and run; the gradients are those of the function."""
-    inner = Partitioned()
+def run(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+) -> tuple[Counter[str], Counter[str]]:
+    """The ops of the forward and the backward graph; the gradients are those of the function."""
+    graphs = Recorder()
+    inner = graphs.backend(partition_fn=min_cut_rematerialization_partition)
     compiled = torch.compile(
         function, fullgraph=True, backend=liger_ops.backend, options={"inner_backend": inner}
     )
@@ -85,24 +61,24 @@ def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Partitio
     found = torch.autograd.grad(compiled(*inputs), wanted)
     for ours, theirs in zip(found, torch.autograd.grad(function(*inputs), wanted), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    return inner
+    return liger_ops_of(graphs.forwards), liger_ops_of(graphs.backwards)
 
 
 FORWARD = {"rms_norm": 1, "fused_add_rms_norm": 2, "swiglu": 3, "linear_cross_entropy_forward": 1}
 
 
 def test_without_a_budget_nothing_is_computed_again(inputs: tuple[Tensor, ...]) -> None:
-    inner = run(model, inputs)
-    assert inner.forward == FORWARD
-    assert not set(FORWARD) & set(inner.backward)
+    forward, backward = run(model, inputs)
+    assert forward == FORWARD
+    assert not set(FORWARD) & set(backward)
 
 
 @pytest.mark.parametrize("budget", (0.5, 0.1))
 def test_with_a_budget_all_but_the_loss_is(inputs: tuple[Tensor, ...], budget: float) -> None:
     with functorch_config.patch(activation_memory_budget=budget):
-        inner = run(model, inputs)
-    assert inner.forward == FORWARD
-    again = {name: count for name, count in inner.backward.items() if name in FORWARD}
+        forward, backward = run(model, inputs)
+    assert forward == FORWARD
+    again = {name: count for name, count in backward.items() if name in FORWARD}
     assert again == {name: FORWARD[name] for name in FORWARD if not name.startswith("linear")}
 
 
@@ -112,7 +88,7 @@ def test_checkpointed_blocks_leave_the_loss_alone(inputs: tuple[Tensor, ...]) ->
             x = checkpoint(block, x, *parameters, use_reentrant=False)
         return head(x, words, target)
 
-    inner = run(checkpointed, inputs)
-    assert inner.forward["linear_cross_entropy_forward"] == 1
-    assert inner.backward["linear_cross_entropy_forward"] == 0
-    assert inner.backward["rms_norm"] == 3
+    forward, backward = run(checkpointed, inputs)
+    assert forward["linear_cross_entropy_forward"] == 1
+    assert backward["linear_cross_entropy_forward"] == 0
+    assert backward["rms_norm"] == 3

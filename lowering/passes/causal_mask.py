@@ -141,11 +141,8 @@ def _visible(mask: Value) -> Condition:
 
 def departure(visible: Condition, shape: Sequence[Size]) -> str | None:
     """The first way in which it is not the case that j <= i, of query i and key j."""
-    i, j, t = (
-        -2,
-        -1,
-        0,
-    )  # t, which is no axis, is the distance of i and j, 1 or more but on the diagonal
+    # t, which is no axis, is the distance of i and j, 1 or more but on the diagonal.
+    i, j, t = -2, -1, 0
     queries, keys = shape[i], shape[j]
     others = {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), i)}
 

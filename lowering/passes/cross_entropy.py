@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from .graph_state import GraphState, eliminate_dead_code
-from .loss_chain import Loss, losses, positions, read
+from .loss_chain import Loss, check_place, losses, positions, read
 from .report import Report
 from .rewrite import Refused, put_loss
 
@@ -24,23 +24,6 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 def _replaced(loss: Loss, state: GraphState) -> fx.Node:
     chain, at = loss.chain, loss.node
-    computed = [node for node in chain.nodes if node is not at]
-    if not state.one_mode(chain.nodes):
-        raise Refused("the loss and its logits are computed in different autocast modes")
-    first = min([*computed, at], key=state.order.__getitem__)
-    if state.written([*computed, chain.logits, loss.target], first, at):
-        raise Refused("a tensor is written in place between the logits and the loss")
-    args = (
-        positions(chain.logits, chain, at),
-        loss.target,
-        loss.class_weight,
-        None,
-        None,
-        loss.options["ignore_index"],
-        loss.options["reduction"],
-        loss.options["label_smoothing"],
-        0.0,
-        chain.softcap,
-        chain.scale,
-    )
+    check_place(loss, chain.nodes, [chain.logits], "logits", state)
+    args = (positions(chain.logits, chain, at), loss.target, *loss.options)
     return put_loss(at, torch.ops.liger.cross_entropy.default, args, state)

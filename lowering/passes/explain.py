@@ -16,7 +16,7 @@ from torch import fx
 from ...library import COMPOSED, DEVICES, OPS, implementation
 from . import rewrite
 from .backend import KEPT_BY_INDUCTOR
-from .report import Finding, Report
+from .report import Finding, Report, counted
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Explanation:
 
     def counts(self) -> dict[str, int]:
         """How many places there are for each op."""
-        return dict(Counter(finding.op for finding in self.findings if finding.used))
+        return counted(self.findings)
 
     def __str__(self) -> str:
         breaks = len(self.graph_breaks)

@@ -7,7 +7,7 @@ from torch import fx
 
 from .canonical import canonical, is_tensor, same, value
 from .graph_state import GraphState, eliminate_dead_code
-from .loss_chain import Loss, losses, outside_user, positions, read
+from .loss_chain import Loss, check_place, losses, outside_user, positions, read
 from .report import Report
 from .rewrite import Refused, put_loss
 
@@ -30,31 +30,13 @@ def _replaced(loss: Loss, linear: tuple[fx.Node, ...], state: GraphState) -> fx.
     chain, at = loss.chain, loss.node
     x, weight, bias = linear
     nodes = (*chain.nodes, chain.logits)
-    user = outside_user(chain, (chain.logits,))
+    user = outside_user(nodes)
     if user is not None:
         who = "are returned" if user.op == "output" else f"are used by {user.name} too"
         raise Refused(f"the logits {who}")
     if not is_tensor(x) or not same(value(chain.logits).shape[-1], value(weight).shape[0]):
         raise Refused("the logits are not those of one linear layer")
-    if not state.one_mode(nodes):
-        raise Refused("the head and its loss are computed in different autocast modes")
-    tensors = [one for one in (x, weight, bias, loss.target) if one is not None]
-    first = min(nodes, key=state.order.__getitem__)
-    if state.written([*nodes[1:], *tensors], first, at):
-        raise Refused("a tensor is written in place between the head and the loss")
-    args = (
-        positions(x, chain, at),
-        weight,
-        loss.target,
-        bias,
-        loss.class_weight,
-        None,
-        None,
-        loss.options["ignore_index"],
-        loss.options["reduction"],
-        loss.options["label_smoothing"],
-        0.0,
-        chain.softcap,
-        chain.scale,
-    )
+    inputs = [one for one in (x, weight, bias) if one is not None]
+    check_place(loss, nodes, inputs, "head", state)
+    args = (positions(x, chain, at), weight, loss.target, bias, *loss.options)
     return put_loss(at, torch.ops.liger.linear_cross_entropy.default, args, state)

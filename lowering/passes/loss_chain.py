@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .canonical import IDENTITY, Call, canonical, is_tensor, same, value
+from .graph_state import GraphState
 from .pattern import Pattern
 from .rewrite import Refused, derive, number
 
@@ -46,8 +48,16 @@ class Loss:
     node: fx.Node
     chain: Chain
     target: fx.Node
-    class_weight: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
+    class_weight: Any
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What both ops take last, from the weight of classes to the scale of logits."""
+        options = (self.ignore_index, self.reduction, self.label_smoothing)
+        return self.class_weight, None, None, *options, 0.0, self.chain.softcap, self.chain.scale
 
 
 def losses(graph: fx.Graph) -> list[fx.Node]:
@@ -74,11 +84,9 @@ def read(node: fx.Node) -> Loss:
         _chain(logits, node),
         target,
         weight,
-        {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": float(label_smoothing),
-        },
+        ignore_index,
+        reduction,
+        float(label_smoothing),
     )
 
 
@@ -156,12 +164,22 @@ def _index(taking: fx.Node) -> tuple[Any, ...]:
     return (*parts[:-1], slice(None))
 
 
-def outside_user(chain: Chain, further: tuple[fx.Node, ...] = ()) -> fx.Node | None:
-    """Something else that uses what lies between the logits and the loss."""
-    nodes = {*chain.nodes, *further}
-    loss = chain.nodes[0]
-    for node in nodes - {loss}:
-        for user in node.users:
-            if user not in nodes:
-                return user
-    return None
+def check_place(
+    loss: Loss, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], of: str, state: GraphState
+) -> None:
+    """Raise Refused where an op in the place of `nodes`, the loss and what leads to it, would not
+    see what they do; `of` names what the loss is of."""
+    if not state.one_mode(nodes):
+        raise Refused(f"the loss and its {of} are computed in different autocast modes")
+    first = min(nodes, key=state.order.__getitem__)
+    computed = [node for node in nodes if node is not loss.node]
+    if state.written([*computed, *inputs, loss.target], first, loss.node):
+        raise Refused(f"a tensor is written in place between the {of} and the loss")
+
+
+def outside_user(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """Something else that uses what lies between the logits and the loss, the first of `nodes`."""
+    return next(
+        (user for node in nodes[1:] for user in node.users if user not in nodes),
+        None,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,7 +57,12 @@ class Report:
 
     def counts(self) -> dict[str, int]:
         """How many times each op was used."""
-        return dict(Counter(finding.op for finding in self.findings if finding.used))
+        return counted(self.findings)
+
+
+def counted(findings: Iterable[Finding]) -> dict[str, int]:
+    """How many of the findings are of each op, but for those that were refused."""
+    return dict(Counter(finding.op for finding in findings if finding.used))
 
 
 def source_line(node: fx.Node) -> str:
