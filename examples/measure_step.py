@@ -1,19 +1,20 @@
-"""Time a whole training step of an untouched Llama on a GPU, compiled in several ways.
+"""Time a whole training step of an untouched model on a GPU, compiled in several ways.
 
     python examples/measure_step.py [--help]
 
-Each way runs in a fresh process: the model of transformers with random weights, bfloat16, a tied
-head, SDPA; a step is forward, backward and fused AdamW. Times are of the device, by its events: the
-median step with the 20th and the 80th percentile. A way whose first losses differ from the eager
-model's is not timed. The exit status is 1 if there was such a one, or one that failed.
+Each way runs in a fresh process: a language model of transformers with random weights, bfloat16 and
+SDPA, by default a Llama with a tied head, or a UNet; a step is forward, backward and fused AdamW.
+Times are of the device, by its events: the median step with the 20th and the 80th percentile. A way
+whose first losses differ from the eager model's is not timed. The exit status is 1 if there was
+such a one, or one that failed.
 
     eager           as it comes
     compile         torch.compile
-    causal          torch.compile, its attention made causal by hand: no mask is in memory
+    causal          torch.compile, its attention made causal by hand: no mask is in memory; of texts
     liger           torch.compile(backend="liger")
     liger-all       the same, with the rewrites too that are by default left to Inductor
     liger-graphs    the same as liger, with mode="reduce-overhead"
-    liger-kernel    patched by Liger-Kernel, eager; only where that is installed
+    liger-kernel    a Llama patched by Liger-Kernel, eager; only where that is installed
 
 Needs transformers beside liger_ops. On a machine without a GPU nothing is timed: the losses are
 compared, of a small model, and the exit status is 2.
@@ -33,31 +34,12 @@ from typing import Any
 
 import torch
 import transformers
+from step_models import CONFIGS, SHAPES, make
 from torch import Tensor
 
 WAYS = ["eager", "compile", "causal", "liger", "liger-all", "liger-graphs", "liger-kernel"]
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-    },
-    "tiny": {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-    },
-}
+# The shapes that a way is for, where it is not for all.
+FOR = {"causal": CONFIGS, "liger-kernel": ("llama-3.2-1b", "tiny")}
 WARM_UP = 4
 # bfloat16 steps that round in other places; measured on an H200, llama-3.2-1b: 1e-3.
 LOSS_BOUND = 2e-2
@@ -74,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, dict[str, Any]] = {}
     failed = False
     for way in options.ways:
+        if options.shape is not None and options.shape not in FOR.get(way, SHAPES):
+            continue
         if way == "liger-kernel" and importlib.util.find_spec("liger_kernel") is None:
             print(f"{way:14} is not installed", flush=True)
             continue
@@ -93,7 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ways", nargs="*", default=WAYS[:-1], metavar="WAY", help=f"of {WAYS}")
-    parser.add_argument("--shape", choices=SHAPES, help="default: llama-3.2-1b, tiny on a CPU")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="of the model; default: llama-3.2-1b, tiny on a CPU"
+    )
     parser.add_argument("--batch-size", type=int, help="default: 8, 2 on a CPU")
     parser.add_argument("--sequence-length", type=int, help="default: 2048, 32 on a CPU")
     parser.add_argument("--steps", type=int, default=20, help="timed; default: %(default)s")
@@ -143,30 +129,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     (way,) = options.ways
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    shape = SHAPES[options.shape or ("llama-3.2-1b" if on_gpu else "tiny")]
+    shape = options.shape or ("llama-3.2-1b" if on_gpu else "tiny")
     batch_size = options.batch_size or (8 if on_gpu else 2)
     length = options.sequence_length or (2048 if on_gpu else 32)
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**shape, tie_word_embeddings=True, use_cache=False)
-    if way == "causal":
-        config._attn_implementation = causal_by_hand()
     if way == "liger-kernel":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = transformers.LlamaForCausalLM(config).train()
-    torch.set_default_dtype(torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    tokens = torch.randint(0, shape["vocab_size"], (batch_size, length), device=device)
-    loss_of = compiled(way, lambda tokens: model(input_ids=tokens, labels=tokens).loss)
+    attention = causal_by_hand() if way == "causal" else None
+    trained = make(shape, device, batch_size, length, attention)
+    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-5, fused=True)
+    loss_of = compiled(way, trained.loss)
 
     def step() -> Tensor:
         if way.endswith("graphs"):
             torch.compiler.cudagraph_mark_step_begin()
-        loss: Tensor = loss_of(tokens)
+        loss = loss_of(trained.batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -323,10 +323,13 @@ def test_inductor() -> None:
     model = architecture.make()
     batch = text_batch()
     runs = {}
-    for backend, options in (("inductor", None), ("liger", {"rewrites": "all"})):
+    for backend, options in (("inductor", None), (liger_ops.backend, {"rewrites": "all"})):
         torch._dynamo.reset()
         function = torch.compile(loss_of(model), backend=backend, options=options, fullgraph=True)
         runs[backend] = results(model, function, batch)
     assert_as_near_to_truth(
-        runs["liger"], runs["inductor"], true_of(architecture.name), roundings(torch.float32)
+        runs[liger_ops.backend],
+        runs["inductor"],
+        true_of(architecture.name),
+        roundings(torch.float32),
     )

@@ -36,12 +36,17 @@ def plan_forward(logits: Tensor, gradient: bool = False) -> Plan:
 
 def plan_backward(logits: Tensor) -> Plan:
     M, V = logits.shape
-    BLOCK_N = min(4096, next_power_of_2(V))
+    BLOCK_N = min(4096 if V <= 32768 else 8192, next_power_of_2(V))
     BLOCK_M = max(1, 2048 // BLOCK_N)
+    threads = max(128, BLOCK_M * BLOCK_N // 16)
+    if V > BLOCK_N:
+        # 16 bytes a thread: 94% of the H200's copy rate for (8192, 32768) in bfloat16, of 32 bytes
+        # 89%; 93% for (4096, 128256), in tiles of 4096 82%.
+        threads = min(1024, BLOCK_N * logits.element_size() // 16)
     # As many programs to a row as keep every processor busy with short batches.
     splits = cdiv(8 * processors(logits), cdiv(M, BLOCK_M))
     programs = min(cdiv(V, BLOCK_N), splits)
-    return Plan(BLOCK_M, BLOCK_N, threads=max(128, BLOCK_M * BLOCK_N // 16), programs=programs)
+    return Plan(BLOCK_M, BLOCK_N, threads, programs)
 
 
 def loss_and_gradient(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import library, meta
 from ..sizes import cdiv, next_power_of_2
-from ..triton_math import LOWEST, flushed_exp, folded
+from ..triton_math import LOWEST, flushed_exp, folded, widened_again
 from .launch import Plan, launch, rows
 
 
@@ -100,9 +100,15 @@ def _softmax_backward_kernel(
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
-    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + rows * stride_y + cols, mask=mask, other=0.0).to(tl.float32)
-    sum = tl.sum(dy if LOG else dy * y, 1)[:, None]
+    dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0)
+    y = tl.load(y_ptr + rows * stride_y + cols, mask=mask, other=0.0)
+    term = dy.to(tl.float32)
+    if not LOG:
+        term *= y.to(tl.float32)
+    sum = tl.sum(term, 1)[:, None]
+    # 8192 x 32768 takes 0.375 ms on an H200; 0.388 where both rows stay in registers as float32.
+    dy = widened_again(dy)
+    y = widened_again(y)
     dx = dy - tl.exp(y) * sum if LOG else y * (dy - sum)
     tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -149,26 +155,39 @@ def _row_tile(row_ptr, cols, mask, policy: tl.constexpr):
     return tl.load(row_ptr + cols, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
 
 
-def plan_forward(N: int) -> Plan:
-    # Whole rows of 16384 columns: 95% of the copy rate, walked 99%.
-    if N > 32768:
-        return Plan(BLOCK_M=1, BLOCK_N=16384, threads=512)
-    if N > 8192:
-        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=256)
-    return _whole_rows(N)
+# The widest rows for which a tile, of so many columns and threads, is the fastest walk, for 2 and
+# for 4 bytes an element, by shares of the H200's copy rate.
+TILES = {
+    # 12288 wide 95%, 16384 98%, 24576 94%, 32768 93%.
+    2: ((12288, 4096, 256), (16384, 8192, 256), (32768, 8192, 512)),
+    # 12288 and 16384 wide 100%; with the tiles beyond, 24576 99%, 32768 97%.
+    4: ((16384, 8192, 512),),
+}
+
+
+def plan_forward(x: Tensor) -> Plan:
+    N = x.shape[1]
+    if N <= 8192:
+        return _whole_rows(N, 1024)
+    for widest, tile, threads in TILES[4 if x.element_size() == 4 else 2]:
+        if widest >= N:
+            return Plan(1, tile, threads)
+    # 65536 wide 88%, in float32 80%; 131072 wide 75% and 70%.
+    return Plan(1, 16384, threads=512)
 
 
 def plan_backward(N: int) -> Plan:
-    # Of 65536 columns a thread of sm_90 spills.
+    # Of 65536 columns a thread of sm_90 spills: 61% of the copy rate.
     if N > 32768:
         return Plan(BLOCK_M=1, BLOCK_N=8192, threads=512)
-    return _whole_rows(N)
+    # 8192 x 32768 in float32 takes 0.79 ms with 512 threads, 1.06 with 1024.
+    return _whole_rows(N, 512)
 
 
-def _whole_rows(N: int) -> Plan:
+def _whole_rows(N: int, most_threads: int) -> Plan:
     BLOCK_N = next_power_of_2(N)
     BLOCK_M = max(1, 2048 // BLOCK_N)
-    return Plan(BLOCK_M, BLOCK_N, threads=min(1024, max(128, BLOCK_M * BLOCK_N // 16)))
+    return Plan(BLOCK_M, BLOCK_N, threads=min(most_threads, max(128, BLOCK_M * BLOCK_N // 16)))
 
 
 def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
@@ -177,7 +196,7 @@ def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
         return
     x = rows(x)
     M, N = x.shape
-    plan = plan or plan_forward(N)
+    plan = plan or plan_forward(x)
     arguments = (x, y, M, N, x.stride(0))
     options = {"LOG": log, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
     if plan.BLOCK_N >= N:
