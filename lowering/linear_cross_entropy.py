@@ -26,32 +26,61 @@ from .sizes import cdiv
 
 @dataclass(frozen=True)
 class Head:
-    """x as rows, the layer that makes logits of them, and the memory that these may take."""
+    """x as rows, the layer that makes logits of them, and of which rows at once."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    chunk_bytes: int | None
-    # Elements of which each row of logits starts at a multiple.
-    alignment: int
-    # Memory that is needed once the logits are gone.
-    later_bytes: int = 0
+    stride: int
+    slices: list[slice]
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk of rows and its logits, in memory that the next chunk's will take."""
-        (M, _), V = self.x.shape, self.weight.shape[0]
-        stride = cdiv(V, self.alignment) * self.alignment
+        V = self.weight.shape[0]
         memory = None
-        for chunk in chunks(M, stride * self.x.element_size(), self.chunk_bytes, self.later_bytes):
+        for chunk in self.slices:
             m = chunk.stop - chunk.start
             if memory is None:
-                memory = self.x.new_empty(m, stride)
-            logits = memory[:m, :V] if stride > V else memory[:m]
+                memory = self.x.new_empty(m, self.stride)
+            logits = memory[:m, :V] if self.stride > V else memory[:m]
             if self.bias is None:
                 torch.mm(self.x[chunk], self.weight.t(), out=logits)
             else:
                 torch.addmm(self.bias, self.x[chunk], self.weight.t(), out=logits)
             yield chunk, logits
+
+
+def head_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dweight: Tensor | None,
+    alignment: int,
+    accum_dtype: torch.dtype | None,
+    chunk_bytes: int | None,
+) -> Head:
+    """A head of which each row of logits starts at a multiple of `alignment` elements."""
+    stride = cdiv(weight.shape[0], alignment) * alignment
+    later_bytes = saved_bytes = 0
+    if dweight is not None:
+        # In memory are the sum and a chunk, and once the chunks are gone the sum and what is
+        # rounded from it; of one chunk that, and no sum.
+        accumulated = accumulation_dtype(weight, accum_dtype)
+        if dweight.dtype is not accumulated:
+            later_bytes = dweight.numel() * dweight.itemsize
+        if _is_product(dweight, accum_dtype):
+            saved_bytes = dweight.numel() * (accumulated.itemsize - dweight.itemsize)
+    row_bytes = stride * x.itemsize
+    slices = list(chunks(x.shape[0], row_bytes, chunk_bytes, later_bytes, saved_bytes))
+    return Head(x, weight, bias, stride, slices)
+
+
+def _is_product(dweight: Tensor, accum_dtype: torch.dtype | None) -> bool:
+    """Whether one product of all rows is rounded to dweight as a sum of several would be.
+
+    In float16 a product may overflow on its way, in bfloat16 not.
+    """
+    return accum_dtype is None and dweight.dtype is torch.bfloat16
 
 
 class Gradients:
@@ -74,7 +103,8 @@ class Gradients:
         self.dx_rows = None if dx is None else dx.view(head.x.shape)
         self.dtype = None if dweight is None else dweight.dtype
         accumulated = accumulation_dtype(head.weight, accum_dtype)
-        if dweight is not None and dweight.dtype is not accumulated:
+        is_sum = dweight is not None and dweight.dtype is not accumulated
+        if is_sum and not (len(head.slices) == 1 and _is_product(dweight, accum_dtype)):
             # Not in memory beside the logits, but once they are gone.
             self.dweight = torch.empty_like(dweight, dtype=accumulated)
         self.bias_sum = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
@@ -93,13 +123,6 @@ class Gradients:
         if self.dbias is not None and self.bias_sum is not None:
             self.dbias.copy_(self.bias_sum)
         return self.dx, self.dweight, self.dbias
-
-
-def rounding_bytes(weight: Tensor, dweight: Tensor | None, accum_dtype: torch.dtype | None) -> int:
-    """What the gradient of weight takes beside the sum that it is rounded from."""
-    if dweight is None or dweight.dtype is accumulation_dtype(weight, accum_dtype):
-        return 0
-    return dweight.numel() * dweight.element_size()
 
 
 def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
@@ -172,8 +195,7 @@ def forward(
     loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
     rows, targets, token_weights = flattened(x, target, token_weight)
     targets, token_weights, class_weight = map(_dense, (targets, token_weights, class_weight))
-    later_bytes = rounding_bytes(weight, dweight, accum_dtype)
-    head = Head(rows, weight, bias, chunk_bytes, alignment, later_bytes)
+    head = head_of(rows, weight, bias, dweight, alignment, accum_dtype, chunk_bytes)
     gradients = Gradients(head, dx, dweight, dbias, accum_dtype)
     del dweight
     losses, z_losses = loss, z_loss
@@ -298,8 +320,7 @@ def backward(
     )
     lse = lse.reshape(-1).contiguous()
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
-    later_bytes = rounding_bytes(weight, unfinished[1], accum_dtype)
-    head = Head(rows, weight, bias, chunk_bytes, alignment, later_bytes)
+    head = head_of(rows, weight, bias, unfinished[1], alignment, accum_dtype, chunk_bytes)
     gradients = Gradients(head, *unfinished, accum_dtype)
     del results, unfinished
     for chunk, logits in head.logits():

@@ -21,9 +21,10 @@ import simulated_npu
 from graphs import Recorder, liger_ops_of
 from heads import NOT_COMPUTED, HeadCase, options_of, tensors_of
 from liger_ops import library
+from liger_ops.lowering.linear_cross_entropy import Gradients, head_of
 from liger_ops.nn import CrossEntropyOutput, LinearCrossEntropyLoss
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
-from liger_ops.ops.head import upstream_of_tokens
+from liger_ops.ops.head import upstream_of_tokens, waiting_weight_dtype
 from op_checks import (
     assert_allocated_as_meta,
     assert_own_memory,
@@ -256,13 +257,46 @@ def test_the_environment_gives_the_chunks_bytes(monkeypatch: pytest.MonkeyPatch)
     assert [s.stop for s in chunks(2**18, 4096, None)] == [2**17, 2**18]
     assert [s.stop for s in chunks(2**18, 4096, None, 2**20)] == [2**17, 2**18]
     assert [s.stop for s in chunks(2**18, 4096, None, 2**30)] == [2**18]
+    assert [s.stop for s in chunks(2**18, 4096, None, 0, 2**29)] == [2**18]
+    assert [s.stop for s in chunks(2**18, 4096, None, 0, 2**29 - 1)] == [2**17, 2**18]
+    assert [s.stop for s in chunks(2**18, 4096, 2**29, 0, 2**29)] == [2**17, 2**18]
     monkeypatch.setenv(ENVIRONMENT, str(2**28))
+    assert [s.stop for s in chunks(2**18, 4096, None, 0, 2**30)] == [2**16 * i for i in range(1, 5)]
     assert [s.stop for s in chunks(2**18, 4096, None, 2**30)] == [2**16, 2**17, 3 * 2**16, 2**18]
     assert [s.stop for s in chunks(2**18, 4096, 2**30)] == [2**18]
     for value in ("", "0", "-1", "1GB"):
         monkeypatch.setenv(ENVIRONMENT, value)
         with pytest.raises(ValueError, match=f"{ENVIRONMENT} must be a number of bytes above 0"):
             list(chunks(1, 1, None))
+
+
+@pytest.mark.parametrize(
+    ("M", "D", "dtype", "accum_dtype", "count"),
+    (
+        # With a sum: 1002 MiB of it, 512 of a chunk, less the gradient that is not there yet.
+        (4096, 2048, torch.bfloat16, None, 1),
+        (8192, 2048, torch.bfloat16, None, 4),
+        (8192, 4096, torch.bfloat16, None, 1),
+        (8320, 4096, torch.bfloat16, None, 3),
+        (8192, 4096, torch.bfloat16, torch.float32, 2),
+        (8192, 4096, torch.bfloat16, torch.bfloat16, 4),
+        (4096, 2048, torch.float16, None, 2),
+        (4096, 2048, torch.float32, None, 4),
+    ),
+)
+def test_one_chunk_where_it_takes_no_more_than_several_and_their_sum(
+    M: int, D: int, dtype: torch.dtype, accum_dtype: torch.dtype | None, count: int
+) -> None:
+    x = torch.empty(M, D, dtype=dtype, device="meta")
+    weight = torch.empty(128256, D, dtype=dtype, device="meta")
+    dweight = torch.empty_like(weight, dtype=waiting_weight_dtype(weight, accum_dtype))
+    head = head_of(x, weight, None, dweight, 16, accum_dtype, None)
+    assert len(head.slices) == count
+    # A float16 gradient waits in float32.
+    total = Gradients(head, None, dweight, None, accum_dtype).dweight
+    in_place = count == 1 or dtype is not torch.bfloat16 or accum_dtype is torch.bfloat16
+    assert (total is dweight) == in_place
+    assert in_place or total.dtype is torch.float32
 
 
 def leaves(case: HeadCase) -> tuple[list[Any], list[Tensor]]:

@@ -15,17 +15,20 @@ TILE = 128
 
 
 def chunks(
-    M: int, row_bytes: int, chunk_bytes: int | None, later_bytes: int = 0
+    M: int, row_bytes: int, chunk_bytes: int | None, later_bytes: int = 0, saved_bytes: int = 0
 ) -> Iterator[slice]:
     """M rows in slices of about one size, each of at most `chunk_bytes` and at least one row.
 
-    Where nobody gives chunk_bytes, `later_bytes`, which are needed once the chunks are gone, may be
-    used. Without rows there is one slice, of none.
+    Where neither the caller nor the environment names the bytes, `later_bytes`, which are needed
+    once the chunks are gone, may be used; and all rows in one slice may take `saved_bytes` more,
+    which are those that nothing but a second slice needs. Without rows there is one slice, of none.
     """
-    fitting = max(1, (chunk_bytes or budget(later_bytes)) // max(1, row_bytes))
-    if fitting >= M:
+    named = chunk_bytes or from_environment()
+    most = named or max(DEFAULT_BYTES, later_bytes)
+    if M * row_bytes <= (named or most + saved_bytes):
         yield slice(0, M)
         return
+    fitting = max(1, most // row_bytes)
     unit = TILE if fitting >= TILE else 1
     count = -(-M // (fitting // unit * unit))
     rows = -(-M // (count * unit)) * unit
@@ -33,11 +36,11 @@ def chunks(
         yield slice(start, min(start + rows, M))
 
 
-def budget(later_bytes: int = 0) -> int:
-    """The bytes of a chunk where the caller names none: the environment's, or the default."""
+def from_environment() -> int | None:
+    """The bytes of a chunk that the environment names."""
     value = os.environ.get(ENVIRONMENT)
     if value is None:
-        return max(DEFAULT_BYTES, later_bytes)
+        return None
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"{ENVIRONMENT} must be a number of bytes above 0, got {value!r}")
     return int(value)

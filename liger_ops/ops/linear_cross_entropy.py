@@ -70,7 +70,9 @@ def linear_cross_entropy(
     to weight's dtype once all are summed; that of float16 stays in float32 until it is multiplied,
     so that neither the loss's scale nor the number of tokens makes it overflow or vanish. On a
     device whose matrix products cannot give float32 for bfloat16 (Ascend NPUs), each chunk's
-    product is rounded to bfloat16 before it is added.
+    product is rounded to bfloat16 before it is added. Where one chunk has all rows, and nobody
+    gives accum_dtype, the gradient in bfloat16 is one product, rounded as PyTorch's are, and there
+    is no sum.
 
     In memory, beside the result and the gradients: one chunk of logits, of at most chunk_bytes
     bytes or one row, and the accum_dtype sum of weight's gradient. The definition, which runs on
@@ -93,7 +95,8 @@ def linear_cross_entropy(
             for float32.
         chunk_bytes: of a chunk of logits in x's dtype; None for the bytes in the environment's
             LIGER_OPS_LOGITS_BYTES, or 512 MiB, or where that is more what rounding the gradient of
-            weight takes once the logits are gone: weight's bytes.
+            weight takes once the logits are gone: weight's bytes. All rows are one chunk where that
+            takes no more memory than several would with their sum.
 
     Returns:
         (), or of target's shape for the reduction "none"; float32, or float64 for such x.
