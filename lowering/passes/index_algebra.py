@@ -177,6 +177,13 @@ def equal(left: Affine, right: Affine) -> Condition:
     return both(at_least(left, right), at_least(right, left))
 
 
+def truth(value: Value) -> Condition:
+    """Whether it is not 0."""
+    if is_condition(value):
+        return value
+    return negation(lift(lambda x: equal(x, affine(0)), value))
+
+
 def at(value: Value, places: Mapping[int, Affine]) -> Any:
     """The value with each axis's index replaced, all at once."""
     done: dict[int, Any] = {}
