@@ -355,11 +355,7 @@ ARCHITECTURES = [
     # A newer one asks for causal attention and grouped heads itself.
     Architecture("Qwen2VL", qwen2_vl, places(**(OWN_ATTENTION if NEW else {}))),
     text("Ernie4_5", places(), **HEAD),
-    text(
-        "NanoChat",
-        places(rms_norm=6, swiglu=0, relu_squared=2),
-        missed={"rope": Missed(0, "it turns the other way, by (b, -a) for (-b, a)")},
-    ),
+    text("NanoChat", places(rms_norm=6, swiglu=0, relu_squared=2)),
     text(
         "GPTJ",
         places(**LAYER_NORMS, layer_norm=3, swiglu=0, **OWN_ATTENTION),

@@ -46,6 +46,11 @@ def llama_by_chunk(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.add(torch.mul(torch.cat([-x2, x1], -1), sin), torch.mul(cos, x))
 
 
+def nanochat(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return x * cos.unsqueeze(1) + torch.cat((x2, -x1), dim=-1) * sin.unsqueeze(1)
+
+
 def llama_in_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return ((x.float() * cos.float()) + (rotate_half(x.float()) * sin.float())).to(x.dtype)
@@ -93,6 +98,7 @@ SPELLINGS: dict[str, tuple[Rotation, int, bool, bool]] = {
     "llama": (llama, D, False, False),
     "llama-by-chunk": (llama_by_chunk, D, False, False),
     "llama-in-float32": (llama_in_float32, D, False, False),
+    "nanochat": (nanochat, D, False, False),
     "cohere": (cohere, D, True, False),
     "phi3": (phi3, D // 2, False, False),
     "phi3-whole": (phi3, D, False, False),
@@ -248,8 +254,9 @@ def test_rope_of_any_length(rotation, columns):
 
 
 def turned_the_other_way(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(1) + torch.cat((x2, -x1), dim=-1) * sin.unsqueeze(1)
+    x1, x2 = x[..., ::2], x[..., 1::2]
+    turned = torch.stack((x2, -x1), dim=-1).flatten(-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
 def subtracted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -26,6 +26,12 @@ def turned_halves(x: Tensor) -> Tensor:
     return torch.cat((-x2, x1), dim=-1)
 
 
+def turned_back_halves(x: Tensor) -> Tensor:
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((x2, -x1), dim=-1)
+
+
 def turned_neighbours(x: Tensor) -> Tensor:
     x1 = x[..., 0::2]
     x2 = x[..., 1::2]
@@ -36,6 +42,12 @@ def llama(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     cos = cos.unsqueeze(heads)
     sin = sin.unsqueeze(heads)
     return (x * cos) + (turned_halves(x) * sin)
+
+
+def nanochat(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    return (x * cos) + (turned_back_halves(x) * sin)
 
 
 def phi3(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
@@ -102,6 +114,8 @@ class Form:
     per_pair: bool = False
     # Whether the spelling reads the first half of its tables only.
     half_tables: bool = False
+    # Whether it turns the other way, by -sin.
+    back: bool = False
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -148,6 +162,8 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
         tables = [
             derive(at, operator.getitem, derive(at, torch.chunk, t, 2, -1), 0) for t in tables
         ]
+    if form.back:
+        tables[1] = derive(at, torch.neg, tables[1])
     target = torch.ops.liger.rope.default
     args = (*tensors, *tables, form.interleaved, form.per_pair)
     with search.state.modes_of(at):
@@ -236,6 +252,7 @@ SPELLINGS = [
     (_pattern(gptj_partly, 2), Form(interleaved=True, per_pair=True)),
     (_pattern(gptj, 4), Form(interleaved=True, per_pair=True)),
     (_pattern(llama, 8), Form()),
+    (_pattern(nanochat, 8), Form(back=True)),
     (_pattern(cohere, 8), Form(interleaved=True)),
     (_pattern(gpt_oss, 4), Form(per_pair=True)),
     (_LLAMA4, Form()),
