@@ -160,11 +160,21 @@ def test_a_bad_argument_gets_one_sentence(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it times a step of billions")
-def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(demo: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ("eager", "liger"),
+        # The UNet has no attention to make causal.
+        ("eager", "causal", "liger", "--shape", "unet-tiny-channels-last"),
+    ),
+)
+def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(
+    demo: ModuleType, arguments: tuple[str, ...]
+) -> None:
     if missing := demo.missing_for_inductor():
         pytest.skip(f"Inductor cannot work here: {missing}")
     result = subprocess.run(
-        [sys.executable, ROOT / "examples" / "measure_step.py", "eager", "liger"],
+        [sys.executable, ROOT / "examples" / "measure_step.py", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
