@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rewriting import Rewriter, check, values
+from rewriting import Rewriter, check, each_dtype, values
 
 B, S, D, V = 2, 5, 8, 11
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 Loss = Callable[[Tensor, Tensor], Any]
 
