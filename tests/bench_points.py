@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from liger_ops.bench.points import COPY, MATRIX_PRODUCT, UNITS, Point
+from liger_ops.bench.points import COPY, MATRIX_PRODUCT, UNITS, Point, Points
+from liger_ops.bench.providers import PROVIDERS
 from liger_ops.bench.timing import Spread
+
+SHARED = {"gpu": "a GPU", "timestamp": "2026-01-02 03:04:05", "version": "0.1.0"}
 
 
 def point(
@@ -43,3 +46,14 @@ def rates(copy: float = 4000.0, product: float = 700.0) -> list[Point]:
 
 def timed(provider: str, ms: float, share: float, **where: str) -> list[Point]:
     return [point(provider, ms, **where), point(provider, share, metric="share", **where)]
+
+
+def full_house() -> Points:
+    """A workload of all six providers, of the longest numbers."""
+    points = Points(rates())
+    for name in PROVIDERS:
+        for mode in ("forward", "backward", "full"):
+            points.add(timed(name, 161.313, 101.0, mode=mode, shape="32768x4096"))
+        points.add([point(name, 12024.0, metric="memory", mode="full")])
+        points.add([point(name, 12024.0, metric="host", mode="forward")])
+    return points

@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from liger_ops.lowering.passes import rewrite
 from liger_ops.lowering.passes.report import Finding
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 NARROW = (torch.bfloat16, torch.float16)
 # Rounding errors of a few operations in another order, in float32's epsilon.

@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rewriting import check, refused, values
+from rewriting import DTYPES, check, each_dtype, refused, values
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 every_dtype = pytest.mark.parametrize(
     "dtype", [*DTYPES.values(), torch.float16], ids=[*DTYPES, "float16"]
 )

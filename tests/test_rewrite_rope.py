@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewriting import check, values
+from rewriting import check, each_dtype, values
 
 # All different: sizes that are equal are one symbol when shapes are dynamic.
 B, HEADS, KV_HEADS, S, D = 2, 6, 3, 5, 16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -1,0 +1,196 @@
+"""What is rms_norm but for one thing, left as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from norm_spellings import EPS, gemma, inverse_rms, unwidened
+from rewriting import check, each_dtype, refused, values
+
+
+def extra_user(x: Tensor, weight: Tensor) -> Any:
+    inverse = inverse_rms(x)
+    return weight * (x * inverse), inverse
+
+
+def other_dimension(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS))
+
+
+def all_dimensions(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean() + EPS))
+
+
+def keepdim_missing(x: Tensor, weight: Tensor) -> Tensor:
+    # Of (3, 3, 8): the mean of one row scales another.
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1) + EPS).unsqueeze(0).transpose(0, 2))
+
+
+def eps_outside(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + EPS))
+
+
+def eps_in_the_mean(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt((x.pow(2) + EPS).mean(-1, keepdim=True)))
+
+
+def exponent_three(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + EPS))
+
+
+def of_another_tensor(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * inverse_rms(x + weight))
+
+
+def partly_without_gradient(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        inverse = inverse_rms(x)
+    return weight * (x * inverse)
+
+
+def partly_under_autocast(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        inverse = inverse_rms(x)
+    return weight * (x * inverse)
+
+
+def eps_of_a_tensor(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + weight.detach()[0].abs()))
+
+
+NEAR_MISSES = {
+    "extra-user": (extra_user, "used elsewhere"),
+    "other-dimension": (other_dimension, "mean has"),
+    "all-dimensions": (all_dimensions, ""),
+    "keepdim-missing": (keepdim_missing, ""),
+    "eps-outside": (eps_outside, ""),
+    "eps-in-the-mean": (eps_in_the_mean, ""),
+    "exponent-three": (exponent_three, ""),
+    "of-another-tensor": (of_another_tensor, ""),
+    "no_grad": (partly_without_gradient, "different gradient or autocast modes"),
+    "autocast": (partly_under_autocast, "different gradient or autocast modes"),
+    "eps-of-a-tensor": (eps_of_a_tensor, ""),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), NEAR_MISSES.values(), ids=NEAR_MISSES)
+def test_near_misses_of_rms_norm(function, reason):
+    refused(function, values(3, 3, 8), values(8), op="rms_norm", reason=reason)
+
+
+def written_in_between(x: Tensor, weight: Tensor) -> Tensor:
+    x = x * 1.5
+    inverse = inverse_rms(x)
+    x.mul_(2)
+    return weight * (x * inverse)
+
+
+def set_in_between(x: Tensor, weight: Tensor) -> Tensor:
+    x = x * 1.5
+    inverse = inverse_rms(x)
+    x[0, 0] = 1.0
+    return weight * (x * inverse)
+
+
+def copied_into_in_between(x: Tensor, weight: Tensor) -> Tensor:
+    x = x * 1.5
+    inverse = inverse_rms(x)
+    x[:, 1].copy_(x[:, 0] * 2)
+    return weight * (x * inverse)
+
+
+def augmented_in_between(x: Tensor, weight: Tensor) -> Tensor:
+    x = x * 1.5
+    inverse = inverse_rms(x)
+    x += 1
+    return weight * (x * inverse)
+
+
+def out_in_between(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.detach() * 1.5
+    inverse = inverse_rms(x)
+    torch.add(x, 1.0, out=x)
+    return weight * (x * inverse)
+
+
+IN_PLACE = {
+    "mul_": (written_in_between, "written in place"),
+    "setitem": (set_in_between, "written in place"),
+    "copy_": (copied_into_in_between, "written in place"),
+    "out": (out_in_between, "written in place"),
+    # Another value of the graph.
+    "iadd": (augmented_in_between, ""),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), IN_PLACE.values(), ids=IN_PLACE)
+def test_writes_between_the_operations_of_rms_norm(function, reason):
+    x, weight = values(3, 3, 8).detach(), values(8).detach()
+    refused(function, x, weight, op="rms_norm", reason=reason)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (1, 8), ()])
+def test_rms_norm_in_float32_of_a_weight_that_is_no_row(shape):
+    x, weight = values(2, 3, 8, dtype=torch.bfloat16), values(*shape, dtype=torch.bfloat16)
+    refused(gemma, x, weight, op="rms_norm", reason=f"the shape {shape}")
+
+
+def rounded_before_the_product(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * inverse_rms(x.float()).to(x.dtype))
+
+
+def rounded_square(x: Tensor, weight: Tensor) -> Tensor:
+    variance = x.pow(2).float().mean(-1, keepdim=True)
+    return weight * (x.float() * torch.rsqrt(variance + EPS)).to(x.dtype)
+
+
+def result_left_wide(x: Tensor, weight: Tensor) -> Tensor:
+    return weight.float() * (x.float() * inverse_rms(x.float()))
+
+
+ROUNDED_ELSEWHERE = {
+    "before-the-product": rounded_before_the_product,
+    "square": rounded_square,
+    "not-at-all": result_left_wide,
+}
+
+
+@pytest.mark.parametrize("function", ROUNDED_ELSEWHERE.values(), ids=ROUNDED_ELSEWHERE)
+def test_rms_norm_that_rounds_elsewhere(function):
+    x, weight = values(2, 3, 8, dtype=torch.bfloat16), values(8, dtype=torch.bfloat16)
+    found = check(function, x, weight, counts={})
+    assert found.reasons("rms_norm")
+
+
+def test_torch_rms_norms_that_the_op_has_not():
+    x = values(2, 3, 8)
+    of_two = lambda x, w: F.rms_norm(x, (3, 8), w, EPS)
+    refused(of_two, x, values(3, 8), op="rms_norm", reason="over 2 dimensions")
+    refused(nn.RMSNorm(8), x, op="rms_norm", reason="eps=None")
+
+
+def test_rms_norm_with_an_eps_that_the_op_refuses():
+    function = lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) - 1e-9))
+    assert check(function, values(2, 3, 8), values(8), counts={}).counts() == {}
+    function = lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + -1e-9))
+    refused(function, values(2, 3, 8), values(8), op="rms_norm", reason="eps must be")
+
+
+@each_dtype
+def test_rms_norm_under_autocast(dtype):
+    """On a device the op would compute in float32, and this code in bfloat16 does not."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return unwidened(x, weight)
+
+    x, weight = values(2, 3, 8, dtype=dtype), values(8, dtype=dtype)
+    if dtype == torch.float32:
+        check(function, x, weight, counts={"rms_norm": 1})
+    else:
+        refused(function, x, weight, op="rms_norm", reason="under autocast")
