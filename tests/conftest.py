@@ -4,9 +4,15 @@ device."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# So that what the tests share says as much where it fails as they do.
+pytest.register_assert_rewrite(
+    *(file.stem for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("test_"))
+)
 
 # Those run in the environment of triton-ascend: see `make test-npu`.
 collect_ignore = ["npu"]
