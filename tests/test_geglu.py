@@ -4,71 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from transformers import GemmaConfig
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 
 import activation_checks
+import kernel_tests
 import liger_ops
 import op_checks
 import strategies
-from activations import ActivationCase
 from op_table import OPS
-from op_under_test import FOLDERS, OpUnderTest
 
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-EVERY_FORM = pytest.mark.parametrize(
-    "op", [pytest.param(op, id=op.id) for op in OPS.values() if op.name == "geglu"]
+KERNELS = kernel_tests.every_form("geglu")
+pytestmark = activation_checks.INFINITIES_ARE_MEANT
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.activations())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.activations())
+test_properties = kernel_tests.properties(KERNELS, strategies.activations())
+test_wide_rows_by_the_host_codes_own_plan = kernel_tests.cases_match_truth(
+    KERNELS, activation_checks.WIDE_ROWS
 )
-# The interpreter is NumPy, which warns of the infinities that the arithmetic is made for.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@EVERY_FORM
-@given(case=strategies.activations())
-def test_forward_matches_truth(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
-    op_checks.assert_forward_matches_truth(op, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@EVERY_FORM
-@given(case=strategies.activations())
-def test_backward_matches_truth(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
-    op_checks.assert_backward_matches_truth(op, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@EVERY_FORM
-@settings(max_examples=settings().max_examples // 3)
-@given(case=strategies.activations().filter(strategies.has_rows))
-def test_properties(op: OpUnderTest, folder: str, case: ActivationCase) -> None:
-    op_checks.assert_deterministic(op, folder, case)
-    op_checks.assert_tile_does_not_matter(op, folder, case)
-    op_checks.assert_rows_are_independent(op, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@EVERY_FORM
-@pytest.mark.parametrize(("columns", "layout"), ((14336, "contiguous"), (20011, "sliced")))
-def test_wide_rows_by_the_host_codes_own_plan(
-    op: OpUnderTest, folder: str, columns: int, layout: str
-) -> None:
-    case = ActivationCase(shape=(3, columns), dtype=torch.bfloat16, layout=layout)
-    op_checks.assert_forward_matches_truth(op, folder, case)
-    op_checks.assert_backward_matches_truth(op, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@EVERY_FORM
-def test_a_nan_stays_one(op: OpUnderTest, folder: str) -> None:
-    activation_checks.assert_nan_stays(op, folder)
+test_a_nan_stays_one = activation_checks.a_nan_stays_one(KERNELS)
 
 
 @pytest.mark.parametrize("approximate", ("tanh", "none"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 
+import kernel_tests
 import liger_ops
 import op_checks
 import strategies
@@ -14,31 +14,12 @@ from op_table import OPS
 from op_under_test import FOLDERS
 
 OP = OPS["layer_norm"]
+KERNELS = kernel_tests.every_folder(OP)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=strategies.layer_norms())
-def test_forward_matches_truth(folder: str, case: NormCase) -> None:
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=strategies.layer_norms())
-def test_backward_matches_truth(folder: str, case: NormCase) -> None:
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 3)
-@given(case=strategies.layer_norms().filter(strategies.has_rows))
-def test_properties(folder: str, case: NormCase) -> None:
-    op_checks.assert_deterministic(OP, folder, case)
-    op_checks.assert_tile_does_not_matter(OP, folder, case)
-    op_checks.assert_rows_are_independent(OP, folder, case)
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.layer_norms())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.layer_norms())
+test_properties = kernel_tests.properties(KERNELS, strategies.layer_norms())
 
 
 @pytest.mark.device_kernels
