@@ -91,7 +91,7 @@ def as_they_are(case: Any, tensors: Tensors) -> Tensors:
     return tensors
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class OpUnderTest:
     """An op, or one form of it: its arguments and its backward op's, in the order of the schema."""
 
@@ -132,6 +132,9 @@ class OpUnderTest:
     multiplies: bool = False
     # The ATen op whose autocast rule it has, or, like it, has not.
     autocast_as: str
+
+    def __repr__(self) -> str:
+        return self.id
 
     @property
     def id(self) -> str:
