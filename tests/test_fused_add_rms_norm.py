@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
+import kernel_tests
 import liger_ops
 import op_checks
 import strategies
@@ -17,30 +18,15 @@ from op_under_test import FOLDERS
 
 OP, RMS_NORM = OPS["fused_add_rms_norm"], OPS["rms_norm"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+KERNELS = kernel_tests.every_folder(OP)
 
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=strategies.fused_add_rms_norms())
-def test_forward_matches_truth(folder: str, case: NormCase) -> None:
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=strategies.fused_add_rms_norms())
-def test_backward_matches_truth(folder: str, case: NormCase) -> None:
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 3)
-@given(case=strategies.fused_add_rms_norms().filter(strategies.has_rows))
-def test_properties(folder: str, case: NormCase) -> None:
-    op_checks.assert_deterministic(OP, folder, case)
-    op_checks.assert_tile_does_not_matter(OP, folder, case)
-    op_checks.assert_rows_are_independent(OP, folder, case)
+test_forward_matches_truth = kernel_tests.forward_matches_truth(
+    KERNELS, strategies.fused_add_rms_norms()
+)
+test_backward_matches_truth = kernel_tests.backward_matches_truth(
+    KERNELS, strategies.fused_add_rms_norms()
+)
+test_properties = kernel_tests.properties(KERNELS, strategies.fused_add_rms_norms())
 
 
 @pytest.mark.device_kernels

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import kernel_tests
 import liger_ops
 import op_checks
 import strategies
@@ -17,30 +17,11 @@ from op_under_test import FOLDERS
 
 OP = OPS["rms_norm"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+KERNELS = kernel_tests.every_folder(OP)
 
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=strategies.rms_norms())
-def test_forward_matches_truth(folder: str, case: NormCase) -> None:
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=strategies.rms_norms())
-def test_backward_matches_truth(folder: str, case: NormCase) -> None:
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 3)
-@given(case=strategies.rms_norms().filter(strategies.has_rows))
-def test_properties(folder: str, case: NormCase) -> None:
-    op_checks.assert_deterministic(OP, folder, case)
-    op_checks.assert_tile_does_not_matter(OP, folder, case)
-    op_checks.assert_rows_are_independent(OP, folder, case)
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.rms_norms())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.rms_norms())
+test_properties = kernel_tests.properties(KERNELS, strategies.rms_norms())
 
 
 @pytest.mark.device_kernels
