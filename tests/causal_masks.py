@@ -1,0 +1,82 @@
+"""Causal masks, and attention with a mask held to what it computes without the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention_graphs import aot_eager, as_it_is, attention_options, compiled, results
+from liger_ops.lowering.passes import causal_mask
+
+OP = "causal_attention"
+LENGTH = 6
+Mask = Callable[[int, int], Tensor]
+
+
+def rows(n: int) -> Tensor:
+    return torch.arange(n)[:, None]
+
+
+def columns(n: int) -> Tensor:
+    return torch.arange(n)[None, :]
+
+
+def causal(q: int, k: int) -> Tensor:
+    return columns(k) <= rows(q)
+
+
+def transformers_packed(q: int, k: int) -> Tensor:
+    """As transformers makes it without a cache: positions that it numbered itself may be packed."""
+    positions = torch.arange(q)[None].expand(2, -1)
+    first = positions[:, :1] - 1
+    sequence = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
+    b = torch.arange(2)[:, None, None, None]
+    i, j = torch.arange(q)[None, None, :, None], torch.arange(k)[None, None, None, :]
+    mask = i.new_ones((), dtype=torch.bool) & (sequence[b, i] == sequence[b, j])
+    return (mask & (positions[b, j] <= positions[b, i])).expand(2, -1, q, k)
+
+
+def float_mask(kept: Callable[[int, int], Tensor], low: float) -> Mask:
+    return lambda q, k: torch.zeros(q, k).masked_fill(~kept(q, k), low)
+
+
+def least() -> float:
+    """In place of a global number, which under dynamic shapes is an input of the graph."""
+    return torch.finfo(torch.float32).min
+
+
+def with_mask(mask: Mask) -> Callable[..., Tensor]:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        made = mask(query.shape[-2], key.shape[-2])
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=made)
+
+    return attention
+
+
+def check(
+    function: Callable[..., Tensor],
+    inputs: list[Tensor],
+    count: int,
+    dynamic: bool = False,
+    attentions: int = 1,
+) -> list[str | None]:
+    """The number of calls rewritten, and the results; what the report says of the others.
+
+    Gradients are looked at where a call is rewritten, at fixed sizes.
+    """
+    gradients = bool(count) and not dynamic
+    rewritten, report, graphs = compiled(
+        function, [causal_mask.rewrite], dynamic, aot_eager if gradients else as_it_is
+    )
+    actual, expected = (results(f, inputs, gradients) for f in (rewritten, function))
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert report.counts().get(OP, 0) == count
+    assert len(report.findings) == attentions
+    options = attention_options(graphs)
+    assert sum(option.get("is_causal", False) for option in options) == count
+    assert sum("attn_mask" in option for option in options) == attentions - count
+    return [finding.reason for finding in report.findings]
