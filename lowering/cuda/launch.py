@@ -39,6 +39,18 @@ class Plan(NamedTuple):
         return max(1, self.threads // WARP_SIZE)
 
 
+# For 2 and for 4 bytes an element: the widest row, and the columns and threads of a tile.
+Tiles = dict[int, tuple[tuple[float, int, int], ...]]
+
+
+def walk_plan(x: Tensor, tiles: Tiles) -> Plan:
+    """The first of the tiles that is for rows as wide as x's, for a row walked in tiles."""
+    of_size = tiles[4 if x.element_size() == 4 else 2]
+    return next(
+        Plan(1, columns, threads) for widest, columns, threads in of_size if x.shape[1] <= widest
+    )
+
+
 @functools.cache
 def _properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)

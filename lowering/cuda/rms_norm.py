@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ... import library, meta
 from ..sizes import cdiv, next_power_of_2
 from . import wide_backward
-from .launch import Plan, launch, pipeline_stages, processors, rows
+from .launch import Plan, Tiles, launch, pipeline_stages, processors, rows, walk_plan
 from .partial_sums import partial_sums, summed
 from .rms_norm_kernels import (
     rms_norm_backward_kernel,
@@ -17,20 +19,29 @@ from .rms_norm_kernels import (
     rms_norm_wide_kernel,
 )
 
-# The widest rows for which a tile, of so many columns and threads, is the fastest walk, for 2 and
-# for 4 bytes an element, by shares of the H200's copy rate.
-TILES = {
-    # 8192 wide 96%, 12288 95%, 16384 96%, 24576 93%, 32768 95%.
-    2: ((8192, 2048, 256), (16384, 4096, 512), (24576, 4096, 1024), (32768, 8192, 1024)),
-    # 8192 wide 97%, 16384 98%, 24576 96%, 32768 93%.
-    4: ((24576, 4096, 1024), (32768, 8192, 1024)),
+# Shares of the H200's copy rate.
+TILES: Tiles = {
+    # 8192 wide 96%, 12288 95%, 16384 96%, 24576 93%, 32768 95%, 65536 90%.
+    2: (
+        (8192, 2048, 256),
+        (16384, 4096, 512),
+        (24576, 4096, 1024),
+        (32768, 8192, 1024),
+        (math.inf, 16384, 1024),
+    ),
+    # 8192 wide 97%, 16384 98%, 24576 96%, 32768 93%, 65536 80%.
+    4: ((24576, 4096, 1024), (32768, 8192, 1024), (math.inf, 16384, 1024)),
+}
+# With a residual: 8192 x 32768 takes 98%, in float32 97%, there 82% in tiles of 8192.
+RESIDUAL_TILES: Tiles = {
+    2: ((32768, 8192, 1024), (math.inf, 16384, 1024)),
+    4: ((math.inf, 16384, 1024),),
 }
 
 
 def plan_forward(x: Tensor, residual: Tensor | None) -> Plan:
     """Shares of the H200's copy rate in bfloat16, whole rows: 1024 wide 86%, 4096 97%, 5120 81%,
-    7168 90%; 8192 92%, and more in tiles. With a residual 16384 wide take 95% in one piece. 65536
-    wide take 90% in tiles of 16384, in float32 80%.
+    7168 90%; 8192 92%, and more in tiles. With a residual 16384 wide take 95% in one piece.
     """
     N = x.shape[1]
     BLOCK_N = next_power_of_2(N)
@@ -38,14 +49,7 @@ def plan_forward(x: Tensor, residual: Tensor | None) -> Plan:
         BLOCK_M = max(1, 2048 // BLOCK_N)
         threads = 512 if BLOCK_N == 16384 else min(256, max(128, BLOCK_M * BLOCK_N // 16))
         return Plan(BLOCK_M, BLOCK_N, threads)
-    itemsize = 4 if x.element_size() == 4 else 2
-    if residual is not None:
-        # 8192 x 32768 takes 98%, in float32 97%, there 82% in tiles of 8192.
-        return Plan(1, 8192 if N <= 32768 and itemsize == 2 else 16384, threads=1024)
-    for widest, tile, threads in TILES[itemsize]:
-        if widest >= N:
-            return Plan(1, tile, threads)
-    return Plan(1, 16384, threads=1024)
+    return walk_plan(x, TILES if residual is None else RESIDUAL_TILES)
 
 
 def plan_backward(x: Tensor, loads: int) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from ... import library, meta
 from ..sizes import cdiv, next_power_of_2
 from ..triton_math import LOWEST, flushed_exp, folded, widened_again
-from .launch import Plan, launch, rows
+from .launch import Plan, Tiles, launch, rows, walk_plan
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -155,25 +157,23 @@ def _row_tile(row_ptr, cols, mask, policy: tl.constexpr):
     return tl.load(row_ptr + cols, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
 
 
-# The widest rows for which a tile, of so many columns and threads, is the fastest walk, for 2 and
-# for 4 bytes an element, by shares of the H200's copy rate.
-TILES = {
-    # 12288 wide 95%, 16384 98%, 24576 94%, 32768 93%.
-    2: ((12288, 4096, 256), (16384, 8192, 256), (32768, 8192, 512)),
-    # 12288 and 16384 wide 100%; with the tiles beyond, 24576 99%, 32768 97%.
-    4: ((16384, 8192, 512),),
+# Shares of the H200's copy rate.
+TILES: Tiles = {
+    # 12288 wide 95%, 16384 98%, 24576 94%, 32768 93%, 65536 88%, 131072 75%.
+    2: (
+        (12288, 4096, 256),
+        (16384, 8192, 256),
+        (32768, 8192, 512),
+        (math.inf, 16384, 512),
+    ),
+    # 12288 and 16384 wide 100%, 24576 99%, 32768 97%, 65536 80%, 131072 70%.
+    4: ((16384, 8192, 512), (math.inf, 16384, 512)),
 }
 
 
 def plan_forward(x: Tensor) -> Plan:
     N = x.shape[1]
-    if N <= 8192:
-        return _whole_rows(N, 1024)
-    for widest, tile, threads in TILES[4 if x.element_size() == 4 else 2]:
-        if widest >= N:
-            return Plan(1, tile, threads)
-    # 65536 wide 88%, in float32 80%; 131072 wide 75% and 70%.
-    return Plan(1, 16384, threads=512)
+    return _whole_rows(N, 1024) if N <= 8192 else walk_plan(x, TILES)
 
 
 def plan_backward(N: int) -> Plan:
