@@ -33,6 +33,8 @@ class Head:
     bias: Tensor | None
     stride: int
     slices: list[slice]
+    # In which the gradient of weight is added up.
+    sum_dtype: torch.dtype
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk of rows and its logits, in memory that the next chunk's will take."""
@@ -61,26 +63,20 @@ def head_of(
 ) -> Head:
     """A head of which each row of logits starts at a multiple of `alignment` elements."""
     stride = cdiv(weight.shape[0], alignment) * alignment
+    sum_dtype = accumulation_dtype(weight, accum_dtype)
     later_bytes = saved_bytes = 0
-    if dweight is not None:
+    if dweight is not None and dweight.dtype is not sum_dtype:
         # In memory are the sum and a chunk, and once the chunks are gone the sum and what is
-        # rounded from it; of one chunk that, and no sum.
-        accumulated = accumulation_dtype(weight, accum_dtype)
-        if dweight.dtype is not accumulated:
-            later_bytes = dweight.numel() * dweight.itemsize
-        if _is_product(dweight, accum_dtype):
-            saved_bytes = dweight.numel() * (accumulated.itemsize - dweight.itemsize)
+        # rounded from it; of one chunk that, and no sum. In float16 the product of one may overflow
+        # where a sum does not.
+        later_bytes = dweight.numel() * dweight.itemsize
+        if accum_dtype is None and dweight.dtype is torch.bfloat16:
+            saved_bytes = dweight.numel() * (sum_dtype.itemsize - dweight.itemsize)
     row_bytes = stride * x.itemsize
     slices = list(chunks(x.shape[0], row_bytes, chunk_bytes, later_bytes, saved_bytes))
-    return Head(x, weight, bias, stride, slices)
-
-
-def _is_product(dweight: Tensor, accum_dtype: torch.dtype | None) -> bool:
-    """Whether one product of all rows is rounded to dweight as a sum of several would be.
-
-    In float16 a product may overflow on its way, in bfloat16 not.
-    """
-    return accum_dtype is None and dweight.dtype is torch.bfloat16
+    if dweight is not None and saved_bytes > 0 and len(slices) == 1:
+        sum_dtype = dweight.dtype
+    return Head(x, weight, bias, stride, slices, sum_dtype)
 
 
 class Gradients:
@@ -96,17 +92,14 @@ class Gradients:
         dx: Tensor | None,
         dweight: Tensor | None,
         dbias: Tensor | None,
-        accum_dtype: torch.dtype | None,
     ) -> None:
         self.head = head
         self.dx, self.dweight, self.dbias = dx, dweight, dbias
         self.dx_rows = None if dx is None else dx.view(head.x.shape)
         self.dtype = None if dweight is None else dweight.dtype
-        accumulated = accumulation_dtype(head.weight, accum_dtype)
-        is_sum = dweight is not None and dweight.dtype is not accumulated
-        if is_sum and not (len(head.slices) == 1 and _is_product(dweight, accum_dtype)):
+        if dweight is not None and dweight.dtype is not head.sum_dtype:
             # Not in memory beside the logits, but once they are gone.
-            self.dweight = torch.empty_like(dweight, dtype=accumulated)
+            self.dweight = torch.empty_like(dweight, dtype=head.sum_dtype)
         self.bias_sum = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
 
     def add(self, chunk: slice, dlogits: Tensor) -> None:
@@ -196,7 +189,7 @@ def forward(
     rows, targets, token_weights = flattened(x, target, token_weight)
     targets, token_weights, class_weight = map(_dense, (targets, token_weights, class_weight))
     head = head_of(rows, weight, bias, dweight, alignment, accum_dtype, chunk_bytes)
-    gradients = Gradients(head, dx, dweight, dbias, accum_dtype)
+    gradients = Gradients(head, dx, dweight, dbias)
     del dweight
     losses, z_losses = loss, z_loss
     if reduction != "none":
@@ -321,7 +314,7 @@ def backward(
     lse = lse.reshape(-1).contiguous()
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
     head = head_of(rows, weight, bias, unfinished[1], alignment, accum_dtype, chunk_bytes)
-    gradients = Gradients(head, *unfinished, accum_dtype)
+    gradients = Gradients(head, *unfinished)
     del results, unfinished
     for chunk, logits in head.logits():
         kernels.gradient(

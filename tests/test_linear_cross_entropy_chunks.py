@@ -74,7 +74,7 @@ def test_one_chunk_where_it_takes_no_more_than_several_and_their_sum(
     head = head_of(x, weight, None, dweight, 16, accum_dtype, None)
     assert len(head.slices) == count
     # A float16 gradient waits in float32.
-    total = Gradients(head, None, dweight, None, accum_dtype).dweight
+    total = Gradients(head, None, dweight, None).dweight
     in_place = count == 1 or dtype is not torch.bfloat16 or accum_dtype is torch.bfloat16
     assert (total is dweight) == in_place
     assert in_place or total.dtype is torch.float32
