@@ -74,6 +74,23 @@ def results(
     return [y.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
 
+def checked(
+    function: Callable[..., Tensor],
+    rewrite: Rewrite,
+    inputs: Sequence[Tensor],
+    dynamic: bool,
+    gradients: bool,
+) -> tuple[Report, list[dict[str, Any]]]:
+    """The report of the function's rewrite, and what its calls of attention are given by name; the
+    results are compared."""
+    inner = aot_eager if gradients else as_it_is
+    rewritten, report, graphs = compiled(function, [rewrite], dynamic, inner)
+    actual, expected = (results(f, inputs, gradients) for f in (rewritten, function))
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    return report, attention_options(graphs)
+
+
 def heads(batch: int, number: int, length: int, size: int = 8, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, number, length, size, generator=generator)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention_graphs import aot_eager, as_it_is, attention_options, compiled, results
+from attention_graphs import checked
 from liger_ops.lowering.passes import causal_mask
 
 OP = "causal_attention"
@@ -68,15 +68,9 @@ def check(
     Gradients are looked at where a call is rewritten, at fixed sizes.
     """
     gradients = bool(count) and not dynamic
-    rewritten, report, graphs = compiled(
-        function, [causal_mask.rewrite], dynamic, aot_eager if gradients else as_it_is
-    )
-    actual, expected = (results(f, inputs, gradients) for f in (rewritten, function))
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    report, options = checked(function, causal_mask.rewrite, inputs, dynamic, gradients)
     assert report.counts().get(OP, 0) == count
     assert len(report.findings) == attentions
-    options = attention_options(graphs)
     assert sum(option.get("is_causal", False) for option in options) == count
     assert sum("attn_mask" in option for option in options) == attentions - count
     return [finding.reason for finding in report.findings]

@@ -57,3 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "device_kernels" not in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def empty_caches() -> None:
+    """Dynamo has compiled nothing yet."""
+    import torch
+
+    torch._dynamo.reset()

@@ -13,10 +13,7 @@ import liger_ops
 from backends import inductor_calls, inputs, model
 from rewriting import values
 
-
-@pytest.fixture(autouse=True)
-def empty_caches() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("empty_caches")
 
 
 @pytest.fixture

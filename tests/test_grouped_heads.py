@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_graphs import aot_eager, as_it_is, attention_options, compiled, heads, qkv, results
+from attention_graphs import as_it_is, checked, compiled, heads, qkv, results
 from families import TEXT, VOCABULARY
 from liger_ops.lowering.passes import causal_mask, grouped_heads
 
@@ -75,15 +75,9 @@ def check(
     gradients: bool | None = None,
 ) -> list[str | None]:
     gradients = bool(count) and not dynamic if gradients is None else gradients
-    rewritten, report, graphs = compiled(
-        function, [grouped_heads.rewrite], dynamic, aot_eager if gradients else as_it_is
-    )
-    actual, expected = (results(f, inputs, gradients) for f in (rewritten, function))
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    report, options = checked(function, grouped_heads.rewrite, inputs, dynamic, gradients)
     assert report.counts().get(OP, 0) == count
     assert len(report.findings) == (count if findings is None else findings)
-    options = attention_options(graphs)
     assert sum(option.get("enable_gqa", False) for option in options) == count
     return [finding.reason for finding in report.findings]
 

@@ -20,9 +20,7 @@ by_name = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def empty_caches() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("empty_caches")
 
 
 @pytest.fixture

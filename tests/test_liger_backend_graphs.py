@@ -11,10 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from backends import inputs, model
 from rewriting import Rewriter, check, values
 
-
-@pytest.fixture(autouse=True)
-def empty_caches() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("empty_caches")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -16,10 +16,7 @@ from liger_ops.lowering.passes import REWRITES
 from liger_ops.lowering.passes import backend as backend_module
 from rewriting import Rewriter
 
-
-@pytest.fixture(autouse=True)
-def empty_caches() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("empty_caches")
 
 
 def test_a_pass_makes_the_same_rewrites():

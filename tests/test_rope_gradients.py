@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,15 @@ from rotary_inputs import heads, rotary_tables
 OP = OPS["rope"]
 
 
+LEARNED = RopeCase(
+    shape=(2, 3, 2, 6),
+    dtype=torch.float64,
+    k_heads=2,
+    rotary=4,
+    table_dtype=torch.float64,
+)
+
+
 @pytest.mark.parametrize("tables", ("none", "one", "batch"))
 @pytest.mark.parametrize("interleaved", (False, True))
 @pytest.mark.parametrize("per_pair", (False, True))
@@ -20,16 +31,8 @@ OP = OPS["rope"]
 def test_gradients_of_learned_tables(
     tables: str, interleaved: bool, per_pair: bool, sections: tuple[int, ...] | None
 ) -> None:
-    case = RopeCase(
-        shape=(2, 3, 2, 6),
-        dtype=torch.float64,
-        k_heads=2,
-        tables=tables,
-        rotary=4,
-        table_dtype=torch.float64,
-        interleaved=interleaved,
-        per_pair=per_pair,
-        sections=sections,
+    case = replace(
+        LEARNED, tables=tables, interleaved=interleaved, per_pair=per_pair, sections=sections
     )
     q, k, cos, sin, *options = OP.forward_args(case, OP.tensors(case))
     leaves = [tensor.requires_grad_() for tensor in (q, k, cos, sin)]
@@ -42,16 +45,7 @@ def test_gradients_of_learned_complex_frequencies(
     tables: str, sections: tuple[int, ...] | None
 ) -> None:
     """By PyTorch's convention, and those of the real tables that they hold."""
-    case = RopeCase(
-        shape=(2, 3, 2, 6),
-        dtype=torch.float64,
-        k_heads=2,
-        tables=tables,
-        rotary=4,
-        table_dtype=torch.float64,
-        is_complex=True,
-        sections=sections,
-    )
+    case = replace(LEARNED, tables=tables, is_complex=True, sections=sections)
     q, k, freqs_cis, _, *options = OP.forward_args(case, OP.tensors(case))
     leaves = [tensor.requires_grad_() for tensor in (q, k, freqs_cis)]
     assert torch.autograd.gradcheck(lambda *t: liger_ops.rope(*t, None, *options), leaves)
