@@ -45,6 +45,9 @@ TYPES = {
     torch.int64: "i64",
 }
 
+# Constants that host code sets for a GPU that has what they need: the least compute capability.
+CAPABILITY = {"PREFETCH": 80, "DEPENDENT": 90}
+
 # Of a launch, beside num_warps.
 COMPILER_OPTIONS = ("debug", "sanitize_overflow")
 LOSS_OPTIONS = ("ignore_index", "label_smoothing", "lse_square_scale", "softcap", "logit_scale")
@@ -72,7 +75,7 @@ def calls() -> Iterator[Callable[[], Any]]:
     kernel = {name: op.kernels["cuda"] for name, op in library.OPS.items()}
     yes, both = [True] * 3, [True] * 2
     for dtype in (torch.float32, torch.bfloat16):
-        for N in (100, 4096, 16384, 65536, 131072):
+        for N in (100, 4096, 16384, 32768, 65536, 131072):
             x, row = torch.empty(4, N, dtype=dtype), torch.empty(N, dtype=dtype)
             for mode in ("llama", "none") if N == 4096 else ("llama",):
                 yield lambda x=x, row=row, mode=mode: kernel["rms_norm"](x, row, 1e-6, 0.0, mode)
@@ -200,6 +203,14 @@ def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     return ASTSource(kernel, signature, constants, attributes)
 
 
+def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool]:
+    """What depends on the GPU: host code that runs here takes it for one that has nothing."""
+    cuda = target.backend == "cuda"
+    return {
+        name: cuda and target.arch >= least for name, least in CAPABILITY.items() if name in options
+    }
+
+
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
     """Registers and spilled bytes a thread, from the assembler's own report."""
     if target.backend == "hip":
@@ -227,10 +238,11 @@ def main(names: list[str]) -> None:
     for call in calls():
         call()
     seen = set()
-    for kernel, args, options in launches:
-        source = specialised(kernel, args, options)
+    for kernel, args, launched in launches:
         for name in names or list(TARGETS):
             target = TARGETS[name]
+            options = {**launched, **constants_of(target, launched)}
+            source = specialised(kernel, args, options)
             num_warps = options.get("num_warps", 4) * WARP_SIZE // target.warp_size
             key = (source.hash(), name, num_warps)
             if key in seen:

@@ -16,7 +16,7 @@ from .cross_entropy_kernels import (
     cross_entropy_wide_kernel,
     reduce_kernel,
 )
-from .launch import WARP_SIZE, Plan, launch, pipeline_stages, processors, rows
+from .launch import WARP_SIZE, Plan, dependent_launch, launch, pipeline_stages, processors, rows
 
 
 def plan_forward(logits: Tensor, gradient: bool = False) -> Plan:
@@ -227,6 +227,7 @@ def reduce(
         # 8192 tokens take one round of loads: 7 us on an H200, 13 in rounds of 1024.
         BLOCK_M=min(8192, next_power_of_2(max(1, target.numel()))),
         num_warps=1024 // WARP_SIZE,
+        **dependent_launch(losses),
         # The assertion is compiled under debug, which would check integers for overflow too.
         debug=True,
         sanitize_overflow=False,

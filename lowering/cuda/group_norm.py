@@ -185,6 +185,5 @@ def group_norm_backward(
         NEEDS_DBIAS=dbias is not None,
         **shape.tile,
     )
-    summed(dweights, dweight)
-    summed(dbiases, dbias)
+    summed((dweights, dweight), (dbiases, dbias))
     return gradients

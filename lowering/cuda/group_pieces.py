@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sizes import cdiv, next_power_of_2
 from .group_pieces_kernels import group_pieces_kernel, group_sums_kernel
 from .group_plan import Groups
-from .launch import launch
+from .launch import dependent_launch, launch
 
 
 @dataclass(frozen=True)
@@ -106,4 +106,5 @@ def channel_gradients(
         BLOCK_P=BLOCK_P,
         BLOCK_C=BLOCK_C,
         num_warps=4,
+        **dependent_launch(parts.moments),
     )

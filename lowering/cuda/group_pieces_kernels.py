@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .group_plan import per_channel
 from .row_sums import two_sums
@@ -329,10 +330,13 @@ def group_sums_kernel(
     moment_stride,
     NEEDS_DWEIGHT: tl.constexpr,
     NEEDS_DBIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     # The gradients of channels, from the moments of the P = samples x pieces parts of each.
+    if DEPENDENT:
+        gdc_wait()
     C = G * C_G
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     dweight = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)

@@ -10,8 +10,8 @@ from torch import Tensor
 from ... import library, meta
 from ..sizes import cdiv, next_power_of_2
 from ..triton_math import folded, widened_again
-from . import wide_backward
-from .launch import Plan, launch, pipeline_stages, processors, rows
+from . import walked_backward, wide_backward
+from .launch import Plan, Tiles, launch, pipeline_stages, processors, rows
 from .partial_sums import partial_sums, summed
 from .row_sums import two_row_sums
 
@@ -233,6 +233,14 @@ def _layer_norm_statistics_kernel(
 UNROLL = 4
 FOLD = 8
 
+# A backward's rows walked twice: for 8192 on an H200, in ms, and by the two kernels of wider rows.
+BACKWARD_TILES: Tiles = {
+    # 10240 wide 0.158 and 0.211, 12288 0.172 and 0.248, 16384 0.220 and 0.326.
+    2: ((16384, Plan(1, 4096, 512, stages=2)),),
+    # 10240 wide 0.252 and 0.399, 12288 0.304 and 0.476, 16384 0.477 and 0.634.
+    4: ((12288, Plan(1, 2048, 256, stages=2)), (16384, Plan(1, 2048, 256))),
+}
+
 
 def plan_forward(x: Tensor) -> Plan:
     """4096 wide takes 93% of the H200's copy rate in bfloat16; 16384 wide 92%, in tiles 88%.
@@ -252,14 +260,14 @@ def plan_forward(x: Tensor) -> Plan:
 def plan_backward(x: Tensor) -> Plan:
     """32768 x 4096 takes 0.207 ms with 32 elements a thread and prefetch, 0.216 ms with 16.
 
-    A row of 16384 with both sums does not fit in registers: 0.54 ms in one piece, 0.31 ms at the
-    least, with one round of sums and 96 bytes a thread spilled, 0.33 ms as a wide row. Rows of 128
-    take 79% of the H200's copy rate with 8 elements a thread, 35% with 32.
+    A row of 16384 with both sums does not fit in registers: 8192 of them take 0.31 ms at the least
+    in one piece, 0.22 walked. Rows of 128 take 79% of the H200's copy rate with 8 elements a
+    thread, 35% with 32.
     """
     M, N = x.shape
     BLOCK_N = next_power_of_2(N)
     if BLOCK_N > 8192:
-        return wide_backward.plan(x)
+        return walked_backward.plan(x, BACKWARD_TILES) or wide_backward.plan(x)
     tile = max(BLOCK_N, 2048 if BLOCK_N <= 1024 else 4096)
     BLOCK_M = tile // BLOCK_N
     programs = processors(x) * max(1, 8192 // tile)
@@ -332,6 +340,9 @@ def layer_norm_backward(
     weight = None if weight is None else weight.contiguous()
     M, N = x.shape
     plan = plan or plan_backward(x)
+    if plan.BLOCK_N < N and plan.BLOCK_M == 1:
+        walked_backward.run(dy, None, x, weight, dx, dweight, dbias, eps, 0.0, plan, has_mean=True)
+        return gradients
     if plan.BLOCK_N < N:
         statistics = x.new_empty((4, M), dtype=torch.float32)
         launch(
@@ -392,6 +403,5 @@ def layer_norm_backward(
         STAGES=plan.stages,
         num_warps=plan.num_warps,
     )
-    summed(dweights, dweight)
-    summed(dbiases, dbias)
+    summed((dweights, dweight), (dbiases, dbias))
     return gradients

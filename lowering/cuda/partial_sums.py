@@ -6,13 +6,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ..sizes import cdiv
-from .launch import launch
+from .launch import dependent_launch, launch
 
 
-@triton.jit(do_not_specialize=["P"])
-def _column_sums_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+@triton.jit
+def _sum_columns(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     sums = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for start in range(0, P, BLOCK_P):
@@ -23,6 +24,30 @@ def _column_sums_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK
     tl.store(out_ptr + cols, total.to(out_ptr.dtype.element_ty), mask=cols < N)
 
 
+@triton.jit(do_not_specialize=["P"])
+def _column_sums_kernel(
+    partial_ptr,
+    out_ptr,
+    second_partial_ptr,
+    second_out_ptr,
+    P,
+    N,
+    DEPENDENT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Of one gradient, or of two in one launch.
+    if DEPENDENT:
+        gdc_wait()
+    if second_partial_ptr is None:
+        _sum_columns(partial_ptr, out_ptr, P, N, BLOCK_P, BLOCK_N)
+    else:
+        if tl.program_id(1) == 0:
+            _sum_columns(partial_ptr, out_ptr, P, N, BLOCK_P, BLOCK_N)
+        else:
+            _sum_columns(second_partial_ptr, second_out_ptr, P, N, BLOCK_P, BLOCK_N)
+
+
 def partial_sums(dweight: Tensor | None, programs: int) -> Tensor | None:
     """A float32 row for each program to store its part of dweight in, once."""
     if dweight is None:
@@ -30,23 +55,29 @@ def partial_sums(dweight: Tensor | None, programs: int) -> Tensor | None:
     return dweight.new_empty((programs, dweight.numel()), dtype=torch.float32)
 
 
-def summed(partial: Tensor | None, dweight: Tensor | None) -> None:
-    """Sum the programs' rows into dweight, in float32 and deterministically."""
-    if partial is None or dweight is None:
+def summed(*gradients: tuple[Tensor | None, Tensor | None]) -> None:
+    """Sum the programs' rows into the gradients, in float32 and deterministically.
+
+    One or two pairs of `partial_sums` and what they are the parts of, both None where not wanted.
+    """
+    wanted = [(parts, out) for parts, out in gradients if parts is not None and out is not None]
+    if not wanted:
         return
-    P, N = partial.shape
+    parts = wanted[0][0]
+    P, N = parts.shape
     # 132 x 16384 in 8 us, 528 x 4096 in 9; torch.sum and a cast take 15 and 26. Wide rows come in
     # few parts, and fill the GPU in wider blocks.
     BLOCK_N = 8 if N < 4096 else 16 if N < 32768 else 64
     launch(
         _column_sums_kernel,
-        (cdiv(N, BLOCK_N),),
-        partial,
-        partial,
-        dweight,
+        (cdiv(N, BLOCK_N), len(wanted)),
+        parts,
+        *wanted[0],
+        *(wanted[1] if len(wanted) > 1 else (None, None)),
         P,
         N,
         BLOCK_P=128,
         BLOCK_N=BLOCK_N,
         num_warps=4,
+        **dependent_launch(parts),
     )

@@ -1,5 +1,4 @@
-"""Sums of the rows of two tiles in one round through shared memory: a program waits for its warps
-once, not twice."""
+"""Several sums in one round through shared memory: a program waits for its warps once."""
 
 from __future__ import annotations
 
@@ -20,3 +19,18 @@ def two_row_sums(a, b):
     FOLD: tl.constexpr = 8 if a.shape[1] >= 8 else a.shape[1]
     shape: tl.constexpr = (a.shape[0], a.shape[1] // FOLD, FOLD)
     return two_sums(tl.sum(tl.reshape(a, shape), 2), tl.sum(tl.reshape(b, shape), 2))
+
+
+@triton.jit
+def two_totals(a, b):
+    """The sums of two vectors."""
+    return tl.split(tl.sum(tl.join(a, b), 0))
+
+
+@triton.jit
+def four_totals(a, b, c, d):
+    """The sums of four vectors."""
+    ab, cd = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 0))
+    a, b = tl.split(ab)
+    c, d = tl.split(cd)
+    return a, b, c, d

@@ -161,5 +161,4 @@ def run(
         STAGES=plan.stages,
         num_warps=4,
     )
-    summed(dweights, dweight)
-    summed(dbiases, dbias)
+    summed((dweights, dweight), (dbiases, dbias))
