@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from liger_ops.lowering.sizes import next_power_of_2
 from op_under_test import Case, OpUnderTest
 
 
@@ -19,7 +20,10 @@ def plan(folder: str, op: OpUnderTest, case: Case) -> Any:
     if op.name == "group_norm":
         from liger_ops.lowering.cuda.group_plan import GroupPlan
 
-        return GroupPlan(rows, columns, threads=128, ahead=2)
+        if rows > 1:
+            return GroupPlan(rows, columns, threads=128, ahead=2)
+        channels = next_power_of_2(case.shape[1] // case.num_groups)
+        return GroupPlan(channels, columns, threads=128, unroll=2)
     if op.name == "rope":
         from liger_ops.lowering.cuda.rope import RopePlan
 

@@ -26,8 +26,14 @@ test_properties = kernel_tests.properties(KERNELS, strategies.group_norms())
 @EVERY_FOLDER
 @pytest.mark.parametrize(
     ("shape", "num_groups"),
-    (((1, 64, 32, 33), 32), ((1, 12, 130, 130), 2), ((2, 4100), 2), ((3, 2, 70000), 2)),
-    ids=("narrow", "large", "no-positions", "channel-wide"),
+    (
+        ((1, 64, 32, 33), 32),
+        ((1, 12, 130, 130), 2),
+        ((1, 4, 300, 301), 1),
+        ((2, 4100), 2),
+        ((3, 2, 70000), 2),
+    ),
+    ids=("narrow", "walked", "in-pieces", "no-positions", "channel-wide"),
 )
 def test_groups_by_the_host_codes_own_plan(
     folder: str, shape: tuple[int, ...], num_groups: int

@@ -158,7 +158,10 @@ def group_norm_backward(
     x, dy = x.contiguous(), dy.contiguous()
     weight = None if weight is None else weight.contiguous()
     shape = grouped(x, num_groups, plan, True)
-    if shape.plan.ahead or shape.walked:
+    if shape.walked and not shape.plan.ahead:
+        group_walk.backward(dy, x, weight, dx, dweight, dbias, shape, eps)
+        return gradients
+    if shape.plan.ahead:
         parts = group_pieces.run(dy, x, weight, None, dx, shape, eps)
         group_pieces.channel_gradients(parts, dweight, dbias, shape)
         return gradients

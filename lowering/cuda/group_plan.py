@@ -22,29 +22,46 @@ def per_channel(pointer, channels, group, G, C_G):
 class GroupPlan:
     """A tile of channels and positions.
 
-    A program has a group, which a forward walks twice where the tile is not the whole of it; or
-    each has a tile, reduced at least `ahead` tiles before it is written.
+    A program has a group, which it walks twice where the tile is not the whole of it, `unroll`
+    tiles at a time; or each has a tile, reduced at least `ahead` tiles before it is written. A
+    backward that walks has tiles of all the group's channels.
     """
 
     BLOCK_C: int
     BLOCK_S: int
     threads: int = 128
     ahead: int = 0
+    unroll: int = 1
 
     @property
     def num_warps(self) -> int:
         return max(1, self.threads // WARP_SIZE)
 
 
-# The largest padded groups that one program keeps in registers, in elements, and the largest that
-# one may walk twice: beyond that the groups under way do not fit in the L2 cache. On an H200, in
-# ms: forward, kept and walked, 32768 elements 0.085 and 0.091, 16384 0.077 and 0.093; backward,
-# kept and in pieces, 2048 groups of 4096 elements 0.033 and 0.034, of 8192 0.076 and 0.051, but 128
-# groups of 16384 0.014 and 0.016.
-WHOLE_GROUP = 32768
+# The largest padded groups that one program keeps in registers, in elements. On an H200, in ms,
+# kept and walked: forward, 2048 groups of 8192 0.023 and 0.024, of 32768 0.084 and 0.074; backward,
+# of 8192 0.070 and 0.039.
+WHOLE_GROUP = 8192
 WHOLE_GROUP_BACKWARD = 4096
-WHOLE_GROUP_BACKWARD_OF_FEW = 16384
-WALKED_GROUP = 131072
+
+# A walk's tile, threads, and tiles unrolled, by 2 and 4 bytes an element and by the largest group
+# that they are for. Of larger ones those under way do not fit in the L2 cache: forward, 256 groups
+# of 262144 0.095 ms as in pieces, backward, of 163840 0.106 and in pieces 0.100.
+Walks = dict[int, tuple[tuple[int, int, int, int], ...]]
+WALKS: Walks = {
+    # 512 groups of 20480 0.014 ms, of 40960 0.028, 2048 of 65536 0.145, 256 of 131072 0.044.
+    2: ((32768, 4096, 512, 2), (98304, 8192, 1024, 2), (262144, 16384, 1024, 4)),
+    # 512 groups of 20480 0.030 ms, of 40960 0.052, 2048 of 65536 0.305, 256 of 131072 0.092.
+    4: ((32768, 4096, 512, 2), (49152, 8192, 512, 2), (163840, 16384, 512, 2)),
+}
+BACKWARD_WALKS: Walks = {
+    # 512 groups of 20480 0.031 ms, of 40960 0.049, 2048 of 65536 0.258, 256 of 131072 0.078.
+    2: ((32768, 4096, 512, 2), (131072, 8192, 1024, 2)),
+    # 512 groups of 20480 0.049 ms, of 40960 0.086, 2048 of 65536 0.491, 256 of 131072 0.158.
+    4: ((8192, 4096, 512, 2), (32768, 8192, 512, 1), (131072, 16384, 1024, 1)),
+}
+# Positions of a backward's tile, at least: 64 bytes of bfloat16.
+LEAST_POSITIONS = 32
 
 
 def _tile(C_G: int, S: int, elements: int) -> tuple[int, int]:
@@ -52,19 +69,34 @@ def _tile(C_G: int, S: int, elements: int) -> tuple[int, int]:
     return min(next_power_of_2(C_G), elements // BLOCK_S), BLOCK_S
 
 
+def _walk(x: Tensor, groups: int, C_G: int, S: int, backward: bool) -> GroupPlan | None:
+    """The plan of a program to a group, if groups are small enough, and enough of them.
+
+    32 groups of 65536 take 0.009 ms, in pieces 0.013; backward, in float32, 0.021 and 0.019.
+    """
+    few = 5 * groups < processors(x) * (1 if not backward and C_G * S <= 65536 else 2)
+    walks = (BACKWARD_WALKS if backward else WALKS)[4 if x.element_size() == 4 else 2]
+    fitting = [plan for largest, *plan in walks if largest >= C_G * S]
+    if few or not fitting:
+        return None
+    elements, threads, unroll = fitting[0]
+    tile = _tile(C_G, S, elements)
+    if backward:
+        BLOCK_C = next_power_of_2(C_G)
+        tile = BLOCK_C, elements // BLOCK_C
+        if tile[1] < LEAST_POSITIONS:
+            return None
+    return GroupPlan(*tile, threads, unroll=unroll)
+
+
 def plan_group(x: Tensor, groups: int, C_G: int, S: int, backward: bool) -> GroupPlan:
     BLOCK_C, BLOCK_S = next_power_of_2(C_G), next_power_of_2(S)
     tile = BLOCK_C * BLOCK_S
-    kept = WHOLE_GROUP
-    if backward:
-        few = groups <= processors(x)
-        kept = WHOLE_GROUP_BACKWARD_OF_FEW if few else WHOLE_GROUP_BACKWARD
-    if tile <= kept:
+    if tile <= (WHOLE_GROUP_BACKWARD if backward else WHOLE_GROUP):
         return GroupPlan(BLOCK_C, BLOCK_S, threads=min(1024, max(128, tile // 16)))
-    if not backward and C_G * S <= WALKED_GROUP and groups >= processors(x):
-        # A quarter of the group, at most: 64x512x64x64 0.150 ms, in eighths 0.167, in halves 0.170.
-        elements = min(16384, next_power_of_2(C_G * S + 1) // 8)
-        return GroupPlan(*_tile(C_G, S, elements), threads=max(256, elements // 16))
+    walk = _walk(x, groups, C_G, S, backward)
+    if walk is not None:
+        return walk
     # Reduced as far ahead as programs run at once. In ms, for 4x320x128x128 and 64x512x64x64:
     # backward 0.059 and 0.283, half as far 0.061 and 0.319, twice as far 0.061 and 0.328, tiles of
     # 8192 0.059 and 0.339. Forward 0.036 for 4x320x128x128, with tiles of 4096 0.042.

@@ -1,5 +1,8 @@
-"""group_norm's forward of groups that fit in the L2 cache but not in registers: each is walked
-twice."""
+"""group_norm of groups that fit in the L2 cache but not in registers: a program walks each twice.
+
+The first walk asks that the group be kept in the caches; the second goes backwards, has the last
+tile in registers, and asks that nothing be kept.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import cdiv
-from ..triton_math import folded
+from ..triton_math import folded, widened_again
 from .group_plan import Groups, per_channel
 from .launch import launch
+from .partial_sums import partial_sums, summed
+from .row_sums import four_sums, near_mean, two_totals
 
 
 @triton.jit
@@ -24,12 +29,40 @@ def _tile(tile, C_G, S, PARTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.
 
 
 @triton.jit
-def _first_mean(x_ptr, C_G, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    # The mean of the first of T tiles: sums of squares about it lose at most a factor of T in
-    # precision, whatever the group's own mean is.
-    _channels, offsets, mask = _tile(0, C_G, S, 1, BLOCK_C, BLOCK_S)
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    return tl.sum(x) / (tl.minimum(C_G, BLOCK_C) * tl.minimum(S, BLOCK_S)).to(tl.float32)
+def _mean_and_rstd(sum, square, shift, length, eps):
+    # Of sums about the shift. Their mean too, which is the mean's distance from it.
+    step = sum / length
+    variance = tl.maximum(square / length - step * step, 0.0)
+    return shift + step, tl.rsqrt(variance + eps), step
+
+
+@triton.jit
+def _store_y(
+    x,
+    mean,
+    rstd,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    group,
+    G,
+    C_G,
+    channels,
+    offsets,
+    mask,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    # One multiplication and addition an element: 64 x 512 x 64 x 64 takes 0.145 ms on an H200,
+    # 0.163 with the mean subtracted first.
+    scale = rstd
+    if HAS_WEIGHT:
+        scale *= per_channel(weight_ptr, channels, group, G, C_G)
+    level = -mean * scale
+    if HAS_BIAS:
+        level += per_channel(bias_ptr, channels, group, G, C_G)
+    y = widened_again(x) * scale + level
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
@@ -48,36 +81,161 @@ def _group_walk_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    UNROLL: tl.constexpr,
     FOLD: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
     x_ptr += group * C_G * S
     y_ptr += group * C_G * S
-    tiles = tl.cdiv(C_G, BLOCK_C) * PARTS
-    shift = _first_mean(x_ptr, C_G, S, BLOCK_C, BLOCK_S)
+    near = near_mean(x_ptr, S)
+    shift = near.to(tl.float32)
     sums = tl.zeros((BLOCK_C * BLOCK_S // FOLD,), tl.float32)
     squares = tl.zeros((BLOCK_C * BLOCK_S // FOLD,), tl.float32)
-    for tile in tl.range(0, tiles, num_stages=1):
-        _channels, offsets, mask = _tile(tile, C_G, S, PARTS, BLOCK_C, BLOCK_S)
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_last")
-        x = tl.where(mask, x.to(tl.float32) - shift, 0.0)
-        sums += folded(x, FOLD)
-        squares += folded(x * x, FOLD)
-    step = tl.sum(sums, 0) / length
-    mean = shift + step
-    variance = tl.maximum(tl.sum(squares, 0) / length - step * step, 0.0)
-    rstd = tl.rsqrt(variance + eps)
-    # The last tiles first: they are the likeliest to be in the caches still.
-    for back in tl.range(0, tiles, num_stages=1):
-        channels, offsets, mask = _tile(tiles - 1 - back, C_G, S, PARTS, BLOCK_C, BLOCK_S)
+    for tile in tl.range(0, TILES - 1, num_stages=1, loop_unroll_factor=UNROLL):
+        channels, offsets, mask = _tile(tile, C_G, S, PARTS, BLOCK_C, BLOCK_S)
+        x = tl.load(x_ptr + offsets, mask=mask, other=near, eviction_policy="evict_last")
+        wide = x.to(tl.float32) - shift
+        sums += folded(wide, FOLD)
+        squares += folded(wide * wide, FOLD)
+    channels, offsets, mask = _tile(TILES - 1, C_G, S, PARTS, BLOCK_C, BLOCK_S)
+    x = tl.load(x_ptr + offsets, mask=mask, other=near, eviction_policy="evict_first")
+    wide = x.to(tl.float32) - shift
+    sums += folded(wide, FOLD)
+    squares += folded(wide * wide, FOLD)
+    sum, square = two_totals(sums, squares)
+    mean, rstd, _ = _mean_and_rstd(sum, square, shift, length, eps)
+    _store_y(
+        x,
+        mean,
+        rstd,
+        weight_ptr,
+        bias_ptr,
+        y_ptr,
+        group,
+        G,
+        C_G,
+        channels,
+        offsets,
+        mask,
+        HAS_WEIGHT,
+        HAS_BIAS,
+    )
+    for stored in tl.range(1, TILES, num_stages=1, loop_unroll_factor=UNROLL):
+        channels, offsets, mask = _tile(TILES - 1 - stored, C_G, S, PARTS, BLOCK_C, BLOCK_S)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-        scale = rstd
+        _store_y(
+            x,
+            mean,
+            rstd,
+            weight_ptr,
+            bias_ptr,
+            y_ptr,
+            group,
+            G,
+            C_G,
+            channels,
+            offsets,
+            mask,
+            HAS_WEIGHT,
+            HAS_BIAS,
+        )
+
+
+@triton.jit
+def _lane_sums(x, dy, shift, FOLD: tl.constexpr):
+    # Of every FOLD neighbours, which a thread holds.
+    shape: tl.constexpr = (x.shape[0], x.shape[1] // FOLD, FOLD)
+    x = tl.reshape(x.to(tl.float32) - shift, shape)
+    dy = tl.reshape(dy.to(tl.float32), shape)
+    return tl.sum(x, 2), tl.sum(x * x, 2), tl.sum(dy, 2), tl.sum(dy * x, 2)
+
+
+@triton.jit
+def _store_dx(dy, x, factor, slope, level, dx_ptr, offsets, mask):
+    dx = widened_again(dy) * factor + (widened_again(x) * slope + level)
+    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
+def _group_walk_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    G,
+    C_G,
+    S,
+    length,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    TILES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    # A tile is all channels of the group at some positions. The sums of channels, of which the
+    # group's are made, are exchanged between threads once, at the end of the first walk.
+    group = tl.program_id(0).to(tl.int64)
+    x_ptr += group * C_G * S
+    dy_ptr += group * C_G * S
+    dx_ptr += group * C_G * S
+    near = near_mean(x_ptr, S)
+    shift = near.to(tl.float32)
+    sums = tl.zeros((BLOCK_C, BLOCK_S // FOLD), tl.float32)
+    squares = tl.zeros((BLOCK_C, BLOCK_S // FOLD), tl.float32)
+    sums_dy = tl.zeros((BLOCK_C, BLOCK_S // FOLD), tl.float32)
+    products = tl.zeros((BLOCK_C, BLOCK_S // FOLD), tl.float32)
+    for tile in tl.range(0, TILES - 1, num_stages=1, loop_unroll_factor=UNROLL):
+        _channels, offsets, mask = _tile(tile, C_G, S, TILES, BLOCK_C, BLOCK_S)
+        x = tl.load(x_ptr + offsets, mask=mask, other=near, eviction_policy="evict_last")
+        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_last")
+        sum, square, sum_dy, product = _lane_sums(x, dy, shift, FOLD)
+        sums += sum
+        squares += square
+        sums_dy += sum_dy
+        products += product
+    _channels, offsets, mask = _tile(TILES - 1, C_G, S, TILES, BLOCK_C, BLOCK_S)
+    x = tl.load(x_ptr + offsets, mask=mask, other=near, eviction_policy="evict_first")
+    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+    last_sum, last_square, last_dy, last_product = _lane_sums(x, dy, shift, FOLD)
+    sums, squares = sums + last_sum, squares + last_square
+    sums_dy, products = sums_dy + last_dy, products + last_product
+    by_channel = four_sums(sums, squares, sums_dy, products)
+    total, total_square = two_totals(by_channel[0], by_channel[1])
+    mean, rstd, step = _mean_and_rstd(total, total_square, shift, length, eps)
+    channel_dy = by_channel[2]
+    channel_product = (by_channel[3] - channel_dy * step) * rstd
+    channel = tl.arange(0, BLOCK_C)
+    at = group * C_G + channel
+    if NEEDS_DWEIGHT:
+        tl.store(dweight_ptr + at, channel_product, mask=channel < C_G)
+    if NEEDS_DBIAS:
+        tl.store(dbias_ptr + at, channel_dy, mask=channel < C_G)
+    if NEEDS_DX:
+        factor = rstd
         if HAS_WEIGHT:
-            scale *= per_channel(weight_ptr, channels, group, G, C_G)
-        y = (x.to(tl.float32) - mean) * scale
-        if HAS_BIAS:
-            y += per_channel(bias_ptr, channels, group, G, C_G)
-        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+            weight = per_channel(weight_ptr, channel, group, G, C_G)
+            channel_dy *= weight
+            channel_product *= weight
+            factor = per_channel(weight_ptr, channel[:, None], group, G, C_G) * rstd
+        sum_g, projection = two_totals(channel_dy, channel_product)
+        # dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
+        slope = -rstd * rstd * projection / length
+        level = -rstd * sum_g / length - mean * slope
+        _store_dx(dy, x, factor, slope, level, dx_ptr, offsets, mask)
+        for stored in tl.range(1, TILES, num_stages=1, loop_unroll_factor=UNROLL):
+            back = TILES - 1 - stored
+            _channels, offsets, mask = _tile(back, C_G, S, TILES, BLOCK_C, BLOCK_S)
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+            dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+            _store_dx(dy, x, factor, slope, level, dx_ptr, offsets, mask)
 
 
 def forward(
@@ -88,6 +246,8 @@ def forward(
     shape: Groups,
     eps: float,
 ) -> None:
+    plan = shape.plan
+    parts = cdiv(shape.S, plan.BLOCK_S)
     launch(
         _group_walk_kernel,
         (shape.groups,),
@@ -103,7 +263,49 @@ def forward(
         eps,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
-        PARTS=cdiv(shape.S, shape.plan.BLOCK_S),
-        FOLD=min(8, shape.plan.BLOCK_C * shape.plan.BLOCK_S),
+        PARTS=parts,
+        TILES=cdiv(shape.C_G, plan.BLOCK_C) * parts,
+        UNROLL=plan.unroll,
+        FOLD=min(8, plan.BLOCK_C * plan.BLOCK_S),
         **shape.tile,
     )
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    shape: Groups,
+    eps: float,
+) -> None:
+    plan = shape.plan
+    dweights = partial_sums(dweight, x.shape[0])
+    dbiases = partial_sums(dbias, x.shape[0])
+    launch(
+        _group_walk_backward_kernel,
+        (shape.groups,),
+        x,
+        dy,
+        x,
+        weight,
+        dx,
+        dweights,
+        dbiases,
+        shape.G,
+        shape.C_G,
+        shape.S,
+        shape.length,
+        eps,
+        HAS_WEIGHT=weight is not None,
+        NEEDS_DX=dx is not None,
+        NEEDS_DWEIGHT=dweight is not None,
+        NEEDS_DBIAS=dbias is not None,
+        TILES=cdiv(shape.S, plan.BLOCK_S),
+        UNROLL=plan.unroll,
+        FOLD=min(8, plan.BLOCK_S),
+        **shape.tile,
+    )
+    summed((dweights, dweight), (dbiases, dbias))

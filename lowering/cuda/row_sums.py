@@ -30,7 +30,29 @@ def two_totals(a, b):
 @triton.jit
 def four_totals(a, b, c, d):
     """The sums of four vectors."""
-    ab, cd = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 0))
+    return _four(a, b, c, d, 0)
+
+
+@triton.jit
+def four_sums(a, b, c, d):
+    """The sums of the rows of four (M, N) tiles, (M,) each."""
+    return _four(a, b, c, d, 1)
+
+
+@triton.jit
+def _four(a, b, c, d, AXIS: tl.constexpr):
+    ab, cd = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), AXIS))
     a, b = tl.split(ab)
     c, d = tl.split(cd)
     return a, b, c, d
+
+
+@triton.jit
+def near_mean(x_ptr, N):
+    """The mean of the first 32 of N elements, as x holds it.
+
+    Sums of squares about it lose little precision, wherever the mean of all is.
+    """
+    near = tl.arange(0, 32)
+    x = tl.load(x_ptr + near, mask=near < N, other=0.0).to(tl.float32)
+    return (tl.sum(x, 0) / tl.minimum(N, 32)).to(x_ptr.dtype.element_ty)

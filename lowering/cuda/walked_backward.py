@@ -15,7 +15,7 @@ from ..triton_math import folded, widened_again
 from .launch import Plan, Tiles, launch, on_nvidia, processors, walk_plan, widths
 from .partial_sums import partial_sums, summed
 from .prefetch import prefetch_row
-from .row_sums import four_totals, two_totals
+from .row_sums import four_totals, near_mean, two_totals
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -61,16 +61,15 @@ def walked_backward_kernel(
     for row in tl.range(program, M, tl.num_programs(0), num_stages=1):
         x_row = x_ptr + row * stride_x
         dy_row = dy_ptr + row * stride_dy
-        # Sums about the row's first element lose nothing to a mean far from 0; rms_norm has none.
-        first = tl.load(x_row) if HAS_MEAN else 0.0
-        shift = first.to(tl.float32) if HAS_MEAN else 0.0
+        near = near_mean(x_row, N) if HAS_MEAN else 0.0
+        shift = near.to(tl.float32) if HAS_MEAN else 0.0
         sums = tl.zeros((BLOCK_N // FOLD,), tl.float32)
         squares = tl.zeros((BLOCK_N // FOLD,), tl.float32)
         sums_g = tl.zeros((BLOCK_N // FOLD,), tl.float32)
         products = tl.zeros((BLOCK_N // FOLD,), tl.float32)
         for tile in tl.static_range(TILES):
             cols = tile * BLOCK_N + lanes
-            x = tl.load(x_row + cols, mask=cols < N, other=first, eviction_policy="evict_last")
+            x = tl.load(x_row + cols, mask=cols < N, other=near, eviction_policy="evict_last")
             dy = tl.load(dy_row + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
             wide = x.to(tl.float32) - shift
             g = dy.to(tl.float32)
