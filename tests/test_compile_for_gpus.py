@@ -15,9 +15,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "tests" / "compile_for_gpus.py"
 
-# Bytes that a thread may spill. The 16384 wide backward of rms_norm in float32 spills up to 232, in
-# the L1 cache.
-SPILLED_BYTES = 256
+# Bytes that a thread may spill. layer_norm's backward of rows of 12288 in float32 spills 160, in the
+# L1 cache; on gfx942 group_norm's of walked groups 292.
+SPILLED_BYTES = 192
+SPILLED_BYTES_OF_AMD = 320
 
 
 @pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "gfx942"))
@@ -34,5 +35,6 @@ def test_every_kernel_compiles_without_spilling(target: str) -> None:
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     assert kernels and kernels == {record["kernel"] for record in records}
-    spilling = [record for record in records if record["spilled_bytes"] > SPILLED_BYTES]
+    most = SPILLED_BYTES_OF_AMD if target.startswith("gfx") else SPILLED_BYTES
+    spilling = [record for record in records if record["spilled_bytes"] > most]
     assert not spilling, spilling
