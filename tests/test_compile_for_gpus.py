@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "tests" / "compile_for_gpus.py"
 
-# Bytes that a thread may spill. layer_norm's backward of rows of 12288 in float32 spills 160, in the
-# L1 cache; on gfx942 group_norm's of walked groups 292.
+# Bytes that a thread may spill, to the L1 cache. layer_norm's backward of rows of 12288 in float32
+# spills 160, on gfx942 group_norm's of walked groups 292.
 SPILLED_BYTES = 192
 SPILLED_BYTES_OF_AMD = 320
 
