@@ -53,8 +53,7 @@ def _store_y(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    # One multiplication and addition an element: 64 x 512 x 64 x 64 takes 0.145 ms on an H200,
-    # 0.163 with the mean subtracted first.
+    # One multiplication and addition an element.
     scale = rstd
     if HAS_WEIGHT:
         scale *= per_channel(weight_ptr, channels, group, G, C_G)
