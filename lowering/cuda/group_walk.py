@@ -57,10 +57,11 @@ def _store_y(
     scale = rstd
     if HAS_WEIGHT:
         scale *= per_channel(weight_ptr, channels, group, G, C_G)
-    level = -mean * scale
+    level = mean * scale
     if HAS_BIAS:
-        level += per_channel(bias_ptr, channels, group, G, C_G)
-    y = widened_again(x) * scale + level
+        y = x * scale + (per_channel(bias_ptr, channels, group, G, C_G) - level)
+    else:
+        y = x * scale - level
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 
@@ -105,7 +106,7 @@ def _group_walk_kernel(
     sum, square = two_totals(sums, squares)
     mean, rstd, _ = _mean_and_rstd(sum, square, shift, length, eps)
     _store_y(
-        x,
+        widened_again(x),
         mean,
         rstd,
         weight_ptr,
@@ -124,7 +125,7 @@ def _group_walk_kernel(
         channels, offsets, mask = _tile(TILES - 1 - stored, C_G, S, PARTS, BLOCK_C, BLOCK_S)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
         _store_y(
-            x,
+            x.to(tl.float32),
             mean,
             rstd,
             weight_ptr,
