@@ -37,23 +37,11 @@ def _mean_and_rstd(sum, square, shift, length, eps):
 
 
 @triton.jit
-def _store_y(
-    x,
-    mean,
-    rstd,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    group,
-    G,
-    C_G,
-    channels,
-    offsets,
-    mask,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    # One multiplication and addition an element.
+def _store_y(x, mean, rstd, affine, y_ptr, place, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    # One multiplication and addition an element. Two programs of 1024 threads fit a processor:
+    # 64 x 512 x 64 x 64 takes 0.145 ms on an H200, 0.160 where registers leave room for one.
+    weight_ptr, bias_ptr, group, G, C_G = affine
+    channels, offsets, mask = place
     scale = rstd
     if HAS_WEIGHT:
         scale *= per_channel(weight_ptr, channels, group, G, C_G)
@@ -105,41 +93,14 @@ def _group_walk_kernel(
     squares += folded(wide * wide, FOLD)
     sum, square = two_totals(sums, squares)
     mean, rstd, _ = _mean_and_rstd(sum, square, shift, length, eps)
-    _store_y(
-        widened_again(x),
-        mean,
-        rstd,
-        weight_ptr,
-        bias_ptr,
-        y_ptr,
-        group,
-        G,
-        C_G,
-        channels,
-        offsets,
-        mask,
-        HAS_WEIGHT,
-        HAS_BIAS,
-    )
+    affine = (weight_ptr, bias_ptr, group, G, C_G)
+    place = (channels, offsets, mask)
+    _store_y(widened_again(x), mean, rstd, affine, y_ptr, place, HAS_WEIGHT, HAS_BIAS)
     for stored in tl.range(1, TILES, num_stages=1, loop_unroll_factor=UNROLL):
         channels, offsets, mask = _tile(TILES - 1 - stored, C_G, S, PARTS, BLOCK_C, BLOCK_S)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-        _store_y(
-            x.to(tl.float32),
-            mean,
-            rstd,
-            weight_ptr,
-            bias_ptr,
-            y_ptr,
-            group,
-            G,
-            C_G,
-            channels,
-            offsets,
-            mask,
-            HAS_WEIGHT,
-            HAS_BIAS,
-        )
+        place = (channels, offsets, mask)
+        _store_y(x.to(tl.float32), mean, rstd, affine, y_ptr, place, HAS_WEIGHT, HAS_BIAS)
 
 
 @triton.jit

@@ -74,7 +74,8 @@ def on_nvidia(x: Tensor) -> bool:
 def dependent_launch(x: Tensor) -> dict[str, bool]:
     """Options for a kernel that waits by itself, if DEPENDENT, for the one launched before it.
 
-    From Hopper on it is set up while that one ends: 2 us of cross_entropy's 138 of 8192 x 32768.
+    From Hopper on it is set up while that one ends: rms_norm's backward of 2048 x 4096 takes 23 us
+    on an H200, and 24 where it is not.
     """
     dependent = on_nvidia(x) and _properties(x.device.index).major >= 9
     return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}

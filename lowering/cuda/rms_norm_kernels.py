@@ -69,9 +69,7 @@ def rms_norm_kernel(
 def _store_tile(
     x,
     rstd,
-    weight_ptr,
-    y_ptr,
-    s_ptr,
+    pointers,
     cols,
     N,
     offset,
@@ -79,7 +77,8 @@ def _store_tile(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    # Of one row. Nobody reads it again, hence .cs.
+    # Of one row, where pointers begin. Nobody reads it again, hence .cs.
+    weight_ptr, y_ptr, s_ptr = pointers
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     mask = cols < N
     if HAS_RESIDUAL:
@@ -132,35 +131,12 @@ def rms_norm_wide_kernel(
     x = _load(x_ptr, residual_ptr, cols, cols < N, dtype, HAS_RESIDUAL, "evict_first")
     sums += folded(rms_square(x.to(tl.float32), dtype, CASTING_MODE), FOLD)
     rstd = rms_rstd(tl.sum(sums, 0), N, eps, dtype, CASTING_MODE)
-    _store_tile(
-        x,
-        rstd,
-        weight_ptr,
-        y_ptr,
-        s_ptr,
-        cols,
-        N,
-        offset,
-        CASTING_MODE,
-        HAS_RESIDUAL,
-        HAS_WEIGHT,
-    )
+    pointers = (weight_ptr, y_ptr, s_ptr)
+    _store_tile(x, rstd, pointers, cols, N, offset, CASTING_MODE, HAS_RESIDUAL, HAS_WEIGHT)
     for stored in tl.range(1, TILES, num_stages=1, loop_unroll_factor=3):
         cols = (TILES - 1 - stored) * BLOCK_N + tl.arange(0, BLOCK_N)
         x = _load(x_ptr, residual_ptr, cols, cols < N, dtype, HAS_RESIDUAL, "evict_first")
-        _store_tile(
-            x,
-            rstd,
-            weight_ptr,
-            y_ptr,
-            s_ptr,
-            cols,
-            N,
-            offset,
-            CASTING_MODE,
-            HAS_RESIDUAL,
-            HAS_WEIGHT,
-        )
+        _store_tile(x, rstd, pointers, cols, N, offset, CASTING_MODE, HAS_RESIDUAL, HAS_WEIGHT)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -99,7 +99,7 @@ def walked_backward_kernel(
             square, product = two_totals(squares, products)
             rstd = tl.rsqrt(square / N + eps)
             projection = product / N * rstd
-        # dx = g * rstd + xhat * slope + level
+        # dx = g * rstd + xhat * slope - mean_g * rstd
         slope = -projection * rstd
         dweight_so_far, dbias_so_far = dweight, dbias
         dweight = ()
