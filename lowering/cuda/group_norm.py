@@ -112,11 +112,11 @@ def group_norm(
     if shape.plan.ahead:
         group_pieces.run(None, x, weight, bias, y, shape, eps)
         return y
+    kernel, options = _group_norm_kernel, {}
     if shape.walked:
-        group_walk.forward(x, weight, bias, y, shape, eps)
-        return y
+        kernel, options = group_walk.group_walk_kernel, group_walk.options(shape, False)
     launch(
-        _group_norm_kernel,
+        kernel,
         (shape.groups,),
         x,
         x,
@@ -130,6 +130,7 @@ def group_norm(
         eps,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
+        **options,
         **shape.tile,
     )
     return y
@@ -158,17 +159,17 @@ def group_norm_backward(
     x, dy = x.contiguous(), dy.contiguous()
     weight = None if weight is None else weight.contiguous()
     shape = grouped(x, num_groups, plan, True)
-    if shape.walked and not shape.plan.ahead:
-        group_walk.backward(dy, x, weight, dx, dweight, dbias, shape, eps)
-        return gradients
     if shape.plan.ahead:
         parts = group_pieces.run(dy, x, weight, None, dx, shape, eps)
         group_pieces.channel_gradients(parts, dweight, dbias, shape)
         return gradients
+    kernel, options = _group_norm_backward_kernel, {}
+    if shape.walked:
+        kernel, options = group_walk.group_walk_backward_kernel, group_walk.options(shape, True)
     dweights = partial_sums(dweight, x.shape[0])
     dbiases = partial_sums(dbias, x.shape[0])
     launch(
-        _group_norm_backward_kernel,
+        kernel,
         (shape.groups,),
         x,
         dy,
@@ -186,6 +187,7 @@ def group_norm_backward(
         NEEDS_DX=dx is not None,
         NEEDS_DWEIGHT=dweight is not None,
         NEEDS_DBIAS=dbias is not None,
+        **options,
         **shape.tile,
     )
     summed((dweights, dweight), (dbiases, dbias))

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..sizes import cdiv
 from ..triton_math import folded, widened_again
 from .group_plan import Groups, per_channel
-from .launch import launch
-from .partial_sums import partial_sums, summed
 from .row_sums import four_sums, near_mean, two_totals
 
 
@@ -54,7 +51,7 @@ def _store_y(x, mean, rstd, affine, y_ptr, place, HAS_WEIGHT: tl.constexpr, HAS_
 
 
 @triton.jit
-def _group_walk_kernel(
+def group_walk_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -119,7 +116,7 @@ def _store_dx(dy, x, factor, slope, level, dx_ptr, offsets, mask):
 
 
 @triton.jit
-def _group_walk_backward_kernel(
+def group_walk_backward_kernel(
     dy_ptr,
     x_ptr,
     weight_ptr,
@@ -199,74 +196,15 @@ def _group_walk_backward_kernel(
             _store_dx(dy, x, factor, slope, level, dx_ptr, offsets, mask)
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    shape: Groups,
-    eps: float,
-) -> None:
+def options(shape: Groups, backward: bool) -> dict[str, int]:
+    """The constants that the kernels of a walk have, and those of a group in one tile have not."""
     plan = shape.plan
     parts = cdiv(shape.S, plan.BLOCK_S)
-    launch(
-        _group_walk_kernel,
-        (shape.groups,),
-        x,
-        x,
-        weight,
-        bias,
-        y,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        eps,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        PARTS=parts,
-        TILES=cdiv(shape.C_G, plan.BLOCK_C) * parts,
-        UNROLL=plan.unroll,
-        FOLD=min(8, plan.BLOCK_C * plan.BLOCK_S),
-        **shape.tile,
-    )
-
-
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    shape: Groups,
-    eps: float,
-) -> None:
-    plan = shape.plan
-    dweights = partial_sums(dweight, x.shape[0])
-    dbiases = partial_sums(dbias, x.shape[0])
-    launch(
-        _group_walk_backward_kernel,
-        (shape.groups,),
-        x,
-        dy,
-        x,
-        weight,
-        dx,
-        dweights,
-        dbiases,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        eps,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
-        TILES=cdiv(shape.S, plan.BLOCK_S),
-        UNROLL=plan.unroll,
-        FOLD=min(8, plan.BLOCK_S),
-        **shape.tile,
-    )
-    summed((dweights, dweight), (dbiases, dbias))
+    if backward:
+        return {"TILES": parts, "UNROLL": plan.unroll, "FOLD": min(8, plan.BLOCK_S)}
+    return {
+        "PARTS": parts,
+        "TILES": cdiv(shape.C_G, plan.BLOCK_C) * parts,
+        "UNROLL": plan.unroll,
+        "FOLD": min(8, plan.BLOCK_C * plan.BLOCK_S),
+    }
