@@ -47,7 +47,7 @@ def test_is_rms_norm_of_the_sum(folder: str, case: NormCase) -> None:
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@pytest.mark.parametrize("columns", (4096, 14336, 131072))
+@pytest.mark.parametrize("columns", (4096, 14336, 20001, 131072))
 def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
     dtype = torch.bfloat16
     case = NormCase(

@@ -26,7 +26,7 @@ test_properties = kernel_tests.properties(KERNELS, strategies.rms_norms())
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@pytest.mark.parametrize("columns", (4096, 14336, 131072, 200003))
+@pytest.mark.parametrize("columns", (4096, 14336, 20001, 131072, 200003))
 def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
     dtype = torch.bfloat16
     case = NormCase(shape=(3, columns), dtype=dtype, weight_dtype=dtype, layout="sliced")
