@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import next_power_of_2
-from .launch import WARP_SIZE, processors
+from .launch import WARP_SIZE, Plan, Tiles, plan_for, processors
 
 
 @triton.jit
@@ -45,21 +45,32 @@ class GroupPlan:
 WHOLE_GROUP = 8192
 WHOLE_GROUP_BACKWARD = 4096
 
-# A walk's tile, threads, and tiles unrolled, by 2 and 4 bytes an element and by the largest group
-# that they are for. Of larger ones those under way do not fit in the L2 cache: forward, 256 groups
-# of 262144 0.095 ms as in pieces, backward, of 163840 0.106 and in pieces 0.100.
-Walks = dict[int, tuple[tuple[int, int, int, int], ...]]
-WALKS: Walks = {
+# By the elements of a group, which are all in tiles of BLOCK_N; stages is how many are unrolled. Of
+# larger groups those under way do not fit in the L2 cache: forward, 256 of 262144 0.095 ms as in
+# pieces, backward, of 163840 0.106 and in pieces 0.100.
+WALKS: Tiles = {
     # 512 groups of 20480 0.014 ms, of 40960 0.028, 2048 of 65536 0.145, 256 of 131072 0.044.
-    2: ((32768, 4096, 512, 2), (98304, 8192, 1024, 2), (262144, 16384, 1024, 4)),
+    2: (
+        (32768, Plan(1, 4096, 512, stages=2)),
+        (98304, Plan(1, 8192, 1024, stages=2)),
+        (262144, Plan(1, 16384, 1024, stages=4)),
+    ),
     # 512 groups of 20480 0.030 ms, of 40960 0.052, 2048 of 65536 0.305, 256 of 131072 0.092.
-    4: ((32768, 4096, 512, 2), (49152, 8192, 512, 2), (163840, 16384, 512, 2)),
+    4: (
+        (32768, Plan(1, 4096, 512, stages=2)),
+        (49152, Plan(1, 8192, 512, stages=2)),
+        (163840, Plan(1, 16384, 512, stages=2)),
+    ),
 }
-BACKWARD_WALKS: Walks = {
+BACKWARD_WALKS: Tiles = {
     # 512 groups of 20480 0.031 ms, of 40960 0.049, 2048 of 65536 0.258, 256 of 131072 0.078.
-    2: ((32768, 4096, 512, 2), (131072, 8192, 1024, 2)),
+    2: ((32768, Plan(1, 4096, 512, stages=2)), (131072, Plan(1, 8192, 1024, stages=2))),
     # 512 groups of 20480 0.049 ms, of 40960 0.086, 2048 of 65536 0.491, 256 of 131072 0.158.
-    4: ((8192, 4096, 512, 2), (32768, 8192, 512, 1), (131072, 16384, 1024, 1)),
+    4: (
+        (8192, Plan(1, 4096, 512, stages=2)),
+        (32768, Plan(1, 8192, 512)),
+        (131072, Plan(1, 16384, 1024)),
+    ),
 }
 # Positions of a backward's tile, at least: 64 bytes of bfloat16.
 LEAST_POSITIONS = 32
@@ -76,18 +87,16 @@ def _walk(x: Tensor, groups: int, C_G: int, S: int, backward: bool) -> GroupPlan
     32 groups of 65536 take 0.009 ms, in pieces 0.013; backward, in float32, 0.021 and 0.019.
     """
     few = 5 * groups < processors(x) * (1 if not backward and C_G * S <= 65536 else 2)
-    walks = (BACKWARD_WALKS if backward else WALKS)[4 if x.element_size() == 4 else 2]
-    fitting = [plan for largest, *plan in walks if largest >= C_G * S]
-    if few or not fitting:
+    walk = plan_for(x, BACKWARD_WALKS if backward else WALKS, C_G * S)
+    if few or walk is None:
         return None
-    elements, threads, unroll = fitting[0]
-    tile = _tile(C_G, S, elements)
+    tile = _tile(C_G, S, walk.BLOCK_N)
     if backward:
         BLOCK_C = next_power_of_2(C_G)
-        tile = BLOCK_C, elements // BLOCK_C
+        tile = BLOCK_C, walk.BLOCK_N // BLOCK_C
         if tile[1] < LEAST_POSITIONS:
             return None
-    return GroupPlan(*tile, threads, unroll=unroll)
+    return GroupPlan(*tile, walk.threads, unroll=walk.stages)
 
 
 def plan_group(x: Tensor, groups: int, C_G: int, S: int, backward: bool) -> GroupPlan:

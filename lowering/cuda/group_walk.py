@@ -12,7 +12,7 @@ import triton.language as tl
 from ..sizes import cdiv
 from ..triton_math import folded, widened_again
 from .group_plan import Groups, per_channel
-from .row_sums import four_sums, near_mean, two_totals
+from .row_sums import four_sums, mean_and_rstd, near_mean, two_totals
 
 
 @triton.jit
@@ -23,14 +23,6 @@ def _tile(tile, C_G, S, PARTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.
     positions = tile % PARTS * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
     mask = (channels < C_G) & (positions < S)
     return channels, channels * S + positions, mask
-
-
-@triton.jit
-def _mean_and_rstd(sum, square, shift, length, eps):
-    # Of sums about the shift. Their mean too, which is the mean's distance from it.
-    step = sum / length
-    variance = tl.maximum(square / length - step * step, 0.0)
-    return shift + step, tl.rsqrt(variance + eps), step
 
 
 @triton.jit
@@ -89,7 +81,7 @@ def group_walk_kernel(
     sums += folded(wide, FOLD)
     squares += folded(wide * wide, FOLD)
     sum, square = two_totals(sums, squares)
-    mean, rstd, _ = _mean_and_rstd(sum, square, shift, length, eps)
+    mean, rstd, _ = mean_and_rstd(sum, square, shift, length, eps)
     affine = (weight_ptr, bias_ptr, group, G, C_G)
     place = (channels, offsets, mask)
     _store_y(widened_again(x), mean, rstd, affine, y_ptr, place, HAS_WEIGHT, HAS_BIAS)
@@ -167,7 +159,7 @@ def group_walk_backward_kernel(
     sums_dy, products = sums_dy + last_dy, products + last_product
     by_channel = four_sums(sums, squares, sums_dy, products)
     total, total_square = two_totals(by_channel[0], by_channel[1])
-    mean, rstd, step = _mean_and_rstd(total, total_square, shift, length, eps)
+    mean, rstd, step = mean_and_rstd(total, total_square, shift, length, eps)
     channel_dy = by_channel[2]
     channel_product = (by_channel[3] - channel_dy * step) * rstd
     channel = tl.arange(0, BLOCK_C)

@@ -44,14 +44,17 @@ class Plan(NamedTuple):
 Tiles = dict[int, tuple[tuple[float, Plan], ...]]
 
 
-def widths(x: Tensor, tiles: Tiles) -> tuple[tuple[float, Plan], ...]:
-    """The plans for elements of x's size."""
-    return tiles[4 if x.element_size() == 4 else 2]
+def plan_for(x: Tensor, tiles: Tiles, width: int) -> Plan | None:
+    """The first of the plans that is for elements of x's size and rows of that width."""
+    of_size = tiles[4 if x.element_size() == 4 else 2]
+    return next((plan for widest, plan in of_size if width <= widest), None)
 
 
 def walk_plan(x: Tensor, tiles: Tiles) -> Plan:
-    """The first of the plans that is for rows as wide as x's, for a row walked in tiles."""
-    return next(plan for widest, plan in widths(x, tiles) if x.shape[1] <= widest)
+    """The plan for rows as wide as x's, walked in tiles, of a table that ends in infinity."""
+    plan = plan_for(x, tiles, x.shape[1])
+    assert plan is not None
+    return plan
 
 
 @functools.cache

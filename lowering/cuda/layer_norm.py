@@ -13,7 +13,7 @@ from ..triton_math import folded, widened_again
 from . import walked_backward, wide_backward
 from .launch import Plan, Tiles, launch, pipeline_stages, processors, rows
 from .partial_sums import partial_sums, summed
-from .row_sums import two_row_sums
+from .row_sums import mean_and_rstd, two_row_sums
 
 
 @triton.jit
@@ -108,9 +108,7 @@ def _layer_norm_wide_kernel(
             x = tl.where(mask, x.to(tl.float32) - shift, 0.0)
             sums += folded(x, FOLD)
             squares += folded(x * x, FOLD)
-    step = tl.sum(sums, 0) / N
-    mean = shift + step
-    rstd = tl.rsqrt(tl.maximum(tl.sum(squares, 0) / N - step * step, 0.0) + eps)
+    mean, rstd, _ = mean_and_rstd(tl.sum(sums, 0), tl.sum(squares, 0), shift, N, eps)
     for trip in range(0, TRIPS):
         for i in tl.static_range(UNROLL):
             cols = (trip * UNROLL + i) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -218,10 +216,9 @@ def _layer_norm_statistics_kernel(
         squares += folded(x * x, FOLD)
         sums_g += folded(g, FOLD)
         products += folded(g * x, FOLD)
-    step = tl.sum(sums, 0) / N
-    rstd = tl.rsqrt(tl.maximum(tl.sum(squares, 0) / N - step * step, 0.0) + eps)
+    mean, rstd, step = mean_and_rstd(tl.sum(sums, 0), tl.sum(squares, 0), shift, N, eps)
     mean_g = tl.sum(sums_g, 0) / N
-    tl.store(statistics_ptr + row, shift + step)
+    tl.store(statistics_ptr + row, mean)
     tl.store(statistics_ptr + M.to(tl.int64) + row, rstd)
     tl.store(statistics_ptr + 2 * M.to(tl.int64) + row, mean_g)
     projection = (tl.sum(products, 0) / N - step * mean_g) * rstd
@@ -340,7 +337,7 @@ def layer_norm_backward(
     weight = None if weight is None else weight.contiguous()
     M, N = x.shape
     plan = plan or plan_backward(x)
-    if plan.BLOCK_N < N and plan.BLOCK_M == 1:
+    if walked_backward.walks(plan, N):
         walked_backward.run(dy, None, x, weight, dx, dweight, dbias, eps, 0.0, plan, has_mean=True)
         return gradients
     if plan.BLOCK_N < N:

@@ -174,7 +174,7 @@ def backward(
     weight = None if weight is None else weight.contiguous()
     M, N = x.shape
     plan = plan or plan_backward(x, 2 if ds is None else 3)
-    if plan.BLOCK_N < N and plan.BLOCK_M == 1:
+    if walked_backward.walks(plan, N):
         walked_backward.run(dy, ds, x, weight, dx, dweight, None, eps, offset, plan, has_mean=False)
         return
     if plan.BLOCK_N < N:

@@ -56,3 +56,14 @@ def near_mean(x_ptr, N):
     near = tl.arange(0, 32)
     x = tl.load(x_ptr + near, mask=near < N, other=0.0).to(tl.float32)
     return (tl.sum(x, 0) / tl.minimum(N, 32)).to(x_ptr.dtype.element_ty)
+
+
+@triton.jit
+def mean_and_rstd(sum, square, shift, length, eps):
+    """The mean of `length` elements and 1 / deviation, of their sums about a shift.
+
+    And the mean's distance from the shift.
+    """
+    step = sum / length
+    variance = tl.maximum(square / length - step * step, 0.0)
+    return shift + step, tl.rsqrt(variance + eps), step

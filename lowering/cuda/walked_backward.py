@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..sizes import cdiv, next_power_of_2
 from ..triton_math import folded, widened_again
-from .launch import Plan, Tiles, launch, on_nvidia, processors, walk_plan, widths
+from .launch import Plan, Tiles, launch, on_nvidia, plan_for, processors
 from .partial_sums import partial_sums, summed
 from .prefetch import prefetch_row
-from .row_sums import four_totals, near_mean, two_totals
+from .row_sums import four_totals, mean_and_rstd, near_mean, two_totals
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -89,12 +89,11 @@ def walked_backward_kernel(
             prefetch_row(dy_ptr + ahead * stride_dy, N, ROW)
         if HAS_MEAN:
             sum, square, sum_g, product = four_totals(sums, squares, sums_g, products)
-            step = sum / N
-            rstd = tl.rsqrt(tl.maximum(square / N - step * step, 0.0) + eps)
+            mean, rstd, step = mean_and_rstd(sum, square, shift, N, eps)
             mean_g = sum_g / N
             projection = (product / N - step * mean_g) * rstd
             # xhat = x * rstd + centre
-            centre = -(shift + step) * rstd
+            centre = -mean * rstd
         else:
             square, product = two_totals(squares, products)
             rstd = tl.rsqrt(square / N + eps)
@@ -145,11 +144,17 @@ def walked_backward_kernel(
 
 def plan(x: Tensor, tiles: Tiles) -> Plan | None:
     """The plan for rows as wide as x's, if there is one; of 2 stages it prefetches the next row."""
-    if x.shape[1] > widths(x, tiles)[-1][0]:
+    found = plan_for(x, tiles, x.shape[1])
+    if found is None:
         return None
     # As many programs as finish together.
     programs = cdiv(x.shape[0], cdiv(x.shape[0], processors(x)))
-    return walk_plan(x, tiles)._replace(programs=programs)
+    return found._replace(programs=programs)
+
+
+def walks(plan: Plan, N: int) -> bool:
+    """Whether the plan is for this kernel, whose tile is a part of one row."""
+    return plan.BLOCK_M == 1 and plan.BLOCK_N < N
 
 
 def run(
