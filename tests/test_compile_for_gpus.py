@@ -16,9 +16,10 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "tests" / "compile_for_gpus.py"
 
 # Bytes that a thread may spill, to the L1 cache. layer_norm's backward of rows of 12288 in float32
-# spills 160, on gfx942 group_norm's of walked groups 292.
+# spills 160.
 SPILLED_BYTES = 192
-SPILLED_BYTES_OF_AMD = 320
+# AMD's compiler hoists the loads of a short walk, which it unrolls: 292.
+EXCEPTIONS = {("gfx942", "group_walk_backward_kernel"): 320}
 
 
 @pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "gfx942"))
@@ -35,6 +36,9 @@ def test_every_kernel_compiles_without_spilling(target: str) -> None:
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     assert kernels and kernels == {record["kernel"] for record in records}
-    most = SPILLED_BYTES_OF_AMD if target.startswith("gfx") else SPILLED_BYTES
-    spilling = [record for record in records if record["spilled_bytes"] > most]
+    spilling = [
+        record
+        for record in records
+        if record["spilled_bytes"] > EXCEPTIONS.get((target, record["kernel"]), SPILLED_BYTES)
+    ]
     assert not spilling, spilling
