@@ -46,7 +46,7 @@ TYPES = {
 }
 
 # Constants that host code sets for a GPU that has what they need: the least compute capability.
-CAPABILITY = {"PREFETCH": 80, "DEPENDENT": 90}
+CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}
 
 # Of a launch, beside num_warps.
 COMPILER_OPTIONS = ("debug", "sanitize_overflow")
@@ -115,6 +115,8 @@ def calls() -> Iterator[Callable[[], Any]]:
         for shape, groups in (
             ((2, 64, 8, 8), 32),
             ((2, 320, 64, 64), 32),
+            ((1, 512, 64, 64), 32),
+            ((1, 256, 128, 128), 32),
             ((1, 64, 512, 512), 32),
         ):
             x, row = torch.empty(shape, dtype=dtype), torch.empty(shape[1], dtype=dtype)
@@ -184,12 +186,13 @@ def finish_gradients(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> 
 def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
     """The source that launching the kernel with these arguments would compile."""
     signature, constants, attributes = {}, {}, {}
+    passed = dict(zip(kernel.arg_names, args, strict=False)) | options
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
-            signature[name], constants[name] = "constexpr", options[name]
+            signature[name], constants[name] = "constexpr", passed[name]
             continue
-        value = args[i]
+        value = passed[name]
         integer = isinstance(value, int) and not parameter.do_not_specialize
         if value is None or (integer and value == 1):
             signature[name], constants[name] = "constexpr", value

@@ -20,10 +20,10 @@ def plan(folder: str, op: OpUnderTest, case: Case) -> Any:
     if op.name == "group_norm":
         from liger_ops.lowering.cuda.group_plan import GroupPlan
 
-        if rows > 1:
+        if rows > 2:
             return GroupPlan(rows, columns, threads=128, ahead=2)
         channels = next_power_of_2(case.shape[1] // case.num_groups)
-        return GroupPlan(channels, columns, threads=128, unroll=2)
+        return GroupPlan(channels, columns, threads=128, unroll=2, kept=rows)
     if op.name == "rope":
         from liger_ops.lowering.cuda.rope import RopePlan
 

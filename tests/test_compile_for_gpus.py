@@ -18,8 +18,6 @@ SCRIPT = ROOT / "tests" / "compile_for_gpus.py"
 # Bytes that a thread may spill, to the L1 cache. layer_norm's backward of rows of 12288 in float32
 # spills 160.
 SPILLED_BYTES = 192
-# AMD's compiler hoists the loads of a short walk, which it unrolls: 292.
-EXCEPTIONS = {("gfx942", "group_walk_backward_kernel"): 320}
 
 
 @pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "gfx942"))
@@ -36,9 +34,5 @@ def test_every_kernel_compiles_without_spilling(target: str) -> None:
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     assert kernels and kernels == {record["kernel"] for record in records}
-    spilling = [
-        record
-        for record in records
-        if record["spilled_bytes"] > EXCEPTIONS.get((target, record["kernel"]), SPILLED_BYTES)
-    ]
+    spilling = [record for record in records if record["spilled_bytes"] > SPILLED_BYTES]
     assert not spilling, spilling

@@ -53,7 +53,7 @@ def test_groups_by_the_host_codes_own_plan(
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@pytest.mark.parametrize("tile", (None, (1, 16), (2, 8)))
+@pytest.mark.parametrize("tile", (None, (1, 16), (2, 8), (4, 8)))
 def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
     dtype = torch.float32
     case = NormCase(

@@ -114,10 +114,10 @@ def group_norm(
         return y
     kernel, options = _group_norm_kernel, {}
     if shape.walked:
-        kernel, options = group_walk.group_walk_kernel, group_walk.options(shape, False)
+        kernel, options = group_walk.group_walk_kernel, group_walk.options(x, shape, False)
     launch(
         kernel,
-        (shape.groups,),
+        (shape.programs,),
         x,
         x,
         weight,
@@ -165,12 +165,12 @@ def group_norm_backward(
         return gradients
     kernel, options = _group_norm_backward_kernel, {}
     if shape.walked:
-        kernel, options = group_walk.group_walk_backward_kernel, group_walk.options(shape, True)
+        kernel, options = group_walk.group_walk_backward_kernel, group_walk.options(x, shape, True)
     dweights = partial_sums(dweight, x.shape[0])
     dbiases = partial_sums(dbias, x.shape[0])
     launch(
         kernel,
-        (shape.groups,),
+        (shape.programs,),
         x,
         dy,
         x,

@@ -24,8 +24,8 @@ class GroupPlan:
     """A tile of channels and positions.
 
     A program has a group, which it walks twice where the tile is not the whole of it, `unroll`
-    tiles at a time; or each has a tile, reduced at least `ahead` tiles before it is written. A
-    backward that walks has tiles of all the group's channels.
+    tiles at a time, of which it keeps the last `kept`; or each has a tile, reduced at least `ahead`
+    tiles before it is written. A backward that walks has tiles of all the group's channels.
     """
 
     BLOCK_C: int
@@ -33,6 +33,7 @@ class GroupPlan:
     threads: int = 128
     ahead: int = 0
     unroll: int = 1
+    kept: int = 1
 
     @property
     def num_warps(self) -> int:
@@ -49,22 +50,35 @@ WHOLE_GROUP_BACKWARD = 4096
 # larger groups those under way do not fit in the L2 cache: forward, 256 of 262144 0.095 ms as in
 # pieces, backward, of 163840 0.106 and in pieces 0.100.
 WALKS: Tiles = {
-    # 512 groups of 20480 0.014 ms, of 40960 0.028, 2048 of 65536 0.145, 256 of 131072 0.044.
+    # 512 groups of 20480 0.014 ms, of 40960 0.028, 2048 of 65536 0.144, 256 of 131072 0.042, 512 of
+    # 163840 0.105.
     2: (
         (32768, Plan(1, 4096, 512, stages=2)),
+        (61440, Plan(1, 8192, 1024, stages=2)),
+        (65536, Plan(1, 8192, 1024, stages=4)),
         (98304, Plan(1, 8192, 1024, stages=2)),
+        (131072, Plan(1, 8192, 1024, kept=6)),
+        (163840, Plan(1, 16384, 1024, kept=2)),
         (262144, Plan(1, 16384, 1024, stages=4)),
     ),
-    # 512 groups of 20480 0.030 ms, of 40960 0.052, 2048 of 65536 0.305, 256 of 131072 0.092.
+    # 512 groups of 20480 0.030 ms, of 40960 0.052, 2048 of 65536 0.286, 256 of 131072 0.091.
     4: (
         (32768, Plan(1, 4096, 512, stages=2)),
         (49152, Plan(1, 8192, 512, stages=2)),
-        (163840, Plan(1, 16384, 512, stages=2)),
+        (65536, Plan(1, 8192, 1024, kept=4)),
+        (163840, Plan(1, 16384, 1024, kept=2)),
     ),
 }
 BACKWARD_WALKS: Tiles = {
-    # 512 groups of 20480 0.031 ms, of 40960 0.049, 2048 of 65536 0.258, 256 of 131072 0.078.
-    2: ((32768, Plan(1, 4096, 512, stages=2)), (131072, Plan(1, 8192, 1024, stages=2))),
+    # 512 groups of 20480 0.030 ms, 2048 of 32768 0.124, 512 of 40960 0.049, 2048 of 65536 0.222,
+    # 512 of 131072 0.144.
+    2: (
+        (24576, Plan(1, 4096, 512, stages=2)),
+        (32768, Plan(1, 16384, 1024)),
+        (49152, Plan(1, 8192, 1024, stages=2)),
+        (65536, Plan(1, 8192, 1024, kept=4)),
+        (131072, Plan(1, 16384, 1024, kept=2)),
+    ),
     # 512 groups of 20480 0.049 ms, of 40960 0.086, 2048 of 65536 0.491, 256 of 131072 0.158.
     4: (
         (8192, Plan(1, 4096, 512, stages=2)),
@@ -96,7 +110,7 @@ def _walk(x: Tensor, groups: int, C_G: int, S: int, backward: bool) -> GroupPlan
         tile = BLOCK_C, walk.BLOCK_N // BLOCK_C
         if tile[1] < LEAST_POSITIONS:
             return None
-    return GroupPlan(*tile, walk.threads, unroll=walk.stages)
+    return GroupPlan(*tile, walk.threads, unroll=walk.stages, kept=walk.kept)
 
 
 def plan_group(x: Tensor, groups: int, C_G: int, S: int, backward: bool) -> GroupPlan:
@@ -123,6 +137,7 @@ class Groups:
     C_G: int
     S: int
     plan: GroupPlan
+    processors: int
 
     @property
     def length(self) -> float:
@@ -141,9 +156,15 @@ class Groups:
     def walked(self) -> bool:
         return self.plan.BLOCK_C < self.C_G or self.plan.BLOCK_S < self.S
 
+    @property
+    def programs(self) -> int:
+        """Where a group is one program's; see `group_walk`."""
+        one_each = self.plan.kept == 1 or not self.walked
+        return self.groups if one_each else min(self.groups, self.processors)
+
 
 def grouped(x: Tensor, num_groups: int, plan: GroupPlan | None, backward: bool) -> Groups:
     groups, C_G = x.shape[0] * num_groups, x.shape[1] // num_groups
     S = x.numel() // (groups * C_G)
     plan = plan or plan_group(x, groups, C_G, S, backward)
-    return Groups(groups, num_groups, C_G, S, plan)
+    return Groups(groups, num_groups, C_G, S, plan, processors(x))

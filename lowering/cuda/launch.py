@@ -26,7 +26,8 @@ class Plan(NamedTuple):
     """How a kernel is launched: rows and columns a tile, threads a program, and programs.
 
     `programs` is 0 where the kernel is not persistent and the grid follows from the tile. `stages`
-    is how many tiles, or rows, a loop has under way.
+    is how many tiles, or rows, a loop has under way, `kept` how many tiles stay in registers
+    between two walks.
     """
 
     BLOCK_M: int
@@ -34,6 +35,7 @@ class Plan(NamedTuple):
     threads: int = 128
     programs: int = 0
     stages: int = 1
+    kept: int = 1
 
     @property
     def num_warps(self) -> int:

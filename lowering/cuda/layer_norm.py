@@ -243,7 +243,7 @@ def plan_forward(x: Tensor) -> Plan:
     """4096 wide takes 93% of the H200's copy rate in bfloat16; 16384 wide 92%, in tiles 88%.
 
     32768 wide takes 0.148 ms a 4096 rows with these tiles, 0.183 with tiles of 8192; 65536 prefers
-    those.
+    those. A thread has 64 bytes: in float32, 8192 x 6144 takes 0.102 ms so, with 128 bytes 0.104.
     """
     N = x.shape[1]
     BLOCK_N = next_power_of_2(N)
@@ -251,7 +251,8 @@ def plan_forward(x: Tensor) -> Plan:
         tile = min(8192, BLOCK_N // 8)
         return Plan(1, tile, threads=tile // 8)
     BLOCK_M = max(1, 2048 // BLOCK_N)
-    return Plan(BLOCK_M, BLOCK_N, threads=min(512, max(128, BLOCK_M * BLOCK_N // 32)))
+    threads = BLOCK_M * BLOCK_N * x.element_size() // 64
+    return Plan(BLOCK_M, BLOCK_N, threads=min(512, max(128, threads)))
 
 
 def plan_backward(x: Tensor) -> Plan:
