@@ -20,6 +20,7 @@ def plan(folder: str, op: OpUnderTest, case: Case) -> Any:
     if op.name == "group_norm":
         from liger_ops.lowering.cuda.group_plan import GroupPlan
 
+        # A program to a group has all its channels in a tile: rows are how many tiles it keeps.
         if rows > 2:
             return GroupPlan(rows, columns, threads=128, ahead=2)
         channels = next_power_of_2(case.shape[1] // case.num_groups)

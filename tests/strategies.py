@@ -96,7 +96,7 @@ def group_norms(draw: st.DrawFn) -> NormCase:
     parameter_dtype = st.sampled_from((dtype, torch.float32, None))
     num_groups = draw(st.sampled_from((1, 2, 3)))
     channels = num_groups * draw(st.sampled_from((1, 2, 3, 7)))
-    tile = draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4))))
+    tile = draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4), (4, 16))))
     # Interpreted time grows with the tiles walked, some milliseconds each.
     positions = ((), (1,), (7,), (0,), (5, 7), (2, 3, 3))
     large = () if tile else ((129,), (16, 16))

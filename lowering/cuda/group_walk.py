@@ -29,6 +29,12 @@ def _tile(tile, C_G, S, PARTS, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
 
 
 @triton.jit
+def _add(x, shift, sums, squares, FOLD: tl.constexpr):
+    wide = x.to(tl.float32) - shift
+    return sums + folded(wide, FOLD), squares + folded(wide * wide, FOLD)
+
+
+@triton.jit
 def _store_y(x, mean, rstd, affine, y_ptr, place, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
     # One multiplication and addition an element. Two programs of 1024 threads fit a processor:
     # 64 x 512 x 64 x 64 takes 0.145 ms on an H200, 0.160 where registers leave room for one.
@@ -83,16 +89,12 @@ def group_walk_kernel(
         for tile in tl.range(0, count - KEPT, num_stages=1, loop_unroll_factor=UNROLL):
             _channels, offsets, mask = _tile(tile, C_G, S, PARTS, BLOCK_C, BLOCK_S)
             x = tl.load(x_group + offsets, mask=mask, other=near, eviction_policy="evict_last")
-            wide = x.to(tl.float32) - shift
-            sums += folded(wide, FOLD)
-            squares += folded(wide * wide, FOLD)
+            sums, squares = _add(x, shift, sums, squares, FOLD)
         kept = ()
         for i in tl.static_range(KEPT):
             _channels, offsets, mask = _tile(count - KEPT + i, C_G, S, PARTS, BLOCK_C, BLOCK_S)
             x = tl.load(x_group + offsets, mask=mask, other=near, eviction_policy="evict_first")
-            wide = x.to(tl.float32) - shift
-            sums += folded(wide, FOLD)
-            squares += folded(wide * wide, FOLD)
+            sums, squares = _add(x, shift, sums, squares, FOLD)
             kept = kept + (x,)
         sum, square = two_totals(sums, squares)
         mean, rstd, _ = mean_and_rstd(sum, square, shift, length, eps)
@@ -102,9 +104,9 @@ def group_walk_kernel(
             x = widened_again(kept[KEPT - 1 - i])
             _store_y(x, mean, rstd, affine, y_group, place, HAS_WEIGHT, HAS_BIAS)
         for stored in tl.range(KEPT, count, num_stages=1, loop_unroll_factor=UNROLL):
-            channels, offsets, mask = _tile(count - 1 - stored, C_G, S, PARTS, BLOCK_C, BLOCK_S)
+            place = _tile(count - 1 - stored, C_G, S, PARTS, BLOCK_C, BLOCK_S)
+            _channels, offsets, mask = place
             x = tl.load(x_group + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-            place = (channels, offsets, mask)
             x = x.to(tl.float32)
             _store_y(x, mean, rstd, affine, y_group, place, HAS_WEIGHT, HAS_BIAS)
 

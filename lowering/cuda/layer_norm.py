@@ -232,9 +232,9 @@ FOLD = 8
 
 # A backward's rows walked twice: for 8192 on an H200, in ms, and by the two kernels of wider rows.
 BACKWARD_TILES: Tiles = {
-    # 10240 wide 0.158 and 0.211, 12288 0.172 and 0.248, 16384 0.220 and 0.326.
+    # 10240 wide 0.174 and 0.211, 12288 0.185 and 0.248, 16384 0.234 and 0.326.
     2: ((16384, Plan(1, 4096, 512, stages=2)),),
-    # 10240 wide 0.252 and 0.399, 12288 0.304 and 0.476, 16384 0.477 and 0.634.
+    # 10240 wide 0.254 and 0.399, 12288 0.314 and 0.476, 16384 0.499 and 0.634.
     4: ((12288, Plan(1, 2048, 256, stages=2)), (16384, Plan(1, 2048, 256))),
 }
 
@@ -259,7 +259,7 @@ def plan_backward(x: Tensor) -> Plan:
     """32768 x 4096 takes 0.207 ms with 32 elements a thread and prefetch, 0.216 ms with 16.
 
     A row of 16384 with both sums does not fit in registers: 8192 of them take 0.31 ms at the least
-    in one piece, 0.22 walked. Rows of 128 take 79% of the H200's copy rate with 8 elements a
+    in one piece, 0.23 walked. Rows of 128 take 79% of the H200's copy rate with 8 elements a
     thread, 35% with 32.
     """
     M, N = x.shape
