@@ -218,7 +218,7 @@ NEAR_MISSES = {
     OneLess: "fails on the CPU with a stub for the body",
     Twice: "for labels its forward calls its head 2 times, and its loss_function 1 times",
     ByItself: "for labels its forward calls its head 1 times, and its loss_function 0 times",
-    NotLinear: "its head is a Sequential, not a torch.nn.Linear",
+    NotLinear: "its head is a torch.nn.modules.container.Sequential, not a torch.nn.Linear",
     LogitsMasked: f"its loss with attention_mask {NOT_THIS_LOSS}",
     OwnSkip: "its forward has a skip_logits of its own",
     Object: "its forward returns a Identity, neither a tuple nor a dict",

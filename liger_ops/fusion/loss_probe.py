@@ -10,14 +10,17 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .loss_call import CausalLoss, drop, view_class, without_logits
+from .loss_head import linear_of
+from .loss_output import drop
+from .loss_value import CausalLoss
+from .loss_view import view_class, without_logits
 from .probing import DEVICE, NotAnOp, dtype_name, first_line, undisturbed, uniform
 
 BATCH, LENGTH, HIDDEN = 2, 4, 4
@@ -59,7 +62,11 @@ class _Probe:
     def __init__(self, model: nn.Module, head_name: str) -> None:
         self.model = model
         self.head_name = head_name
-        self.vocabulary = getattr(model, head_name).weight.shape[0]
+        head = linear_of(getattr(model, head_name), sharded=True)
+        if isinstance(head, str):
+            raise NotAnOp(head)
+        self.head = head
+        self.vocabulary = head.weight.shape[0]
         self.forward: Callable[..., Any] = type(model).forward
         self.parameters = inspect.signature(self.forward).parameters
         self.view = view_class(type(model))
@@ -76,13 +83,31 @@ class _Probe:
         if "skip_logits" in self.parameters:
             raise NotAnOp("its forward has a skip_logits of its own")
         scale, softcap = self.logit_options()
-        loss = CausalLoss(self.head_name, loss_function, scale, softcap)
+        loss = self.labels_of(CausalLoss(self.head_name, loss_function, scale, softcap))
         for arguments in self.ways_to_ask():
             self.compare(loss, arguments)
         dtype = self.plain(torch.bfloat16, {}).loss.dtype
         if dtype is not torch.float32:
             raise NotAnOp(f"its loss is {dtype_name(dtype)} where the model is bfloat16")
         return loss
+
+    def labels_of(self, loss: CausalLoss) -> CausalLoss:
+        """Which labels the loss is of."""
+        plain = self.plain(torch.float32, {})
+        for shifts in (True, False):
+            tried = replace(loss, shifts=shifts, output_class=type(plain.output))
+            if _near(self.fused(tried, {}).loss, plain.loss):
+                break
+        takes = False
+        if self.takes("shift_labels"):
+            given = self.plain(torch.float32, {"shift_labels": self.other_labels}).loss
+            takes = not _near(given, plain.loss)
+        return replace(tried, takes_shift_labels=takes)
+
+    def takes(self, name: str) -> bool:
+        """Whether the forward takes an argument of that name."""
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        return takes_any or name in self.parameters
 
     def logit_options(self) -> tuple[float, float | None]:
         x = uniform((BATCH, LENGTH, self.vocabulary), 1).double()
@@ -115,10 +140,7 @@ class _Probe:
         ]
         if "attention_mask" in self.parameters:
             ways.append({"attention_mask": torch.arange(LENGTH).expand(BATCH, -1).ne(0).long()})
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        for arguments in ways:
-            if takes_any or next(iter(arguments)) in self.parameters:
-                yield arguments
+        yield from (arguments for arguments in ways if self.takes(next(iter(arguments))))
 
     def plain(
         self, dtype: torch.dtype, arguments: dict[str, Any], head_output: Tensor | None = None
@@ -146,7 +168,8 @@ class _Probe:
         model, inputs = self.stand_in(torch.float32)
         arguments = self.arguments(arguments)
         try:
-            output = without_logits(self.forward, self.view, model, loss, (), arguments)
+            head = getattr(model, loss.head)
+            output = without_logits(self.forward, self.view, model, head, loss, (), arguments)
         except Exception as error:
             raise NotAnOp(
                 f"its forward needs the logits for more than the loss ({first_line(error)})"
@@ -177,7 +200,7 @@ class _Probe:
     def stand_in(self, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
         """The model with stubs for children, and what the gradient of its loss is taken for."""
         hidden = uniform((BATCH, LENGTH, HIDDEN), 2).to(dtype).requires_grad_()
-        has_bias = getattr(self.model, self.head_name).bias is not None
+        has_bias = self.head.bias is not None
         head = nn.Linear(HIDDEN, self.vocabulary, has_bias, dtype=dtype)
         with torch.no_grad():
             for seed, parameter in enumerate(head.parameters(), start=3):
