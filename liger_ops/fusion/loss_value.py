@@ -179,7 +179,9 @@ def value_of(
         beside["token_accuracy"] = token_accuracy(predicted, labels, ignore_index)
     if predicted is not None and options.return_predicted_tokens:
         beside["predicted_tokens"] = predicted.reshape(target.shape)
-    return loss.reshape(target.shape if options.reduction == "none" else shape), beside
+    shape = target.shape if options.reduction == "none" else shape
+    # A view would be worse: FSDP2 warns of outputs that are.
+    return (loss if loss.shape == shape else loss.reshape(shape)), beside
 
 
 def _count_of_items(items: Tensor | int | None, device: torch.device) -> tuple[Tensor | None, Any]:
