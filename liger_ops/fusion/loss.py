@@ -7,7 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from . import classes, loss_call  # noqa: F401 (the kind "loss" is registered there)
+from . import (
+    classes,
+    loss_call,  # noqa: F401 (the kind "loss" is registered there)
+    loss_view,
+)
 from .loss_probe import probe
 from .loss_value import CausalLoss
 from .probing import NotAnOp
@@ -29,13 +33,17 @@ def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
                 left.append(Left(name, class_name, "its loss is a classifier's, of no vocabulary"))
             continue
         try:
-            loss = _probed(module, _name_of_child(module, head))
+            loss = _probed(module, _path_to(module, head))
         except NotAnOp as reason:
             left.append(Left(name, class_name, str(reason)))
             continue
         classes.override(module, "loss", loss)
         options = {"logit_scale": loss.logit_scale, "softcap": loss.softcap}
         fused.append(Fused(name, class_name, OP, options, "loss"))
+    for module in model.modules():
+        loss = classes.overrides(module).get("loss")
+        if loss is not None:
+            loss_view.prepare(module, loss.head)
     return fused, left
 
 
@@ -62,18 +70,29 @@ def _output_embedding(module: nn.Module) -> Any:
         return None
 
 
-def _name_of_child(module: nn.Module, head: nn.Module) -> str:
-    for name, child in module._modules.items():
+def _path_to(module: nn.Module, head: nn.Module) -> str:
+    for name, child in module.named_modules():
         if child is head:
-            return name
+            return _checked(module, name)
     raise NotAnOp("its head is not a child of it")
 
 
-def _probed(module: nn.Module, head_name: str) -> CausalLoss:
+def _checked(module: nn.Module, path: str) -> str:
+    """The path, of which a view can be made of each module but the last."""
+    names = path.split(".")
+    for i in range(len(names)):
+        holder = module.get_submodule(".".join(names[:i]))
+        if type(holder).forward is nn.Module.forward or isinstance(holder, nn.Sequential):
+            raise NotAnOp(f"its head is in a {type(holder).__name__}, not a child of it")
+        for name in vars(holder):
+            # A view of the module has the methods of the class.
+            if name != "loss_function" and inspect.isroutine(getattr(type(holder), name, None)):
+                what = f"its {names[i - 1]}" if i else "the instance"
+                raise NotAnOp(f"{what} has a {name} of its own")
+    return path
+
+
+def _probed(module: nn.Module, path: str) -> CausalLoss:
     if not hasattr(module, "loss_function"):
         raise NotAnOp("it has no loss_function")
-    for name in vars(module):
-        # A view of the model has the methods of the class.
-        if name != "loss_function" and inspect.isroutine(getattr(type(module), name, None)):
-            raise NotAnOp(f"the instance has a {name} of its own")
-    return probe(module, head_name)
+    return probe(module, path)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import classes, loss_output
-from .loss_head import linear_of
+from .loss_head import head_of
 from .loss_options import CHECKS, DEFAULTS, LossOptions, taken_from
 from .loss_value import CausalLoss
 from .loss_view import asked_for, view_class, with_logits, without_logits
@@ -38,7 +38,7 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
         if arguments.get("labels") is None:
             _check_unlabelled(base.__name__, options, skip_logits)
             return original(self, *args, **kwargs)
-        head = linear_of(getattr(self, loss.head, None))
+        head = head_of(self, loss.head)
         reason = _obstacle(self, loss, head, arguments)
         if skip_logits and reason is not None:
             raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")

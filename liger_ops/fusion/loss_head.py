@@ -9,15 +9,25 @@ from torch import Tensor, nn
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def linear_of(head: Any, sharded: bool = False) -> nn.Linear | str:
-    """The torch.nn.Linear whose product with its weight a head returns, or why there is none.
+def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | str:
+    """The torch.nn.Linear whose product with its weight a model's head returns, or why there is
+    none.
 
     Args:
-        head: a module, or None.
+        model: it, or what has been made of it.
+        path: from it to its head.
         sharded: whether the layer's parameters may be DTensors, which FSDP2 makes plain for a call.
     """
+    *holders, _ = path.split(".")
+    holder: Any = model
+    for name in holders:
+        holder = getattr(holder, name, None)
+        reason = _what_it_does_beside(holder, f"its {name}")
+        if reason is not None:
+            return reason
+    head = child_of(model, path)
     while True:
-        reason = _what_it_does_beside(head)
+        reason = _what_it_does_beside(head, "its head")
         if reason is not None:
             return reason
         if type(head) is nn.Linear:
@@ -28,20 +38,27 @@ def linear_of(head: Any, sharded: bool = False) -> nn.Linear | str:
         head = held
 
 
+def child_of(model: Any, path: str) -> Any:
+    """The module at a path, or None."""
+    for name in path.split("."):
+        model = getattr(model, name, None)
+    return model
+
+
 def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
 
 
-def _what_it_does_beside(head: Any) -> str | None:
-    if not isinstance(head, nn.Module):
+def _what_it_does_beside(module: Any, what: str) -> str | None:
+    if not isinstance(module, nn.Module):
         return None
-    if "forward" in vars(head):
-        return "its head has a forward of its own"
-    if head._compiled_call_impl is not None:
-        return "its head is compiled by itself"
+    if "forward" in vars(module):
+        return f"{what} has a forward of its own"
+    if module._compiled_call_impl is not None:
+        return f"{what} is compiled by itself"
     for hooks in HOOKS:
-        if getattr(head, hooks):
-            return "its head has hooks"
+        if getattr(module, hooks):
+            return f"{what} has hooks"
     return None
 
 

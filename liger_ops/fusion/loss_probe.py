@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .loss_head import linear_of
+from .loss_head import child_of, head_of
 from .loss_output import drop
 from .loss_value import CausalLoss
-from .loss_view import view_class, without_logits
+from .loss_view import view_class, view_of, without_logits
 from .probing import DEVICE, NotAnOp, dtype_name, first_line, undisturbed, uniform
 
 BATCH, LENGTH, HIDDEN = 2, 4, 4
@@ -35,7 +35,7 @@ TINY, HUGE = 2.0**-20, 2.0**30
 SIZES = (TINY, 1.0, 30.0, 400.0)
 
 
-def probe(model: nn.Module, head_name: str) -> CausalLoss:
+def probe(model: nn.Module, path: str) -> CausalLoss:
     """Find the cross-entropy that a causal language model computes.
 
     First its logits as a function of what its head returns: the scale and the cap are measured, and
@@ -49,20 +49,20 @@ def probe(model: nn.Module, head_name: str) -> CausalLoss:
 
     Args:
         model: a model with `loss_function`, on any device, meta too.
-        head_name: of its head, a child that is a torch.nn.Linear.
+        path: to its head, a torch.nn.Linear, of modules whose forward is called.
 
     Raises:
         NotAnOp: the model computes another loss, or does more with its logits; the text says what.
     """
     with undisturbed():
-        return _Probe(model, head_name).run()
+        return _Probe(model, path).run()
 
 
 class _Probe:
-    def __init__(self, model: nn.Module, head_name: str) -> None:
+    def __init__(self, model: nn.Module, path: str) -> None:
         self.model = model
-        self.head_name = head_name
-        head = linear_of(getattr(model, head_name), sharded=True)
+        self.path = path
+        head = head_of(model, path, sharded=True)
         if isinstance(head, str):
             raise NotAnOp(head)
         self.head = head
@@ -83,7 +83,7 @@ class _Probe:
         if "skip_logits" in self.parameters:
             raise NotAnOp("its forward has a skip_logits of its own")
         scale, softcap = self.logit_options()
-        loss = self.labels_of(CausalLoss(self.head_name, loss_function, scale, softcap))
+        loss = self.labels_of(CausalLoss(self.path, loss_function, scale, softcap))
         for arguments in self.ways_to_ask():
             self.compare(loss, arguments)
         dtype = self.plain(torch.bfloat16, {}).loss.dtype
@@ -147,8 +147,8 @@ class _Probe:
     ) -> _Outcome:
         """The model's own computation."""
         model, inputs = self.stand_in(dtype)
-        head = _RecordingHead(model, self.head_name, head_output)
-        view = self.view(model, self.head_name, head)
+        head = _RecordingHead(model, self.path, head_output)
+        view = view_of(model, self.path, head, self.view)
         try:
             output = self.forward(view, **self.arguments(arguments))
         except Exception as error:
@@ -168,7 +168,7 @@ class _Probe:
         model, inputs = self.stand_in(torch.float32)
         arguments = self.arguments(arguments)
         try:
-            head = getattr(model, loss.head)
+            head = child_of(model, loss.head)
             output = without_logits(self.forward, self.view, model, head, loss, (), arguments)
         except Exception as error:
             raise NotAnOp(
@@ -205,15 +205,23 @@ class _Probe:
         with torch.no_grad():
             for seed, parameter in enumerate(head.parameters(), start=3):
                 parameter.copy_(4 * uniform(parameter.shape, seed))
-        model: nn.Module = object.__new__(type(self.model))
-        vars(model).update(vars(self.model))
-        model.training = True
-        children: dict[str, nn.Module | None] = {}
-        for name, child in self.model._modules.items():
-            children[name] = None if child is None else _Body(child, hidden)
-        children[self.head_name] = head
-        vars(model)["_modules"] = children
+        model = _stand_in(self.model, self.path.split("."), hidden, head)
         return model, [hidden, *head.parameters()]
+
+
+def _stand_in(module: nn.Module, path: list[str], hidden: Tensor, head: nn.Module) -> nn.Module:
+    """A module in training, with stubs for children but for what leads to its head."""
+    if not path:
+        return head
+    copied: nn.Module = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    copied.training = True
+    children: dict[str, nn.Module | None] = {}
+    for name, child in module._modules.items():
+        children[name] = None if child is None else _Body(child, hidden)
+    children[path[0]] = _stand_in(getattr(module, path[0]), path[1:], hidden, head)
+    vars(copied)["_modules"] = children
+    return copied
 
 
 @dataclass
@@ -277,8 +285,8 @@ class _BodyOutput(OrderedDict[str, Any]):
 class _RecordingHead:
     """The head and the loss as they are, or a head that returns what it was given to return."""
 
-    def __init__(self, model: nn.Module, name: str, output: Tensor | None) -> None:
-        self.head = getattr(model, name)
+    def __init__(self, model: nn.Module, path: str, output: Tensor | None) -> None:
+        self.head = child_of(model, path)
         self.original_loss: Any = model.loss_function
         self.output = output
         self.calls = 0

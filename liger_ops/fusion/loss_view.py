@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from . import classes
+from .loss_head import child_of
 from .loss_options import DEFAULTS, LossOptions
 from .loss_output import drop, extend
 from .loss_value import CausalLoss, OfHidden, OfLogits, value_of
@@ -46,6 +48,38 @@ def _is_default(base: type, name: str) -> bool:
     )
 
 
+def prepare(model: nn.Module, path: str) -> None:
+    """Make the classes of the views of what is on the way to a head.
+
+    They are made when a model is fused: torch.compile traces no making of a class.
+    """
+    for name in path.split(".")[:-1]:
+        model = getattr(model, name)
+        if type(model) not in _VIEWS:
+            _VIEWS[type(model)] = view_class(_without_its_loss(type(model)))
+
+
+_VIEWS: dict[type, type[View]] = {}
+
+
+def _without_its_loss(cls: type) -> type:
+    """The class of which a class overrides the loss, that of the model it is in being fused."""
+    base, kind, _ = vars(cls).get(classes.OVERRIDDEN, (cls, "", None))
+    return base if kind == "loss" else cls
+
+
+def view_of(model: nn.Module, path: str, call: Any, view: type[View] | None = None) -> View:
+    """A view of a model with `call` for its head, and views of what is on the way there."""
+    name, _, rest = path.partition(".")
+    held = call
+    if rest:
+        child = getattr(model, name)
+        if type(child) not in _VIEWS:
+            prepare(model, path)
+        held = view_of(child, rest, call, _VIEWS[type(child)])
+    return (view or view_class(type(model)))(model, name, held, call)
+
+
 def without_logits(
     original: Callable[..., Any],
     view: type[View],
@@ -58,7 +92,7 @@ def without_logits(
 ) -> Any:
     """What `original` returns for a model, with the loss computed by the op and without logits."""
     call = DeferredHead(head, loss, options)
-    output = original(view(model, loss.head, call), *args, **kwargs)
+    output = original(view_of(model, loss.head, call, view), *args, **kwargs)
     if call.hidden is not None:
         raise RuntimeError(
             f"{type(model).__name__}: forward did not call loss_function for labels, as it did when"
@@ -77,8 +111,8 @@ def with_logits(
     options: LossOptions,
 ) -> Any:
     """What `original` returns for a model, with the loss of its logits under the options."""
-    call = LossOfLogits(getattr(model, loss.head), loss, options)
-    output = original(view(model, loss.head, call), *args, **kwargs)
+    call = LossOfLogits(child_of(model, loss.head), loss, options)
+    output = original(view_of(model, loss.head, call, view), *args, **kwargs)
     if not call.done:
         raise RuntimeError(
             f"{type(model).__name__}: forward did not call loss_function for labels, as it did when"
@@ -99,23 +133,28 @@ def asked_for(options: LossOptions) -> list[str]:
 
 
 class View:
-    """A model but for its head and its loss function, for one call of its forward.
+    """A model but for one child and its loss function, for one call of its forward.
 
     It is an instance of the model's class, for the sake of `super()`, that holds nothing: what is
-    not found in the class is taken from the model.
+    not found in the class is taken from the model. The child is the head, or a view of what holds
+    it.
     """
 
     # Attributes of the class, instead of which the model may have its own.
     _liger_ops_defaults: tuple[str, ...] = ()
 
-    def __init__(self, model: nn.Module, head_name: str, head: Any) -> None:
-        object.__setattr__(self, "_liger_ops_view", (model, head_name, head))
+    def __init__(self, model: nn.Module, name: str, child: Any, call: Any) -> None:
+        object.__setattr__(self, "_liger_ops_view", (model, name, child, call))
         for name in self._liger_ops_defaults:
             object.__setattr__(self, name, getattr(model, name))
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # What is viewed has no hooks, or its model would not be fused.
+        return self.forward(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
-        model, head_name, head = self._liger_ops_view
-        return head if name == head_name else getattr(model, name)
+        model, child_name, child, _ = self._liger_ops_view
+        return child if name == child_name else getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._liger_ops_view[0], name, value)
@@ -124,7 +163,7 @@ class View:
 
     @property
     def loss_function(self) -> Callable[..., Any]:
-        return self._liger_ops_view[2].loss_function
+        return self._liger_ops_view[3].loss_function
 
 
 class _Head:
