@@ -41,9 +41,9 @@ def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
         options = {"logit_scale": loss.logit_scale, "softcap": loss.softcap}
         fused.append(Fused(name, class_name, OP, options, "loss"))
     for module in model.modules():
-        loss = classes.overrides(module).get("loss")
-        if loss is not None:
-            loss_view.prepare(module, loss.head)
+        facts = classes.overrides(module).get("loss")
+        if facts is not None:
+            loss_view.prepare(module, facts.head)
     return fused, left
 
 

@@ -27,6 +27,9 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
     # An argument of the same name that the model has is the model's.
     options_taken = tuple(name for name in CHECKS if name not in (*positional, *loss.own_arguments))
     view = view_class(base)
+    # torch.compile calls it once while it traces, and leaves it out of the graph. Marked here, and
+    # not where it is defined: that would import the compiler with liger_ops.
+    torch.compiler.assume_constant_result(_warn)
     if loss.output_class is not None:
         loss_output.prepare(loss.output_class)
 
@@ -126,8 +129,6 @@ def _say_once(model: nn.Module, name: str, reason: str) -> None:
         _warn(name, reason)
 
 
-# torch.compile calls it once while it traces, and leaves it out of the graph.
-@torch.compiler.assume_constant_result
 def _warn(name: str, reason: str) -> None:
     warnings.warn(
         f"liger_ops: {name} computes its loss from all logits, as it did before fuse: {reason}",
