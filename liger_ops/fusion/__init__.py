@@ -37,15 +37,31 @@ def fuse(model: nn.Module) -> FuseReport:
       forms still reach the function, such as those with tables of float32 and queries of bfloat16
       whose product is float32, as autocast makes them.
 
-    * The loss: a causal language model, any module with `get_output_embeddings()` and a
-      `loss_function`, whose loss is the cross-entropy of the labels shifted by one and of what its
-      head, a torch.nn.Linear, returns, also scaled or capped, computes it by
-      `linear_cross_entropy`. While it trains and labels are given, it returns the loss and no
-      logits: `output.logits` is None. It returns them as before in evaluation, without labels,
-      where logits_to_keep is given, and for the argument `skip_logits=False` of its forward;
-      `skip_logits=True` lets it do without them in evaluation too. All else that its forward
-      computes from the labels, such as the loss of routers, stays. Where the head has become
-      another module since, such as peft's, or loss_function another function, it is as before.
+    * The loss: a model with `get_output_embeddings()` and a `loss_function`, whose loss is the
+      cross-entropy of its labels, shifted by one or not, and of what its head, a torch.nn.Linear,
+      returns, also scaled or capped, computes it by `linear_cross_entropy`. The head may be a part
+      of a child, and the model one that holds a language model. While it trains and labels are
+      given, it returns the loss and no logits: `output.logits` is None. It returns them as before
+      in evaluation, without labels, where logits_to_keep is given, and for the argument
+      `skip_logits=False` of its forward; `skip_logits=True` lets it do without them in evaluation
+      too. All else that its forward computes from the labels, such as the loss of routers, stays.
+      A head in peft's modules_to_save, and one whose LoRA is merged, is the linear layer that it
+      calls.
+
+      The forward takes `reduction`, `label_smoothing`, `lse_square_scale`, `accum_dtype` and
+      `chunk_bytes`, as of `linear_cross_entropy`; `use_token_scaling`, which multiplies each
+      token's loss by the probability of its label, as a constant; `return_token_accuracy` and
+      `return_predicted_tokens`, which add `token_accuracy`, the share of the labels predicted, and
+      `predicted_tokens`, of the labels' shape, to the output: by name, or at the end of a tuple.
+      They are computed with and without logits; what sets memory alone, accum_dtype and
+      chunk_bytes, has nothing to set where logits are kept. It takes `shift_labels` without labels
+      too, where its loss_function takes them. A wrong value of any of these raises TypeError or
+      ValueError, and so does asking for any without labels. Other arguments go where they went.
+
+      Where a step of training with labels has to make all logits, since the head has become another
+      module, has hooks or is sharded by itself, or loss_function another function, it computes what
+      the model did before, and warns once of each reason; for `skip_logits=True` it raises
+      ValueError.
 
     Of the last three no module is replaced: the class of each such module becomes a subclass of its
     own, of the same name, in which one method is overridden. Its attributes, children, hooks and
@@ -70,7 +86,8 @@ def fuse(model: nn.Module) -> FuseReport:
     sharding). A norm whose class returns the weight's dtype is left where the model's other
     parameters have another dtype than its weight. Experts whose implementation is eager, with the
     activation in their forward, are left too. So is the loss where the head is none of
-    torch.nn.Linear's, is wrapped or quantised, or where the logits serve for anything else.
+    torch.nn.Linear's, is adapted or quantised, or where the logits serve for anything else, and
+    that of classifiers.
 
     What is fused already is passed over: a second call changes nothing.
 
