@@ -37,10 +37,11 @@ def fuse(model: nn.Module) -> FuseReport:
       forms still reach the function, such as those with tables of float32 and queries of bfloat16
       whose product is float32, as autocast makes them.
 
-    * The loss: a model with `get_output_embeddings()` and a `loss_function`, whose loss is the
-      cross-entropy of its labels, shifted by one or not, and of what its head, a torch.nn.Linear,
-      returns, also scaled or capped, computes it by `linear_cross_entropy`. The head may be a part
-      of a child, and the model one that holds a language model. While it trains and labels are
+    * The loss: a model with `get_output_embeddings()`, whose loss is the cross-entropy of its
+      labels, shifted by one or not, and of what its head, a torch.nn.Linear, returns, also scaled
+      or capped, computes it by `linear_cross_entropy`. It may come of the model's `loss_function`
+      or of a torch.nn.CrossEntropyLoss in its forward. The head may be a part of a child, and the
+      model one that holds a language model. While it trains and labels are
       given, it returns the loss and no logits: `output.logits` is None. It returns them as before
       in evaluation, without labels, where logits_to_keep is given, and for the argument
       `skip_logits=False` of its forward; `skip_logits=True` lets it do without them in evaluation
@@ -53,8 +54,9 @@ def fuse(model: nn.Module) -> FuseReport:
       token's loss by the probability of its label, as a constant; `return_token_accuracy` and
       `return_predicted_tokens`, which add `token_accuracy`, the share of the labels predicted, and
       `predicted_tokens`, of the labels' shape, to the output: by name, or at the end of a tuple.
-      They are computed with and without logits; what sets memory alone, accum_dtype and
-      chunk_bytes, has nothing to set where logits are kept. It takes `shift_labels` without labels
+      They are computed with and without logits, but for models whose forward calls
+      CrossEntropyLoss: there they raise where logits are kept. accum_dtype and chunk_bytes, which
+      set memory alone, have nothing to set where logits are kept. It takes `shift_labels` without labels
       too, where its loss_function takes them. A wrong value of any of these raises TypeError or
       ValueError, and so does asking for any without labels. Other arguments go where they went.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import classes, loss_output
+from . import classes, loss_output, loss_written
 from .loss_head import head_of
 from .loss_options import CHECKS, DEFAULTS, LossOptions, taken_from
 from .loss_value import CausalLoss
@@ -27,6 +27,7 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
     # An argument of the same name that the model has is the model's.
     options_taken = tuple(name for name in CHECKS if name not in (*positional, *loss.own_arguments))
     view = view_class(base)
+    skipping = loss_written.calling(original) if loss.written else original
     # torch.compile calls it once while it traces, and leaves it out of the graph. Marked here, and
     # not where it is defined: that would import the compiler with liger_ops.
     torch.compiler.assume_constant_result(_warn)
@@ -47,10 +48,16 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
             raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
         if self.training if skip_logits is None else skip_logits:
             if reason is None and isinstance(head, nn.Linear):
-                return without_logits(original, view, self, head, loss, args, kwargs, options)
+                return without_logits(skipping, view, self, head, loss, args, kwargs, options)
             _say_once(self, base.__name__, str(reason))
         if options == DEFAULTS:
             return original(self, *args, **kwargs)
+        if loss.written:
+            names = ", ".join(asked_for(options))
+            raise ValueError(
+                f"{base.__name__}: {names} is computed where logits are skipped, as in training or"
+                " for skip_logits=True, and they are not"
+            )
         if not _has_its_loss(self, loss):
             names = ", ".join(asked_for(options))
             raise ValueError(
@@ -107,11 +114,13 @@ def _obstacle(
     # The loss may have been replaced and the head wrapped since fuse.
     if not _has_its_loss(model, loss):
         return "its loss_function was replaced after liger_ops.fuse"
+    if loss.adds_to_logits and torch.compiler.is_compiling():
+        return "torch.compile does not trace what its forward adds to skipped logits"
     return head if isinstance(head, str) else None
 
 
 def _has_its_loss(model: nn.Module, loss: CausalLoss) -> bool:
-    return getattr(model, "loss_function", None) is loss.loss_function
+    return loss.written or getattr(model, "loss_function", None) is loss.loss_function
 
 
 _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()

@@ -7,16 +7,22 @@ from typing import Any
 
 from torch import Tensor
 
+from .loss_written import DeferredLogits
+
 # Of each class of outputs: the one with the fields for what can be asked beside the loss. They are
 # made when a model is fused: torch.compile traces no making of a class.
 _EXTENDED: dict[type, type] = {}
 
 
-def drop(output: Any, logits: Tensor) -> Any:
+def drop(output: Any, logits: Tensor | None) -> Any:
     """A model's output without its logits, as transformers leaves out what is absent."""
+
+    def stays(value: Any) -> bool:
+        return value is not logits and not isinstance(value, DeferredLogits)
+
     if isinstance(output, tuple):
-        return tuple(value for value in output if value is not logits)
-    return type(output)(**{name: value for name, value in output.items() if value is not logits})
+        return tuple(value for value in output if stays(value))
+    return type(output)(**{name: value for name, value in output.items() if stays(value)})
 
 
 def extend(output: Any, values: dict[str, Tensor]) -> Any:

@@ -32,7 +32,8 @@ class CausalLoss:
 
     or without softcap of logits * logit_scale, and of the labels: those of the next token where it
     shifts them, which it does unless it is given shift_labels, where it takes those. output_class
-    is the class of what the model's forward returns.
+    is the class of what the model's forward returns. Where loss_function is CrossEntropyLoss, the
+    forward calls that itself, and adds_to_logits says whether it adds a bias to the logits first.
     """
 
     head: str
@@ -42,10 +43,21 @@ class CausalLoss:
     shifts: bool = True
     takes_shift_labels: bool = True
     output_class: type | None = None
+    adds_to_logits: bool = False
     # Of loss_function: the arguments it names that the op does not compute with; whether it takes
     # any others.
     own_arguments: tuple[str, ...] = field(init=False, compare=False)
     takes_any: bool = field(init=False, compare=False)
+
+    @property
+    def written(self) -> bool:
+        """Whether the model's forward computes the loss itself, by CrossEntropyLoss."""
+        return self.loss_function is nn.CrossEntropyLoss
+
+    @property
+    def loss_name(self) -> str:
+        """What the model's forward calls for its loss."""
+        return "CrossEntropyLoss" if self.written else "loss_function"
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.loss_function).parameters.values()
@@ -53,7 +65,7 @@ class CausalLoss:
         names = (
             p.name for p in parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
         )
-        own = tuple(name for name in names if name not in COMPUTED)
+        own = () if self.written else tuple(name for name in names if name not in COMPUTED)
         object.__setattr__(self, "own_arguments", own)
         object.__setattr__(self, "takes_any", any(p.kind is p.VAR_KEYWORD for p in parameters))
 
@@ -88,10 +100,20 @@ class OfHidden:
     """The loss of hidden states and a head."""
 
     def __init__(
-        self, hidden: Tensor, head: nn.Linear, loss: CausalLoss, options: LossOptions
+        self,
+        hidden: Tensor,
+        head: nn.Linear,
+        loss: CausalLoss,
+        options: LossOptions,
+        added: Tensor | None = None,
     ) -> None:
         self.x = hidden.reshape(-1, hidden.shape[-1])
-        self.head = head
+        self.weight = head.weight
+        # What the model adds to the logits of each class, beside the head's own bias.
+        self.bias: Tensor | None = head.bias
+        if added is not None:
+            added = added.to(head.weight.dtype)
+            self.bias = added if head.bias is None else head.bias + added
         self.options: dict[str, Any] = {
             "softcap": loss.softcap,
             "logit_scale": loss.logit_scale,
@@ -105,10 +127,10 @@ class OfHidden:
 
     def loss(self, target: Tensor, **options: Any) -> Tensor:
         options = {**self.options, **options}
-        return linear_cross_entropy(self.x, self.head.weight, target, self.head.bias, **options)
+        return linear_cross_entropy(self.x, self.weight, target, self.bias, **options)
 
     def results(self, target: Tensor, **options: Any) -> Results:
-        x, weight, bias = cast_as_linear(self.x, self.head.weight, self.head.bias)
+        x, weight, bias = cast_as_linear(self.x, self.weight, self.bias)
         loss, _, lse, target_logit, _, predicted, *_ = linear_cross_entropy_forward(
             x,
             weight,

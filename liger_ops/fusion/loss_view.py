@@ -17,11 +17,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..ops.head import cast_as_linear
 from . import classes
 from .loss_head import child_of
 from .loss_options import DEFAULTS, LossOptions
 from .loss_output import drop, extend
 from .loss_value import CausalLoss, OfHidden, OfLogits, value_of
+from .loss_written import DeferredLogits
 
 
 def view_class(base: type) -> type[View]:
@@ -43,8 +45,10 @@ def _new(cls: type, *args: Any) -> Any:
 def _is_default(base: type, name: str) -> bool:
     """Whether an attribute of a class is one that its instances may replace by a value."""
     attribute = inspect.getattr_static(base, name)
-    return not name.startswith("__") and (
-        isinstance(attribute, type) or not hasattr(attribute, "__get__")
+    return (
+        not name.startswith("__")
+        and name != "loss_function"
+        and (isinstance(attribute, type) or not hasattr(attribute, "__get__"))
     )
 
 
@@ -91,14 +95,15 @@ def without_logits(
     options: LossOptions = DEFAULTS,
 ) -> Any:
     """What `original` returns for a model, with the loss computed by the op and without logits."""
-    call = DeferredHead(head, loss, options)
+    call = (WrittenHead if loss.written else DeferredHead)(head, loss, options)
     output = original(view_of(model, loss.head, call, view), *args, **kwargs)
     if call.hidden is not None:
         raise RuntimeError(
-            f"{type(model).__name__}: forward did not call loss_function for labels, as it did when"
-            " liger_ops.fuse was called; skip_logits=False keeps it from skipping the logits"
+            f"{type(model).__name__}: forward did not call {loss.loss_name} for labels, as it did"
+            " when liger_ops.fuse was called; skip_logits=False keeps it from skipping the logits"
         )
-    return extend(output if call.logits is None else drop(output, call.logits), call.beside)
+    skipped = loss.written or call.logits is not None
+    return extend(drop(output, call.logits) if skipped else output, call.beside)
 
 
 def with_logits(
@@ -218,6 +223,31 @@ class DeferredHead(_Head):
         hidden, self.hidden = self.hidden, None
         head: Any = self.head
         return self.fused_loss(OfHidden(hidden, head, self.loss, self.options), *args, **kwargs)
+
+
+class WrittenHead(DeferredHead):
+    """A head of a forward that computes the loss itself."""
+
+    called = False
+
+    def __call__(self, hidden: Tensor) -> Any:
+        if self.called:
+            return self.head(hidden)
+        self.called = True
+        self.hidden = hidden
+        head: Any = self.head
+        x, weight, _ = cast_as_linear(hidden, head.weight, None)
+        adds = self.loss.adds_to_logits
+        return DeferredLogits(self.loss_of, hidden, weight.shape[0], x.dtype, adds)
+
+    def loss_of(
+        self, hidden: Tensor, added: Tensor | None, target: Tensor, ignore_index: int
+    ) -> Tensor:
+        self.hidden = None
+        head: Any = self.head
+        source = OfHidden(hidden, head, self.loss, self.options, added)
+        value, self.beside = value_of(source, target, ignore_index, None, self.options)
+        return value
 
 
 class LossOfLogits(_Head):
