@@ -15,9 +15,6 @@ from causal_models import assert_same_gradients, batch, gradients
 from families import text
 from liger_ops.fusion import loss
 
-if not dist.is_available():
-    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
-
 FAMILY = text("Llama", 3, num_hidden_layers=1)
 
 
