@@ -14,6 +14,8 @@ LAYERS = 2
 EXPERTS = 4
 INTERMEDIATE = 96
 LONGEST = 128
+IMAGE = 16
+PATCH = 4
 # Shorter than a sequence, so that a mask with a window is not a causal one.
 WINDOW = 8
 # Models have a token for images, one for their start, and more: each gets an id of its own from
@@ -32,7 +34,8 @@ SIZES = [
         embedding_size hidden_size_global backbone_hidden_size embedding_dim lru_width
         attention_hidden_size out_hidden_size input_embedding_size output_embedding_size
         text_embed_dim projection_dim projector_hidden_size pronunciation_embed_dim
-        shape_embed_dim""",
+        shape_embed_dim projection_size encoder_hidden_size image_text_hidden_size hidden_dim
+        projector_input_dim projector_output_dim""",
     ),
     (
         INTERMEDIATE,
@@ -44,14 +47,16 @@ SIZES = [
         LAYERS,
         """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
         num_decoder_layers num_encoder_layers depth num_blocks num_layers_per_stack
-        conf_num_hidden_layers""",
+        conf_num_hidden_layers encoder_num_hidden_layers decoder_num_hidden_layers
+        num_query_tokens""",
     ),
     (
         HEADS,
         """num_attention_heads n_head n_heads num_heads encoder_attention_heads attention_heads
         decoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads
         linear_num_value_heads linear_num_heads swa_num_attention_heads conf_num_attention_heads
-        num_kv_heads index_n_heads""",
+        num_kv_heads index_n_heads encoder_num_attention_heads decoder_num_attention_heads
+        encoder_num_key_value_heads decoder_num_key_value_heads resampler_n_heads""",
     ),
     (
         HEADS // 2,
@@ -89,6 +94,9 @@ SIZES = [
         max_source_positions max_target_positions index_topk""",
     ),
     (HEAD_DIM + WINDOW, "qk_head_dim"),
+    # Small images: sixteen patches, or four where four are made one.
+    (16, "num_mel_bins num_position_embeddings classifier_proj_size"),
+    (4, "mm_tokens_per_image"),
     # Mamba 2's are of twice the hidden size.
     (2 * HEADS, "mamba_n_heads mamba_num_heads"),
     (2 * HIDDEN, "mamba_d_ssm"),
@@ -132,6 +140,9 @@ def _arguments(config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, A
         elif name in ("num_key_value_heads", "num_key_value_heads_per_layer"):
             grouped = default < vars(config).get("num_attention_heads", default)
             made[name] = HEADS // 2 if grouped else HEADS
+        elif name in ("image_size", "patch_size"):
+            size = IMAGE if name == "image_size" else PATCH
+            made[name] = [size] * len(default) if isinstance(default, (list, tuple)) else size
         elif ("drop" in name or "jitter" in name) and isinstance(default, float):
             made[name] = 0.0
         elif name.endswith(("_token_id", "_token_index")) and isinstance(default, int):
@@ -172,4 +183,5 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
         if name in parameters
     }
     sections = {"mrope_section": [2, 3, 3]} if "mrope_section" in parameters else {}
-    return {"rope_type": "default", **kept, **sections}
+    kind = "axial" if parameters.get("rope_type") == "axial" else "default"
+    return {"rope_type": kind, **kept, **sections}
