@@ -1,4 +1,5 @@
-"""Every causal language model and encoder-decoder of transformers that can be built, made small."""
+"""Every causal language model and encoder-decoder of transformers, made small, and models of more
+than text."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
+import multimodal_models
 from small_configs import EXPERTS, FIRST_SPECIAL_TOKEN, HEAD_DIM, HEADS, HIDDEN, small
 from training_steps import Model
 
@@ -40,6 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 2 * HEADS},
+    "mistral4": {"head_dim": 8},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -57,6 +60,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_buckets": 2,
         "hash_seed": 0,
     },
+    "longt5": {"decoder_start_token_id": 0},
+    "switch_transformers": {"decoder_start_token_id": 0},
+    "t5": {"decoder_start_token_id": 0},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
@@ -76,9 +82,17 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-# What is no language model that can be trained on text alone.
+# Why a class is not trained.
 LEFT_OUT = {
-    "GemmaAssistant": "drafts for another model, from its states",
+    "EncoderDecoderModel": "it is made of two other models",
+    "Gemma3nForConditionalGeneration": "it needs timm",
+    "Gemma4AssistantForCausalLM": "it drafts for another model, from that one's states",
+    "Gemma4UnifiedAssistantForCausalLM": "it drafts for another model, from that one's states",
+    "MusicgenForCausalLM": "it is trained on codes of sound",
+    "MusicgenMelodyForCausalLM": "it is trained on codes of sound",
+    "Nemotron3_5TranscribeForConditionalGeneration": "it cannot be made small by names alone",
+    "VibeVoiceAsrForConditionalGeneration": "it cannot be made small by names alone",
+    "VoxtralRealtimeForConditionalGeneration": "it takes a sound a token",
 }
 TOKENS = (2, 16)
 # The second row of a batch is shorter.
@@ -115,5 +129,24 @@ def models(types: dict[str, str]) -> list[Model]:
     ]
 
 
-CAUSAL = models(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-SEQUENCE_TO_SEQUENCE = models(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+def whole_sequences() -> dict[str, Tensor]:
+    """Without padding and its mask."""
+    batch = text_batch()
+    tokens = torch.where(batch["attention_mask"] == 0, 3, batch["input_ids"])
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+WITHOUT_PADDING = "LlamaForCausalLM, whole sequences"
+MODELS: dict[str, Model] = {
+    model.name: model
+    for model in (
+        *models(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        # transformers has it among the models of images, though it takes none.
+        *models({"mistral4": "Mistral4ForCausalLM"}),
+        *models(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+        Model(WITHOUT_PADDING, partial(build, "llama", "LlamaForCausalLM"), whole_sequences),
+        # In the place of those above that were to be trained on text alone.
+        *multimodal_models.MODELS,
+    )
+    if model.name not in LEFT_OUT
+}

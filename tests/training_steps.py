@@ -63,7 +63,8 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def check(model: Model, mode: str, expected: dict[str, Tensor]) -> Outcome:
-    """Train for one step by the `liger` backend: loss and gradients are the model's own, `expected`.
+    """Train for one step by the `liger` backend: loss and gradients are `expected`, the model's
+    own.
 
     Where they are not, or the backend raises, they are held to those of the model compiled without
     rewrites.
