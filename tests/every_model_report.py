@@ -44,8 +44,8 @@ rewrites, each within {near:.0e} as a norm: sums in another order.
 
 {summary}
 
-The ops are those in the graphs, the most of the three ways. `tests/test_every_model.py` holds a part
-of this table.
+The ops are those in the graphs, the most of the three ways. `tests/test_every_model.py` holds some
+of these rows.
 
 | model | ops | {modes} |
 | --- | --- | {dashes} |
