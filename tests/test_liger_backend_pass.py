@@ -13,7 +13,7 @@ from torch import fx
 import liger_ops
 from backends import ROOT, inputs, model, needs_compiler, run
 from liger_ops.lowering.passes import REWRITES
-from liger_ops.lowering.passes import backend as backend_module
+from liger_ops.lowering.passes import graph_pass as pass_module
 from rewriting import Rewriter
 
 pytestmark = pytest.mark.usefixtures("empty_caches")
@@ -42,12 +42,12 @@ def test_a_pass_makes_the_same_rewrites():
 def test_a_pass_in_inductor(monkeypatch):
     reports = []
 
-    def recorded(*args: Any) -> Any:
-        reports.append(rewrite_graph(*args))
+    def recorded(*args: Any, **options: Any) -> Any:
+        reports.append(rewrite(*args, **options))
         return reports[-1]
 
-    rewrite_graph = backend_module.rewrite_graph
-    monkeypatch.setattr(backend_module, "rewrite_graph", recorded)
+    rewrite = pass_module.rewrite
+    monkeypatch.setattr(pass_module, "rewrite", recorded)
     graph_pass = liger_ops.graph_pass("all")
     with torch._inductor.config.patch(fx_graph_cache=False):
         compiled = torch.compile(model, options={"pre_grad_custom_pass": graph_pass})

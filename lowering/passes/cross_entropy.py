@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .graph_state import GraphState, eliminate_dead_code
+from .graph_state import GraphState
 from .loss_chain import Loss, check_place, losses, positions, read
 from .report import Report
-from .rewrite import Refused, put_loss
+from .rewrite import Refused, attempt, put_loss
 
 OP = "cross_entropy"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    for node in losses(graph):
+    for node in report.visiting(OP, losses(graph)):
         try:
-            report.used(OP, _replaced(read(node), GraphState(graph)))
+            with attempt(graph):
+                report.used(OP, _replaced(read(node), GraphState(graph)))
         except Refused as refused:
             report.refused(OP, node, str(refused))
-    eliminate_dead_code(graph)
 
 
 def _replaced(loss: Loss, state: GraphState) -> fx.Node:
     chain, at = loss.chain, loss.node
     check_place(loss, chain.nodes, [chain.logits], "logits", state)
     args = (positions(chain.logits, chain, at), loss.target, *loss.options)
-    return put_loss(at, torch.ops.liger.cross_entropy.default, args, state)
+    return put_loss(at, torch.ops.liger.cross_entropy.default, args, {*chain.nodes}, state)

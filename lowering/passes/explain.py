@@ -15,7 +15,7 @@ from torch import fx
 
 from ...library import COMPOSED, DEVICES, OPS, implementation
 from . import rewrite
-from .backend import KEPT_BY_INDUCTOR
+from .chosen import KEPT_BY_INDUCTOR
 from .report import Finding, Report, counted
 
 

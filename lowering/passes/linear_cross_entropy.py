@@ -6,24 +6,24 @@ import torch
 from torch import fx
 
 from .canonical import canonical, is_tensor, same, value
-from .graph_state import GraphState, eliminate_dead_code
+from .graph_state import GraphState
 from .loss_chain import Loss, check_place, losses, outside_user, positions, read
 from .report import Report
-from .rewrite import Refused, put_loss
+from .rewrite import Refused, attempt, put_loss
 
 OP = "linear_cross_entropy"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    for node in losses(graph):
+    for node in report.visiting(OP, losses(graph)):
         try:
             loss = read(node)
             call = canonical(loss.chain.logits)
             if call is not None and call.op == "linear":
-                report.used(OP, _replaced(loss, call.args, GraphState(graph)))
+                with attempt(graph):
+                    report.used(OP, _replaced(loss, call.args, GraphState(graph)))
         except Refused as refused:
             report.refused(OP, node, str(refused))
-    eliminate_dead_code(graph)
 
 
 def _replaced(loss: Loss, linear: tuple[fx.Node, ...], state: GraphState) -> fx.Node:
@@ -39,4 +39,4 @@ def _replaced(loss: Loss, linear: tuple[fx.Node, ...], state: GraphState) -> fx.
     inputs = [one for one in (x, weight, bias) if one is not None]
     check_place(loss, nodes, inputs, "head", state)
     args = (positions(x, chain, at), weight, loss.target, bias, *loss.options)
-    return put_loss(at, torch.ops.liger.linear_cross_entropy.default, args, state)
+    return put_loss(at, torch.ops.liger.linear_cross_entropy.default, args, {*nodes}, state)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from .canonical import IDENTITY, Call, canonical, is_tensor, same, value
 from .graph_state import GraphState
 from .pattern import Pattern
-from .rewrite import Refused, derive, number
+from .rewrite import Refused, derive, foreign, number
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
@@ -169,6 +169,10 @@ def check_place(
 ) -> None:
     """Raise Refused where an op in the place of `nodes`, the loss and what leads to it, would not
     see what they do; `of` names what the loss is of."""
+    if reason := foreign([*inputs, loss.target]):
+        raise Refused(reason)
+    if state.transformed(loss.node):
+        raise Refused("it is computed inside of a transform of functions, such as vmap")
     if not state.one_mode(nodes):
         raise Refused(f"the loss and its {of} are computed in different autocast modes")
     first = min(nodes, key=state.order.__getitem__)

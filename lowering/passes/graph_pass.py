@@ -1,0 +1,71 @@
+"""The rewrites as one of Inductor's passes before autograd."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from ...compile_cache import package_hash
+from . import rewrite
+from .chosen import checked_strict, chosen
+from .inductor import declare_ops
+
+
+def graph_pass(
+    rewrites: str | Collection[str] | None = None, *, strict: bool | None = None
+) -> CustomGraphPass:
+    """The rewrites of the backend `liger`, as a pass for those who compose their own.
+
+        torch.compile(model, options={"pre_grad_custom_pass": liger_ops.graph_pass()})
+
+    Its `uuid()` is a hash of this package, so that Inductor's caches stay usable and notice an
+    upgrade. On a hit they skip the pass along with the compilation.
+
+    Args:
+        rewrites: the names of those to make, of `liger_ops.lowering.passes.REWRITES`, or "all";
+            None for those that pay before Inductor.
+        strict: whether an exception in a rewrite is raised; by default the graph is left as it
+            came, with a warning.
+
+    Returns:
+        The pass, for one configuration of Inductor or, by `liger_ops.enable`, for all.
+
+    Raises:
+        TypeError: rewrites or strict is of another type.
+        ValueError: there is no such rewrite.
+    """
+    return LigerGraphPass(
+        chosen(rewrites, True, "graph_pass: rewrites"), checked_strict(strict, "graph_pass: strict")
+    )
+
+
+class LigerGraphPass(CustomGraphPass):
+    """See `liger_ops.graph_pass`."""
+
+    def __init__(self, names: Collection[str], strict: bool | None) -> None:
+        self.names, self.strict = names, strict
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if _is_for_a_subgraph():
+            return
+        module = graph.owning_module
+        if module is None:
+            raise ValueError("graph_pass: the graph is not that of one torch.fx.GraphModule")
+        declare_ops()
+        rewrite(module, self.names, strict=self.strict)
+
+    def uuid(self) -> str:
+        return f"liger_ops {package_hash()} {','.join(sorted(self.names))}"
+
+
+def _is_for_a_subgraph() -> bool:
+    """Whether Inductor is at a subgraph. It visits those first, one call of its own within another;
+    what calls a subgraph, and so whether it may be rewritten, is known in the graph around it."""
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth += frame.f_code.co_name == "_recursive_pre_grad_passes"
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > 1
