@@ -74,7 +74,7 @@ def check(model: Model, mode: str, expected: dict[str, Tensor]) -> Outcome:
         CannotTrain: the model as it is cannot be compiled or trained so.
     """
     inner = Inner()
-    options = {"inner_backend": inner, "rewrites": "all"}
+    options = {"inner_backend": inner, "rewrites": "all", "strict": True}
     actual, problem = None, None
     try:
         actual = step(model, mode, backend=liger_ops.backend, options=options)
