@@ -110,7 +110,8 @@ PROGRAMS += [checkpointed, cached]
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: getattr(one, "__name__", "apply"))
 def test_same_results(program: Program) -> None:
     def function(x: Tensor) -> Tensor:
-        return normed(program(normed(x) + 0.5))
+        y = program(normed(x) + 0.5)
+        return y + normed(y)
 
     x = values(4, 8)
     runs = {}
