@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers.trainer_pt_utils import LabelSmoother
 
 from loss_spellings import Loss, S, V, head_inputs, inputs, with_head
-from rewriting import check, each_dtype
+from rewriting import Rewriter, check, each_dtype
 
 
 def by_nll(logits: Tensor, target: Tensor) -> Tensor:
@@ -153,6 +154,50 @@ def with_head_of(loss: Loss) -> nn.Module:
             return loss(self.head(x), target)
 
     return Model()
+
+
+@pytest.mark.parametrize("loss", [by_gather, smoothed, by_wide_logsumexp])
+def test_losses_of_tokens_under_autocast(loss):
+    def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(F.linear(x, weight), target)
+
+    found = check(function, *head_inputs(), counts={"linear_cross_entropy": 1})
+    # As autocast would have cast them for the head.
+    (read,) = [node for node in found.nodes() if "cross_entropy" in str(node.target)]
+    if read.target is torch.ops.liger.linear_cross_entropy_forward.default:
+        assert [one.meta["example_value"].dtype for one in read.args[:2]] == [torch.bfloat16] * 2
+
+
+def test_what_is_matched_is_erased_and_nothing_else():
+    def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        unused = x.sin()
+        loss = smoothed(x @ weight.t(), target)
+        unused.add_(1)
+        return loss
+
+    found = check(function, *head_inputs(), counts={"linear_cross_entropy": 1})
+    (graph,) = found.graphs
+    names = [str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes]
+    assert {"sin", "add_", "masked_fill_"} <= set(names)
+    assert not {"t", "matmul", "log_softmax", "gather"} & set(names)
+
+
+def test_what_is_refused_leaves_the_graph_as_it_came():
+    """Even where nodes were already put in."""
+    found = check(with_head(summed_in_float64), *head_inputs(), counts={})
+    untouched = Rewriter(["rope"])
+    torch._dynamo.reset()
+    torch.compile(with_head(summed_in_float64), backend=untouched)(*head_inputs())
+    code = [str(one.graphs[0].graph) for one in (found, untouched)]
+    assert code[0] == code[1]
+
+
+def test_parts_of_losses_are_saved_and_not_computed_again():
+    found = check(with_head(smoothed), *head_inputs(), counts={"linear_cross_entropy": 1})
+    (node,) = [node for node in found.nodes() if "recompute" in node.meta]
+    assert node.target is torch.ops.liger.linear_cross_entropy_forward.default
+    assert node.meta["recompute"] is CheckpointPolicy.MUST_SAVE
 
 
 def test_ignored_targets_of_gather_are_out_of_range():

@@ -60,22 +60,20 @@ class Head:
 def head_of(logits: fx.Node) -> Head | None:
     """The head that gives `logits`, and None where they are none's; Refused where no op has such a
     one."""
-    call = canonical(logits)
-    if call is None or call.op not in ("linear", "add"):
-        return None
-    if call.op == "linear":
-        head = Head((logits,), call.through, *call.args)
-    else:
-        of, added = _linear_first(call)
+    linear, added = canonical(logits), None
+    nodes: tuple[fx.Node, ...] = (logits,)
+    if linear is not None and linear.op == "add":
+        of, added = _linear_first(linear)
         if of is None:
             return None
-        linear = canonical(of)
-        assert linear is not None
         _check_added(logits, of, added)
-        head = Head((logits, of), linear.through, *linear.args, added=added)
-    if not is_tensor(head.x) or not is_tensor(head.weight, dim=2):
-        raise Refused("the logits are not those of one linear layer")
-    if not same(value(logits).shape[-1], value(head.weight).shape[0]):
+        linear, nodes = canonical(of), (logits, of)
+    if linear is None or linear.op != "linear":
+        return None
+    x, weight, bias = linear.args
+    head = Head(nodes, linear.through, x, weight, bias, added)
+    known = is_tensor(x) and is_tensor(weight, dim=2)
+    if not known or not same(value(logits).shape[-1], value(weight).shape[0]):
         raise Refused("the logits are not those of one linear layer")
     return head
 
