@@ -279,6 +279,13 @@ def used_before_its_targets(logits: Tensor, target: Tensor) -> Tensor:
     return (lse - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).mean()
 
 
+def computed_twice(logits: Tensor, target: Tensor) -> Tensor:
+    """And one of the two is written."""
+    chosen = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    first, second = logits.logsumexp(-1), logits.logsumexp(-1)
+    return (first.detach().zero_() + second - chosen).mean()
+
+
 NEAR: dict[str, tuple[Loss, str]] = {
     "rounded": (rounded_before_nll, "are cast between"),
     "softmax-then-log": (of_softmax, "not known to be log_softmax"),
@@ -292,6 +299,7 @@ NEAR: dict[str, tuple[Loss, str]] = {
     "rounded-before-gather": (rounded_before_gather, "are cast between"),
     "float64": (summed_in_float64, "are summed in torch.float64"),
     "summed-over-positions": (summed_over_positions, "are used by sum_1 too"),
+    "computed-twice": (computed_twice, "computed twice"),
     "used-before": (used_before_its_targets, "before its targets are known"),
 }
 

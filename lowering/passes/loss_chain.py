@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .canonical import IDENTITY, Call, canonical, is_tensor, same, value
 from .pattern import Pattern
-from .rewrite import derive, number
+from .rewrite import Refused, derive, number
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -51,6 +53,7 @@ class Chain:
 
 def chain_of(chain: Chain) -> Chain:
     """The same, as far up as the ops know what is done to the logits."""
+    check_kinds([chain.logits])
     while (call := canonical(chain.logits)) is not None:
         further = moved(chain, call) or _computed(chain, call)
         if further is None:
@@ -103,6 +106,19 @@ def widened(source: Any, to: Any) -> bool:
     more than the ops would give."""
     before, after = value(source).dtype, value(to).dtype
     return before == after or (before in NARROW and after == torch.float32)
+
+
+# What Dynamo has for the tensors that the ops take: no DTensor, and no other subclass.
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def check_kinds(operands: Sequence[Any]) -> None:
+    """Raise Refused where a tensor is of a class that gives the loss a meaning of its own."""
+    for operand in operands:
+        known = value(operand)
+        if isinstance(known, Tensor) and type(known) not in _PLAIN:
+            kind = type(known).__name__
+            raise Refused(f"{operand} is a {kind}, which PyTorch's own loss takes, and the op not")
 
 
 def _scale(call: Call) -> float | None:

@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import fx
 
 from .attention import erase_unused
 from .canonical import same, value
 from .graph_state import GraphState
-from .loss_chain import NARROW
+from .loss_chain import NARROW, check_kinds
 from .losses import End, Loss
 from .rewrite import Refused, derive, insert, put_loss, run
 
@@ -44,7 +43,7 @@ def place(
     Refused where it would not see what they do; `of` names what the loss is of, and `inputs` are
     what the op reads but for the target.
     """
-    _check_kinds([*inputs, loss.target, loss.class_weight])
+    check_kinds([*inputs, loss.target, loss.class_weight])
     ends = sorted((end.node for end in loss.ends), key=state.order.__getitem__)
     if not state.one_mode([*nodes, *ends]):
         raise Refused(f"the loss and its {of} are computed in different autocast modes")
@@ -58,19 +57,6 @@ def place(
     if state.order[loss.target] < state.order[ends[0]]:
         return ends[0]
     raise Refused("a part of the loss is used before its targets are known")
-
-
-def _check_kinds(operands: Sequence[Any]) -> None:
-    for operand in operands:
-        known = value(operand)
-        if isinstance(known, Tensor) and type(known) not in _PLAIN:
-            raise Refused(
-                f"{operand} is a {type(known).__name__}, of which the op knows nothing: PyTorch's"
-                " own loss takes it"
-            )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def put(

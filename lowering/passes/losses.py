@@ -210,6 +210,9 @@ def _gather(node: fx.Node, call: Call) -> Loss | None:
         raise Refused("each token has several targets, taken one by one")
     if not same(tuple(value(index).shape), (*value(values).shape[:-1], 1)):
         raise Refused("the targets are not one for each position")
+    if len({end.part for end in ends}) < len(ends):
+        # One tensor in the place of two would be seen where either is written.
+        raise Refused("a part of the loss is computed twice")
     if way is not None:
         _check_users(way, [end.node for end in ends])
     return Loss(ends, chain, index)
