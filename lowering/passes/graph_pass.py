@@ -12,6 +12,7 @@ from ...compile_cache import package_hash
 from . import rewrite
 from .chosen import checked_strict, chosen
 from .inductor import declare_ops
+from .unfused_loss import warn
 
 
 def graph_pass(
@@ -55,7 +56,7 @@ class LigerGraphPass(CustomGraphPass):
         if module is None:
             raise ValueError("graph_pass: the graph is not that of one torch.fx.GraphModule")
         declare_ops()
-        rewrite(module, self.names, strict=self.strict)
+        warn(rewrite(module, self.names, strict=self.strict).findings)
 
     def uuid(self) -> str:
         return f"liger_ops {package_hash()} {','.join(sorted(self.names))}"
