@@ -134,3 +134,9 @@ def test_a_second_start_is_warm(tmp_path):
         source.write("\n# Another version.\n")
     hit, miss, *_ = start()
     assert (hit, miss) == (0, 1)
+
+
+def test_a_pass_says_of_an_exported_graph_that_it_is_not_one_of_dynamos():
+    exported = torch.export.export(torch.nn.RMSNorm(8, eps=1e-6), (torch.ones(2, 8),))
+    with pytest.raises(ValueError, match="graph_pass: the graph must be one of Dynamo's"):
+        liger_ops.graph_pass()(exported.graph_module.graph)

@@ -11,6 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from ...compile_cache import package_hash
 from . import rewrite
 from .chosen import checked_strict, chosen
+from .exported import refuse_exported
 from .inductor import declare_ops
 from .unfused_loss import warn
 
@@ -36,7 +37,8 @@ def graph_pass(
 
     Raises:
         TypeError: rewrites or strict is of another type.
-        ValueError: there is no such rewrite.
+        ValueError: there is no such rewrite. The pass raises it for a graph of ATen's operators, as
+            torch.export makes it: the rewrites read Dynamo's.
     """
     return LigerGraphPass(
         chosen(rewrites, True, "graph_pass: rewrites"), checked_strict(strict, "graph_pass: strict")
@@ -50,6 +52,7 @@ class LigerGraphPass(CustomGraphPass):
         self.names, self.strict = names, strict
 
     def __call__(self, graph: fx.Graph) -> None:
+        refuse_exported(graph)
         if _is_for_a_subgraph():
             return
         module = graph.owning_module
