@@ -169,11 +169,16 @@ def test_the_passes_need_no_toolchain():
     assert run(BARE_PASSES, "triton", "torch_npu", "transformers").split()[-1] == "1"
 
 
+# It measures what `liger_ops.explain(verify=True)` reports; no op or compiled code calls it.
+MEASURES = ROOT / "lowering/passes/verify.py"
+
+
 def test_nothing_waits_for_the_device_or_mutates():
     wrong = [
         problem
         for file in sources("liger_ops/ops", "liger_ops/nn", "meta", "lowering")
         + [ROOT / "liger_ops/library.py"]
+        if file != MEASURES
         for problem in synchronising_calls(file.relative_to(ROOT), file.read_text())
     ]
     assert not wrong, "\n".join(wrong)

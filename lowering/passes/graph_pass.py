@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
+import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -55,11 +56,12 @@ class LigerGraphPass(CustomGraphPass):
         refuse_exported(graph)
         if _is_for_a_subgraph():
             return
-        module = graph.owning_module
-        if module is None:
-            raise ValueError("graph_pass: the graph is not that of one torch.fx.GraphModule")
         declare_ops()
-        warn(rewrite(module, self.names, strict=self.strict).findings)
+        module, strict = graph.owning_module, self.strict
+        if module is None:
+            # There is nothing to put the graph back into, were a rewrite to fail.
+            module, strict = fx.GraphModule(torch.nn.Module(), graph), True
+        warn(rewrite(module, self.names, strict=strict).findings)
 
     def uuid(self) -> str:
         return f"liger_ops {package_hash()} {','.join(sorted(self.names))}"
