@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from . import classes
@@ -77,8 +78,8 @@ def head_obstacle(head: Any) -> str | None:
         if getattr(head, hooks):
             return "its head has hooks"
     for tensor in (head.weight, head.bias):
-        # A replica of DataParallel holds plain tensors.
-        if tensor is not None and type(tensor) not in (nn.Parameter, Tensor):
+        # A replica of DataParallel holds plain tensors, a model that torch.export traces fake ones.
+        if tensor is not None and type(tensor) not in (nn.Parameter, Tensor, FakeTensor):
             return f"its head holds a {type(tensor).__name__}, not a plain tensor"
     return None
 

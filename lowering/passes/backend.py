@@ -11,6 +11,7 @@ from torch import fx
 from . import rewrite
 from .chosen import checked_strict, chosen
 from .inductor import declare_ops
+from .unfused_loss import warn
 
 Compiled = Callable[..., Any]
 InnerBackend = str | Callable[..., Compiled]
@@ -64,7 +65,7 @@ def liger(
         rest.pop("rewrites", None), inner == "inductor", "backend liger: options['rewrites']"
     )
     strict = checked_strict(rest.pop("strict", None), "backend liger: options['strict']")
-    rewrite(module, names, strict=strict)
+    warn(rewrite(module, names, strict=strict).findings)
     if inner == "inductor":
         declare_ops()
         inductor = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)

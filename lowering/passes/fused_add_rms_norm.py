@@ -23,7 +23,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     for norm in report.visiting(OP, list(graph.nodes)):
         if norm.op != "call_function" or norm.target is not torch.ops.liger.rms_norm.default:
             continue
-        total = norm.args[0]
+        total: Any = norm.args[0]
         call = canonical(total)
         if call is None or call.op != "add" or not all(map(is_tensor, call.args)):
             continue

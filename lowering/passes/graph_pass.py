@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
+import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ...compile_cache import package_hash
 from . import rewrite
 from .chosen import checked_strict, chosen
+from .exported import refuse_exported
 from .inductor import declare_ops
+from .unfused_loss import warn
 
 
 def graph_pass(
@@ -35,7 +38,8 @@ def graph_pass(
 
     Raises:
         TypeError: rewrites or strict is of another type.
-        ValueError: there is no such rewrite.
+        ValueError: there is no such rewrite. The pass raises it for a graph of ATen's operators, as
+            torch.export makes it: the rewrites read Dynamo's.
     """
     return LigerGraphPass(
         chosen(rewrites, True, "graph_pass: rewrites"), checked_strict(strict, "graph_pass: strict")
@@ -49,13 +53,15 @@ class LigerGraphPass(CustomGraphPass):
         self.names, self.strict = names, strict
 
     def __call__(self, graph: fx.Graph) -> None:
+        refuse_exported(graph)
         if _is_for_a_subgraph():
             return
-        module = graph.owning_module
-        if module is None:
-            raise ValueError("graph_pass: the graph is not that of one torch.fx.GraphModule")
         declare_ops()
-        rewrite(module, self.names, strict=self.strict)
+        module, strict = graph.owning_module, self.strict
+        if module is None:
+            # There is nothing to put the graph back into, were a rewrite to fail.
+            module, strict = fx.GraphModule(torch.nn.Module(), graph), True
+        warn(rewrite(module, self.names, strict=strict).findings)
 
     def uuid(self) -> str:
         return f"liger_ops {package_hash()} {','.join(sorted(self.names))}"

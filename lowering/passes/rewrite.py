@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,12 +147,12 @@ def obstacle(match: Match, state: GraphState) -> str | None:
     return None
 
 
-def foreign(inputs: Collection[fx.Node]) -> str | None:
+def foreign(inputs: Iterable[Any]) -> str | None:
     """Why the ops do not take the tensors among `inputs`: they are DTensors, or the like."""
-    for node in inputs:
-        known = value(node)
+    for one in inputs:
+        known = value(one)
         if isinstance(known, Tensor) and not is_plain(known):
-            return f"{node.name} is a {type(known).__name__}, not a plain dense tensor"
+            return f"{one} is a {type(known).__name__}, not a plain dense tensor"
     return None
 
 
