@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import liger_ops
 from compiled_models import Inner, loss_of, results
@@ -141,6 +142,8 @@ def difference(actual: dict[str, Tensor] | None, expected: dict[str, Tensor]) ->
 
 
 def one_line(error: Exception) -> str:
-    """What an error says first."""
+    """What an error says first; of one that a backend raised, what that one says."""
+    while isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
