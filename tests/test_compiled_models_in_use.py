@@ -10,7 +10,7 @@ import torch
 import liger_ops
 from architectures import text_batch
 from compiled_models import Inner, loss_of, results
-from every_model import MODELS
+from trained_models import MODELS
 from training_steps import NEAR, difference, randomized
 
 

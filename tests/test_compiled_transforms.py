@@ -103,8 +103,15 @@ def cached(x: Tensor) -> Tensor:
     return torch.cat([torch.tensor([]), x], dim=-2)
 
 
+def written_anywhere(x: Tensor) -> Tensor:
+    """By an operation of which the passes do not know what it writes to."""
+    y = x * 2.0
+    torch.ops.aten.add_(y, 1.0)
+    return gated(y)
+
+
 PROGRAMS = [vmap, nested_vmap, grad, jvp, jacrev, per_sample_gradients, scan, cond, InPlace.apply]
-PROGRAMS += [checkpointed, cached]
+PROGRAMS += [checkpointed, cached, written_anywhere]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: getattr(one, "__name__", "apply"))

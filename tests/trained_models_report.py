@@ -1,8 +1,8 @@
 """Train every model for one step with the `liger` backend, and write docs/models.md.
 
-    python tests/every_model_report.py                     # all of them: an hour of one core
-    python tests/every_model_report.py --missing           # those that the document has not
-    python tests/every_model_report.py LlamaForCausalLM    # some of them, by name
+    python tests/trained_models_report.py                     # all of them: an hour of one core
+    python tests/trained_models_report.py --missing           # those that the document has not
+    python tests/trained_models_report.py LlamaForCausalLM    # some of them, by name
 
 The document keeps what it has of the others, and is written after each model.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from every_model import LEFT_OUT, MODELS
+from trained_models import LEFT_OUT, MODELS
 from training_steps import MODES, NEAR, CannotTrain, Model, check, own_results
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
@@ -28,7 +28,7 @@ EQUAL = "equal"
 INTRODUCTION = """\
 # Models of transformers, trained for one step with `backend="liger"`
 
-Written by `python tests/every_model_report.py`, with torch {torch} and transformers {transformers}.
+Written by `python tests/trained_models_report.py`, with torch {torch} and transformers {transformers}.
 
 Every causal language model and encoder-decoder that transformers' auto classes list, and models of
 images and sound: made small (a layer of each kind), with random weights in float32, on the CPU. A
@@ -44,7 +44,7 @@ rewrites, each within {near:.0e} as a norm: sums in another order.
 
 {summary}
 
-The ops are those in the graphs, the most of the three ways. `tests/test_every_model.py` holds some
+The ops are those in the graphs, the most of the three ways. `tests/test_trained_models.py` holds some
 of these rows.
 
 | model | ops | {modes} |

@@ -1,6 +1,6 @@
 """A step of training of models of transformers through the `liger` backend, in every way of MODES.
 
-Those of CHOSEN: `python tests/every_model_report.py` trains all that there are and writes
+Those of CHOSEN: `python tests/trained_models_report.py` trains all that there are and writes
 docs/models.md, whose rows these are held to.
 """
 
@@ -13,8 +13,8 @@ import transformers
 from packaging.version import Version
 from transformers.models.auto import modeling_auto
 
-from every_model import LEFT_OUT, MODELS, WITHOUT_PADDING
-from every_model_report import DOCUMENT, document, rows
+from trained_models import LEFT_OUT, MODELS, WITHOUT_PADDING
+from trained_models_report import DOCUMENT, document, rows
 from liger_ops.lowering.passes import REWRITES
 from training_steps import MODES, check, own_results
 
