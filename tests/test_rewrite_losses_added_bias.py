@@ -55,6 +55,18 @@ def test_what_is_added_and_is_no_bias(other, reason):
     assert reason in found.reasons("linear_cross_entropy")[0]
 
 
+def test_a_bias_that_autocast_does_not_cast():
+    """The op would cast it, as the head casts its own."""
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain(F.linear(x, weight) + bias, target)
+
+    x, weight, target = head_inputs()
+    found = check(function, x, weight, torch.randn(V), target, counts={"cross_entropy": 1})
+    assert "torch.float32 is added to logits in" in found.reasons("linear_cross_entropy")[0]
+
+
 def test_bart():
     """Its bias of the logits is a buffer, (1, V); its labels are no shifted ones."""
     torch.manual_seed(0)

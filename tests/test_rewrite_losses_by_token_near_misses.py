@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loss_spellings import Loss, V, head_inputs, with_head
+from loss_spellings import B, Loss, S, V, head_inputs, with_head
 from rewriting import Rewriter, check
 
 
@@ -122,6 +122,16 @@ def test_labels_that_are_written_between_the_parts():
     x, weight, target = head_inputs()
     found = check(with_head(written_between), x.detach(), weight.detach(), target, counts={})
     assert "written in place" in found.reasons("linear_cross_entropy")[0]
+
+
+def test_positions_that_are_regrouped_after_the_head():
+    """The op is of the logits, whose positions the targets have; the head's are others."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        index = target.clamp(min=0).view(S, B, 1)
+        return logits.view(S, B, V).log_softmax(-1).gather(-1, index).mean()
+
+    check(with_head(loss), *head_inputs(), counts={"cross_entropy": 1})
 
 
 def picked(logits: Tensor, target: Tensor) -> Tensor:
