@@ -1,22 +1,33 @@
 """Swapping parts of a model for fused ones, and back.
 
-Each fuser knows one kind of part and finds it by what it computes. It is a function of the model
-that changes it in place, and returns what it fused and what it left.
+Each fuser knows one kind of part and finds it by what it computes. It makes a plan of what it will
+change in a model, and what it leaves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
-from . import classes, experts, gated, loss, norms, rope
+from . import classes, experts, gated
+from . import loss as losses
+from . import norms as norm_modules
+from . import rope as rotary_embeddings
+from .planning import Plan, wholly_or_not_at_all
 from .report import Fused, FuseReport, Left
 
 __all__ = ["FuseReport", "Fused", "Left", "fuse", "unfuse"]
 
-FUSERS = (norms.fuse, gated.fuse, experts.fuse, rope.fuse, loss.fuse)
 
-
-def fuse(model: nn.Module) -> FuseReport:
+def fuse(
+    model: nn.Module,
+    *,
+    norms: bool = True,
+    activations: bool = True,
+    rope: bool = True,
+    loss: bool = True,
+) -> FuseReport:
     """Let the norms, activations, rotary embeddings and the loss of a model be computed by the ops.
 
     What a module computes decides, not its class: copies of it, or a function that it calls, run on
@@ -90,13 +101,33 @@ def fuse(model: nn.Module) -> FuseReport:
           1 x LayerNorm -> layer_norm(eps=1e-05)  0
     """
     _check_module("fuse", model)
-    fused: list[Fused] = []
-    left: list[Left] = []
-    for fuser in FUSERS:
-        fused_here, left_here = fuser(model)
-        fused += fused_here
-        left += left_here
+    switches = {"norms": norms, "activations": activations, "rope": rope, "loss": loss}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
+    plans = [plan(model) for plan, wanted in _planners(norms, activations, rope) if wanted]
+    fused = [entry for plan in plans for entry in plan.fused]
+    left = [entry for plan in plans for entry in plan.left]
+    with wholly_or_not_at_all(model):
+        for plan in plans:
+            for change in plan.changes:
+                change()
+        if loss:
+            fused_losses, left_losses = losses.fuse(model)
+            fused += fused_losses
+            left += left_losses
     return FuseReport(tuple(fused), tuple(left))
+
+
+def _planners(
+    norms: bool, activations: bool, rope: bool
+) -> tuple[tuple[Callable[[nn.Module], Plan], bool], ...]:
+    return (
+        (norm_modules.plan, norms),
+        (gated.plan, activations),
+        (experts.plan, activations),
+        (rotary_embeddings.plan, rope),
+    )
 
 
 def unfuse(model: nn.Module) -> int:
@@ -118,9 +149,10 @@ def unfuse(model: nn.Module) -> int:
             do; nothing is put back.
     """
     _check_module("unfuse", model)
-    # Refuses before anything has changed.
+    # Both refuse before anything has changed.
+    norm_modules.check_unfuse(model)
     count = classes.restore(model)
-    return count + norms.unfuse(model)
+    return count + norm_modules.unfuse(model)
 
 
 def _check_module(function: str, model: object) -> None:

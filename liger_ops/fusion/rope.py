@@ -19,39 +19,37 @@ from torch import nn
 
 from .. import library
 from . import classes
-from .probing import NotAnOp, undisturbed
-from .report import Fused, Left
-from .rotary import SECTIONS, Rotary, parameters_of
+from .planning import Plan
+from .probing import NotAnOp, Probes
+from .rotary import SECTIONS, WIDENED, Rotary, parameters_of
 from .rotary_probe import probe
 
 KIND = "rotary embedding"
 
 
-def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
+def plan(model: nn.Module) -> Plan:
     """Override the forward of every module that calls a function which is rope."""
-    found: dict[Any, Rotary | NotAnOp] = {}
-    fused, left = [], []
-    for name, module in model.named_modules():
+    probes = Probes()
+
+    def look(plan: Plan, name: str, module: nn.Module) -> None:
         if KIND in classes.overrides(module):
-            continue
-        class_name = type(module).__name__
+            return
         rotaries = []
-        for function_name, function in _functions(type(module)):
-            if function not in found:
-                found[function] = _probed(function_name, function)
-            rotary = found[function]
-            obstacle = _obstacle(module, function_name)
-            if isinstance(rotary, Rotary) and obstacle is None:
-                rotaries.append(rotary)
+        for function_name, function in _functions(classes.class_of(module)):
+            try:
+                rotary = probes.once(function, functools.partial(probe, function_name, function))
+                obstacle = _obstacle(module, function_name)
+                if obstacle is not None:
+                    raise NotAnOp(obstacle)
+            except NotAnOp as reason:
+                plan.leave(name, module, str(reason))
             else:
-                left.append(Left(name, class_name, obstacle or str(rotary)))
+                rotaries.append(rotary)
+                plan.fuse(name, module, "rope", dict(rotary.forms[0].options), KIND)
         if rotaries:
-            classes.override(module, KIND, tuple(rotaries))
-            fused += [
-                Fused(name, class_name, "rope", dict(rotary.forms[0].options), KIND)
-                for rotary in rotaries
-            ]
-    return fused, left
+            plan.changes.append(lambda: classes.override(module, KIND, tuple(rotaries)))
+
+    return Plan(model, look)
 
 
 @classes.kind(KIND)
@@ -81,20 +79,12 @@ def _wrapped(function: Any) -> list[types.FunctionType]:
     return found
 
 
-def _probed(name: str, function: Any) -> Rotary | NotAnOp:
-    with undisturbed():
-        try:
-            return probe(name, function)
-        except NotAnOp as reason:
-            return reason
-
-
 def _obstacle(module: nn.Module, name: str) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if "forward" in vars(module):
         return "the instance has a forward of its own"
-    chain = _wrapped(type(module).forward)
+    chain = _wrapped(classes.class_of(module).forward)
     caller = next(function for function in chain if name in function.__code__.co_names)
     for outer, inner in zip(chain, chain[1:], strict=False):
         if outer is caller:
@@ -163,6 +153,8 @@ def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., 
         if form is None:
             return original(*args, **kwargs)
         q, k, *tables = (given[name] for name in rotary.parameters[: 2 + rotary.tables])
+        if rotary.wide_tables == WIDENED and tables[0].dtype is not q.dtype:
+            q, k = q.float(), k.float()
         return form(op, q, k, tables, given.get(SECTIONS))
 
     rotated.stands_for = (rotary, original)  # type: ignore[attr-defined]
