@@ -18,6 +18,9 @@ from torch import nn
 from . import classes
 from .probing import HOOKS, NotAnOp
 
+# How the names begin of what FSDP2 keeps in a module's attributes.
+STATE = "__composable_api_state"
+
 # For each module and name of a parameter what stands there in a forward, without memory.
 Whole = dict[tuple[nn.Module, str], nn.Parameter]
 
@@ -52,7 +55,9 @@ def with_whole_parameters(module: nn.Module, whole: Whole) -> nn.Module:
         if parameter is not None and parameters[name] is None:
             raise NotAnOp(f"{name} is held by FSDP, not as a whole tensor or not in this model")
     stand_in: nn.Module = object.__new__(classes.class_of(module))
-    vars(stand_in).update(vars(module), _parameters=parameters)
+    # What FSDP2 keeps in a module holds the sharded model, and cannot be copied.
+    kept = {name: value for name, value in vars(module).items() if not name.startswith(STATE)}
+    vars(stand_in).update(kept, _parameters=parameters)
     vars(stand_in).update({hooks: OrderedDict() for hooks in HOOKS})
     return stand_in
 

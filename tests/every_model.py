@@ -1,0 +1,82 @@
+"""Every model of transformers that can be built on the meta device, made small."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+LAYERS = 4
+VOCABULARY = 512
+
+# Of each configuration the first class that there is: with a head for a loss, if any has one.
+FIRST = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM")
+MAPPINGS = [
+    f"MODEL_FOR_{name}_MAPPING" for name in FIRST
+] + ["MODEL_FOR_PRETRAINING_MAPPING", "MODEL_MAPPING"]
+
+# Names of attributes that count layers.
+COUNT = re.compile(r"^((num|n)_\w*layers?|\w*_layers|num_hidden_layers|depth|n_layer)$")
+
+
+def model_types() -> list[str]:
+    return sorted(CONFIG_MAPPING.keys())
+
+
+def built(model_type: str) -> nn.Module | None:
+    """A model of this type on the meta device; None where its class has no default that works, or
+    needs a package that is not here."""
+    for shrink in (True, False):
+        model = _built(model_type, shrink)
+        if model is not None:
+            return model
+    return None
+
+
+def _built(model_type: str, shrink: bool) -> nn.Module | None:
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            config = CONFIG_MAPPING[model_type]()
+            if shrink:
+                shrunk(config)
+            cls = class_for(type(config))
+            return None if cls is None else cls(config)
+    except Exception:
+        return None
+
+
+def class_for(config: type) -> Any:
+    others = [name for name in dir(modeling_auto) if re.fullmatch(r"MODEL_\w*MAPPING", name)]
+    for name in (*MAPPINGS, *others):
+        mapping = getattr(modeling_auto, name)
+        if config in mapping:
+            found = mapping[config]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    return None
+
+
+def shrunk(config: Any) -> None:
+    """Fewer layers and tokens, in the configuration and those that it holds."""
+    counts = set()
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            shrunk(value)
+        elif isinstance(value, bool) or not isinstance(value, int):
+            continue
+        elif COUNT.fullmatch(name) and value > LAYERS:
+            counts.add(value)
+            setattr(config, name, LAYERS)
+        elif name == "vocab_size" and value > VOCABULARY:
+            config.vocab_size = VOCABULARY
+        elif name.endswith("_token_id") and value >= VOCABULARY:
+            setattr(config, name, 0)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) in counts:
+            setattr(config, name, value[:LAYERS])
