@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from typing import Any
@@ -13,13 +14,15 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LAYERS = 4
+CLASSES = 3
 VOCABULARY = 512
 
 # Of each configuration the first class that there is: with a head for a loss, if any has one.
 FIRST = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM")
-MAPPINGS = [
-    f"MODEL_FOR_{name}_MAPPING" for name in FIRST
-] + ["MODEL_FOR_PRETRAINING_MAPPING", "MODEL_MAPPING"]
+MAPPINGS = [f"MODEL_FOR_{name}_MAPPING" for name in FIRST] + [
+    "MODEL_FOR_PRETRAINING_MAPPING",
+    "MODEL_MAPPING",
+]
 
 # Names of attributes that count layers.
 COUNT = re.compile(r"^((num|n)_\w*layers?|\w*_layers|num_hidden_layers|depth|n_layer)$")
@@ -30,44 +33,43 @@ def model_types() -> list[str]:
 
 
 def built(model_type: str) -> nn.Module | None:
-    """A model of this type on the meta device; None where its class has no default that works, or
-    needs a package that is not here."""
-    for shrink in (True, False):
-        model = _built(model_type, shrink)
-        if model is not None:
-            return model
+    """A model of this type on the meta device; None where no class of its own can be built from
+    what its configuration is by default, or needs a package that is not here."""
+    for is_shrunk in (True, False):
+        try:
+            config = CONFIG_MAPPING[model_type]()
+            classes = classes_for(type(config))
+            if is_shrunk:
+                shrink(config)
+        except Exception:
+            continue
+        for cls in classes:
+            try:
+                with warnings.catch_warnings(), torch.device("meta"):
+                    warnings.simplefilter("ignore")
+                    return cls(copy.deepcopy(config))
+            except Exception:
+                continue
     return None
 
 
-def _built(model_type: str, shrink: bool) -> nn.Module | None:
-    try:
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")
-            config = CONFIG_MAPPING[model_type]()
-            if shrink:
-                shrunk(config)
-            cls = class_for(type(config))
-            return None if cls is None else cls(config)
-    except Exception:
-        return None
-
-
-def class_for(config: type) -> Any:
+def classes_for(config: type) -> list[Any]:
     others = [name for name in dir(modeling_auto) if re.fullmatch(r"MODEL_\w*MAPPING", name)]
+    found = []
     for name in (*MAPPINGS, *others):
         mapping = getattr(modeling_auto, name)
         if config in mapping:
-            found = mapping[config]
-            return found[0] if isinstance(found, (tuple, list)) else found
-    return None
+            classes = mapping[config]
+            found.append(classes[0] if isinstance(classes, (tuple, list)) else classes)
+    return list(dict.fromkeys(found))[:CLASSES]
 
 
-def shrunk(config: Any) -> None:
+def shrink(config: Any) -> None:
     """Fewer layers and tokens, in the configuration and those that it holds."""
     counts = set()
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PreTrainedConfig):
-            shrunk(value)
+            shrink(value)
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
         elif COUNT.fullmatch(name) and value > LAYERS:

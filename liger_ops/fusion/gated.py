@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,10 @@ from .probing import (
 )
 
 KIND = "gated MLP"
+
+# What a reader of the report takes for a gated activation (and not "Glue"), and what may have one.
+GATED_NAME = re.compile(r"GLU|[Gg]lu(?!e)")
+MLP_NAME = re.compile(r"mlp|feedforward|ffn", re.IGNORECASE)
 
 # Of all projections, and of the input, where one of them does not tell its own.
 ANY_WIDTH = 48
@@ -120,12 +125,19 @@ def _may_be_one(module: nn.Module) -> bool:
 
 def _looks_gated(module: nn.Module) -> bool:
     """Whether a reader of the report expects to find the module there. It decides nothing else."""
-    class_name = classes.class_of(module).__name__.lower()
-    if "glu" in class_name:
+    class_name = classes.class_of(module).__name__
+    if GATED_NAME.search(class_name):
         return True
-    if not any(word in class_name for word in ("mlp", "feedforward", "ffn")):
+    if not MLP_NAME.search(class_name):
         return False
-    return len(_projections(module)) == 3 or any("gate" in name for name in module._modules)
+    projections = list(_projections(module).values())
+    if len(projections) == 3 or any("gate" in name for name in module._modules):
+        return True
+    if len(projections) != 2:
+        return False
+    packed, down = projections
+    width, halves = getattr(down, "in_features", None), getattr(packed, "out_features", None)
+    return width is not None and halves == 2 * width
 
 
 def _probe_key(module: nn.Module) -> Any:
@@ -154,7 +166,7 @@ def _obstacle(module: nn.Module) -> str | None:
     """Why a module's forward cannot be overridden, or its copy would not do what it does."""
     count = len(_projections(module))
     if count not in (2, 3):
-        return f"it has {count} children that may be projections"
+        return f"it has {count} {'child' if count == 1 else 'children'} that may be projections"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if parametrize.is_parametrized(module):

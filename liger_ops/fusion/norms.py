@@ -131,9 +131,13 @@ def _probe_key(module: nn.Module) -> Any:
 
 def _looks_like_a_norm(name: str, module: nn.Module) -> bool:
     """Whether a reader of the report expects to find the module there. It decides nothing else."""
+    class_name = classes.class_of(module).__name__
+    if class_name.endswith(("RMSNorm", "LayerNorm", "GroupNorm")):
+        return True
     is_leaf = all(child is None for child in module._modules.values())
-    named = "norm" in f"{type(module).__name__}.{name.rpartition('.')[2]}".lower()
-    return named and (is_leaf or parametrize.is_parametrized(module))
+    named = "norm" in f"{class_name}.{name.rpartition('.')[2]}".lower()
+    has_weight = "Norm" in class_name and "weight" in module._parameters
+    return (named and (is_leaf or parametrize.is_parametrized(module))) or has_weight
 
 
 def _replacement(original: nn.Module, norm: Norm) -> nn.Module:

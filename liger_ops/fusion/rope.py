@@ -10,8 +10,9 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from torch import nn
 from .. import library
 from . import classes
 from .planning import Plan
-from .probing import NotAnOp, Probes
+from .probing import NotAnOp, Probes, own_attributes
 from .rotary import SECTIONS, WIDENED, Rotary, parameters_of
 from .rotary_probe import probe
 
 KIND = "rotary embedding"
+
+ROTARY_NAME = re.compile(r"apply_(\w+_)?(rotary|rope)")
 
 
 def plan(model: nn.Module) -> Plan:
@@ -34,6 +37,8 @@ def plan(model: nn.Module) -> Plan:
     def look(plan: Plan, name: str, module: nn.Module) -> None:
         if KIND in classes.overrides(module):
             return
+        for reason in _not_called_as_rope(module):
+            plan.leave(name, module, reason)
         rotaries = []
         for function_name, function in _functions(classes.class_of(module)):
             try:
@@ -68,6 +73,29 @@ def _functions(cls: Any) -> list[tuple[str, Any]]:
         for name in function.__code__.co_names
         if parameters_of(function.__globals__.get(name))
     ]
+
+
+def _not_called_as_rope(module: nn.Module) -> Iterator[str]:
+    """Why functions are left that by their names a reader of the report expects to find there."""
+    forward = getattr(classes.class_of(module), "forward", None)
+    for name, function in _named_rotary(forward):
+        if inspect.isfunction(function) and not parameters_of(function):
+            names = ", ".join(inspect.signature(function).parameters)
+            yield f"{name} takes ({names}), not queries, keys and their tables"
+    # As diffusers' attentions have it, whose forward calls a processor.
+    for value in own_attributes(module).values():
+        call = getattr(type(value), "__call__", None)  # noqa: B004
+        if not isinstance(value, nn.Module):
+            for name, _ in _named_rotary(call):
+                yield f"{name} is called by its {type(value).__name__}, not by its forward"
+
+
+def _named_rotary(caller: Any) -> Iterator[tuple[str, Any]]:
+    """The global functions that code names, and whose names say that they are rope."""
+    for function in _wrapped(caller):
+        for name in function.__code__.co_names:
+            if ROTARY_NAME.search(name) and callable(function.__globals__.get(name)):
+                yield name, function.__globals__[name]
 
 
 def _wrapped(function: Any) -> list[types.FunctionType]:
