@@ -14,8 +14,11 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LAYERS = 4
-CLASSES = 3
 VOCABULARY = 512
+ANY = 2**40
+
+# Of a model type, how many classes are tried.
+CLASSES = 3
 
 # Of each configuration the first class that there is: with a head for a loss, if any has one.
 FIRST = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM")
@@ -35,12 +38,11 @@ def model_types() -> list[str]:
 def built(model_type: str) -> nn.Module | None:
     """A model of this type on the meta device; None where no class of its own can be built from
     what its configuration is by default, or needs a package that is not here."""
-    for is_shrunk in (True, False):
+    for layers, vocabulary in ((LAYERS, VOCABULARY), (ANY, VOCABULARY), (ANY, ANY)):
         try:
             config = CONFIG_MAPPING[model_type]()
             classes = classes_for(type(config))
-            if is_shrunk:
-                shrink(config)
+            shrink(config, layers, vocabulary)
         except Exception:
             continue
         for cls in classes:
@@ -64,21 +66,21 @@ def classes_for(config: type) -> list[Any]:
     return list(dict.fromkeys(found))[:CLASSES]
 
 
-def shrink(config: Any) -> None:
-    """Fewer layers and tokens, in the configuration and those that it holds."""
+def shrink(config: Any, layers: int, vocabulary: int) -> None:
+    """At most so many layers and tokens, in the configuration and those that it holds."""
     counts = set()
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PreTrainedConfig):
-            shrink(value)
+            shrink(value, layers, vocabulary)
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
-        elif COUNT.fullmatch(name) and value > LAYERS:
+        elif COUNT.fullmatch(name) and value > layers:
             counts.add(value)
-            setattr(config, name, LAYERS)
-        elif name == "vocab_size" and value > VOCABULARY:
-            config.vocab_size = VOCABULARY
-        elif name.endswith("_token_id") and value >= VOCABULARY:
+            setattr(config, name, layers)
+        elif name == "vocab_size" and value > vocabulary:
+            config.vocab_size = vocabulary
+        elif name.endswith("_token_id") and value >= vocabulary:
             setattr(config, name, 0)
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) in counts:
-            setattr(config, name, value[:LAYERS])
+            setattr(config, name, value[:layers])

@@ -50,4 +50,17 @@ def rotary_embeddings(model: nn.Module) -> Iterator[str]:
                 break
 
 
+def heads(model: nn.Module) -> Iterator[str]:
+    """Of models that have a loss too."""
+    for name, module in model.named_modules():
+        has_loss = hasattr(type(module), "loss_function") or "loss_function" in vars(module)
+        if has_loss and hasattr(type(module), "get_output_embeddings"):
+            try:
+                head = module.get_output_embeddings()
+            except (AttributeError, NotImplementedError):
+                continue
+            if head is not None:
+                yield name
+
+
 RULES = (norms, activations, rotary_embeddings)

@@ -54,10 +54,10 @@ def plan(model: nn.Module) -> Plan:
         children = tuple(leaf_key(child) for child in module._modules.values())
         key = cls, attributes_key(module), children
         activation = probes.once(key, lambda: _probed(module))
-        plan.fuse(name, module, activation.op, dict(activation.options), "gated activation")
+        plan.fuse(name, module, activation.op, dict(activation.options))
         plan.changes.append(lambda: classes.override(module, KIND, activation))
 
-    return Plan(model, look)
+    return Plan("gated activation", model, look)
 
 
 @classes.kind(KIND)

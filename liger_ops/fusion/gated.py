@@ -71,11 +71,10 @@ def plan(model: nn.Module) -> Plan:
             if not _looks_gated(module):
                 return
             raise
-        op, options = mlp.activation.op, dict(mlp.activation.options)
-        plan.fuse(name, module, op, options, "gated activation")
+        plan.fuse(name, module, mlp.activation.op, dict(mlp.activation.options))
         plan.changes.append(lambda: classes.override(module, KIND, mlp))
 
-    return Plan(model, look)
+    return Plan("gated activation", model, look)
 
 
 def _found(probes: Probes, module: nn.Module) -> MLP:

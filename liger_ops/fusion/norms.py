@@ -50,9 +50,9 @@ def plan(model: nn.Module) -> Plan:
             if not _looks_like_a_norm(name, module):
                 return
             raise
-        plan.fuse(name, module, norm.op, norm.options, KIND)
+        plan.fuse(name, module, norm.op, norm.options)
 
-    plan = Plan(model, look)
+    plan = Plan(KIND, model, look)
     plan.changes.append(lambda: _swap(model, replacements.get))
     return plan
 

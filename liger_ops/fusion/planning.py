@@ -16,12 +16,15 @@ from .report import Fused, Left
 class Plan:
     """What one fuser finds in a model, and the changes that it will make of it."""
 
-    def __init__(self, model: nn.Module, look: Callable[[Plan, str, nn.Module], None]) -> None:
-        """Look at every module of a model.
+    def __init__(
+        self, kind: str, model: nn.Module, look: Callable[[Plan, str, nn.Module], None]
+    ) -> None:
+        """Look at every module of a model for parts of a kind.
 
         `look` writes into the plan what it finds of a module, and raises NotAnOp for one that is
         left. A module on which it fails otherwise is left too, whatever it is.
         """
+        self.kind = kind
         self.fused: list[Fused] = []
         self.left: list[Left] = []
         self.changes: list[Callable[[], object]] = []
@@ -34,12 +37,11 @@ class Plan:
                 self.leave(name, module, f"it cannot be probed: {first_line(error)}")
 
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
-        self.left.append(Left(name, classes.class_of(module).__name__, reason))
+        self.left.append(Left(name, classes.class_of(module).__name__, reason, self.kind))
 
-    def fuse(
-        self, name: str, module: nn.Module, op: str, options: dict[str, Any], kind: str
-    ) -> None:
-        self.fused.append(Fused(name, classes.class_of(module).__name__, op, options, kind))
+    def fuse(self, name: str, module: nn.Module, op: str, options: dict[str, Any]) -> None:
+        class_name = classes.class_of(module).__name__
+        self.fused.append(Fused(name, class_name, op, options, self.kind))
 
 
 @contextmanager

@@ -27,11 +27,12 @@ class Fused:
 @dataclass(frozen=True)
 class Left:
     """A module that looks as if it could be fused, and was not: its name in the model, which is
-    empty for the model itself, its class, and why."""
+    empty for the model itself, its class, why, and what of it was left."""
 
     name: str
     class_name: str
     reason: str
+    kind: str = "loss"
 
     def __str__(self) -> str:
         return f"{self.class_name}: {self.reason}"

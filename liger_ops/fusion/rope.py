@@ -50,11 +50,11 @@ def plan(model: nn.Module) -> Plan:
                 plan.leave(name, module, str(reason))
             else:
                 rotaries.append(rotary)
-                plan.fuse(name, module, "rope", dict(rotary.forms[0].options), KIND)
+                plan.fuse(name, module, "rope", dict(rotary.forms[0].options))
         if rotaries:
             plan.changes.append(lambda: classes.override(module, KIND, tuple(rotaries)))
 
-    return Plan(model, look)
+    return Plan(KIND, model, look)
 
 
 @classes.kind(KIND)
