@@ -13,6 +13,9 @@ from liger_ops import fuse
 # One after the other they take as long as one; pytest-xdist runs them beside each other.
 SHARDS = 8
 
+# How a reason begins of code that no probe foresees.
+FAILED = ("its probe failed", "it cannot be probed")
+
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_every_model(shard: int) -> None:
@@ -32,7 +35,7 @@ def test_every_model(shard: int) -> None:
         named = {entry.name for entry in (*report.fused, *report.left)}
         silent = [(rule, name) for rule, name in expected if name not in named]
         assert not silent, f"{model_type}: {sorted(silent)[:5]} are neither fused nor left"
-        failed = [entry for entry in report.left if "probe" in entry.reason]
+        failed = [entry for entry in report.left if entry.reason.startswith(FAILED)]
         assert not failed, f"{model_type}: {failed[:5]}"
         row = str(fuse_report.Row(model_type, class_name, report))
         if is_recorded and f"| {model_type} |" in recorded:

@@ -64,7 +64,7 @@ def class_of(module: nn.Module) -> type:
 
 def set_class(module: nn.Module, cls: type) -> None:
     """Give a module another class, to which FSDP2's methods are added where it has them."""
-    sharded = type(module)
+    sharded: Any = type(module)
     if not _is_sharded(sharded):
         module.__class__ = cls
         return

@@ -71,6 +71,8 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, mixin):
             state = module._get_fsdp_state()
-            # torch before 2.12 has one group to a state.
             groups = getattr(state, "_fsdp_param_groups", None)
-            yield from [state._fsdp_param_group] if groups is None else groups
+            if groups is None:
+                # Before torch 2.13 a module has one, or none if it has no parameters.
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            yield from groups
