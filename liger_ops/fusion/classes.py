@@ -56,7 +56,7 @@ def overrides(module: nn.Module) -> dict[str, Any]:
     return {name: facts for _, name, facts in _layers(class_of(module))}
 
 
-def class_of(module: nn.Module) -> type:
+def class_of(module: nn.Module) -> type[nn.Module]:
     """A module's class, without what FSDP2 has added to it."""
     cls = type(module)
     return cls.__bases__[1] if _is_sharded(cls) else cls

@@ -90,7 +90,7 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 def _probed(module: nn.Module) -> Activation:
-    copied: nn.Module = object.__new__(classes.class_of(module))
+    copied = object.__new__(classes.class_of(module))
     try:
         children = copy.deepcopy(module._modules)
     except Exception as error:

@@ -210,7 +210,7 @@ class _Copy:
         self.numbers = numbers_of(module)
         self.width, self.widths = _widths(_projections(module))
         self.calls: list[tuple[str, Tensor]] = []
-        self.copy: Any = object.__new__(classes.class_of(module))
+        self.copy = object.__new__(classes.class_of(module))
         try:
             children = {
                 name: _Projection(name, self.calls) if name in self.widths else copy.deepcopy(child)

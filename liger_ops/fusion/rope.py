@@ -112,7 +112,7 @@ def _obstacle(module: nn.Module, name: str) -> str | None:
         return "it is a ScriptModule"
     if "forward" in vars(module):
         return "the instance has a forward of its own"
-    chain = _wrapped(getattr(classes.class_of(module), "forward", None))
+    chain = _wrapped(classes.class_of(module).forward)
     caller = next(function for function in chain if name in function.__code__.co_names)
     for outer, inner in zip(chain, chain[1:], strict=False):
         if outer is caller:
