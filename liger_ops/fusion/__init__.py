@@ -47,15 +47,33 @@ def fuse(
       sines (or complex frequencies) which is `rope` is made again, to call the op. Where tables of
       float32 make float32 of queries in bfloat16, as in autocast, the op's results are float32 too.
       Calls of other forms still reach the function.
-    * The loss: a causal language model, any module with `get_output_embeddings()` and a
-      `loss_function`, whose loss is the cross-entropy of the labels shifted by one and of what its
-      head, a torch.nn.Linear, returns, also scaled or capped, computes it by
-      `linear_cross_entropy`. While it trains and labels are given, it returns the loss and no
-      logits: `output.logits` is None. It returns them as before in evaluation, without labels,
-      where logits_to_keep is given, and for the argument `skip_logits=False` of its forward;
-      `skip_logits=True` lets it do without them in evaluation too. All else that its forward
-      computes from the labels, such as the loss of routers, stays. Where the head has become
-      another module since, such as peft's, or loss_function another function, it is as before.
+    * The loss: a model with `get_output_embeddings()`, whose loss is the cross-entropy of its
+      labels, shifted by one or not, and of what its head, a torch.nn.Linear, returns, also scaled
+      or capped, computes it by `linear_cross_entropy`. It may come of the model's `loss_function`
+      or of a torch.nn.CrossEntropyLoss in its forward. The head may be a part of a child, and the
+      model one that holds a language model. While it trains and labels are
+      given, it returns the loss and no logits: `output.logits` is None. It returns them as before
+      in evaluation, without labels, where logits_to_keep is given, and for the argument
+      `skip_logits=False` of its forward; `skip_logits=True` lets it do without them in evaluation
+      too. All else that its forward computes from the labels, such as the loss of routers, stays.
+      A head in peft's modules_to_save, and one whose LoRA is merged, is the linear layer that it
+      calls.
+
+      The forward takes `reduction`, `label_smoothing`, `lse_square_scale`, `accum_dtype` and
+      `chunk_bytes`, as of `linear_cross_entropy`; `use_token_scaling`, which multiplies each
+      token's loss by the probability of its label, as a constant; `return_token_accuracy` and
+      `return_predicted_tokens`, which add `token_accuracy`, the share of the labels predicted, and
+      `predicted_tokens`, of the labels' shape, to the output: by name, or at the end of a tuple.
+      They are computed with and without logits, but for models whose forward calls
+      CrossEntropyLoss: there they raise where logits are kept. accum_dtype and chunk_bytes, which
+      set memory alone, have nothing to set where logits are kept. It takes `shift_labels` without labels
+      too, where its loss_function takes them. A wrong value of any of these raises TypeError or
+      ValueError, and so does asking for any without labels. Other arguments go where they went.
+
+      Where a step of training with labels has to make all logits, since the head has become another
+      module, has hooks or is sharded by itself, or loss_function another function, it computes what
+      the model did before, and warns once of each reason; for `skip_logits=True` it raises
+      ValueError.
 
     Each kind has a switch, an argument of this function.
 
@@ -82,7 +100,8 @@ def fuse(
     norm whose class returns the weight's dtype is left where the model's other
     parameters have another dtype than its weight. Experts whose implementation is eager, with the
     activation in their forward, are left too. So is the loss where the head is none of
-    torch.nn.Linear's, is wrapped or quantised, or where the logits serve for anything else.
+    torch.nn.Linear's, is adapted or quantised, or where the logits serve for anything else, and
+    that of classifiers.
 
     A model can be fused before FSDP2's `fully_shard` and after it. After it, the norms whose
     parameters it holds stay in their places too, and their classes become subclasses. Parameters
