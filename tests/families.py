@@ -163,7 +163,7 @@ FAMILIES = [
     text("Glm4", 9),
     text("GptOss", 5, "clamped_swiglu", num_local_experts=4, **EXPERTS),
     text("Qwen3Moe", 9, num_experts=4, moe_intermediate_size=16, **EXPERTS),
-    Family("Bert", bert, {"layer_norm": 6}, token_inputs),
+    Family("Bert", bert, {"layer_norm": 6}, token_inputs, has_loss=True),
     Family("ViT", vit, {"layer_norm": 5}, image_inputs),
     Family("diffusion", diffusion, {"group_norm": 4}, image_inputs),
 ]

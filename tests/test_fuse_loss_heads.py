@@ -147,9 +147,9 @@ def compiled(head: nn.Module) -> nn.Module:
 
 
 CHANGED_HEADS = {
-    "its head is a LoraHead, not a torch.nn.Linear": wrap(LoraHead),
-    "its head is a SavedHead, not": wrap(SavedHead),
-    "its head is a QuantizedHead, not": wrap(quantized),
+    "its head is a test_fuse_loss_heads.LoraHead, not a torch.nn.Linear": wrap(LoraHead),
+    "its head is a test_fuse_loss_heads.SavedHead, not": wrap(SavedHead),
+    "its head is a test_fuse_loss_heads.QuantizedHead, not": wrap(quantized),
     "its head has hooks": wrap(hooked),
     "its head has a forward of its own": wrap(with_own_forward),
     "its head holds a Strange, not a plain tensor": wrap(with_strange_weight),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -88,6 +87,8 @@ def and_prediction(model: Model, x: Tensor, target: Tensor) -> Any:
 
 def as_accelerate_wraps_it(model: Model, x: Tensor, target: Tensor) -> Any:
     """In its bf16 mode."""
+    accelerate = pytest.importorskip("accelerate", reason="the wrapper is accelerate's")
+    convert_outputs_to_fp32 = accelerate.utils.convert_outputs_to_fp32
     forward = convert_outputs_to_fp32(lambda *batch: and_logits(model.bfloat16(), *batch))
     return forward(x.bfloat16(), target)
 
@@ -108,7 +109,7 @@ UNFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "returned": (and_logits, "the logits are returned", "returns the loss alone"),
     "accelerate": (as_accelerate_wraps_it, "the logits are returned", "returns the loss alone"),
     "argmax": (and_prediction, "are used by argmax too", "explain"),
-    "autocast": (in_two_autocasts, "different autocast modes", "explain"),
+    "autocast": (in_two_autocasts, "different gradient or autocast modes", "explain"),
     "graphs": (in_two_graphs, "computed outside of the graph", "without a graph break"),
 }
 

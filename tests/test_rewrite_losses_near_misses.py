@@ -137,6 +137,11 @@ def rounded(logits: Tensor, target: Tensor) -> Tensor:
     return transformers(logits.to(torch.bfloat16), target)
 
 
+def in_float64(logits: Tensor, target: Tensor) -> Tensor:
+    """Which the op of such logits computes in, and that of narrower ones not."""
+    return plain(logits.double(), target)
+
+
 def mixed(logits: Tensor, target: Tensor) -> Tensor:
     """A view that mixes the vocabulary with the positions."""
     rows = logits.transpose(1, 2).reshape(-1, V)
@@ -191,6 +196,7 @@ BROKEN: dict[str, tuple[Loss, int]] = {
     "negated": (negated, 0),
     "scaled-by-a-tensor": (scaled_by_tensor, 0),
     "rounded": (rounded, 0),
+    "in-float64": (in_float64, 0),
     "mixed": (mixed, 0),
     "regrouped": (regrouped, 0),
     "some-classes": (of_some_classes, 0),

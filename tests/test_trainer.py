@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from families import FAMILIES, VOCABULARY
+from families import FAMILIES, VOCABULARY, text
 from liger_ops.fusion import fuse
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -71,6 +71,9 @@ def train(model: nn.Module, path: Path, **options: Any) -> tuple[list[float], di
     return losses, {"eval_loss": evaluation["eval_loss"]}
 
 
+AOT_EAGER = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=lambda o: "".join(o)
 )
@@ -87,3 +90,49 @@ def test_losses_are_those_of_the_model(options: dict[str, Any], tmp_path: Path) 
     bound = 1e-2 if "bf16" in options else 1e-4
     assert fused_losses == pytest.approx(losses, rel=bound)
     assert fused_evaluation == pytest.approx(evaluation, rel=bound)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [AOT_EAGER, {**AOT_EAGER, "bf16": True, "gradient_checkpointing": True}],
+    ids=["float32", "bfloat16 and checkpointed"],
+)
+def test_compiled_by_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    """A fused model, compiled by Trainer's own switch: the same steps, and no logits in them."""
+    fused = text("Llama", 3, num_hidden_layers=1).model()
+    model = copy.deepcopy(fused)
+    fuse(fused)
+    seen: list[Any] = []
+    fused.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+    plain = {name: value for name, value in options.items() if not name.startswith("torch_compile")}
+    losses, evaluation = train(model, tmp_path / "model", **plain)
+    torch._dynamo.reset()
+    fused_losses, fused_evaluation = train(fused, tmp_path / "fused", **options)
+    assert seen and seen[0] is None
+    bound = 1e-2 if "bf16" in options else 1e-4
+    assert fused_losses == pytest.approx(losses, rel=bound)
+    assert fused_evaluation == pytest.approx(evaluation, rel=bound)
+
+
+def test_compiled_before_trainer(tmp_path: Path) -> None:
+    """`model.compile(backend="liger")`, which Trainer takes for the model that it is."""
+    model = text("Llama", 3, num_hidden_layers=1).model()
+    rewritten = copy.deepcopy(model)
+    torch._dynamo.reset()
+    rewritten.compile(backend="liger", options={"inner_backend": "aot_eager"})
+    expected = train(model, tmp_path / "model")
+    losses, evaluation = train(rewritten, tmp_path / "compiled")
+    assert losses == pytest.approx(expected[0], rel=1e-4)
+    assert evaluation == pytest.approx(expected[1], rel=1e-4)
+
+
+def test_label_smoothing_of_trainer(tmp_path: Path) -> None:
+    """Trainer computes that loss itself, of logits that it gets for a call without labels."""
+    model = text("Llama", 3, num_hidden_layers=1).model()
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    options = {"label_smoothing_factor": 0.1}
+    losses, evaluation = train(model, tmp_path / "model", **options)
+    fused_losses, fused_evaluation = train(fused, tmp_path / "fused", **options)
+    assert fused_losses == pytest.approx(losses, rel=1e-4)
+    assert fused_evaluation == pytest.approx(evaluation, rel=1e-4)

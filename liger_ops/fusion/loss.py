@@ -1,4 +1,4 @@
-"""The loss of causal language models: head and cross-entropy as one op."""
+"""The losses of language models: head and cross-entropy as one op."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from . import classes, loss_call
+from . import (
+    classes,
+    loss_call,  # noqa: F401 (the kind "loss" is registered there)
+    loss_view,
+)
 from .loss_probe import probe
+from .loss_value import CausalLoss
 from .probing import NotAnOp
 from .report import Fused, Left
 
@@ -16,59 +21,76 @@ OP = "linear_cross_entropy"
 
 
 def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
-    """Give every causal language model in a model a forward that skips the logits."""
+    """Give every language model in a model a forward that skips the logits."""
     fused, left = [], []
     for name, module in model.named_modules():
-        head = _output_embedding(module)
-        if head is None or "loss" in classes.overrides(module):
+        if "loss" in classes.overrides(module) or not _has_a_loss(type(module)):
             continue
         class_name = type(module).__name__
+        head = _output_embedding(module)
+        if head is None:
+            if _is_classifier(class_name):
+                left.append(Left(name, class_name, "its loss is a classifier's, of no vocabulary"))
+            continue
         try:
-            head_name = _name_of_child(module, head)
-            loss = _probed(module, head_name)
+            loss = _probed(module, _path_to(module, head))
         except NotAnOp as reason:
-            if _looks_like_a_causal_model(module, head):
-                left.append(Left(name, class_name, str(reason)))
+            left.append(Left(name, class_name, str(reason)))
             continue
         classes.override(module, "loss", loss)
         options = {"logit_scale": loss.logit_scale, "softcap": loss.softcap}
         fused.append(Fused(name, class_name, OP, options, "loss"))
+    for module in model.modules():
+        facts = classes.overrides(module).get("loss")
+        if facts is not None:
+            loss_view.prepare(module, facts.head)
     return fused, left
+
+
+def _has_a_loss(cls: Any) -> bool:
+    """Whether a class is of models that compute a loss of labels, and may have a head.
+
+    Of the class: a wrapper, such as peft's, answers for the model that it holds.
+    """
+    if not hasattr(cls, "get_output_embeddings"):
+        return False
+    return "labels" in inspect.signature(cls.forward).parameters
+
+
+def _is_classifier(class_name: str) -> bool:
+    return "For" in class_name and "Classification" in class_name
 
 
 def _output_embedding(module: nn.Module) -> Any:
     """The head of a language model, or None for any other module."""
-    # Of the class: a wrapper, such as peft's, answers for the model that it holds.
     cls: Any = type(module)
-    if not hasattr(cls, "get_output_embeddings") or not (
-        hasattr(cls, "loss_function") or "loss_function" in vars(module)
-    ):
-        return None
     try:
         return cls.get_output_embeddings(module)
     except Exception:
         return None
 
 
-def _name_of_child(module: nn.Module, head: nn.Module) -> str:
-    for name, child in module._modules.items():
+def _path_to(module: nn.Module, head: nn.Module) -> str:
+    for name, child in module.named_modules():
         if child is head:
-            return name
+            return _checked(module, name)
     raise NotAnOp("its head is not a child of it")
 
 
-def _probed(module: nn.Module, head_name: str) -> loss_call.CausalLoss:
-    reason = loss_call.head_obstacle(getattr(module, head_name))
-    if reason is not None:
-        raise NotAnOp(reason)
-    for name in vars(module):
-        # A view of the model has the methods of the class.
-        if name != "loss_function" and inspect.isroutine(getattr(type(module), name, None)):
-            raise NotAnOp(f"the instance has a {name} of its own")
-    return probe(module, head_name)
+def _checked(module: nn.Module, path: str) -> str:
+    """The path, of which a view can be made of each module but the last."""
+    names = path.split(".")
+    for i in range(len(names)):
+        holder = module.get_submodule(".".join(names[:i]))
+        if type(holder).forward is nn.Module.forward or isinstance(holder, nn.Sequential):
+            raise NotAnOp(f"its head is in a {type(holder).__name__}, not a child of it")
+        for name in vars(holder):
+            # A view of the module has the methods of the class.
+            if name != "loss_function" and inspect.isroutine(getattr(type(holder), name, None)):
+                what = f"its {names[i - 1]}" if i else "the instance"
+                raise NotAnOp(f"{what} has a {name} of its own")
+    return path
 
 
-def _looks_like_a_causal_model(module: nn.Module, head: nn.Module) -> bool:
-    """Whether a reader of the report expects to find the model there. It decides nothing else."""
-    name = type(module).__name__
-    return "CausalLM" in name or "LMHead" in name or head in module._modules.values()
+def _probed(module: nn.Module, path: str) -> CausalLoss:
+    return probe(module, path)

@@ -8,16 +8,20 @@ with the model's vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .loss_call import CausalLoss, drop, view_class, without_logits
+from . import loss_written
+from .loss_head import child_of, head_of
+from .loss_output import drop
+from .loss_stand_in import RecordingHead, stand_in
+from .loss_value import CausalLoss
+from .loss_view import view_class, view_of, without_logits
 from .probing import DEVICE, NotAnOp, dtype_name, first_line, undisturbed, uniform
 
 BATCH, LENGTH, HIDDEN = 2, 4, 4
@@ -32,7 +36,7 @@ TINY, HUGE = 2.0**-20, 2.0**30
 SIZES = (TINY, 1.0, 30.0, 400.0)
 
 
-def probe(model: nn.Module, head_name: str) -> CausalLoss:
+def probe(model: nn.Module, path: str) -> CausalLoss:
     """Find the cross-entropy that a causal language model computes.
 
     First its logits as a function of what its head returns: the scale and the cap are measured, and
@@ -46,23 +50,28 @@ def probe(model: nn.Module, head_name: str) -> CausalLoss:
 
     Args:
         model: a model with `loss_function`, on any device, meta too.
-        head_name: of its head, a child that is a torch.nn.Linear.
+        path: to its head, a torch.nn.Linear, of modules whose forward is called.
 
     Raises:
         NotAnOp: the model computes another loss, or does more with its logits; the text says what.
     """
     with undisturbed():
-        return _Probe(model, head_name).run()
+        return _Probe(model, path).run()
 
 
 class _Probe:
-    def __init__(self, model: nn.Module, head_name: str) -> None:
+    def __init__(self, model: nn.Module, path: str) -> None:
         self.model = model
-        self.head_name = head_name
-        self.vocabulary = getattr(model, head_name).weight.shape[0]
+        self.path = path
+        head = head_of(model, path, sharded=True)
+        if isinstance(head, str):
+            raise NotAnOp(head)
+        self.head = head
+        self.vocabulary = head.weight.shape[0]
         self.forward: Callable[..., Any] = type(model).forward
         self.parameters = inspect.signature(self.forward).parameters
         self.view = view_class(type(model))
+        self.written = loss_written.is_called_by(self.forward)
         generator = torch.Generator(DEVICE).manual_seed(0)
         self.ids, self.labels, self.other_labels = torch.randint(
             self.vocabulary, (3, BATCH, LENGTH), generator=generator, device=DEVICE
@@ -70,19 +79,54 @@ class _Probe:
         self.labels[0, 2] = -100
 
     def run(self) -> CausalLoss:
-        loss_function: Any = self.model.loss_function
-        if not inspect.isfunction(loss_function):
-            raise NotAnOp(f"its loss_function is a {type(loss_function).__name__}, not a function")
         if "skip_logits" in self.parameters:
             raise NotAnOp("its forward has a skip_logits of its own")
+        if self.written:
+            return self.run_written()
+        loss_function: Any = getattr(self.model, "loss_function", None)
+        if not inspect.isfunction(loss_function):
+            raise NotAnOp(f"its loss_function is a {type(loss_function).__name__}, not a function")
         scale, softcap = self.logit_options()
-        loss = CausalLoss(self.head_name, loss_function, scale, softcap)
+        loss = self.labels_of(CausalLoss(self.path, loss_function, scale, softcap))
         for arguments in self.ways_to_ask():
             self.compare(loss, arguments)
         dtype = self.plain(torch.bfloat16, {}).loss.dtype
         if dtype is not torch.float32:
             raise NotAnOp(f"its loss is {dtype_name(dtype)} where the model is bfloat16")
         return loss
+
+    def run_written(self) -> CausalLoss:
+        """The loss of a forward that computes it by CrossEntropyLoss, without scale and cap."""
+        output_class = type(self.output_of(torch.float32, {})[0])
+        loss = CausalLoss(self.path, nn.CrossEntropyLoss, 1.0, None, False, False, output_class)
+        try:
+            self.fused(loss, {})
+        except NotAnOp:
+            loss = replace(loss, adds_to_logits=True)
+        for arguments in self.ways_to_ask():
+            self.compare(loss, arguments)
+        plain, fused = self.plain(torch.bfloat16, {}), self.fused(loss, {}, torch.bfloat16)
+        if plain.loss.dtype is not fused.loss.dtype:
+            raise NotAnOp(f"its loss is {dtype_name(plain.loss.dtype)} where the model is bfloat16")
+        return loss
+
+    def labels_of(self, loss: CausalLoss) -> CausalLoss:
+        """Which labels the loss is of."""
+        plain = self.plain(torch.float32, {})
+        for shifts in (True, False):
+            tried = replace(loss, shifts=shifts, output_class=type(plain.output))
+            if _near(self.fused(tried, {}).loss, plain.loss):
+                break
+        takes = False
+        if self.takes("shift_labels"):
+            given = self.plain(torch.float32, {"shift_labels": self.other_labels}).loss
+            takes = not _near(given, plain.loss)
+        return replace(tried, takes_shift_labels=takes)
+
+    def takes(self, name: str) -> bool:
+        """Whether the forward takes an argument of that name."""
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        return takes_any or name in self.parameters
 
     def logit_options(self) -> tuple[float, float | None]:
         x = uniform((BATCH, LENGTH, self.vocabulary), 1).double()
@@ -115,24 +159,15 @@ class _Probe:
         ]
         if "attention_mask" in self.parameters:
             ways.append({"attention_mask": torch.arange(LENGTH).expand(BATCH, -1).ne(0).long()})
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        for arguments in ways:
-            if takes_any or next(iter(arguments)) in self.parameters:
-                yield arguments
+        yield from (arguments for arguments in ways if self.takes(next(iter(arguments))))
 
     def plain(
         self, dtype: torch.dtype, arguments: dict[str, Any], head_output: Tensor | None = None
     ) -> _Outcome:
         """The model's own computation."""
-        model, inputs = self.stand_in(dtype)
-        head = _RecordingHead(model, self.head_name, head_output)
-        view = self.view(model, self.head_name, head)
-        try:
-            output = self.forward(view, **self.arguments(arguments))
-        except Exception as error:
-            raise NotAnOp(
-                f"its forward fails on the CPU with a stub for the body ({first_line(error)})"
-            ) from None
+        output, inputs, head = self.output_of(dtype, arguments, head_output)
+        if self.written:
+            return _Outcome(self.without_its_logits(output, head), inputs)
         if head.calls != 1 or len(head.logits) != 1:
             raise NotAnOp(
                 f"for labels its forward calls its head {head.calls} times, and its loss_function"
@@ -142,11 +177,44 @@ class _Probe:
             raise NotAnOp("the logits of its loss are not those that it returns")
         return _Outcome(drop(output, head.logits[0]), inputs, head.logits[0])
 
-    def fused(self, loss: CausalLoss, arguments: dict[str, Any]) -> _Outcome:
-        model, inputs = self.stand_in(torch.float32)
+    def without_its_logits(self, output: Any, head: RecordingHead) -> Any:
+        """The output of a forward that computes the loss itself."""
+        if head.calls != 1 or head.logits:
+            raise NotAnOp(
+                f"for labels its forward calls its head {head.calls} times, and its loss_function"
+                f" {len(head.logits)} times"
+            )
+        shape = (BATCH, LENGTH, self.vocabulary)
+        logits = [x for x in _values(output) if isinstance(x, Tensor) and x.shape == shape]
+        if len(logits) != 1:
+            raise NotAnOp("the logits of its loss are not those that it returns")
+        return drop(output, logits[0])
+
+    def output_of(
+        self, dtype: torch.dtype, arguments: dict[str, Any], head_output: Tensor | None = None
+    ) -> tuple[Any, list[Tensor], RecordingHead]:
+        model, inputs = self.stand_in(dtype)
+        head = RecordingHead(model, self.path, head_output)
+        view = view_of(model, self.path, head, self.view)
+        try:
+            return self.forward(view, **self.arguments(arguments)), inputs, head
+        except Exception as error:
+            raise NotAnOp(
+                f"its forward fails on the CPU with a stub for the body ({first_line(error)})"
+            ) from None
+
+    def fused(
+        self,
+        loss: CausalLoss,
+        arguments: dict[str, Any],
+        dtype: torch.dtype = torch.float32,
+    ) -> _Outcome:
+        model, inputs = self.stand_in(dtype)
         arguments = self.arguments(arguments)
         try:
-            output = without_logits(self.forward, self.view, model, loss, (), arguments)
+            head = child_of(model, loss.head)
+            forward = loss_written.calling(self.forward) if loss.written else self.forward
+            output = without_logits(forward, self.view, model, head, loss, (), arguments)
         except Exception as error:
             raise NotAnOp(
                 f"its forward needs the logits for more than the loss ({first_line(error)})"
@@ -177,19 +245,12 @@ class _Probe:
     def stand_in(self, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
         """The model with stubs for children, and what the gradient of its loss is taken for."""
         hidden = uniform((BATCH, LENGTH, HIDDEN), 2).to(dtype).requires_grad_()
-        has_bias = getattr(self.model, self.head_name).bias is not None
+        has_bias = self.head.bias is not None
         head = nn.Linear(HIDDEN, self.vocabulary, has_bias, dtype=dtype)
         with torch.no_grad():
             for seed, parameter in enumerate(head.parameters(), start=3):
                 parameter.copy_(4 * uniform(parameter.shape, seed))
-        model: nn.Module = object.__new__(type(self.model))
-        vars(model).update(vars(self.model))
-        model.training = True
-        children: dict[str, nn.Module | None] = {}
-        for name, child in self.model._modules.items():
-            children[name] = None if child is None else _Body(child, hidden)
-        children[self.head_name] = head
-        vars(model)["_modules"] = children
+        model = stand_in(self.model, self.path.split("."), hidden, head, self.written)
         return model, [hidden, *head.parameters()]
 
 
@@ -220,57 +281,6 @@ class _Outcome:
         gradients = torch.autograd.grad(self.loss, self.inputs, allow_unused=True)
         pairs = zip(gradients, self.inputs, strict=True)
         return [torch.zeros_like(x) if dx is None else dx for dx, x in pairs]
-
-
-class _Body(nn.Module):
-    """A child, and what it holds: given hidden states it returns them, and else it makes them."""
-
-    def __init__(self, child: nn.Module, hidden: Tensor) -> None:
-        super().__init__()
-        vars(self).update(child=child, hidden=hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(vars(self)["child"], name)
-        return _Body(value, self.hidden) if isinstance(value, nn.Module) else value
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            return args[0]
-        return _BodyOutput(last_hidden_state=self.hidden)
-
-
-class _BodyOutput(OrderedDict[str, Any]):
-    """As a ModelOutput of transformers: what is absent is None."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self.get(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
-
-
-class _RecordingHead:
-    """The head and the loss as they are, or a head that returns what it was given to return."""
-
-    def __init__(self, model: nn.Module, name: str, output: Tensor | None) -> None:
-        self.head = getattr(model, name)
-        self.original_loss: Any = model.loss_function
-        self.output = output
-        self.calls = 0
-        self.logits: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.head, name)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        self.calls += 1
-        return self.head(hidden) if self.output is None else self.output.clone()
-
-    def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        self.logits.append(logits)
-        return self.original_loss(logits, *args, **kwargs)
 
 
 def _values(output: Any) -> tuple[Any, ...]:

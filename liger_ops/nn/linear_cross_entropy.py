@@ -14,7 +14,8 @@ from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, items_on, token
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
     """The loss of a head and its cross-entropy by `liger_ops.linear_cross_entropy`, whose
-    equations, precision and gradient it has: the logits are never in memory as a whole.
+    equations, precision and gradient it has: the logits are made in chunks and not kept. One chunk
+    has all rows where that takes no more memory than several would, as chunk_bytes says there.
 
     The head stays with its owner, an embedding perhaps that shares its weight, and is given to each
     call; `torch.nn.LinearCrossEntropyLoss` has a head of its own instead.

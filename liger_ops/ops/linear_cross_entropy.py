@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's logits, which are never in memory as a whole."""
+"""Cross-entropy of a linear layer's logits, which are made in chunks and not kept."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def linear_cross_entropy(
     accum_dtype: torch.dtype | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of the logits x @ weight.T + bias, of which only a few rows are in memory.
+    """Cross-entropy of the logits x @ weight.T + bias, which are made in chunks and not kept.
 
         logits = x @ weight.T + bias
         loss = cross_entropy(logits, target, class_weight, token_weight, ...)

@@ -34,7 +34,7 @@ def place(
     if any(state.transformed(end) for end in ends):
         raise Refused("it is computed inside of a transform of functions, such as vmap")
     if not state.one_mode([*nodes, *ends]):
-        raise Refused(f"the loss and its {of} are computed in different autocast modes")
+        raise Refused(f"the loss and its {of} are computed in different gradient or autocast modes")
     first = min([*nodes, *ends], key=state.order.__getitem__)
     written = state.written([*nodes, *inputs], first, ends[-1])
     if written or (len(ends) > 1 and state.written([loss.target], ends[0], ends[-1])):

@@ -1,0 +1,92 @@
+"""What a call may ask of the loss, beside what transformers' own loss functions take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class LossOptions(NamedTuple):
+    """The arguments of a fused forward that its loss takes; None of any is its default."""
+
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    use_token_scaling: bool = False
+    return_token_accuracy: bool = False
+    return_predicted_tokens: bool = False
+    accum_dtype: torch.dtype | None = None
+    chunk_bytes: int | None = None
+
+    @property
+    def wants_predicted(self) -> bool:
+        return self.return_token_accuracy or self.return_predicted_tokens
+
+
+DEFAULTS = LossOptions()
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# Of each option: whether its type is right, whether its value is, and what is accepted.
+Check = tuple[Callable[[Any], bool], Callable[[Any], bool], str]
+_FLAG: Check = (_is_flag, lambda value: True, "True or False")
+CHECKS: dict[str, Check] = {
+    "reduction": (
+        lambda value: isinstance(value, str),
+        lambda value: value in ("mean", "sum", "none"),
+        "'mean', 'sum' or 'none'",
+    ),
+    "label_smoothing": (_is_number, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "lse_square_scale": (_is_number, lambda value: value >= 0, "a number of at least 0"),
+    "use_token_scaling": _FLAG,
+    "return_token_accuracy": _FLAG,
+    "return_predicted_tokens": _FLAG,
+    "accum_dtype": (
+        lambda value: isinstance(value, torch.dtype),
+        lambda value: value.is_floating_point,
+        "torch.float32, the dtype of the head's weight, or None",
+    ),
+    "chunk_bytes": (_is_count, lambda value: value > 0, "a number of bytes above 0, or None"),
+}
+
+
+def taken_from(
+    name: str, kwargs: dict[str, Any], names: tuple[str, ...]
+) -> tuple[LossOptions, dict[str, Any]]:
+    """The options in the arguments of a call, and the other arguments.
+
+    Args:
+        name: of the model's class, for errors.
+        kwargs: the keyword arguments of a call.
+        names: the options that are taken; others are arguments of the model's own.
+
+    Raises:
+        TypeError, ValueError: an option is of another type, or its value is not accepted.
+    """
+    given = {key: kwargs[key] for key in names if kwargs.get(key) is not None}
+    rest = {key: value for key, value in kwargs.items() if key not in names}
+    for key, value in given.items():
+        is_type, is_value, accepted = CHECKS[key]
+        if not is_type(value):
+            raise TypeError(f"{name}: {key} must be {accepted}, got {type(value).__name__}")
+        if not is_value(value):
+            raise ValueError(f"{name}: {key} must be {accepted}, got {value!r}")
+    if given.get("reduction", "mean") != "mean" and rest.get("num_items_in_batch") is not None:
+        raise ValueError(
+            f"{name}: num_items_in_batch is what the reduction 'mean' divides by, got it with the"
+            f" reduction {given['reduction']!r}"
+        )
+    return DEFAULTS._replace(**given), rest

@@ -1,0 +1,216 @@
+"""The loss of a causal language model, of hidden states and their head or of logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn.cross_entropy import token_accuracy
+from ..ops.cross_entropy import cross_entropy_forward
+from ..ops.head import cast_as_linear, needed_gradients
+from ..ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from .loss_options import LossOptions
+
+# What transformers' causal loss takes, by name.
+COMPUTED = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
+
+
+@dataclass(frozen=True)
+class CausalLoss:
+    """What a language model does with its hidden states.
+
+    Its child `head`, a linear layer, makes logits of them, and loss_function, which is the model's
+    attribute of that name, the cross-entropy of
+
+        softcap * tanh(logits * logit_scale / softcap)
+
+    or without softcap of logits * logit_scale, and of the labels: those of the next token where it
+    shifts them, which it does unless it is given shift_labels, where it takes those. output_class
+    is the class of what the model's forward returns. Where loss_function is CrossEntropyLoss, the
+    forward calls that itself, and adds_to_logits says whether it adds a bias to the logits first.
+    """
+
+    head: str
+    loss_function: Callable[..., Any]
+    logit_scale: float
+    softcap: float | None
+    shifts: bool = True
+    takes_shift_labels: bool = True
+    output_class: type | None = None
+    adds_to_logits: bool = False
+    # Of loss_function: the arguments it names that the op does not compute with; whether it takes
+    # any others.
+    own_arguments: tuple[str, ...] = field(init=False, compare=False)
+    takes_any: bool = field(init=False, compare=False)
+
+    @property
+    def written(self) -> bool:
+        """Whether the model's forward computes the loss itself, by CrossEntropyLoss."""
+        return self.loss_function is nn.CrossEntropyLoss
+
+    @property
+    def loss_name(self) -> str:
+        """What the model's forward calls for its loss."""
+        return "CrossEntropyLoss" if self.written else "loss_function"
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.loss_function).parameters.values()
+        kinds = inspect.Parameter
+        names = (
+            p.name for p in parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
+        )
+        own = () if self.written else tuple(name for name in names if name not in COMPUTED)
+        object.__setattr__(self, "own_arguments", own)
+        object.__setattr__(self, "takes_any", any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+    def check(self, kwargs: dict[str, Any]) -> None:
+        """Raise for what loss_function would not take, or would compute with as the op does not."""
+        for name in kwargs:
+            if name in self.own_arguments:
+                raise ValueError(
+                    f"{self.loss_function.__name__}: the model's forward gives it {name}, with"
+                    " which linear_cross_entropy does not compute"
+                )
+            if not self.takes_any:
+                raise TypeError(
+                    f"{self.loss_function.__name__}() got an unexpected keyword argument {name!r}"
+                )
+
+    def target(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
+        """Of each position, the label that its logits are for."""
+        if shift_labels is not None and self.takes_shift_labels:
+            return shift_labels
+        if not self.shifts:
+            return labels
+        return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+# Calls an op with the options it shares with the other, and with or without predicted tokens:
+# (loss, lse, target_logit, predicted_tokens).
+Results = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+
+
+class OfHidden:
+    """The loss of hidden states and a head."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: nn.Linear,
+        loss: CausalLoss,
+        options: LossOptions,
+        added: Tensor | None = None,
+    ) -> None:
+        self.x = hidden.reshape(-1, hidden.shape[-1])
+        self.weight = head.weight
+        # What the model adds to the logits of each class, beside the head's own bias.
+        self.bias: Tensor | None = head.bias
+        if added is not None:
+            added = added.to(head.weight.dtype)
+            self.bias = added if head.bias is None else head.bias + added
+        self.options: dict[str, Any] = {
+            "softcap": loss.softcap,
+            "logit_scale": loss.logit_scale,
+            "accum_dtype": options.accum_dtype,
+            "chunk_bytes": options.chunk_bytes,
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor:
+        options = {**self.options, **options}
+        return linear_cross_entropy(self.x, self.weight, target, self.bias, **options)
+
+    def results(self, target: Tensor, **options: Any) -> Results:
+        x, weight, bias = cast_as_linear(self.x, self.weight, self.bias)
+        loss, _, lse, target_logit, _, predicted, *_ = linear_cross_entropy_forward(
+            x,
+            weight,
+            target,
+            bias,
+            **self.options,
+            **options,
+            gradient_mask=needed_gradients(x, weight, bias, options["reduction"]),
+        )
+        return loss, lse, target_logit, predicted
+
+
+class OfLogits:
+    """The loss of logits, which are scaled and capped."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits.reshape(-1, logits.shape[-1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor:
+        return self.results(target, **options)[0]
+
+    def results(self, target: Tensor, **options: Any) -> Results:
+        loss, _, lse, target_logit, _, predicted, _ = cross_entropy_forward(
+            self.logits, target, **options
+        )
+        return loss, lse, target_logit, predicted
+
+
+def value_of(
+    source: OfHidden | OfLogits,
+    target: Tensor,
+    ignore_index: int,
+    num_items_in_batch: Tensor | int | None,
+    options: LossOptions,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and by name what else the options ask for.
+
+    The token scaling multiplies each token's loss by the probability of its target, as of a
+    constant; the mean divides by the number of tokens all the same.
+    """
+    labels = target.reshape(-1).to(source.device)
+    items, shape = _count_of_items(num_items_in_batch, source.device)
+    arguments: dict[str, Any] = {
+        "num_items_in_batch": items,
+        "ignore_index": ignore_index,
+        "reduction": options.reduction,
+        "label_smoothing": options.label_smoothing,
+        "lse_square_scale": options.lse_square_scale,
+    }
+    if options.use_token_scaling:
+        with torch.no_grad():
+            _, lse, target_logit, _ = source.results(
+                labels, reduction="none", ignore_index=ignore_index
+            )
+            arguments["token_weight"] = torch.exp(target_logit - lse)
+            if items is None and options.reduction == "mean":
+                arguments["num_items_in_batch"] = (labels != ignore_index).sum()
+    if options.wants_predicted:
+        loss, _, _, predicted = source.results(labels, **arguments, return_predicted=True)
+    else:
+        loss, predicted = source.loss(labels, **arguments), None
+    beside = {}
+    if predicted is not None and options.return_token_accuracy:
+        beside["token_accuracy"] = token_accuracy(predicted, labels, ignore_index)
+    if predicted is not None and options.return_predicted_tokens:
+        beside["predicted_tokens"] = predicted.reshape(target.shape)
+    shape = target.shape if options.reduction == "none" else shape
+    # A view would be worse: FSDP2 warns of outputs that are.
+    return (loss if loss.shape == shape else loss.reshape(shape)), beside
+
+
+def _count_of_items(items: Tensor | int | None, device: torch.device) -> tuple[Tensor | None, Any]:
+    """What the op divides by, and the shape that dividing by `items` would give."""
+    if items is None:
+        return None, ()
+    if not isinstance(items, Tensor):
+        return torch.full((), items, device=device), ()
+    # Trainer hands (1, 1) to each replica of DataParallel.
+    return items.to(device).reshape(()), items.shape

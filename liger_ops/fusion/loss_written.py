@@ -1,0 +1,146 @@
+"""Losses that a forward computes itself, by the torch.nn.CrossEntropyLoss of its file.
+
+Such a forward, of sequence-to-sequence and masked language models, is made again to call another
+class by another name, which is added to the globals of the file; what the file has stays. The head
+gives it no tensor but an object that knows the few things that such code does with logits before
+their loss; anything else is an error, which the probe meets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAME = "CrossEntropyLoss"
+ALIAS = f"_liger_ops_{NAME}"
+
+
+def is_called_by(function: Any) -> bool:
+    """Whether a forward, or what it wraps, names the class of the loss."""
+    while inspect.isfunction(function):
+        if NAME in function.__code__.co_names:
+            return function.__globals__.get(NAME) is nn.CrossEntropyLoss
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def calling(function: Any) -> Any:
+    """A copy of a forward, with all that wraps it, that calls HeadLoss for CrossEntropyLoss."""
+    code = function.__code__
+    closure = function.__closure__
+    attributes = dict(vars(function))
+    if NAME in code.co_names:
+        function.__globals__[ALIAS] = HeadLoss
+        code = code.replace(co_names=tuple(ALIAS if n == NAME else n for n in code.co_names))
+    else:
+        wrapped = function.__wrapped__
+        attributes["__wrapped__"] = inner = calling(wrapped)
+        closure = tuple(
+            types.CellType(inner) if cell.cell_contents is wrapped else cell
+            for cell in closure or ()
+        )
+    made = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__qualname__ = function.__qualname__
+    made.__module__ = function.__module__
+    vars(made).update(attributes)
+    return made
+
+
+class HeadLoss:
+    """torch.nn.CrossEntropyLoss of all but the logits of a head that defers them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.args = args
+        self.options = options
+
+    def __call__(self, logits: Any, target: Tensor) -> Tensor:
+        if not isinstance(logits, DeferredLogits):
+            return nn.CrossEntropyLoss(*self.args, **self.options)(logits, target)
+        if self.args or set(self.options) - {"ignore_index"}:
+            raise TypeError(f"{NAME} with {(*self.args, *self.options)} of the head's logits")
+        return logits.loss(target, **self.options)
+
+
+# (hidden, what is added to the logits, target, ignore_index) to the loss.
+LossOfHidden = Callable[[Tensor, "Tensor | None", Tensor, int], Tensor]
+
+
+class DeferredLogits:
+    """What a forward has of the logits of hidden states, before their loss.
+
+    may_add: whether a bias may be added to them.
+    """
+
+    def __init__(
+        self,
+        loss_of: LossOfHidden,
+        hidden: Tensor,
+        vocabulary: int,
+        dtype: torch.dtype,
+        may_add: bool,
+        bias: Tensor | None = None,
+    ) -> None:
+        self.loss_of = loss_of
+        self.hidden = hidden
+        self.vocabulary = vocabulary
+        self.dtype = dtype
+        self.may_add = may_add
+        self.bias = bias
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.hidden.shape[:-1], self.vocabulary)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def view(self, *shape: int) -> DeferredLogits:
+        if len(shape) != 2 or shape[0] != -1 or shape[1] != self.vocabulary:
+            raise TypeError(f"a view {shape} of the logits")
+        return self._with(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+
+    reshape = view
+
+    def contiguous(self) -> DeferredLogits:
+        return self
+
+    def float(self) -> DeferredLogits:
+        return self._with(dtype=torch.float32)
+
+    def __add__(self, bias: Tensor) -> DeferredLogits:
+        """Of a bias of the classes."""
+        shapes = ((self.vocabulary,), (1, self.vocabulary))
+        if not self.may_add or self.bias is not None or tuple(bias.shape) not in shapes:
+            raise TypeError("a sum of the logits")
+        dtype = torch.promote_types(self.dtype, bias.dtype)
+        return self._with(bias=bias.reshape(-1), dtype=dtype)
+
+    def loss(self, target: Tensor, ignore_index: int = -100) -> Tensor:
+        if self.hidden.dim() != 2:
+            raise TypeError("a loss of logits that are not flat")
+        value = self.loss_of(self.hidden, self.bias, target, ignore_index)
+        # In the dtype that CrossEntropyLoss would give, also under autocast.
+        row = self.hidden.new_zeros((1, 1), dtype=self.dtype)
+        return value.to(F.cross_entropy(row, target.new_zeros(1)).dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the logits are skipped, and the model's forward uses their {name};"
+            " skip_logits=False keeps them"
+        )
+
+    def _with(self, **changed: Any) -> DeferredLogits:
+        return DeferredLogits(**{**vars(self), **changed})
