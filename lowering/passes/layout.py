@@ -21,8 +21,10 @@ def noticed(results: Mapping[fx.Node, Tensor], state: GraphState) -> str | None:
     the way nothing may be returned, be written to, or fail; views may become copies and copies
     views, which without writes is the same. None where it goes unnoticed.
     """
+    if not results:
+        return None
     changed: dict[fx.Node, Any] = dict(results)
-    for node in state.order if results else ():
+    for node in state.order:
         if not any(one in changed for one in node.all_input_nodes):
             continue
         if node.op == "output":
