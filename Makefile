@@ -20,9 +20,10 @@ export PYTHON PYTHON_ENV
 .PHONY: help demo test test-npu lint format clean check-environment
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
+		END { for (i = 1; i <= NR; i++) if (i in n) printf "make %-" w "s  %s\n", n[i], t[i] }' Makefile
 
-demo: $(READY) ## train a small Llama with its norms fused; ARGS="--device cpu --steps 50"
+demo: $(READY) ## train a small Llama as it is and fused, and compare; ARGS="--device cpu --steps 50"
 	$(PY) examples/train_llama.py $(ARGS)
 
 # One thread a process: PyTorch's own threads would compete with the other workers for the same cores.

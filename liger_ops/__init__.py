@@ -30,14 +30,18 @@ __version__ = "0.1.0"
 tag_compile_caches()
 
 if TYPE_CHECKING:
-    from .lowering.passes.backend import graph_pass, liger as backend
+    from .lowering.passes.backend import liger as backend
+    from .lowering.passes.enable import disable, enable
     from .lowering.passes.explain import explain
+    from .lowering.passes.graph_pass import graph_pass
 
 # Where the names are that load Dynamo: importing liger_ops does not.
 _COMPILER = {
     "backend": ("backend", "liger"),
+    "disable": ("enable", "disable"),
+    "enable": ("enable", "enable"),
     "explain": ("explain", "explain"),
-    "graph_pass": ("backend", "graph_pass"),
+    "graph_pass": ("graph_pass", "graph_pass"),
 }
 
 

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from .refusals import refusal
 
 NAMESPACE = "liger"
 
@@ -30,6 +33,8 @@ NAMESPACE = "liger"
 # not the key.
 DEVICES = {"cuda": "CUDA", "npu": "PrivateUse1"}
 DOUBLES = (torch.float64, torch.complex128)
+# Of tensors that no op takes: PyTorch has no other way from them to an op, and says so at length.
+NESTED_KEYS = ("NestedTensorCPU", "NestedTensorCUDA", "NestedTensorPrivateUse1")
 AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "npu": "AutocastPrivateUse1", "xpu": "AutocastXPU"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -43,6 +48,8 @@ class Op:
     definition: Callable[..., Any]
     custom_op: torch.library.CustomOpDef
     overload: Any
+    # Raises for arguments that no op takes.
+    refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
     fake: Callable[..., Any] | None = None
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
     # What runs the kernels, by the bits of the dispatch keys of dense tensors on their device.
@@ -54,10 +61,13 @@ class Op:
     def differentiable(self) -> bool:
         return self.backward is not None
 
+    def check_and_allocate(self, *args: Any, **kwargs: Any) -> Any:
+        self.refuse(args, kwargs)
+        return None if self.fake is None else self.fake(*args, **kwargs)
+
     def check_and_define(self, *args: Any, **kwargs: Any) -> Any:
         """The definition, with the same argument checks as the kernels'."""
-        if self.fake is not None:
-            self.fake(*args, **kwargs)
+        self.check_and_allocate(*args, **kwargs)
         return self.definition(*args, **kwargs)
 
 
@@ -90,8 +100,10 @@ def define(
             tags=(strides,),
         )
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        op = OPS[name] = Op(name, definition, custom_op, overload)
+        refuse = refusal(name, overload._schema)
+        op = OPS[name] = Op(name, definition, custom_op, overload, refuse)
         _register_autograd(op)
+        _register_refusals(op)
         return _public(definition, overload)
 
     return decorate
@@ -107,11 +119,18 @@ def compose(schema: str) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         name = function.__name__
         _COMPOSITES.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        refuse = refusal(name, overload._schema)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            refuse(args, kwargs)
+            return function(*args, **kwargs)
+
         # functorch's front key has a fallback of its own, which would find no batching rule.
         for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
-            _COMPOSITES.impl(name, function, key)
+            _COMPOSITES.impl(name, run, key)
         COMPOSED[name] = function
-        return _public(function, getattr(getattr(torch.ops, NAMESPACE), name).default)
+        return _public(function, overload)
 
     return decorate
 
@@ -124,9 +143,10 @@ def _public(function: Function, overload: Any) -> Function:
         try:
             return overload(*args, **kwargs)
         except RuntimeError as error:
-            # What the dispatcher says of an argument that is not of the schema's type.
-            if str(error).startswith(f"{NAMESPACE}::{function.__name__}() "):
-                raise TypeError(str(error)) from None
+            # What the dispatcher says of an argument that is not of the schema's type, or unknown.
+            text, name = str(error), f"{NAMESPACE}::{function.__name__}"
+            if text.startswith((f"{name}() ", "Unknown keyword argument ")) and name in text:
+                raise TypeError(text) from None
             raise
 
     return public  # type: ignore[return-value]
@@ -137,7 +157,7 @@ def fake(name: str) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         OPS[name].fake = function
-        OPS[name].custom_op.register_fake(function)
+        OPS[name].custom_op.register_fake(OPS[name].check_and_allocate)
         return function
 
     return decorate
@@ -153,8 +173,12 @@ def kernel(name: str, device: str) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         op, key = OPS[name], DEVICES[device]
+        needed = [i for i, a in enumerate(op.overload._schema.arguments) if str(a.type) == "Tensor"]
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            for i in needed:
+                if args[i] is None:
+                    op.refuse(args, kwargs)
             for value in args:
                 if isinstance(value, Tensor) and value.dtype in DOUBLES:
                     return op.check_and_define(*args, **kwargs)
@@ -257,6 +281,18 @@ def implementation(op: Op, device: str) -> str:
     """Where the code is that runs `op` on `device`: a kernel's module, or "definition"."""
     function = op.kernels.get(device)
     return "definition" if function is None else function.__module__.removeprefix("liger_ops.")
+
+
+def _register_refusals(op: Op) -> None:
+    """Have tensors refused that would not reach the op's checks."""
+
+    def refuse(cls: Any, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        op.refuse(args, kwargs or {})
+        return NotImplemented
+
+    op.custom_op.register_torch_dispatch(NestedTensor, refuse)
+    for key in NESTED_KEYS:
+        op.custom_op._lib.impl(op.name, op.check_and_define, key)
 
 
 def _autocast_value(value: Any, dtype: torch.dtype) -> Any:

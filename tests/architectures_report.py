@@ -12,7 +12,7 @@ from pathlib import Path
 
 from architectures import ARCHITECTURES, Architecture
 from liger_ops.lowering.passes import REWRITES
-from liger_ops.lowering.passes.backend import KEPT_BY_INDUCTOR
+from liger_ops.lowering.passes.chosen import KEPT_BY_INDUCTOR
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "architectures.md"
 

@@ -38,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
     config.addinivalue_line("markers", "device_kernels: runs kernels on the device that is named")
+    # An exception in a rewrite fails the test instead of being a warning.
+    os.environ.setdefault("LIGER_OPS_STRICT", "1")
     device = config.getoption("--device")
     os.environ["LIGER_OPS_TEST_DEVICE"] = device
     # Triton reads this when a kernel is defined.

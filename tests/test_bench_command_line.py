@@ -50,7 +50,7 @@ def test_a_failure_of_ours_is_exit_status_1(
     [
         (["--ops", "rmsnorm"], "there is no op 'rmsnorm'"),
         (["--shapes", "huge"], "shape 'huge' is none of"),
-        (["--providers", "liger_ops,me"], "'me' is none of liger_ops, eager"),
+        (["--providers", "liger_ops,me"], "'me' is none of liger_ops, low-memory"),
         (["--modes", "sideways"], "'sideways' is none of forward, backward, full"),
         (["--dtypes", "int8"], "dtype 'int8' is none of"),
         (["--repetitions", "0"], "'0' is not an integer of at least 1"),

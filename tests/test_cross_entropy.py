@@ -12,6 +12,7 @@ from hypothesis import given, settings
 import losses
 import op_checks
 import strategies
+from liger_ops.lowering.passes.losses import NO_CLASS
 from losses import LossCase
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
@@ -43,6 +44,23 @@ def test_backward_matches_truth(folder: str, case: LossCase) -> None:
 def test_properties(folder: str, case: LossCase) -> None:
     op_checks.assert_deterministic(OP, folder, case)
     op_checks.assert_tile_does_not_matter(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_what_the_rewrites_of_losses_of_tokens_ask_for(folder: str) -> None:
+    """A target that none is, and nothing but smoothing."""
+    case = LossCase(
+        shape=(3, 5, 37),
+        dtype=torch.bfloat16,
+        ignored=0,
+        ignore_index=NO_CLASS,
+        reduction="none",
+        label_smoothing=1.0,
+        output_mask=(True, True, True),
+    )
+    op_checks.assert_forward_matches_truth(OPS["cross_entropy_forward-none"], folder, case)
+    op_checks.assert_backward_matches_truth(OPS["cross_entropy_forward-none"], folder, case)
 
 
 @pytest.mark.device_kernels

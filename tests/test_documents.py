@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def test_commands_name_files_that_are_there(document: Path) -> None:
     paths = re.findall(name, document.read_text())
     missing = [path for path in paths if not list(ROOT.glob(path.rstrip("./")))]
     assert missing == []
+
+
+def test_make_lists_its_targets_in_columns() -> None:
+    lines = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    described = re.findall(r"^([a-z-]+):.*## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    width = max(len(name) for name, _ in described)
+    assert lines == [f"make {name:{width}}  {text}" for name, text in described]
 
 
 def test_documents_that_point_to_nothing_are_found(tmp_path: Path) -> None:

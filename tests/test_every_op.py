@@ -12,6 +12,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphs import Recorder, liger_ops_of
 from liger_ops import library
@@ -281,6 +282,45 @@ def test_wrong_types_name_the_op_and_the_argument(op: OpUnderTest) -> None:
         call([1.0, 2.0])
     with pytest.raises(TypeError, match=rf"{op.name}.*missing.*'{first}'"):
         call()
+
+
+def refusals(op: OpUnderTest, backward: bool, given: tuple[Any, ...]) -> set[str]:
+    """What op says of arguments that it must refuse: to its caller, and while it is traced."""
+    with pytest.raises(TypeError) as eager:
+        op.overload(backward)(*given)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode, pytest.raises(TypeError) as traced:
+        fakes = [mode.from_tensor(g) if isinstance(g, Tensor) else g for g in given]
+        op.overload(backward)(*fakes)
+    return {str(eager.value), str(traced.value)}
+
+
+@EVERY_OP
+@pytest.mark.parametrize("backward", (False, True))
+def test_what_no_op_takes_is_refused(op: OpUnderTest, backward: bool) -> None:
+    """None for a tensor that is needed, and in each place a nested or a sparse tensor."""
+    case = op.sample(torch.float32)
+    args = (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
+    name = (op.backward_name if backward else op.name).removesuffix("_forward")
+    others = (
+        torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged),
+        torch.randn(2, 8).to_sparse(),
+    )
+    for i, (argument, arg) in enumerate(
+        zip(op.overload(backward)._schema.arguments, args, strict=False)
+    ):
+        if not isinstance(arg, Tensor):
+            continue
+        said = refusals(op, backward, (*args[:i], others[i % 2], *args[i + 1 :]))
+        must = f"{name}: {argument.name} must be a dense tensor, of layout torch.strided, got a "
+        assert len(said) == 1 and said.pop().startswith(must)
+        if str(argument.type) == "Tensor":
+            given = (*args[:i], None, *args[i + 1 :])
+            message = f"{name}: {argument.name} must be a tensor, got None"
+            assert refusals(op, backward, given) == {message}
+            for run in library.OPS[op.backward_name if backward else op.name].entries.values():
+                with pytest.raises(TypeError, match=message):
+                    run(*given)
 
 
 @EVERY_OP

@@ -47,19 +47,6 @@ def test_gradient_checkpointing(family: Family) -> None:
     assert len(calls) == 2
 
 
-def test_autocast() -> None:
-    """In autocast tables are float32 and queries bfloat16: rope is left to the model's function."""
-    model, untouched = LLAMA.model(), LLAMA.model()
-    fuse(model)
-    x = LLAMA.inputs(torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, expected = output(model, x), output(untouched, x)
-    assert y.dtype is expected.dtype
-    truth = output(untouched, x)
-    error, error_before = ((part.float() - truth).norm() for part in (y, expected))
-    assert error <= 2 * error_before
-
-
 def test_generation_and_recorded_outputs() -> None:
     """A cache of keys, and attentions and hidden states, which transformers records by class."""
     model, untouched = LLAMA.model().eval(), LLAMA.model().eval()

@@ -141,7 +141,7 @@ def test_options_are_found(
 ) -> None:
     """The op runs, with the function's results: in float32, in bfloat16 within its roundings."""
     module = calling(function)
-    report_of = rope.fuse(Rotating())[0]
+    report_of = rope.plan(Rotating()).fused
     assert [(entry.op, entry.options, entry.kind) for entry in report_of] == [
         ("rope", options, "rotary embedding")
     ]
@@ -177,7 +177,7 @@ def test_complex_frequencies(calling: Any, dtype: torch.dtype) -> None:
 FALLBACKS = [
     (llama, {"unsqueeze_dim": 0}, {"layout": "shd"}),
     (llama, {"unsqueeze_dim": -3}, {}),
-    (llama, {}, {"dtype": torch.bfloat16, "table_dtype": torch.float32}),
+    (llama, {}, {"dtype": torch.float64, "table_dtype": torch.float32}),
     (llama, {}, {"table_dtype": torch.bfloat16}),
     (vision, {}, {"layout": "shd", "table_dtype": torch.float64}),
 ]
@@ -219,6 +219,26 @@ def test_wide_tables(calling: Any) -> None:
     args = tensors("shd", dtype=torch.bfloat16, table_dtype=torch.float32)
     assert ops_of(module, args) == ["rope"]
     torch.testing.assert_close(module(*args), vision(*args), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("function", "given"), [(llama, {}), (phi3, {"width": 8})])
+def test_wide_tables_of_code_that_promotes(
+    calling: Any,
+    function: Callable[..., Any],
+    given: dict[str, Any],
+    dtype: torch.dtype,
+    autocast: bool,
+) -> None:
+    """Queries of a linear layer in autocast, and tables of float32: the results are float32."""
+    module = calling(function)
+    args = tensors(**given, dtype=dtype, table_dtype=torch.float32)
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        assert ops_of(module, args) == ["rope"]
+        y, expected = module(*args), function(*args)
+        assert [part.dtype for part in y] == [part.dtype for part in expected]
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_results_keep_the_layout(calling: Any) -> None:

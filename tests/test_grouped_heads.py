@@ -113,6 +113,15 @@ def test_another_repeat_is_left_alone(name):
     check(attention_of(repeat, repeat, is_causal=True), qkv(LENGTH, grouped=2), 0)
 
 
+@pytest.mark.parametrize("dim", [0, 2])
+def test_what_is_repeated_but_the_heads_is_left_alone(dim):
+    """The same sizes of heads before and after, as where one head is for one."""
+    query = heads(4 if dim == 0 else 2, 2, LENGTH)
+    repeat = lambda x: x.repeat_interleave(2, dim=dim)
+    inputs = [query, heads(2, 2, LENGTH, seed=1), heads(2, 2, LENGTH, seed=2)]
+    check(attention_of(repeat, repeat), inputs, 0)
+
+
 def test_repeats_that_differ_are_refused():
     inputs = [heads(2, 4, LENGTH), heads(2, 2, LENGTH, seed=1), heads(2, 1, LENGTH, seed=2)]
     four = lambda x: repeat_kv(x, 4)

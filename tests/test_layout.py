@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -13,12 +12,14 @@ from typing import Any
 
 import pytest
 
+import op_parts
+
 ROOT = Path(__file__).parents[1]
 
 # Each layer imports from itself and from those before it. The rest of liger_ops is above ops.
 LAYERS = ("library", "ops", "meta", "lowering")
-# Below them all: it imports nothing of the package.
-BASE = "compile_cache"
+# Below them all: they import nothing of the package.
+BASE = ("compile_cache", "refusals")
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
 SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
@@ -51,7 +52,7 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[s
 def layer_of(module: str) -> int:
     """A module's place in LAYERS, or one past the last for the rest of liger_ops."""
     parts = module.split(".")
-    if parts[1:2] == [BASE]:
+    if len(parts) > 1 and parts[1] in BASE:
         return -1
     return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else len(LAYERS)
 
@@ -168,11 +169,16 @@ def test_the_passes_need_no_toolchain():
     assert run(BARE_PASSES, "triton", "torch_npu", "transformers").split()[-1] == "1"
 
 
+# It measures what `liger_ops.explain(verify=True)` reports; no op or compiled code calls it.
+MEASURES = ROOT / "lowering/passes/verify.py"
+
+
 def test_nothing_waits_for_the_device_or_mutates():
     wrong = [
         problem
         for file in sources("liger_ops/ops", "liger_ops/nn", "meta", "lowering")
         + [ROOT / "liger_ops/library.py"]
+        if file != MEASURES
         for problem in synchronising_calls(file.relative_to(ROOT), file.read_text())
     ]
     assert not wrong, "\n".join(wrong)
@@ -193,69 +199,9 @@ def test_a_call_that_waits_or_mutates_is_found(source):
     assert len(synchronising_calls(Path("meta/x.py"), source)) == 1
 
 
-# In a process of its own: other tests define ops, and an import that registers kernels stays.
-REGISTRY = """
-import json
-import torch
-import liger_ops, liger_ops.nn
-import liger_ops.lowering.cuda, liger_ops.lowering.npu
-from liger_ops import library
-
-def has_kernel(name, key):
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{name}", key)
-
-dispatched = {
-    name.removeprefix("liger::").split(".")[0]
-    for name in torch._C._dispatch_get_all_op_names()
-    if name.startswith("liger::")
-}
-print(json.dumps({
-    "dispatched": sorted(dispatched),
-    "composed": {
-        name: getattr(getattr(liger_ops, name, None), "__wrapped__", None) is function
-        for name, function in library.COMPOSED.items()
-    },
-    "ops": {
-        name: {
-            "kernels": {
-                "cuda": "cuda" in op.kernels and has_kernel(name, "CUDA"),
-                "npu": "npu" in op.kernels and has_kernel(name, "PrivateUse1"),
-            },
-            "kernel_modules": {device: f.__module__ for device, f in op.kernels.items()},
-            "fake": op.fake is not None,
-            "gradient": op.differentiable,
-            "mutates": op.overload._schema.is_mutable,
-            "docstring": bool(op.definition.__doc__),
-            "exported": getattr(
-                getattr(liger_ops, name, None), "__wrapped__", None
-            ) is op.definition,
-        }
-        for name, op in library.OPS.items()
-    },
-    "modules": [
-        name for name, value in vars(liger_ops.nn).items()
-        if isinstance(value, type) and issubclass(value, torch.nn.Module)
-    ],
-}))
-"""
-
-
 @pytest.fixture(scope="module")
 def registry() -> dict[str, Any]:
-    return json.loads(run(REGISTRY))
-
-
-def base(op: str) -> str:
-    """The public op that an op belongs to, and in whose files it is."""
-    return op.removesuffix("_backward").removesuffix("_forward")
-
-
-CAPITALS = {"rms": "RMS", "swiglu": "SwiGLU", "geglu": "GEGLU", "relu": "ReLU"}
-CAPITALS |= {"entropy": "EntropyLoss"}
-
-
-def module_class(op: str) -> str:
-    return "".join(CAPITALS.get(part, part.capitalize()) for part in op.split("_"))
+    return op_parts.read_registry(run)
 
 
 def test_every_op_goes_through_the_library(registry):
@@ -267,25 +213,19 @@ def test_every_op_goes_through_the_library(registry):
 def test_every_public_op_has_all_its_parts(registry):
     """A composed op has no kernels of its own: those of the op that it is made of are in its
     files."""
-    exported = {op: facts["exported"] for op, facts in registry["ops"].items()}
-    exported |= registry["composed"]
-    missing = []
-    for op in sorted({base(op) for op in exported}):
-        files = [
-            f"liger_ops/ops/{op}.py",
-            f"meta/{op}.py",
-            f"lowering/cuda/{op}.py",
-            f"lowering/npu/{op}.py",
-            f"tests/test_{op}.py",
-        ]
-        missing += [f"{op}: the file {file}" for file in files if not (ROOT / file).is_file()]
-        parts = (op, f"{op}_backward")
-        missing += [f"{op}: the op {part}" for part in parts if part not in exported]
-        if not exported.get(op):
-            missing.append(f"{op}: an export in liger_ops/__init__.py")
-        if module_class(op) not in registry["modules"]:
-            missing.append(f"{op}: the module liger_ops.nn.{module_class(op)}")
+    there = op_parts.found(registry)
+    ops = op_parts.written() | {op_parts.base(op) for op in registry["dispatched"]}
+    missing = [part for op in sorted(ops) for part in op_parts.missing(op, there)]
     assert not missing, "missing: " + "; ".join(missing)
+
+
+def test_each_part_that_an_op_lacks_is_named(registry):
+    there = op_parts.found(registry)
+    for place, what in op_parts.needed("rms_norm"):
+        without = {**there, place: there[place] - {what}}
+        (named,) = op_parts.missing("rms_norm", without)
+        assert "rms_norm: " in named and what in named and place in named
+    assert len(op_parts.missing("nothing", there)) == len(list(op_parts.needed("nothing"))) >= 16
 
 
 def test_every_op_is_registered_in_full(registry):
@@ -297,7 +237,7 @@ def test_every_op_is_registered_in_full(registry):
         missing += [
             f"{op}: a kernel for {device} of its own, not that of {module}"
             for device, module in facts["kernel_modules"].items()
-            if module != f"liger_ops.lowering.{device}.{base(op)}"
+            if module != f"liger_ops.lowering.{device}.{op_parts.base(op)}"
         ]
         missing += [
             f"{op}: a {part}" for part in ("fake", "gradient", "docstring") if not facts[part]

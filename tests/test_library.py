@@ -59,6 +59,27 @@ def test_dynamo_does_not_trace_into_an_op(training: bool) -> None:
     assert not graphs
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", library.COMPOSED)
+def test_an_op_that_is_made_of_others_refuses_what_they_do(name: str) -> None:
+    op = getattr(liger_ops, name)
+    schema = getattr(torch.ops.liger, name).default._schema
+    first, *others = (a.name for a in schema.arguments if str(a.type) == "Tensor")
+    x = torch.randn(2, 8)
+    for wrong, got in (
+        (None, "a tensor, got None"),
+        (torch.nested.nested_tensor([x, x]), "a dense tensor, .* got a nested tensor"),
+        (x.to_sparse(), "a dense tensor, .* got a tensor of layout torch.sparse_coo"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: {first} must be {got}"):
+            op(wrong, *(x for _ in others))
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="'wait'.*liger::rms_norm"):
+        liger_ops.rms_norm(torch.randn(2, 8), wait=1)
+
+
 def test_infer_device_is_one_that_works() -> None:
     device = liger_ops.infer_device()
     assert torch.ones(2, device=device).sum().item() == 2

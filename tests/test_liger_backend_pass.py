@@ -12,8 +12,9 @@ from torch import fx
 
 import liger_ops
 from backends import ROOT, inputs, model, needs_compiler, run
+from liger_ops.library import OPS
 from liger_ops.lowering.passes import REWRITES
-from liger_ops.lowering.passes import backend as backend_module
+from liger_ops.lowering.passes import graph_pass as pass_module
 from rewriting import Rewriter
 
 pytestmark = pytest.mark.usefixtures("empty_caches")
@@ -42,18 +43,42 @@ def test_a_pass_makes_the_same_rewrites():
 def test_a_pass_in_inductor(monkeypatch):
     reports = []
 
-    def recorded(*args: Any) -> Any:
-        reports.append(rewrite_graph(*args))
+    def recorded(*args: Any, **options: Any) -> Any:
+        reports.append(rewrite(*args, **options))
         return reports[-1]
 
-    rewrite_graph = backend_module.rewrite_graph
-    monkeypatch.setattr(backend_module, "rewrite_graph", recorded)
+    rewrite = pass_module.rewrite
+    monkeypatch.setattr(pass_module, "rewrite", recorded)
     graph_pass = liger_ops.graph_pass("all")
     with torch._inductor.config.patch(fx_graph_cache=False):
         compiled = torch.compile(model, options={"pre_grad_custom_pass": graph_pass})
         with torch._functorch.config.patch(enable_autograd_cache=False):
             torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
     assert [report.counts() for report in reports] == [{"rms_norm": 1, "swiglu": 1}]
+
+
+@pytest.mark.parametrize("how", ["backend", "pass"])
+def test_inductor_knows_every_op_before_it_meets_one(monkeypatch, how):
+    """Up to torch 2.12 it would write out for its log what each op's arguments were made of."""
+    import torch._inductor.compile_fx as compile_fx
+    from torch._inductor.lowering import lowerings
+
+    overloads = [op.overload for op in OPS.values()]
+    known = []
+
+    def compile_nothing(module: fx.GraphModule, example_inputs: Any, **how: Any) -> Any:
+        known.append([overload in lowerings for overload in overloads])
+        return module.forward
+
+    for overload in overloads:
+        monkeypatch.delitem(lowerings, overload, raising=False)
+    if how == "backend":
+        monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
+        torch.compile(model, backend=liger_ops.backend)(*inputs())
+    else:
+        liger_ops.graph_pass("all")(fx.Graph())
+        compile_nothing(fx.symbolic_trace(model), inputs())
+    assert known == [[True] * len(overloads)]
 
 
 def test_the_uuid_of_a_pass():
@@ -109,3 +134,9 @@ def test_a_second_start_is_warm(tmp_path):
         source.write("\n# Another version.\n")
     hit, miss, *_ = start()
     assert (hit, miss) == (0, 1)
+
+
+def test_a_pass_says_of_an_exported_graph_that_it_is_not_one_of_dynamos():
+    exported = torch.export.export(torch.nn.RMSNorm(8, eps=1e-6), (torch.ones(2, 8),))
+    with pytest.raises(ValueError, match="graph_pass: the graph must be one of Dynamo's"):
+        liger_ops.graph_pass()(exported.graph_module.graph)

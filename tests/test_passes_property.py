@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import liger_ops  # noqa: F401
 from compiled_models import assert_as_near_to_truth, compiled
@@ -263,6 +264,12 @@ def write(
     x, y = state.recent(i), state.recent(j)
     if how == "mul":
         x.mul_(0.5)
+    elif how == "view":
+        x.transpose(0, 1)[1:].add_(1.0)
+    elif how == "flat":
+        x.contiguous().view(-1)[::2].mul_(2.0)
+    elif how == "activation":
+        F.relu(x, inplace=True)
     elif how == "copy":
         x[:, :2].copy_(y[:, 2:])
     elif how == "item":
@@ -299,6 +306,31 @@ def loss(
     state.losses.append(value)
 
 
+def apart(state: State, x: Tensor, body: tuple[Step, ...]) -> Tensor:
+    """What a body makes of `x` in a graph of its own. It writes to nothing from outside."""
+    inside = State(state.tensors, state.wide, [x * 2.0, x + 1.0], [])
+    for step in body:
+        step(inside)
+    return (inside.values[-1] + sum(inside.losses)).to(x.dtype).contiguous()
+
+
+def checkpointed(state: State, *, i: int, body: tuple[Step, ...]) -> None:
+    x = state.recent(i)
+    block = partial(apart, state, body=body)
+    state.values.append(checkpoint(block, x, use_reentrant=False))
+
+
+def conditional(
+    state: State, *, i: int, holds: bool, body: tuple[Step, ...], other: tuple[Step, ...]
+) -> None:
+    """Which branch is taken is in the data, and the same in every precision."""
+    x = state.recent(i)
+    labels = state.tensors["labels"]
+    predicate = labels.max() > 0 if holds else labels.max() < 0
+    branches = [partial(apart, state, body=steps) for steps in (body, other)]
+    state.values.append(torch.cond(predicate, *branches, (x,)))
+
+
 INDEX = st.sampled_from([0, 0, 0, 1, 1, 2, 3, 5])
 # What makes a near miss is the exception.
 USUALLY = st.sampled_from([True] * 4 + [False])
@@ -306,6 +338,19 @@ RARELY = st.sampled_from([False] * 4 + [True])
 
 
 def steps() -> st.SearchStrategy[Step]:
+    """Those below, alone and in graphs of their own."""
+    body = st.lists(plain_steps(), min_size=1, max_size=4).map(tuple)
+    return st.one_of(
+        plain_steps(),
+        plain_steps(),
+        st.builds(partial, st.just(checkpointed), i=INDEX, body=body),
+        st.builds(
+            partial, st.just(conditional), i=INDEX, holds=st.booleans(), body=body, other=body
+        ),
+    )
+
+
+def plain_steps() -> st.SearchStrategy[Step]:
     one_of = st.sampled_from
     norms = st.builds(
         partial,
@@ -359,7 +404,7 @@ def steps() -> st.SearchStrategy[Step]:
             st.just(write),
             i=INDEX,
             j=INDEX,
-            how=one_of(["mul", "copy", "item", "add"]),
+            how=one_of(["mul", "copy", "item", "add", "view", "flat", "activation"]),
         ),
         st.builds(
             partial,

@@ -413,8 +413,18 @@ def test_a_result_whose_strides_are_needed(rotation):
 
 
 def test_rope_that_is_wider_than_its_heads():
-    """A bfloat16 x times a float32 table is float32, and the op's result is not."""
-    check(applied(llama), *heads(torch.bfloat16), *tables(D), counts={})
+    """A bfloat16 x times a float32 table is float32, as under autocast: the op is given that."""
+    found = check(applied(llama), *heads(torch.bfloat16), *tables(D), counts={"rope": 1})
+    assert found.calls("rope")[0]["q"].meta["example_value"].dtype == torch.float32
+
+
+def test_rope_under_autocast():
+    def projected(q: Tensor, k: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return applied(llama)(F.linear(q, weight), F.linear(k, weight), cos, sin)
+
+    found = check(projected, *heads(), values(D, D), *tables(D), counts={"rope": 1})
+    assert found.calls("rope")[0]["q"].meta["example_value"].dtype == torch.float32
 
 
 def test_rope_of_tables_with_gradients():

@@ -24,9 +24,10 @@ memory in the same run, counted from the fewest bytes that the op must move, or 
 it multiplied matrices, from the fewest operations. More than 100% is possible: a copy is not the
 fastest that there is. `forward` records the gradient, as in training. `eager` is the code that
 models contain, `aten` the fused op that PyTorch has, `inductor` what `torch.compile` makes of that
-code for fixed sizes. Every provider is first compared with float64, and not timed where it is
-wrong. Peak memory is what a forward and its backward allocate beyond their inputs, and host the
-time that the host takes to issue them.
+code for fixed sizes; `low-memory` is liger_ops with the gradient of weight summed in its own dtype,
+not in float32. Every provider is first compared with float64, and not timed where it is wrong. Peak
+memory is what a forward and its backward allocate beyond their inputs, and host the time that the
+host takes to issue them.
 """
 
 

@@ -11,9 +11,11 @@ import torch
 from .workloads.entry import Entry, Function
 
 OURS = "liger_ops"
+# The same op with what options it has to take less memory.
+LOW_MEMORY = "low-memory"
 # A peer's package is imported when it is first asked for: this one is what its functions are in.
 MODULES = {"liger-kernel": "liger_kernel.transformers.functional", "quack": "quack"}
-PROVIDERS = (OURS, "eager", "aten", "inductor", *MODULES)
+PROVIDERS = (OURS, LOW_MEMORY, "eager", "aten", "inductor", *MODULES)
 
 
 class Peers:
@@ -44,6 +46,8 @@ def functions(entry: Entry, names: Sequence[str], peers: Peers) -> dict[str, Fun
     for name in names:
         if name == OURS:
             found[name] = entry.ours
+        elif name == LOW_MEMORY and entry.low_memory is not None:
+            found[name] = entry.low_memory
         elif name == "eager" and entry.eager is not None:
             found[name] = entry.eager
         elif name == "aten" and entry.aten is not None:

@@ -1,4 +1,4 @@
-"""The figures for a terminal: 80 columns are enough for six providers."""
+"""The figures for a terminal: 80 columns are enough for six providers, the most that an op has."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from . import targets
 from .points import Points
-from .providers import OURS
+from .providers import LOW_MEMORY, OURS
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def losses(points: Points) -> list[Loss]:
         others = {
             name: ms
             for name in points.providers()
-            if name != OURS and (ms := points.value(kernel, dtype, shape, mode, name)) is not None
+            if name not in (OURS, LOW_MEMORY)
+            and (ms := points.value(kernel, dtype, shape, mode, name)) is not None
         }
         if ours is None or not others:
             continue
@@ -110,5 +111,5 @@ def failures(points: Points) -> list[str]:
     return [
         f"{p.kernel} {p.shape} {p.dtype} {p.mode}: {p.note}"
         for p in points
-        if p.provider == OURS and p.value is None and p.note
+        if p.provider in (OURS, LOW_MEMORY) and p.value is None and p.note
     ]

@@ -1,22 +1,33 @@
 """Swapping parts of a model for fused ones, and back.
 
-Each fuser knows one kind of part and finds it by what it computes. It is a function of the model
-that changes it in place, and returns what it fused and what it left.
+Each fuser knows one kind of part and finds it by what it computes. It makes a plan of what it will
+change in a model, and what it leaves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
-from . import classes, experts, gated, loss, norms, rope
+from . import classes, experts, gated
+from . import loss as losses
+from . import norms as norm_modules
+from . import rope as rotary_embeddings
+from .planning import Plan, wholly_or_not_at_all
 from .report import Fused, FuseReport, Left
 
 __all__ = ["FuseReport", "Fused", "Left", "fuse", "unfuse"]
 
-FUSERS = (norms.fuse, gated.fuse, experts.fuse, rope.fuse, loss.fuse)
 
-
-def fuse(model: nn.Module) -> FuseReport:
+def fuse(
+    model: nn.Module,
+    *,
+    norms: bool = True,
+    activations: bool = True,
+    rope: bool = True,
+    loss: bool = True,
+) -> FuseReport:
     """Let the norms, activations, rotary embeddings and the loss of a model be computed by the ops.
 
     What a module computes decides, not its class: copies of it, or a function that it calls, run on
@@ -33,10 +44,9 @@ def fuse(model: nn.Module) -> FuseReport:
       adapters, also those put there later. Of the experts of mixture models in transformers it is
       the method `_apply_gate` that is the op.
     * Rotary embeddings: a forward that calls a global function of queries, keys and cosines and
-      sines (or complex frequencies) which is `rope` is made again, to call the op. Calls of other
-      forms still reach the function, such as those with tables of float32 and queries of bfloat16
-      whose product is float32, as autocast makes them.
-
+      sines (or complex frequencies) which is `rope` is made again, to call the op. Where tables of
+      float32 make float32 of queries in bfloat16, as in autocast, the op's results are float32 too.
+      Calls of other forms still reach the function.
     * The loss: a model with `get_output_embeddings()`, whose loss is the cross-entropy of its
       labels, shifted by one or not, and of what its head, a torch.nn.Linear, returns, also scaled
       or capped, computes it by `linear_cross_entropy`. It may come of the model's `loss_function`
@@ -65,6 +75,8 @@ def fuse(model: nn.Module) -> FuseReport:
       the model did before, and warns once of each reason; for `skip_logits=True` it raises
       ValueError.
 
+    Each kind has a switch, an argument of this function.
+
     Of the last three no module is replaced: the class of each such module becomes a subclass of its
     own, of the same name, in which one method is overridden. Its attributes, children, hooks and
     signature are what they were, and what its code read from its attributes to compute with, such
@@ -84,24 +96,34 @@ def fuse(model: nn.Module) -> FuseReport:
     A module is left, and the report says why, where fusing it could change what the model does: it
     computes something else (another activation, something between, a dropout that is active), or
     its parts do something beside (hooks, a forward of its own on the instance, as accelerate sets
-    it, parametrizations), or a norm's parameters are no plain tensors (DTensor: fuse before
-    sharding). A norm whose class returns the weight's dtype is left where the model's other
+    it, parametrizations), its code fails in a probe, or a norm's parameters are no plain tensors. A
+    norm whose class returns the weight's dtype is left where the model's other
     parameters have another dtype than its weight. Experts whose implementation is eager, with the
     activation in their forward, are left too. So is the loss where the head is none of
     torch.nn.Linear's, is adapted or quantised, or where the logits serve for anything else, and
     that of classifiers.
 
-    What is fused already is passed over: a second call changes nothing.
+    A model can be fused before FSDP2's `fully_shard` and after it. After it, the norms whose
+    parameters it holds stay in their places too, and their classes become subclasses. Parameters
+    that are DTensors for another reason, such as tensor parallelism, are left.
+
+    What is fused already is passed over: a second call changes nothing. It may be called in
+    autocast, and finds the same there.
 
     Args:
-        model: a transformers model, or any module. It is changed in place.
+        model: a transformers model, or any module. It is changed in place, wholly, or where an
+            exception is raised, not at all.
+        norms: whether to fuse norms.
+        activations: whether to fuse gated activations, those of experts too.
+        rope: whether to fuse rotary embeddings.
+        loss: whether to fuse the loss with the head.
 
     Returns:
         A report: `report.fused` and `report.left` list modules, `str(report)` is a table,
         `len(report)` the number of modules fused.
 
     Raises:
-        TypeError: model is not a torch.nn.Module.
+        TypeError: model is not a torch.nn.Module, or a switch is not a bool.
 
     Example:
         >>> print(liger_ops.fuse(torch.nn.Sequential(torch.nn.LayerNorm(8))))
@@ -109,13 +131,33 @@ def fuse(model: nn.Module) -> FuseReport:
           1 x LayerNorm -> layer_norm(eps=1e-05)  0
     """
     _check_module("fuse", model)
-    fused: list[Fused] = []
-    left: list[Left] = []
-    for fuser in FUSERS:
-        fused_here, left_here = fuser(model)
-        fused += fused_here
-        left += left_here
+    switches = {"norms": norms, "activations": activations, "rope": rope, "loss": loss}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
+    plans = [plan(model) for plan, wanted in _planners(norms, activations, rope) if wanted]
+    fused = [entry for plan in plans for entry in plan.fused]
+    left = [entry for plan in plans for entry in plan.left]
+    with wholly_or_not_at_all(model):
+        for plan in plans:
+            for change in plan.changes:
+                change()
+        if loss:
+            fused_losses, left_losses = losses.fuse(model)
+            fused += fused_losses
+            left += left_losses
     return FuseReport(tuple(fused), tuple(left))
+
+
+def _planners(
+    norms: bool, activations: bool, rope: bool
+) -> tuple[tuple[Callable[[nn.Module], Plan], bool], ...]:
+    return (
+        (norm_modules.plan, norms),
+        (gated.plan, activations),
+        (experts.plan, activations),
+        (rotary_embeddings.plan, rope),
+    )
 
 
 def unfuse(model: nn.Module) -> int:
@@ -133,13 +175,14 @@ def unfuse(model: nn.Module) -> int:
 
     Raises:
         TypeError: model is not a torch.nn.Module.
-        RuntimeError: the class of a fused module was changed since, as parametrizations and FSDP2
-            do; nothing is put back.
+        RuntimeError: the class of a fused module was changed since, as parametrizations do, or
+            `fully_shard` holds the parameters of a norm that was fused before; nothing is put back.
     """
     _check_module("unfuse", model)
-    # Refuses before anything has changed.
+    # Both refuse before anything has changed.
+    norm_modules.check_unfuse(model)
     count = classes.restore(model)
-    return count + norms.unfuse(model)
+    return count + norm_modules.unfuse(model)
 
 
 def _check_module(function: str, model: object) -> None:

@@ -6,10 +6,16 @@ of the module stays: its attributes, children, parameters and hooks. No other mo
 notices. The subclass has the name of the class, and modules of it can be copied and pickled: what
 is written is the class itself, the kinds and the facts. Subclasses are made once for equal facts,
 so that what torch.compile knows of one layer holds for all.
+
+`fully_shard` of FSDP2 gives a module a class too, of its own methods and the module's class. There
+it is the module's class that is overridden, as if that had come first.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -26,6 +32,9 @@ OVERRIDDEN = "_liger_ops_overridden"
 
 _subclasses: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
+# By FSDP2's methods and the class that they are added to.
+_sharded_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
+
 
 def kind(name: str) -> Callable[[Methods], Methods]:
     """Register what makes the methods of a kind. Facts are hashable, and can be pickled."""
@@ -39,22 +48,64 @@ def kind(name: str) -> Callable[[Methods], Methods]:
 
 def override(module: nn.Module, name: str, facts: Hashable) -> None:
     """Override a module's methods by those of kind `name`. Kinds can be stacked."""
-    module.__class__ = _subclass(type(module), name, facts)
+    set_class(module, _subclass(class_of(module), name, facts))
 
 
 def overrides(module: nn.Module) -> dict[str, Any]:
     """The kinds by which a module is overridden, and their facts."""
-    return {name: facts for _, name, facts in _layers(type(module))}
+    return {name: facts for _, name, facts in _layers(class_of(module))}
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """A module's class, without what FSDP2 has added to it."""
+    cls = type(module)
+    return cls.__bases__[1] if _is_sharded(cls) else cls
+
+
+def set_class(module: nn.Module, cls: type) -> None:
+    """Give a module another class, to which FSDP2's methods are added where it has them."""
+    sharded: Any = type(module)
+    if not _is_sharded(sharded):
+        module.__class__ = cls
+        return
+    methods, base = sharded.__bases__
+    _sharded_classes[methods, base] = sharded
+    made = _sharded_classes.get((methods, cls))
+    if made is None:
+        namespace = {
+            name: value
+            for name, value in vars(sharded).items()
+            if name not in ("__dict__", "__weakref__")
+        }
+        made = type(sharded)(sharded.__name__, (methods, cls), namespace)
+        _sharded_classes[methods, cls] = made
+    module.__class__ = made
+
+
+def _is_sharded(cls: type) -> bool:
+    """Whether `fully_shard` or `replicate` made a class."""
+    # Where nobody has imported it, no class is of it.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    mixin = getattr(fsdp, "FSDPModule", None)
+    return mixin is not None and len(cls.__bases__) == 2 and issubclass(cls.__bases__[0], mixin)
+
+
+def in_place_of(original: Any, forward: Any) -> Any:
+    """`forward`, a function of self and x, under the name and with the argument of `original`."""
+    (argument,) = list(inspect.signature(original).parameters)[1:]
+    names = tuple(argument if name == "x" else name for name in forward.__code__.co_varnames)
+    forward.__code__ = forward.__code__.replace(co_varnames=names)
+    return functools.wraps(original)(forward)
 
 
 def restore(model: nn.Module) -> int:
     """Undo every `override` in a model. Returns how many there were.
 
     Raises:
-        RuntimeError: a module's class was made from an overriding one, as parametrizations and
-            FSDP2 do, and cannot be taken apart.
+        RuntimeError: a module's class was made from an overriding one, as parametrizations do, and
+            cannot be taken apart.
     """
-    layers = {module: _layers(type(module)) for module in model.modules()}
+    layers = {module: _layers(class_of(module)) for module in model.modules()}
     for module, found in layers.items():
         if not found and any(OVERRIDDEN in vars(base) for base in type(module).__mro__):
             raise RuntimeError(
@@ -63,7 +114,7 @@ def restore(model: nn.Module) -> int:
             )
     for module, found in layers.items():
         if found:
-            module.__class__ = found[0][0]
+            set_class(module, found[0][0])
     return sum(len(found) for found in layers.values())
 
 

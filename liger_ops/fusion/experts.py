@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from .. import library
 from . import classes
 from .activation_probe import Activation, find
+from .planning import Plan
 from .probing import (
     NotAnOp,
+    Probes,
     attributes_key,
     first_line,
     has_hooks,
     leaf_key,
     numbers_of,
-    undisturbed,
 )
-from .report import Fused, Left
 
 KIND = "experts"
 METHOD = "_apply_gate"
@@ -36,28 +36,28 @@ METHOD = "_apply_gate"
 WIDTH = 48
 
 
-def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
+def plan(model: nn.Module) -> Plan:
     """Override `_apply_gate` of every module that has one and computes with it what an op does."""
-    found: dict[Any, Activation | NotAnOp] = {}
-    fused, left = [], []
-    for name, module in model.named_modules():
-        if not inspect.isfunction(getattr(type(module), METHOD, None)):
-            continue
+    probes = Probes()
+
+    def look(plan: Plan, name: str, module: nn.Module) -> None:
+        cls = classes.class_of(module)
         if KIND in classes.overrides(module):
-            continue
-        class_name = type(module).__name__
+            return
+        if not inspect.isfunction(getattr(cls, METHOD, None)):
+            if _looks_like_experts(module):
+                raise NotAnOp(f"it has no {METHOD}: the activation is part of its forward")
+            return
+        obstacle = _obstacle(module)
+        if obstacle is not None:
+            raise NotAnOp(obstacle)
         children = tuple(leaf_key(child) for child in module._modules.values())
-        key = type(module), attributes_key(module), children, _obstacle(module)
-        if key not in found:
-            found[key] = _probed(module)
-        activation = found[key]
-        if isinstance(activation, Activation):
-            classes.override(module, KIND, activation)
-            options = dict(activation.options)
-            fused.append(Fused(name, class_name, activation.op, options, "gated activation"))
-        else:
-            left.append(Left(name, class_name, str(activation)))
-    return fused, left
+        key = cls, attributes_key(module), children
+        activation = probes.once(key, lambda: _probed(module))
+        plan.fuse(name, module, activation.op, dict(activation.options))
+        plan.changes.append(lambda: classes.override(module, KIND, activation))
+
+    return Plan("gated activation", model, look)
 
 
 @classes.kind(KIND)
@@ -68,6 +68,12 @@ def methods(base: Any, activation: Activation) -> dict[str, Callable[..., Any]]:
         return op(gate_up)
 
     return {METHOD: functools.wraps(getattr(base, METHOD))(apply_gate)}
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    """Whether a reader of the report expects to find the module there. It decides nothing else."""
+    named = classes.class_of(module).__name__.endswith("Experts")
+    return named and any("gate_up" in name for name in module._parameters)
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -83,20 +89,14 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def _probed(module: nn.Module) -> Activation | NotAnOp:
-    obstacle = _obstacle(module)
-    if obstacle is not None:
-        return NotAnOp(obstacle)
-    copied = object.__new__(type(module))
-    with undisturbed():
-        try:
-            children = copy.deepcopy(module._modules)
-            vars(copied).update(vars(module), _modules=children, _parameters={}, _buffers={})
-            return find(functools.partial(_run, copied), [WIDTH], numbers_of(module))
-        except NotAnOp as reason:
-            return reason
-        except Exception as error:
-            return NotAnOp(f"it cannot be copied: {first_line(error)}")
+def _probed(module: nn.Module) -> Activation:
+    copied = object.__new__(classes.class_of(module))
+    try:
+        children = copy.deepcopy(module._modules)
+    except Exception as error:
+        raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
+    vars(copied).update(vars(module), _modules=children, _parameters={}, _buffers={})
+    return find(functools.partial(_run, copied), [WIDTH], numbers_of(module))
 
 
 def _run(copied: Any, projections: Sequence[Tensor], training: bool) -> Tensor:

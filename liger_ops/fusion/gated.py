@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +22,24 @@ from torch.nn.utils import parametrize
 from .. import library
 from . import classes
 from .activation_probe import Activation, find
+from .planning import Plan
 from .probing import (
     NotAnOp,
+    Probes,
     attributes_key,
     first_line,
     has_hooks,
     leaf_key,
     numbers_of,
     own_attributes,
-    undisturbed,
     uniform,
 )
-from .report import Fused, Left
 
 KIND = "gated MLP"
+
+# What a reader of the report takes for a gated activation (and not "Glue"), and what may have one.
+GATED_NAME = re.compile(r"GLU|[Gg]lu(?!e)")
+MLP_NAME = re.compile(r"mlp|feedforward|ffn", re.IGNORECASE)
 
 # Of all projections, and of the input, where one of them does not tell its own.
 ANY_WIDTH = 48
@@ -53,25 +58,30 @@ class MLP:
     multiplier: float
 
 
-def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
+def plan(model: nn.Module) -> Plan:
     """Override the forward of every gated MLP of a model."""
-    found: dict[Any, MLP | NotAnOp] = {}
-    fused, left = [], []
-    for name, module in model.named_modules():
+    probes = Probes()
+
+    def look(plan: Plan, name: str, module: nn.Module) -> None:
         if KIND in classes.overrides(module) or not _may_be_one(module):
-            continue
-        class_name = type(module).__name__
-        key = _probe_key(module)
-        if key not in found:
-            found[key] = _probed(module)
-        mlp = found[key]
-        if isinstance(mlp, MLP):
-            classes.override(module, KIND, mlp)
-            options = dict(mlp.activation.options)
-            fused.append(Fused(name, class_name, mlp.activation.op, options, "gated activation"))
-        elif _looks_gated(module):
-            left.append(Left(name, class_name, str(mlp)))
-    return fused, left
+            return
+        try:
+            mlp = _found(probes, module)
+        except NotAnOp:
+            if not _looks_gated(module):
+                return
+            raise
+        plan.fuse(name, module, mlp.activation.op, dict(mlp.activation.options))
+        plan.changes.append(lambda: classes.override(module, KIND, mlp))
+
+    return Plan("gated activation", model, look)
+
+
+def _found(probes: Probes, module: nn.Module) -> MLP:
+    obstacle = _obstacle(module)
+    if obstacle is not None:
+        raise NotAnOp(obstacle)
+    return probes.once(_probe_key(module), lambda: _Copy(module).probe())
 
 
 @classes.kind(KIND)
@@ -95,10 +105,7 @@ def methods(base: Any, mlp: MLP) -> dict[str, Callable[..., Any]]:
         y = getattr(self, down)(y)
         return y if multiplier == 1.0 else y * multiplier
 
-    (argument,) = list(inspect.signature(base.forward).parameters)[1:]
-    names = tuple(argument if name == "x" else name for name in forward.__code__.co_varnames)
-    forward.__code__ = forward.__code__.replace(co_varnames=names)
-    return {"forward": functools.wraps(base.forward)(forward)}
+    return {"forward": classes.in_place_of(base.forward, forward)}
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
@@ -117,12 +124,19 @@ def _may_be_one(module: nn.Module) -> bool:
 
 def _looks_gated(module: nn.Module) -> bool:
     """Whether a reader of the report expects to find the module there. It decides nothing else."""
-    class_name = type(module).__name__.lower()
-    if "glu" in class_name:
+    class_name = classes.class_of(module).__name__
+    if GATED_NAME.search(class_name):
         return True
-    if not any(word in class_name for word in ("mlp", "feedforward", "ffn")):
+    if not MLP_NAME.search(class_name):
         return False
-    return len(_projections(module)) == 3 or any("gate" in name for name in module._modules)
+    projections = list(_projections(module).values())
+    if len(projections) == 3 or any("gate" in name for name in module._modules):
+        return True
+    if len(projections) != 2:
+        return False
+    packed, down = projections
+    width, halves = getattr(down, "in_features", None), getattr(packed, "out_features", None)
+    return width is not None and halves == 2 * width
 
 
 def _probe_key(module: nn.Module) -> Any:
@@ -133,7 +147,7 @@ def _probe_key(module: nn.Module) -> Any:
         for name, child in module._modules.items()
     )
     widths = tuple(_widths(projections)[1].items())
-    return type(module), attributes_key(module), children, widths, _obstacle(module)
+    return classes.class_of(module), attributes_key(module), children, widths
 
 
 def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
@@ -151,7 +165,7 @@ def _obstacle(module: nn.Module) -> str | None:
     """Why a module's forward cannot be overridden, or its copy would not do what it does."""
     count = len(_projections(module))
     if count not in (2, 3):
-        return f"it has {count} children that may be projections"
+        return f"it has {count} {'child' if count == 1 else 'children'} that may be projections"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if parametrize.is_parametrized(module):
@@ -173,17 +187,6 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def _probed(module: nn.Module) -> MLP | NotAnOp:
-    obstacle = _obstacle(module)
-    if obstacle is not None:
-        return NotAnOp(obstacle)
-    with undisturbed():
-        try:
-            return _Copy(module).probe()
-        except NotAnOp as reason:
-            return reason
-
-
 class _Projection(nn.Module):
     """Stands in a copy for a projection: returns a chosen tensor, and notes what it was given."""
 
@@ -194,6 +197,8 @@ class _Projection(nn.Module):
         self.value = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise NotAnOp(f"{self.name} is given {type(x).__name__}, not a tensor")
         self.calls.append((self.name, x))
         return self.value
 
@@ -205,7 +210,7 @@ class _Copy:
         self.numbers = numbers_of(module)
         self.width, self.widths = _widths(_projections(module))
         self.calls: list[tuple[str, Tensor]] = []
-        self.copy = object.__new__(type(module))
+        self.copy = object.__new__(classes.class_of(module))
         try:
             children = {
                 name: _Projection(name, self.calls) if name in self.widths else copy.deepcopy(child)
@@ -261,6 +266,11 @@ class _Copy:
             getattr(self.copy, name).value = value
         try:
             # Not called as a module: that would run its hooks.
-            return self.copy.train(training).forward(x)
+            result = self.copy.train(training).forward(x)
+        except NotAnOp:
+            raise
         except Exception as error:
             raise NotAnOp(f"it fails on the CPU: {first_line(error)}") from None
+        if not isinstance(result, Tensor):
+            raise NotAnOp(f"it returns {type(result).__name__}, not a tensor")
+        return result

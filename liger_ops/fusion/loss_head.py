@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -64,8 +65,8 @@ def _what_it_does_beside(module: Any, what: str) -> str | None:
 
 def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
     for tensor in (head.weight, head.bias):
-        # A replica of DataParallel holds plain tensors.
-        if tensor is None or type(tensor) in (nn.Parameter, Tensor):
+        # A replica of DataParallel holds plain tensors, a model that torch.export traces fake ones.
+        if tensor is None or type(tensor) in (nn.Parameter, Tensor, FakeTensor):
             continue
         if not (sharded and type(tensor).__name__ == "DTensor"):
             return f"its head holds a {type(tensor).__name__}, not a plain tensor"

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .. import library
 from ..nn import FusedAddRMSNorm, GroupNorm, LayerNorm, RMSNorm
+from . import classes, sharding
 from .norm_obstacles import obstacle
 from .norm_probe import Dtypes, Norm, probe
-from .probing import NotAnOp, attributes_key
-from .report import Fused, Left
+from .planning import Plan
+from .probing import NotAnOp, Probes, attributes_key
+
+KIND = "norm"
 
 FUSED_CLASSES = (RMSNorm, FusedAddRMSNorm, LayerNorm, GroupNorm)
 
@@ -21,27 +25,50 @@ FUSED_CLASSES = (RMSNorm, FusedAddRMSNorm, LayerNorm, GroupNorm)
 ORIGINAL = "_fused_from"
 
 
-def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
-    """Replace every norm of a model by the fused module that computes the same."""
+def plan(model: nn.Module) -> Plan:
+    """Replace every norm of a model by the fused module that computes the same.
+
+    One whose parameters FSDP2 holds stays, and its forward is overridden.
+    """
     probes = _Probes(model)
-    fused, left = [], []
     replacements: dict[nn.Module, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FUSED_CLASSES) or "parametrizations" in name.split("."):
-            continue
-        class_name = type(module).__name__
+
+    def look(plan: Plan, name: str, module: nn.Module) -> None:
+        is_fused = isinstance(module, FUSED_CLASSES) or KIND in classes.overrides(module)
+        if is_fused or "parametrizations" in name.split("."):
+            return
         try:
             norm = probes.norm(module)
-            if module is model:
+            if sharding.is_managed(module):
+                facts = norm.op, tuple(norm.options.items()), norm.width
+                plan.changes.append(lambda: classes.override(module, KIND, facts))
+            elif module is model:
                 raise NotAnOp("it is the model itself; fuse replaces the modules inside a model")
-        except NotAnOp as reason:
-            if _looks_like_a_norm(name, module):
-                left.append(Left(name, class_name, str(reason)))
-            continue
-        replacements[module] = _replacement(module, norm)
-        fused.append(Fused(name, class_name, norm.op, norm.options))
-    _swap(model, replacements.get)
-    return fused, left
+            else:
+                replacements[module] = _replacement(module, norm)
+        except NotAnOp:
+            if not _looks_like_a_norm(name, module):
+                return
+            raise
+        plan.fuse(name, module, norm.op, norm.options)
+
+    plan = Plan(KIND, model, look)
+    plan.changes.append(lambda: _swap(model, replacements.get))
+    return plan
+
+
+def check_unfuse(model: nn.Module) -> None:
+    """Refuse where FSDP2 holds the parameters of modules that would be replaced.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    for name, module in model.named_modules():
+        if ORIGINAL in vars(module) and sharding.is_managed(module):
+            raise RuntimeError(
+                f"unfuse: fully_shard holds the parameters of {name}, which fuse had replaced"
+                " before; unfuse a model before it is sharded"
+            )
 
 
 def unfuse(model: nn.Module) -> int:
@@ -53,30 +80,39 @@ def unfuse(model: nn.Module) -> int:
     return len(originals)
 
 
+@classes.kind(KIND)
+def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
+    op, options, width = facts
+    norm = Norm(op, dict(options), width)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        parameters = self._parameters
+        return norm.computed_by(overload, x, parameters.get("weight"), parameters.get("bias"))
+
+    overload = library.OPS[op].overload
+    return {"forward": classes.in_place_of(base.forward, forward)}
+
+
 class _Probes:
-    """The probes of one call of `fuse`: modules that differ in name only are probed once."""
+    """The probes of one call of `fuse`, of modules with the parameters that a forward finds."""
 
     def __init__(self, model: nn.Module) -> None:
-        dtypes = {parameter.dtype for parameter in model.parameters()}
+        self.whole = sharding.whole_parameters(model)
+        dtypes = {parameter.dtype for parameter in (*model.parameters(), *self.whole.values())}
         self.dtypes = [
             dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if dtype in dtypes
         ]
-        self.found: dict[Any, Norm | NotAnOp] = {}
+        self.probes = Probes()
 
     def norm(self, module: nn.Module) -> Norm:
+        if sharding.is_managed(module):
+            module = sharding.with_whole_parameters(module, self.whole)
         reason = obstacle(module)
         if reason is not None:
             raise NotAnOp(reason)
-        key = _probe_key(module)
-        if key not in self.found:
-            try:
-                self.found[key] = probe(module, self.mixed_dtypes(module))
-            except NotAnOp as refusal:
-                self.found[key] = refusal
-        found = self.found[key]
-        if isinstance(found, NotAnOp):
-            raise NotAnOp(*found.args)
-        return found
+        return self.probes.once(
+            _probe_key(module), lambda: probe(module, self.mixed_dtypes(module))
+        )
 
     def mixed_dtypes(self, module: nn.Module) -> list[Dtypes]:
         """The model's other dtypes as those of an input that the module may be given."""
@@ -95,9 +131,13 @@ def _probe_key(module: nn.Module) -> Any:
 
 def _looks_like_a_norm(name: str, module: nn.Module) -> bool:
     """Whether a reader of the report expects to find the module there. It decides nothing else."""
+    class_name = classes.class_of(module).__name__
+    if class_name.endswith(("RMSNorm", "LayerNorm", "GroupNorm")):
+        return True
     is_leaf = all(child is None for child in module._modules.values())
-    named = "norm" in f"{type(module).__name__}.{name.rpartition('.')[2]}".lower()
-    return named and (is_leaf or parametrize.is_parametrized(module))
+    named = "norm" in f"{class_name}.{name.rpartition('.')[2]}".lower()
+    has_weight = "Norm" in class_name and "weight" in module._parameters
+    return (named and (is_leaf or parametrize.is_parametrized(module))) or has_weight
 
 
 def _replacement(original: nn.Module, norm: Norm) -> nn.Module:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 DEVICE = torch.device("cpu")
 
@@ -32,17 +34,50 @@ class NotAnOp(Exception):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """In here code runs on the CPU without gradients, and leaves no trace: no warning, and no
-    change of a random number generator."""
+    """In here code runs on the CPU without gradients and autocast, and leaves no trace: no warning,
+    and no change of a random number generator."""
     with (
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
+        torch.autocast(DEVICE.type, enabled=False),
         torch.no_grad(),
         DEVICE,
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+class Probes:
+    """Probes of which each is made once: a key holds all that the result can depend on."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+
+    def once(self, key: Any, probe: Callable[[], T]) -> T:
+        """What `probe` returns.
+
+        Raises:
+            NotAnOp: what `probe` raises, or that it failed.
+        """
+        if key not in self.found:
+            with undisturbed():
+                self.found[key] = _outcome(probe)
+        found: T | NotAnOp = self.found[key]
+        if isinstance(found, NotAnOp):
+            raise NotAnOp(*found.args)
+        return found
+
+
+def _outcome(probe: Callable[[], T]) -> T | NotAnOp:
+    try:
+        return probe()
+    except NotAnOp as reason:
+        return reason
+    except Exception as error:
+        # Under every probe: what code of a model's may do has no end, and a module that cannot be
+        # probed is left.
+        return NotAnOp(f"its probe failed: {first_line(error)}")
 
 
 def has_hooks(module: nn.Module) -> bool:

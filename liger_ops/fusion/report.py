@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fused:
-    """A module that `fuse` changed: its name and class, the op, the op's options, what it is."""
+    """A module that `fuse` changed: its name in the model, which is empty for the model itself, its
+    class, the op, the op's options and what it is."""
 
     name: str
     class_name: str
@@ -25,11 +26,13 @@ class Fused:
 
 @dataclass(frozen=True)
 class Left:
-    """A module that looks as if it could be fused, and was not: its name and class, and why."""
+    """A module that looks as if it could be fused, and was not: its name in the model, which is
+    empty for the model itself, its class, why, and what of it was left."""
 
     name: str
     class_name: str
     reason: str
+    kind: str = "loss"
 
     def __str__(self) -> str:
         return f"{self.class_name}: {self.reason}"
@@ -63,8 +66,8 @@ def _counted(count: int, noun: str) -> str:
 def _table(entries: Sequence[Fused | Left]) -> list[str]:
     """One line for each kind of entry: how many, what, and where the first is."""
     counts = Counter(str(entry) for entry in entries)
-    first = {str(entry): entry.name for entry in reversed(entries)}
+    first = {str(entry): entry.name or "(the model itself)" for entry in reversed(entries)}
     return [
-        f"  {count} x {text}  {first[text]}{', ...' if count > 1 else ''}".rstrip()
+        f"  {count} x {text}  {first[text]}{', ...' if count > 1 else ''}"
         for text, count in counts.items()
     ]

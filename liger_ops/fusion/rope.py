@@ -10,8 +10,9 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,39 +20,41 @@ from torch import nn
 
 from .. import library
 from . import classes
-from .probing import NotAnOp, undisturbed
-from .report import Fused, Left
-from .rotary import SECTIONS, Rotary, parameters_of
+from .planning import Plan
+from .probing import NotAnOp, Probes, own_attributes
+from .rotary import SECTIONS, WIDENED, Rotary, parameters_of
 from .rotary_probe import probe
 
 KIND = "rotary embedding"
 
+ROTARY_NAME = re.compile(r"apply_(\w+_)?(rotary|rope)")
 
-def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
+
+def plan(model: nn.Module) -> Plan:
     """Override the forward of every module that calls a function which is rope."""
-    found: dict[Any, Rotary | NotAnOp] = {}
-    fused, left = [], []
-    for name, module in model.named_modules():
+    probes = Probes()
+
+    def look(plan: Plan, name: str, module: nn.Module) -> None:
         if KIND in classes.overrides(module):
-            continue
-        class_name = type(module).__name__
+            return
+        for reason in _not_called_as_rope(module):
+            plan.leave(name, module, reason)
         rotaries = []
-        for function_name, function in _functions(type(module)):
-            if function not in found:
-                found[function] = _probed(function_name, function)
-            rotary = found[function]
-            obstacle = _obstacle(module, function_name)
-            if isinstance(rotary, Rotary) and obstacle is None:
-                rotaries.append(rotary)
+        for function_name, function in _functions(classes.class_of(module)):
+            try:
+                rotary = probes.once(function, functools.partial(probe, function_name, function))
+                obstacle = _obstacle(module, function_name)
+                if obstacle is not None:
+                    raise NotAnOp(obstacle)
+            except NotAnOp as reason:
+                plan.leave(name, module, str(reason))
             else:
-                left.append(Left(name, class_name, obstacle or str(rotary)))
+                rotaries.append(rotary)
+                plan.fuse(name, module, "rope", dict(rotary.forms[0].options))
         if rotaries:
-            classes.override(module, KIND, tuple(rotaries))
-            fused += [
-                Fused(name, class_name, "rope", dict(rotary.forms[0].options), KIND)
-                for rotary in rotaries
-            ]
-    return fused, left
+            plan.changes.append(lambda: classes.override(module, KIND, tuple(rotaries)))
+
+    return Plan(KIND, model, look)
 
 
 @classes.kind(KIND)
@@ -72,6 +75,29 @@ def _functions(cls: Any) -> list[tuple[str, Any]]:
     ]
 
 
+def _not_called_as_rope(module: nn.Module) -> Iterator[str]:
+    """Why functions are left that by their names a reader of the report expects to find there."""
+    forward = getattr(classes.class_of(module), "forward", None)
+    for name, function in _named_rotary(forward):
+        if inspect.isfunction(function) and not parameters_of(function):
+            names = ", ".join(inspect.signature(function).parameters)
+            yield f"{name} takes ({names}), not queries, keys and their tables"
+    # As diffusers' attentions have it, whose forward calls a processor.
+    for value in own_attributes(module).values():
+        call = getattr(type(value), "__call__", None)  # noqa: B004
+        if not isinstance(value, nn.Module):
+            for name, _ in _named_rotary(call):
+                yield f"{name} is called by its {type(value).__name__}, not by its forward"
+
+
+def _named_rotary(caller: Any) -> Iterator[tuple[str, Any]]:
+    """The global functions that code names, and whose names say that they are rope."""
+    for function in _wrapped(caller):
+        for name in function.__code__.co_names:
+            if ROTARY_NAME.search(name) and callable(function.__globals__.get(name)):
+                yield name, function.__globals__[name]
+
+
 def _wrapped(function: Any) -> list[types.FunctionType]:
     """A function and those that it wraps, from the outermost in."""
     found = []
@@ -81,20 +107,12 @@ def _wrapped(function: Any) -> list[types.FunctionType]:
     return found
 
 
-def _probed(name: str, function: Any) -> Rotary | NotAnOp:
-    with undisturbed():
-        try:
-            return probe(name, function)
-        except NotAnOp as reason:
-            return reason
-
-
 def _obstacle(module: nn.Module, name: str) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if "forward" in vars(module):
         return "the instance has a forward of its own"
-    chain = _wrapped(type(module).forward)
+    chain = _wrapped(classes.class_of(module).forward)
     caller = next(function for function in chain if name in function.__code__.co_names)
     for outer, inner in zip(chain, chain[1:], strict=False):
         if outer is caller:
@@ -163,6 +181,8 @@ def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., 
         if form is None:
             return original(*args, **kwargs)
         q, k, *tables = (given[name] for name in rotary.parameters[: 2 + rotary.tables])
+        if rotary.wide_tables == WIDENED and tables[0].dtype is not q.dtype:
+            q, k = q.float(), k.float()
         return form(op, q, k, tables, given.get(SECTIONS))
 
     rotated.stands_for = (rotary, original)  # type: ignore[attr-defined]

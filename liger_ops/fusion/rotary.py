@@ -22,6 +22,10 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 UNSQUEEZE_DIM = "unsqueeze_dim"
 SECTIONS = "mrope_section"
 
+# What functions do whose tables are wider than their queries.
+KEPT, WIDENED = "kept", "widened"
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
 
 def parameters_of(function: Any) -> tuple[str, ...]:
     """The names of a function's parameters if, by them, it takes queries, keys and tables.
@@ -89,6 +93,7 @@ class Form:
         tables: Sequence[Tensor],
         sections: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor]:
+        """What `op`, rope or another function of its arguments, makes of tensors of this form."""
         inward, outward = LAYOUTS[self.layout]
         if self.half_tables:
             half = tables[0].shape[-1] // 2
@@ -113,16 +118,23 @@ def table_width(R: int, D: int) -> str:
 class Rotary:
     """What a function of queries, keys and tables computes.
 
-    tables: how many it takes. wide_tables: whether beside queries of another dtype it takes tables
-    of float32, or complex ones of it, and returns the queries' dtype.
+    tables: how many it takes. wide_tables: what it returns for tables of float32, or complex ones
+    of it, beside queries of another dtype: KEPT, the queries' dtype; WIDENED, float32, as autocast
+    has it; None, anything else.
     """
 
     name: str
     parameters: tuple[str, ...]
     tables: int
     unsqueeze_dim: int | None
-    wide_tables: bool
+    wide_tables: str | None
     forms: tuple[Form, ...]
+
+    def takes(self, table_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+        """Whether it is rope for tables of another dtype than that of the queries."""
+        if self.wide_tables == WIDENED:
+            return table_dtype is torch.float32 and dtype in LOW_PRECISION
+        return self.wide_tables == KEPT and table_dtype in (torch.float32, torch.complex64)
 
     def form_of(self, given: dict[str, Any]) -> Form | None:
         """The form of a call with these arguments, None where it is not rope."""
@@ -134,9 +146,7 @@ class Rotary:
             if not isinstance(given.get(name), Tensor):
                 return None
         q, k, *tables = (given[name] for name in names)
-        if tables[0].dtype is not q.dtype and not (
-            self.wide_tables and tables[0].dtype in (torch.float32, torch.complex64)
-        ):
+        if tables[0].dtype is not q.dtype and not self.takes(tables[0].dtype, q.dtype):
             return None
         unsqueeze_dim = given.get(UNSQUEEZE_DIM, self.unsqueeze_dim)
         has_sections = given.get(SECTIONS) is not None

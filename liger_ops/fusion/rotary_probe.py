@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 
 from .. import library
-from .probing import NotAnOp, dtype_name, first_line, uniform
-from .rotary import LAYOUTS, SECTIONS, UNSQUEEZE_DIM, Form, Rotary, parameters_of, tables_of
+from .probing import DEVICE, NotAnOp, dtype_name, first_line, uniform
+from .rotary import (
+    KEPT,
+    LAYOUTS,
+    LOW_PRECISION,
+    SECTIONS,
+    UNSQUEEZE_DIM,
+    WIDENED,
+    Form,
+    Rotary,
+    parameters_of,
+    tables_of,
+)
 
 # The sizes of a probe. No two are equal, so that no table is broadcast along a wrong dimension.
 BATCH, HEADS, K_HEADS, POSITIONS, WIDTH = 2, 6, 3, 5, 12
@@ -30,7 +41,8 @@ def probe(name: str, function: Callable[..., Any]) -> Rotary:
     It is called with queries and keys of each layout and tables of each width, all of random
     numbers, and where it has a parameter `unsqueeze_dim` with its default, 1 and 2. The results are
     compared with the definition of rope under every option: in float32 values and gradients, in
-    bfloat16 and float16 values within the roundings of code that rounds after every operation.
+    bfloat16 and float16 values within the roundings of code that rounds after every operation. So
+    are queries of lower precision with tables of float32, in autocast and out of it.
 
     Raises:
         NotAnOp: none is rope; the text gives the reason.
@@ -58,14 +70,37 @@ class _Probe:
                         forms.append(form)
         if not forms:
             raise NotAnOp(f"{self.name} computes no rope")
-        try:
-            self.compare_roundings(forms[0], torch.bfloat16, torch.float32)
-            wide_tables = True
-        except NotAnOp:
-            wide_tables = False
+        wide_tables = self.wide_tables(forms)
         return Rotary(
             self.name, self.parameters, self.tables, self.default, wide_tables, tuple(forms)
         )
+
+    def wide_tables(self, forms: Sequence[Form]) -> str | None:
+        try:
+            self.compare_roundings(forms[0], torch.bfloat16, torch.float32)
+            return KEPT
+        except NotAnOp:
+            if self.tables == 2 and all(map(self.widens, forms)):
+                return WIDENED
+            return None
+
+    def widens(self, form: Form) -> bool:
+        """Whether for tables of float32 and narrower queries it is rope in float32, in autocast
+        too."""
+        for dtype in LOW_PRECISION:
+            tensors = self.tensors(form, dtype)
+            q, k, *tables = tensors
+            for autocast in (False, True):
+                with torch.autocast(DEVICE.type, dtype=dtype, enabled=autocast):
+                    try:
+                        found = self.called(form, tensors)
+                    except NotAnOp:
+                        return False
+                if any(y.dtype is not torch.float32 for y in found):
+                    return False
+                if not self.agree(found, form, [q.float(), k.float(), *tables]):
+                    return False
+        return True
 
     def form(self, unsqueeze_dim: int | None, layout: str, width: str) -> Form | None:
         """What the function is when called so; None if it fails, or is no rope."""

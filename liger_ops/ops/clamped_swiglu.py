@@ -46,7 +46,8 @@ def clamped_swiglu(
 
     Args:
         gate: (..., N), floating point, any strides; packed, (..., 2N).
-        up: like gate, of the same shape; its dtype may differ. None where gate holds both.
+        up: like gate, of the same shape; of another dtype, it makes the result of the dtype that
+            PyTorch gives their product. None where gate holds both.
         alpha: multiplies the gate in the sigmoid.
         limit: the largest gate, and the largest magnitude of up. inf is none.
         up_offset: added to up.

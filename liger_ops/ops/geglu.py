@@ -38,7 +38,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
     Args:
         gate: (..., N), floating point, any strides; packed, (..., 2N), the gate's N first.
-        up: like gate, of the same shape; its dtype may differ. None where gate holds both.
+        up: like gate, of the same shape; of another dtype, it makes the result of the dtype that
+            PyTorch gives their product. None where gate holds both.
         approximate: "tanh" or "none", as in `torch.nn.functional.gelu`; the default is that of
             Gemma.
 

@@ -41,7 +41,8 @@ def swiglu(
 
     Args:
         gate: (..., N), floating point, any strides; packed, (..., 2N), the gate's N first.
-        up: like gate, of the same shape; its dtype may differ. None where gate holds both.
+        up: like gate, of the same shape; of another dtype, it makes the result of the dtype that
+            PyTorch gives their product. None where gate holds both.
         gate_multiplier: multiplies the gate (Falcon-H1).
         down_multiplier: multiplies the result (Falcon-H1, whose down projection is linear).
 

@@ -1,4 +1,5 @@
-"""Triton kernels for GPUs, NVIDIA's and AMD's: PyTorch's device type is "cuda" on both."""
+"""Triton kernels for GPUs. PyTorch's device type is "cuda" for AMD's too, for which they have been
+compiled, but never run."""
 
 from . import (
     clamped_swiglu,

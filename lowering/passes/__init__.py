@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 
+import torch
 from torch import fx
 
 from . import (
@@ -22,9 +24,19 @@ from . import (
     rope,
     swiglu,
 )
+from .effects import subgraphs
+from .failure import failed, is_strict
 from .report import Report
 
 Rewrite = Callable[[fx.Graph, Report], None]
+
+INLINED = {
+    "cond",
+    "invoke_subgraph",
+    "tag_activation_checkpoint",
+    "wrap",
+    "wrap_activation_checkpoint",
+}
 
 REWRITES: dict[str, Rewrite] = {
     "causal_attention": causal_mask.rewrite,
@@ -47,31 +59,50 @@ REWRITES: dict[str, Rewrite] = {
 }
 
 
-def rewrite(module: fx.GraphModule, names: Collection[str] | None = None) -> Report:
-    """Run the rewrites of `names`, or all, on `module` and the graphs that it calls, in place."""
+def rewrite(
+    module: fx.GraphModule, names: Collection[str] | None = None, *, strict: bool | None = None
+) -> Report:
+    """Run the rewrites of `names`, or all, on `module` and the graphs that it calls, in place.
+
+    Where one of them raises an exception, `module` is left as it came, with a warning; with
+    `strict`, or LIGER_OPS_STRICT=1 in the environment, the exception is raised.
+    """
     report = Report()
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
+    graphs = {part: copy.deepcopy(part.graph) for part in inlined(module)}
+    try:
+        for part in graphs:
             # What a subgraph is called under, such as torch.no_grad, is not known in it.
             part.meta["is_subgraph"] = part is not module
             _rewrite(part.graph, report, names)
             part.recompile()
+    except Exception as error:
+        if is_strict(strict):
+            raise
+        for part, graph in graphs.items():
+            part.graph = graph
+        return failed(report, error)
     return report
 
 
-def rewrite_graph(graph: fx.Graph, names: Collection[str] | None = None) -> Report:
-    """The same for a graph, whose module the caller compiles anew."""
-    module = graph.owning_module
-    if isinstance(module, fx.GraphModule) and module.graph is graph:
-        return rewrite(module, names)
-    report = Report()
-    _rewrite(graph, report, names)
-    return report
+def inlined(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The module, and what it calls as if the code stood in the place of the call.
+
+    The code of autograd functions, of transforms and the like is left alone: how it is run there
+    is theirs.
+    """
+    found = [module]
+    for part in found:
+        for node in part.graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                is_inlined = node.target.name() in INLINED
+                found += [one for one in subgraphs(node) if is_inlined and one not in found]
+    return found
 
 
 def _rewrite(graph: fx.Graph, report: Report, names: Collection[str] | None) -> None:
     for name, one in REWRITES.items():
         if names is None or name in names:
+            report.at = (name, None)
             one(graph, report)
     recompute.mark(graph)
     graph.lint()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .canonical import same, value
+from .canonical import value
 from .graph_state import GraphState, fake_mode_of
+from .report import Report
+from .rewrite import check_results, foreign
 
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_DEFAULTS = {"attn_mask": None, "is_causal": False, "enable_gqa": False}
+_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
 
 
-def attentions(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
-    """Each call on dense tensors of at least two dimensions, with its arguments."""
-    for node in list(graph.nodes):
+def attentions(
+    graph: fx.Graph, rewrite: str, report: Report
+) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
+    """Each call on tensors of at least two dimensions, with its arguments, for a rewrite."""
+    for node in report.visiting(rewrite, list(graph.nodes)):
         if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
             continue
         arguments = {**_DEFAULTS, **dict(zip(_POSITIONAL, node.args, strict=False)), **node.kwargs}
@@ -26,36 +30,29 @@ def attentions(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
             yield node, arguments
 
 
-def set_arguments(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str | None:
-    """Give a call these arguments; where its result would be laid out otherwise, only say so."""
-    before = value(node)
+def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str | None:
+    """Why a call is to stay as it is, whatever its mask and heads are."""
+    tensors = [one for one in node.all_input_nodes if isinstance(value(one), Tensor)]
+    if reason := foreign(tensors):
+        return reason
+    if state.transformed(node):
+        return "it runs inside of a transform of functions, such as vmap"
+    if value(arguments["dropout_p"]) != 0:
+        return "it drops weights at random, and another kernel would drop others"
+    return None
+
+
+def set_arguments(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> None:
+    """Give a call these arguments; Refused where its result would not be what it was."""
     tensors = tuple(arguments[name] for name in _POSITIONAL[:3])
     options = {
         name: given
         for name, given in arguments.items()
-        if name not in _POSITIONAL[:3] and not (name in _DEFAULTS and given is _DEFAULTS[name])
+        if name not in _POSITIONAL[:3] and not (name in _DEFAULTS and given == _DEFAULTS[name])
     }
-    with state.modes_of(node), fake_mode_of([before]):
+    with state.modes_of(node), fake_mode_of([value(node)]):
         after = F.scaled_dot_product_attention(
             *map(value, tensors), **{name: value(given) for name, given in options.items()}
         )
-    if after.dtype != before.dtype or not same(after.shape, before.shape):
-        return f"the result would be {after.dtype}{tuple(after.shape)}"
-    if not same(after.stride(), before.stride()):
-        return f"the result would have the strides {after.stride()}, not {before.stride()}"
+    check_results({node: after}, state)
     node.args, node.kwargs = tensors, options
-    return None
-
-
-def erase_unused(node: fx.Node, among: Collection[fx.Node]) -> None:
-    """Erase a node that nothing uses any more, and of its inputs those that this leaves unused.
-
-    `among` are nodes that only compute. fx's dead code elimination would not do: to it a method
-    that writes in place has no effect.
-    """
-    if node.users or node not in among or node.op == "placeholder":
-        return
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for one in inputs:
-        erase_unused(one, among)

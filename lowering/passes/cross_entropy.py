@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
-from .graph_state import GraphState, eliminate_dead_code
-from .loss_chain import Loss, check_place, losses, positions, read
+from .graph_state import GraphState
+from .loss_chain import positions
+from .loss_places import place, put
+from .losses import Loss, losses, read
 from .report import Report
-from .rewrite import Refused, put_loss
+from .rewrite import Refused, attempt
 
 OP = "cross_entropy"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    for node in losses(graph):
+    for node in report.visiting(OP, losses(graph)):
         try:
-            report.used(OP, _replaced(read(node), GraphState(graph)))
+            with attempt(graph):
+                loss = read(node)
+                if loss is not None:
+                    report.used(OP, _replaced(loss, GraphState(graph)))
         except Refused as refused:
             report.refused(OP, node, str(refused))
-    eliminate_dead_code(graph)
 
 
 def _replaced(loss: Loss, state: GraphState) -> fx.Node:
-    chain, at = loss.chain, loss.node
-    check_place(loss, chain.nodes, [chain.logits], "logits", state)
-    args = (positions(chain.logits, chain, at), loss.target, *loss.options)
-    return put_loss(at, torch.ops.liger.cross_entropy.default, args, state)
+    chain = loss.chain
+    at = place(loss, chain.nodes, [chain.logits], "logits", state)
+    return put(loss, OP, (positions(chain.logits, chain, at),), (), at, chain.nodes, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 import textwrap
 from collections import Counter
@@ -15,8 +16,10 @@ from torch import fx
 
 from ...library import COMPOSED, DEVICES, OPS, implementation
 from . import rewrite
-from .backend import KEPT_BY_INDUCTOR
+from .chosen import KEPT_BY_INDUCTOR
 from .report import Finding, Report, counted
+from .verify import Verification
+from .verify import verify as measure
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,13 @@ class Explanation:
         findings: every place where an op was used, and every one where a pattern came close.
         graphs: how many graphs Dynamo made of the model.
         graph_breaks: why it made more than one.
+        verification: with verify=True, what the rewrites change of the loss and the gradients.
     """
 
     findings: tuple[Finding, ...] = ()
     graphs: int = 0
     graph_breaks: tuple[str, ...] = ()
+    verification: Verification | None = None
 
     def counts(self) -> dict[str, int]:
         """How many places there are for each op."""
@@ -50,23 +55,40 @@ class Explanation:
         left = [finding for finding in self.findings if not finding.used]
         if left:
             lines += [f"{_counted(len(left), 'place')} left", *_table(left, lambda f: f.reason)]
+        if self.verification is not None:
+            lines.append(str(self.verification))
         return "\n".join(lines)
 
 
-def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    model: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any
+) -> Explanation:
     """Say what `torch.compile(model, backend="liger")` would do for these arguments.
 
     The model runs once, eagerly and as it is, while Dynamo traces it; nothing is compiled. Its
     buffers and the random numbers are afterwards what they were. As `torch._dynamo.explain` does,
     this empties Dynamo's cache of compiled code.
 
+    With `verify` the loss and its gradients are measured too, on just this batch: as the graph
+    came, with every rewrite made, and, for the truth, as it came with all its arithmetic in
+    float64 (float32 where a half-precision model has operations without float64). That is what to
+    run before a long training. It takes the memory of a training step in float64, and no `.grad`
+    changes; a loss is the output's `loss`, the output itself, or a weighted sum of its tensors.
+
     Args:
         model: a module or a function.
         *args, **kwargs: what it is called with.
+        verify: whether to measure the loss and the gradients.
 
     Returns:
         Where an op is used and by which kernel it would run, where a pattern came close and why it
-        is refused, and the graph breaks; as data, and printed as a table.
+        is refused, the graph breaks, and `verification`: the largest differences of the loss and
+        of each gradient beside what the dtype itself makes of them, and whether they agree; as
+        data, and printed as a table.
+
+    Raises:
+        TypeError: verify is not a bool.
+        ValueError: with verify, the output has no gradient.
 
     Example:
         >>> norm = torch.nn.RMSNorm(8, eps=1e-6)
@@ -75,13 +97,15 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     """
     from torch._dynamo.utils import counters
 
+    if not isinstance(verify, bool):
+        raise TypeError(f"explain: verify must be a bool, got {type(verify).__name__}")
     report = Report()
     graphs = 0
 
     def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         nonlocal graphs
         graphs += 1
-        untouched = fx.GraphModule(module, _copy(module.graph))
+        untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
         report.findings.extend(rewrite(module).findings)
         return untouched.forward
 
@@ -90,11 +114,12 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     try:
         with _state_kept(model):
             torch.compile(model, backend=backend)(*args, **kwargs)
+        verification = measure(model, args, kwargs, _state_kept) if verify else None
     finally:
         torch._dynamo.reset()
     breaks = Counter(counters["graph_break"]) - before
     reasons = tuple(" ".join(str(reason).split()) for reason in breaks.elements())
-    return Explanation(tuple(report.findings), graphs, reasons)
+    return Explanation(tuple(report.findings), graphs, reasons, verification)
 
 
 @contextlib.contextmanager
@@ -115,12 +140,6 @@ def _state_kept(model: Callable[..., Any]) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
 
 
 def _kernel(finding: Finding) -> str:

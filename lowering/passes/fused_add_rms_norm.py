@@ -5,37 +5,41 @@ Runs after rms_norm's own rewrite, on the ops that it put into the graph and on 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from .canonical import canonical, is_tensor, same, value
-from .graph_state import GraphState, eliminate_dead_code
+from .graph_state import GraphState
 from .report import Report
-from .rewrite import Refused, insert, items, run
+from .rewrite import Refused, attempt, foreign, insert, items, replace, run
 
 OP = "fused_add_rms_norm"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
     state = GraphState(graph)
-    for norm in list(graph.nodes):
+    for norm in report.visiting(OP, list(graph.nodes)):
         if norm.op != "call_function" or norm.target is not torch.ops.liger.rms_norm.default:
             continue
-        total = norm.args[0]
+        total: Any = norm.args[0]
         call = canonical(total)
         if call is None or call.op != "add" or not all(map(is_tensor, call.args)):
             continue
+        if state.transformed(norm):
+            continue
         try:
-            _fuse(norm, total, call.args, state, report)
+            with attempt(graph):
+                _fuse(norm, total, call.args, state, report)
         except Refused as refused:
             report.refused(OP, norm, str(refused))
-    eliminate_dead_code(graph)
 
 
 def _fuse(
     norm: fx.Node,
     total: fx.Node,
-    terms: tuple[fx.Node, ...],
+    terms: tuple[Any, ...],
     state: GraphState,
     report: Report,
 ) -> None:
@@ -50,23 +54,18 @@ def _fuse(
     ]
     if late:
         raise Refused(f"{late[0].name} is computed only after the sum is used, by {first.name}")
+    if reason := foreign([*terms, *norm.all_input_nodes]):
+        raise Refused(reason)
     if not state.one_mode([total, norm, first]):
         raise Refused("the sum and the norm run in different gradient or autocast modes")
     if state.written([total, *terms, *norm.all_input_nodes], total, norm):
         raise Refused("a tensor is written in place between the sum and the norm")
     target, args = torch.ops.liger.fused_add_rms_norm.default, (*terms, *norm.args[1:])
     with state.modes_of(norm):
-        y, s = results = run(target, args)
-    for result, before in ((y, value(norm)), (s, value(total))):
-        if result.dtype != before.dtype or result.stride() != before.stride():
-            raise Refused("the results would have other dtypes or strides")
+        results = run(target, args)
     fused = insert(first, target, args, results)
     fused.meta.update({key: norm.meta[key] for key in ("stack_trace",) if key in norm.meta})
-    y, s = items(fused)
+    y, s = items(fused, 2)
+    replace([(norm, y), (total, s)], {norm, total}, state)
     report.superseded(norm)
-    norm.replace_all_uses_with(y)
-    total.replace_all_uses_with(s)
-    graph = norm.graph
-    graph.erase_node(norm)
-    graph.erase_node(total)
     report.used(OP, fused)

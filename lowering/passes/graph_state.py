@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from .canonical import value
+from .effects import ANYWHERE, memory, written
 
-_OPERATORS = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
-    *("and", "or", "xor", "lshift", "rshift"),
-)
-_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
-# Where functions of torch.nn.functional have `inplace` among their arguments.
-_INPLACE_POSITION = {"dropout": 3, "silu": 1, "relu": 1, "leaky_relu": 2, "hardtanh": 3, "elu": 2}
+_TRANSFORM = "_increment_nesting"
+_DUAL = "_enter_dual_level"
+# Settings that hold from one node on, with its arguments.
+_SETTINGS = ("_set_fwd_grad_enabled", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
 
 
 class _Order(dict[fx.Node, int]):
@@ -39,38 +36,77 @@ class GraphState:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.order = _Order(lambda: self._read(graph))
+        # By node, for it takes time: a node's value stays, and so do the subgraphs that it calls.
+        self._memory: dict[fx.Node, set[int]] = {}
+        self._written_in_calls: dict[fx.Node, set[int]] = {}
         self._read(graph)
 
     def _read(self, graph: fx.Graph) -> None:
         self.order.clear()
         self._modes: dict[fx.Node, tuple[Any, ...]] = {}
-        # The storages that are written to, and where.
+        # The memory that is written to, and where.
         self._writes: list[tuple[int, set[int]]] = []
+        self._sharing: dict[int, list[fx.Node]] = defaultdict(list)
         module = graph.owning_module
         # What a subgraph is called under is not known here.
         is_part = module is not None and module.meta.get("is_subgraph", False)
         grad: Any = "the caller's" if is_part else torch.is_grad_enabled()
+        settings: dict[str, Any] = {}
         entered: list[fx.Node] = []
         for position, node in enumerate(graph.nodes):
             self.order[node] = position
-            self._modes[node] = (grad, *entered)
-            if written := _written(node):
-                self._writes.append((position, written))
+            self._modes[node] = (grad, *settings.items(), *entered)
+            if keys := self._written_by(node):
+                self._writes.append((position, keys))
+            for key in self._memory_of(node):
+                self._sharing[key].append(node)
             if node.op != "call_function":
                 continue
             name = getattr(node.target, "__name__", "")
             if name == "_set_grad_enabled":
                 grad = node.args[0]
-            elif name.startswith("_enter_") or name == "_vmap_increment_nesting":
+            elif name in _SETTINGS:
+                settings[name] = node.args
+            elif name.endswith("_decrement_nesting"):
+                _leave(entered, _TRANSFORM)
+            elif name == "_exit_dual_level":
+                _leave(entered, _DUAL)
+            elif name.startswith("_enter_") or name.endswith(_TRANSFORM):
                 entered.append(node)
             elif name.startswith("_exit_"):
                 entered = [other for other in entered if other not in node.args]
-            elif name == "_vmap_decrement_nesting" and entered:
-                entered.pop()
+
+    def _written_by(self, node: fx.Node) -> set[int]:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            return written(node)
+        if node not in self._written_in_calls:
+            self._written_in_calls[node] = written(node)
+        return self._written_in_calls[node]
+
+    def _memory_of(self, node: fx.Node) -> set[int]:
+        if node not in self._memory:
+            self._memory[node] = memory([node])
+        return self._memory[node]
+
+    def sharing(self, node: fx.Node) -> list[fx.Node]:
+        """The other nodes whose values lie in the memory of that of `node`, as far as is known."""
+        keys = self._memory_of(node) - {ANYWHERE}
+        return [one for key in keys for one in self._sharing[key] if one is not node]
 
     def one_mode(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether all run in the same gradient mode, autocast and function transform."""
         return len({self._modes_of(node) for node in nodes}) <= 1
+
+    def transformed(self, node: fx.Node) -> bool:
+        """Whether `node` runs inside of vmap, grad or another transform of functions."""
+        return any(
+            isinstance(mode, fx.Node) and _name(mode).endswith((_TRANSFORM, _DUAL))
+            for mode in self._modes_of(node)
+        )
+
+    def has_grad(self, node: fx.Node) -> bool:
+        """Whether `node` runs with gradients enabled, as far as its graph tells."""
+        return self._modes_of(node)[0] is not False
 
     def _modes_of(self, node: fx.Node) -> tuple[Any, ...]:
         assert self.order[node] >= 0
@@ -78,26 +114,45 @@ class GraphState:
 
     def written(self, tensors: Iterable[fx.Node], first: fx.Node, last: fx.Node) -> bool:
         """Whether one of `tensors`, or a view of it, is written between two nodes."""
-        between = range(self.order[first], self.order[last] + 1)
-        storages = {key for node in tensors for key in _storages(node)}
-        return any(position in between and keys & storages for position, keys in self._writes)
+        return self._written(memory(tensors), self.order[first], self.order[last])
+
+    def ever_written(self, tensors: Iterable[fx.Node]) -> bool:
+        """Whether one of `tensors`, or a view of it, is written anywhere in the graph."""
+        return self._written(memory(tensors), 0, len(self.order))
+
+    def _written(self, keys: set[int], first: int, last: int) -> bool:
+        return any(
+            first <= position <= last and (keys & there or ANYWHERE in keys or ANYWHERE in there)
+            for position, there in self._writes
+        )
 
     @contextlib.contextmanager
     def modes_of(self, node: fx.Node) -> Iterator[None]:
         """The autocast that `node` runs under, on top of the ambient one."""
         with contextlib.ExitStack() as stack:
             for entered in self._modes_of(node)[1:]:
-                if getattr(entered.target, "__name__", "") == "_enter_autocast":
-                    device, dtype, enabled, cache = entered.args
+                if isinstance(entered, fx.Node) and _name(entered) == "_enter_autocast":
+                    device, dtype, enabled, cache = (value(one) for one in entered.args)
                     stack.enter_context(
                         torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
                     )
             yield
 
 
-def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Drop what nothing uses. fx's own takes every method for pure, `copy_` among them."""
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or writes(node))
+def erase_unused(node: fx.Node, among: Collection[fx.Node]) -> None:
+    """Erase a node that nothing uses any more, and of its inputs those that this leaves unused.
+
+    `among` are nodes that a rewrite matched, which only compute. Nothing else is ever erased: fx's
+    dead code elimination descends into subgraphs, and there takes a method that writes in place for
+    one without effect.
+    """
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if one.users or one not in among or one._erased or one.op == "placeholder":
+            continue
+        waiting += one.all_input_nodes
+        one.graph.erase_node(one)
 
 
 def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -109,45 +164,13 @@ def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any
     return contextlib.nullcontext()
 
 
-def writes(node: fx.Node) -> bool:
-    """Whether `node` writes to one of its arguments."""
-    return bool(_targets(node))
+def _leave(entered: list[fx.Node], name: str) -> None:
+    """Take away the last of `entered` whose name ends so."""
+    for i in reversed(range(len(entered))):
+        if _name(entered[i]).endswith(name):
+            del entered[i]
+            return
 
 
-def _written(node: fx.Node) -> set[int]:
-    """The storages that `node` writes to."""
-    return {key for target in pytree.tree_leaves(_targets(node)) for key in _storages(target)}
-
-
-def _targets(node: fx.Node) -> list[Any]:
-    """The arguments that `node` writes to."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-    if isinstance(node.target, torch._ops.OpOverload):
-        written = [
-            (i, argument.name)
-            for i, argument in enumerate(node.target._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        given = [node.args[i] for i, _ in written if i < len(node.args)]
-        return given + [node.kwargs[name] for _, name in written if name in node.kwargs]
-    targets = [] if node.kwargs.get("out") is None else [node.kwargs["out"]]
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = node.target in _IN_PLACE or (
-        # `operator.and_` has its underscore for another reason.
-        name.endswith("_") and not name.endswith("__") and not hasattr(operator, name)
-    )
-    position = _INPLACE_POSITION.get(name, len(node.args))
-    if in_place or node.kwargs.get("inplace") or any(node.args[position : position + 1]):
-        targets += node.args[:1]
-    return targets
-
-
-def _storages(node: Any) -> set[int]:
-    known = value(node)
-    values = known if isinstance(known, (tuple, list)) else (known,)
-    return {
-        one.untyped_storage()._cdata
-        for one in values
-        if isinstance(one, Tensor) and one.layout is torch.strided
-    }
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "")

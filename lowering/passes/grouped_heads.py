@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .attention import attentions, erase_unused, set_arguments
+from .attention import attentions, obstacle, set_arguments
 from .canonical import IDENTITY, canonical, same, value
-from .graph_state import GraphState
+from .graph_state import GraphState, erase_unused
 from .index_functions import operation
 from .report import Report
-from .rewrite import derive
+from .rewrite import Refused, attempt, derive
 
 OP = "grouped_attention"
 HEADS = -3
@@ -40,23 +40,31 @@ class Repeat(NamedTuple):
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
     state = GraphState(graph)
-    for node, arguments in attentions(graph):
+    for node, arguments in attentions(graph, OP, report):
         key, values = repeated(arguments["key"], HEADS), repeated(arguments["value"], HEADS)
         if (key is None and values is None) or arguments["enable_gqa"] is not False:
             continue
-        if key is None or values is None or key.times != values.times:
-            report.refused(OP, node, "its keys and values are not repeated alike")
-            continue
-        reason = _obstacle(node, arguments, (key, values), state)
-        if reason is None:
-            heads = {"key": _unrepeated(key, node), "value": _unrepeated(values, node)}
-            reason = set_arguments(node, {**arguments, **heads, "enable_gqa": True}, state)
-        if reason is not None:
-            report.refused(OP, node, reason)
+        try:
+            if key is None or values is None or key.times != values.times:
+                raise Refused("its keys and values are not repeated alike")
+            with attempt(graph):
+                _group(node, arguments, (key, values), state)
+        except Refused as refused:
+            report.refused(OP, node, str(refused))
             continue
         report.used(OP, node)
         for name, repeat in (("key", key), ("value", values)):
             erase_unused(arguments[name], repeat.nodes)
+
+
+def _group(
+    node: fx.Node, arguments: dict[str, Any], repeats: tuple[Repeat, Repeat], state: GraphState
+) -> None:
+    reason = obstacle(node, arguments, state) or _obstacle(node, arguments, repeats, state)
+    if reason is not None:
+        raise Refused(reason)
+    key, values = (_unrepeated(repeat, node) for repeat in repeats)
+    set_arguments(node, {**arguments, "key": key, "value": values, "enable_gqa": True}, state)
 
 
 def repeated(node: Any, axis: int) -> Repeat | None:

@@ -1,4 +1,4 @@
-"""From a cross-entropy back to the logits that it is of."""
+"""From a loss back to the logits that it is of."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from .canonical import IDENTITY, Call, canonical, is_tensor, same, value
-from .graph_state import GraphState
 from .pattern import Pattern
-from .rewrite import Refused, derive, number
+from .rewrite import Refused, derive, foreign, number
+
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
@@ -29,111 +30,87 @@ class Chain:
 
     Attributes:
         logits: the first value that is not a cast, a scale, a softcap or a view of another.
-        nodes: the nodes from there to the loss, both included.
+        nodes: the nodes from there to the loss, neither included, the last first.
+        by_rows: whether the loss is of rows, (N, V), whatever shape they had before; otherwise it
+            is of positions, (..., V), whose shape no view on the way may change.
         slices: the nodes that take some of the positions, in the order in which they do.
         softcap, scale: as the ops take them.
     """
 
     logits: fx.Node
-    nodes: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...] = ()
+    by_rows: bool = True
     slices: tuple[fx.Node, ...] = ()
     softcap: Any = None
     scale: float = 1.0
 
-
-@dataclass(frozen=True)
-class Loss:
-    """A call of torch.nn.functional.cross_entropy that the ops can compute."""
-
-    node: fx.Node
-    chain: Chain
-    target: fx.Node
-    class_weight: Any
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """What both ops take last, from the weight of classes to the scale of logits."""
-        options = (self.ignore_index, self.reduction, self.label_smoothing)
-        return self.class_weight, None, None, *options, 0.0, self.chain.softcap, self.chain.scale
+    def from_source(self, source: fx.Node, **changed: Any) -> Chain:
+        """The chain with its logits on the way, and what they are made from in their place."""
+        changed.setdefault("nodes", (*self.nodes, self.logits))
+        return replace(self, logits=source, **changed)
 
 
-def losses(graph: fx.Graph) -> list[fx.Node]:
-    return [
-        node
-        for node in graph.nodes
-        if (call := canonical(node)) is not None and call.op == "cross_entropy"
-    ]
-
-
-def read(node: fx.Node) -> Loss:
-    """What a cross-entropy is of; Refused where the ops have no such."""
-    call = canonical(node)
-    assert call is not None
-    logits, target, weight, ignore_index, reduction, label_smoothing = call.args
-    if not is_tensor(logits, dim=2) or not is_tensor(target, dim=1):
-        raise Refused("the logits are not rows, of one target each")
-    if value(target).is_floating_point():
-        raise Refused("the target is probabilities, not the index of a class")
-    if not all(isinstance(one, (int, float)) for one in (ignore_index, label_smoothing)):
-        raise Refused("an option is not known while the graph is compiled")
-    return Loss(
-        node,
-        _chain(logits, node),
-        target,
-        weight,
-        ignore_index,
-        reduction,
-        float(label_smoothing),
-    )
-
-
-def _chain(logits: fx.Node, loss: fx.Node) -> Chain:
-    vocabulary = value(logits).shape[-1]
-    chain = Chain(logits, (loss,))
-    while True:
-        node = chain.logits
-        call = canonical(node)
-        if call is None:
-            return chain
-        further = _further(node, call, chain, vocabulary)
+def chain_of(chain: Chain) -> Chain:
+    """The same, as far up as the ops know what is done to the logits."""
+    check_kinds([chain.logits])
+    while (call := canonical(chain.logits)) is not None:
+        further = moved(chain, call) or _computed(chain, call)
         if further is None:
-            return chain
+            break
         chain = further
+    return chain
 
 
-def _further(node: fx.Node, call: Call, chain: Chain, vocabulary: Any) -> Chain | None:
-    """The chain with `node` in it, and what that is made from for its logits."""
+def moved(chain: Chain, call: Call) -> Chain | None:
+    """The chain past a view or a copy of its logits, `call`; None where that is another thing, or
+    does not leave the classes of a position together."""
     source = call.args[0]
-    passed = (*chain.nodes, node)
     if call.op in (IDENTITY, "contiguous"):
-        return replace(chain, logits=source, nodes=passed)
-    if call.op == "cast":
-        wide = value(node).dtype in (torch.float32, torch.float64)
-        return replace(chain, logits=source, nodes=passed) if wide else None
+        return chain.from_source(source)
     if call.op in ("view", "flatten"):
-        rows = same(value(node).shape[-1], vocabulary) and same(value(source).shape[-1], vocabulary)
+        if not is_tensor(source) or value(source).dim() == 0:
+            return None
+        now, before = value(chain.logits).shape, value(source).shape
+        kept = same(now[-1], before[-1]) if chain.by_rows else same(tuple(now), tuple(before))
         # What is taken of the positions is known of the logits as they were before.
-        return replace(chain, logits=source, nodes=passed) if rows and not chain.slices else None
+        return chain.from_source(source) if kept and not chain.slices else None
     if call.op == "slice":
         if call.args[1] == -1 or call.through:
             return None
-        return replace(chain, logits=source, nodes=passed, slices=(node, *chain.slices))
+        return chain.from_source(source, slices=(chain.logits, *chain.slices))
+    return None
+
+
+def _computed(chain: Chain, call: Call) -> Chain | None:
+    """The chain past a cast, a scale or the softcap of its logits."""
+    node = chain.logits
+    if call.op == "cast":
+        return chain.from_source(call.args[0]) if widened(call.args[0], node) else None
     capped = _SOFTCAPPED.match(node)
     if capped is not None and capped.difference is None:
         if chain.softcap is not None or chain.scale != 1.0:
             return None
         nodes = (*chain.nodes, *capped.nodes)
-        return replace(
-            chain, logits=capped["logits"], nodes=nodes, softcap=number(capped["softcap"])
-        )
+        return chain.from_source(capped["logits"], nodes=nodes, softcap=number(capped["softcap"]))
     scale = _scale(call)
     if scale is None or scale <= 0:
         return None
     source = next(one for one in call.args if is_tensor(one))
-    return replace(chain, logits=source, nodes=passed, scale=chain.scale * scale)
+    return chain.from_source(source, scale=chain.scale * scale)
+
+
+def widened(source: Any, to: Any) -> bool:
+    """Whether the values of `source` are those of `to` in the arithmetic of the ops: it is float32,
+    and float64 for float64 alone. A cast to a narrower dtype rounds, and one to float64 asks for
+    more than the ops would give."""
+    before, after = value(source).dtype, value(to).dtype
+    return before == after or (before in NARROW and after == torch.float32)
+
+
+def check_kinds(operands: Sequence[Any]) -> None:
+    """Raise Refused where a tensor is of a class that gives the loss a meaning of its own."""
+    if reason := foreign(operands):
+        raise Refused(reason)
 
 
 def _scale(call: Call) -> float | None:
@@ -146,10 +123,11 @@ def _scale(call: Call) -> float | None:
 
 
 def positions(of: fx.Node, chain: Chain, at: fx.Node) -> fx.Node:
-    """The rows of `of`, which has the logits' positions, that the loss takes, before `at`."""
+    """What of `of`, which has the logits' positions, the loss takes, before `at`."""
     for node in chain.slices:
         of = derive(at, operator.getitem, of, _index(node))
-    return derive(at, torch.flatten, of, 0, -2) if value(of).dim() > 2 else of
+    flattened = chain.by_rows and value(of).dim() > 2
+    return derive(at, torch.flatten, of, 0, -2) if flattened else of
 
 
 def _index(taking: fx.Node) -> tuple[Any, ...]:
@@ -162,24 +140,3 @@ def _index(taking: fx.Node) -> tuple[Any, ...]:
     missing = value(taking).dim() - (len(parts) - 1)
     parts[place : place + 1] = [slice(None)] * missing
     return (*parts[:-1], slice(None))
-
-
-def check_place(
-    loss: Loss, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], of: str, state: GraphState
-) -> None:
-    """Raise Refused where an op in the place of `nodes`, the loss and what leads to it, would not
-    see what they do; `of` names what the loss is of."""
-    if not state.one_mode(nodes):
-        raise Refused(f"the loss and its {of} are computed in different autocast modes")
-    first = min(nodes, key=state.order.__getitem__)
-    computed = [node for node in nodes if node is not loss.node]
-    if state.written([*computed, *inputs, loss.target], first, loss.node):
-        raise Refused(f"a tensor is written in place between the {of} and the loss")
-
-
-def outside_user(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """Something else that uses what lies between the logits and the loss, the first of `nodes`."""
-    return next(
-        (user for node in nodes[1:] for user in node.users if user not in nodes),
-        None,
-    )

@@ -69,7 +69,8 @@ class Pattern:
     that they do.
 
     With `any_casts` the graph may cast wherever it likes, as long as the result has the dtype of
-    the parameter x: for an op that computes in float32 and rounds once, however the code rounds.
+    the parameter x or a wider one: for an op that computes in float32 and rounds once, however the
+    code rounds.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Pattern:
 
     def _exact(self, node: fx.Node, found: _State) -> Match | None:
         values = {name: _values(v) for name, v in found.values.items()}
-        if self.any_casts and value(node).dtype != values["x"].dtype:
+        if self.any_casts and not _holds(value(node).dtype, values["x"].dtype):
             return None
         root = self._instance(values)
         if root is None:
@@ -149,6 +150,10 @@ class Pattern:
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return None
         return result if isinstance(result, fx.Node) else None
+
+
+def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
+    return torch.promote_types(wide, dtype) == wide
 
 
 def _last_operation(node: fx.Node) -> str | None:

@@ -10,8 +10,13 @@ import torch._functorch.config as functorch_config
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-# Their forward has the gradients: to run it again is to multiply all logits again.
-SAVED = {"linear_cross_entropy", "cross_entropy"}
+# Their forward may have the gradients: to run it again is to multiply all logits again.
+SAVED = {
+    "linear_cross_entropy",
+    "linear_cross_entropy_forward",
+    "cross_entropy",
+    "cross_entropy_forward",
+}
 
 
 def mark(graph: fx.Graph) -> None:

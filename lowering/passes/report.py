@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class Report:
     """The findings of one or several graphs, in the order in which they were made."""
 
     findings: list[Finding] = field(default_factory=list)
+    # Which rewrite is at work, and where: what a report of a failure says.
+    at: tuple[str, fx.Node | None] = ("", None)
     _of: dict[fx.Node, Finding] = field(default_factory=dict, repr=False)
 
     def used(self, op: str, node: fx.Node) -> None:
@@ -54,6 +56,12 @@ class Report:
 
     def refused(self, op: str, node: fx.Node, reason: str) -> None:
         self.findings.append(Finding(op, reason, source_line(node), device_of(node)))
+
+    def visiting(self, rewrite: str, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """The nodes, each told to be where `rewrite` is at work."""
+        for node in nodes:
+            self.at = (rewrite, node)
+            yield node
 
     def counts(self) -> dict[str, int]:
         """How many times each op was used."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .canonical import IDENTITY, canonical, is_tensor, same, value
-from .graph_state import GraphState, eliminate_dead_code, fake_mode_of
+from .effects import is_plain
+from .graph_state import GraphState, erase_unused, fake_mode_of
+from .layout import noticed
 from .pattern import CHEAP, Match, Pattern
 from .report import Report
 
@@ -42,13 +45,13 @@ def replace_all(
     search = Search(graph, report, name)
     for match, replacement in search.matches(spellings):
         try:
-            with search.state.modes_of(match.root):
+            with attempt(graph), search.state.modes_of(match.root):
                 target, args = replacement(match)
                 new = (emit_by_rows if by_rows else emit)(match.root, target, args)
+                search.replace((match, new))
         except Refused as refused:
             search.refuse(match, str(refused))
             continue
-        search.replace(match, new)
         search.used(new)
     search.finish()
 
@@ -67,11 +70,11 @@ class Search:
     def matches(self, spellings: Sequence[tuple[Pattern, Any]]) -> Iterator[tuple[Match, Any]]:
         """The exact matches, the last of the graph first: a pattern with a further operation is
         found before one without. A node is the last of one match at most."""
-        for node in reversed(list(self.graph.nodes)):
-            call = canonical(node)
-            if call is None or call.op == IDENTITY:
-                continue
+        for node in self.report.visiting(self.name, reversed(list(self.graph.nodes))):
             if node in self._covered or node in self._set_aside:
+                continue
+            call = canonical(node)
+            if call is None or call.op == IDENTITY or self.state.transformed(node):
                 continue
             close: list[tuple[Match, str]] = []
             for pattern, what in spellings:
@@ -94,9 +97,11 @@ class Search:
         """Seek no other match that ends within this one, whatever becomes of it."""
         self._set_aside |= match.nodes
 
-    def replace(self, match: Match, new: fx.Node) -> None:
-        match.root.replace_all_uses_with(new)
-        self._covered |= match.nodes
+    def replace(self, *pairs: tuple[Match, fx.Node]) -> None:
+        """Put each node in the place of its match, or raise Refused."""
+        nodes = {node for match, _ in pairs for node in match.nodes}
+        replace([(match.root, new) for match, new in pairs], nodes, self.state)
+        self._covered |= nodes
 
     def used(self, node: fx.Node) -> None:
         self._used.append(node)
@@ -105,7 +110,7 @@ class Search:
         self._refused.append((match, reason))
 
     def finish(self) -> None:
-        """Report, in the order of the graph, and drop what nothing uses any more."""
+        """Report, in the order of the graph."""
         for node in reversed(self._used):
             self.report.used(self.name, node)
         told = set(self._covered)
@@ -116,7 +121,6 @@ class Search:
                 told |= match.nodes
         for root, reason in reversed(refused):
             self.report.refused(self.name, root, reason)
-        eliminate_dead_code(self.graph)
 
 
 def obstacle(match: Match, state: GraphState) -> str | None:
@@ -135,20 +139,101 @@ def obstacle(match: Match, state: GraphState) -> str | None:
     if not state.one_mode(computed):
         return "its operations run in different gradient or autocast modes"
     inputs = [v for v in match.values.values() if isinstance(v, fx.Node)]
+    if reason := foreign(inputs):
+        return reason
     first = min(match.nodes, key=state.order.__getitem__)
     if state.written([*match.nodes, *inputs], first, match.root):
         return "a tensor is written in place between its operations"
     return None
 
 
+def foreign(inputs: Iterable[Any]) -> str | None:
+    """Why the ops do not take the tensors among `inputs`: they are DTensors, or the like."""
+    for one in inputs:
+        known = value(one)
+        if isinstance(known, Tensor) and not is_plain(known):
+            return f"{one} is a {type(known).__name__}, not a plain dense tensor"
+    return None
+
+
+@contextlib.contextmanager
+def attempt(graph: fx.Graph) -> Iterator[None]:
+    """Erase what is put into the graph meanwhile, where the rewrite is then refused."""
+    before = set(graph.nodes)
+    try:
+        yield
+    except Refused:
+        for node in reversed(list(graph.nodes)):
+            if node not in before:
+                graph.erase_node(node)
+        raise
+
+
+def replace(
+    pairs: Sequence[tuple[fx.Node, fx.Node]], matched: Collection[fx.Node], state: GraphState
+) -> None:
+    """Put the second node of each pair in the place of the first, and erase of the nodes that were
+    matched those that this leaves unused.
+
+    Raises Refused, and changes nothing, where a value is not what was there: another dtype,
+    device, sizes, strides that something would notice, or memory that something else shares.
+    """
+    check_results({root: value(new) for root, new in pairs}, state)
+    for root, _ in pairs:
+        if other := _sharing(root, matched, state):
+            raise Refused(f"{other.name}, which is used elsewhere, shares the result's memory")
+    for root, new in pairs:
+        root.replace_all_uses_with(new)
+    for root, _ in pairs:
+        erase_unused(root, matched)
+
+
+def check_results(results: Mapping[fx.Node, Any], state: GraphState) -> None:
+    """Raise Refused where nodes would have other results than they have, apart from their elements:
+    another dtype, device or sizes, or strides that something would notice."""
+    for node, after in results.items():
+        for what in ("dtype", "shape", "device"):
+            if not same(getattr(after, what), getattr(value(node), what)):
+                raise Refused(
+                    f"the result would have the {what} {getattr(after, what)}, "
+                    f"not {getattr(value(node), what)}"
+                )
+    moved = {n: y for n, y in results.items() if not same(y.stride(), value(n).stride())}
+    if reason := noticed(moved, state):
+        node, after = next(iter(moved.items()))
+        raise Refused(
+            f"the result would have the strides {after.stride()}, not {value(node).stride()},"
+            f" {reason}"
+        )
+
+
+def _sharing(root: fx.Node, matched: Collection[fx.Node], state: GraphState) -> fx.Node | None:
+    """A node that has the memory of `root` and stays, other than what is made from `root`."""
+    for node in state.sharing(root):
+        stays = any(user not in matched for user in node.users)
+        if stays and not _is_made_from(node, root, state):
+            return node
+    return None
+
+
+def _is_made_from(node: fx.Node, root: fx.Node, state: GraphState) -> bool:
+    waiting, seen = [node], set()
+    while waiting:
+        one = waiting.pop()
+        if one is root:
+            return True
+        if one not in seen and state.order[one] > state.order[root]:
+            seen.add(one)
+            waiting += one.all_input_nodes
+    return False
+
+
 def emit(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """A call of `target` before `root`, whose place it is to take: of its size, dtype and strides.
+    """A call of `target` before `root`, whose place it is to take.
 
     What the op's own checks refuse is refused here with their sentence.
     """
-    result = run(target, args)
-    _check_result(result, value(root))
-    return insert(root, target, args, result)
+    return insert(root, target, args, run(target, args))
 
 
 def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
@@ -165,22 +250,9 @@ def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     )
     if before.is_contiguous() or swapped is None:
         return emit(root, target, args)
-    result = run(target, (value(x).transpose(*swapped), *args[1:]))
-    _check_result(result.transpose(*swapped), before)
     rows = derive(root, torch.transpose, x, *swapped)
-    op = insert(root, target, (rows, *args[1:]), result)
+    op = emit(root, target, (rows, *args[1:]))
     return derive(root, torch.transpose, op, *swapped)
-
-
-def _check_result(result: Any, before: Any) -> None:
-    for what in ("dtype", "shape", "device"):
-        if getattr(result, what) != getattr(before, what):
-            raise Refused(
-                f"the result would have the {what} {getattr(result, what)}, "
-                f"not {getattr(before, what)}"
-            )
-    if result.stride() != before.stride():
-        raise Refused(f"the result would have the strides {result.stride()}, not {before.stride()}")
 
 
 def run(target: Any, args: tuple[Any, ...]) -> Any:
@@ -208,11 +280,11 @@ def derive(before: fx.Node, target: Any, *args: Any) -> fx.Node:
     return insert(before, target, args, run(target, args))
 
 
-def items(of: fx.Node) -> list[fx.Node]:
-    """The results of a node that has several, each a node after it."""
+def items(of: fx.Node, count: int) -> list[fx.Node]:
+    """The first results of a node that has several, each a node after it."""
     results: list[fx.Node] = []
     after = of
-    for i, result in enumerate(of.meta["example_value"]):
+    for i, result in enumerate(of.meta["example_value"][:count]):
         with of.graph.inserting_after(after):
             item = of.graph.call_function(operator.getitem, (of, i))
         item.meta.update({key: of.meta[key] for key in _ORIGIN if key in of.meta})
@@ -244,15 +316,13 @@ def not_under_autocast(match: Match) -> None:
         raise Refused("under autocast the op computes in float32, and this in x's dtype")
 
 
-def put_loss(at: fx.Node, target: Any, args: tuple[Any, ...], state: GraphState) -> fx.Node:
+def put_loss(
+    at: fx.Node, target: Any, args: tuple[Any, ...], matched: Collection[fx.Node], state: GraphState
+) -> fx.Node:
     """Put a loss of the op's own dtype, float32, in the place of one of the logits' dtype."""
     with state.modes_of(at):
-        result = run(target, args)
-    before = value(at)
-    new = op = insert(at, target, args, result)
-    if result.dtype != before.dtype:
-        new = derive(at, torch.Tensor.to, op, before.dtype)
-    if tuple(value(new).shape) != tuple(before.shape):
-        raise Refused(f"the result would have the shape {tuple(value(new).shape)}")
-    at.replace_all_uses_with(new)
+        new = op = emit(at, target, args)
+    if value(op).dtype != value(at).dtype:
+        new = derive(at, torch.Tensor.to, op, value(at).dtype)
+    replace([(at, new)], matched, state)
     return op

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import canonical, same, value
+from .canonical import canonical, value
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import Refused, Search, derive, insert, items, run
+from .rewrite import Refused, Search, attempt, derive, emit, items
 
 
 def turned_halves(x: Tensor) -> Tensor:
@@ -151,8 +151,13 @@ def _table(node: fx.Node | None) -> Any:
 
 def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
     """Put one op, before `at`, in the place of the rotations of one tensor or two."""
+    with attempt(search.graph):
+        _put_all(matches, at, form, search)
+
+
+def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
     there, back = _views(matches[0])
-    tensors = [_seen(at, match["x"], there) for match in matches]
+    tensors = [_seen(at, _as_result(at, match), there) for match in matches]
     if len(tensors) == 1:
         # No heads: nothing is computed of it.
         none = derive(at, torch.Tensor.detach, tensors[0])
@@ -167,25 +172,17 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
     target = torch.ops.liger.rope.default
     args = (*tensors, *tables, form.interleaved, form.per_pair)
     with search.state.modes_of(at):
-        results = run(target, args)
-    for result, match in zip(results, matches, strict=False):
-        for view, *of in back:
-            result = view(result, *of)
-        _check(result, match.root)
-    op = insert(at, target, args, results)
-    for match, new in zip(matches, items(op), strict=False):
-        search.replace(match, _seen(at, new, back))
+        op = emit(at, target, args)
+    # The op gives its results the layout of x, and torch.cat does not.
+    results = [_seen(at, new, back) for new in items(op, len(matches))]
+    search.replace(*zip(matches, results, strict=True))
     search.used(op)
 
 
-def _check(result: Tensor, root: fx.Node) -> None:
-    before = value(root)
-    if result.dtype != before.dtype or not same(tuple(result.shape), tuple(before.shape)):
-        raise Refused(f"the result would be {result.dtype}, {tuple(result.shape)}")
-    # The op gives its results the layout of x, and torch.cat does not.
-    needed = any(user.target == "view" or user.op == "output" for user in root.users)
-    if needed and not same(result.stride(), before.stride()):
-        raise Refused(f"the result would have the strides {result.stride()}, not {before.stride()}")
+def _as_result(at: fx.Node, match: Match) -> fx.Node:
+    """What is rotated, in the result's dtype: under autocast wide tables make that wider."""
+    x, dtype = match["x"], value(match.root).dtype
+    return x if value(x).dtype == dtype else derive(at, torch.Tensor.to, x, dtype)
 
 
 def _place(q: Match, k: Match, search: Search) -> fx.Node:

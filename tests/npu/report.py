@@ -74,6 +74,7 @@ the same way. A share of the Unified Buffer is the most of the versions of CANN.
 for being smaller: a kernel that holds a row reads it once, one whose tile is narrower than a row of
 a norm or a softmax reads it twice. What was found there is what the rules above exclude, with the
 versions of CANN that it was found on; "over 90%" is a rule of this project, and runs.
+Its figures may differ from one machine to another, and no check depends on them.
 """
 
 FOUND = {

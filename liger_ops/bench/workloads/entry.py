@@ -64,6 +64,8 @@ class Entry:
     # The gradients of the outputs, given the arguments.
     upstream: Callable[[Draw, list[Tensor]], list[Tensor]]
     ours: Function
+    # Ours with its options for less memory, where it has any.
+    low_memory: Function | None = None
     # The code that models contain; where that is a call of ATen's fused op, `aten` has it alone.
     eager: Function | None = None
     aten: Function | None = None

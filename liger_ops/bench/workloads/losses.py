@@ -74,6 +74,13 @@ def _three_products(shape: Shape) -> dict[str, int]:
     return {"full": 6 * shape[0] * shape[1] * shape[2]}
 
 
+def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Smaller chunks would take less in the forward alone: the peak is then the backward's, which
+    holds the gradients as they were computed and as they are returned. On an H100, 8192 x 2048 x
+    128256: 1067 MiB with chunks of 512 MiB and of 128, in 20.5 ms and 24.5."""
+    return liger_ops.linear_cross_entropy(x, weight, target, accum_dtype=weight.dtype)
+
+
 def _quack_linear(package: Any) -> Function:
     module = importlib.import_module(f"{package.__name__}.linear_cross_entropy")
     return lambda x, weight, target: module.chunked_linear_cross_entropy(x, weight, target)
@@ -106,6 +113,7 @@ ENTRIES = (
         inputs=_x_weight_and_target,
         upstream=_one,
         ours=lambda x, weight, target: liger_ops.linear_cross_entropy(x, weight, target),
+        low_memory=_summed_in_its_dtype,
         eager=model_head_and_loss,
         peers={
             "liger-kernel": lambda liger: (

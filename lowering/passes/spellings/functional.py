@@ -1,4 +1,4 @@
-"""Activations, norms, losses and matrix products, as torch.nn.functional has them."""
+"""Activations, norms and matrix products, as torch.nn.functional has them."""
 
 from __future__ import annotations
 
@@ -71,19 +71,3 @@ def _matmul(input: Any, other: Any) -> Call:
     if turned is not None and is_tensor(turned.args[0], dim=2) and is_tensor(input):
         return Call("linear", (input, turned.args[0], None), (other,))
     return Call("matmul", (input, other))
-
-
-@spelled(F.cross_entropy)
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: Any = -100,
-    reduce: Any = None,
-    reduction: Any = "mean",
-    label_smoothing: Any = 0.0,
-) -> Call | None:
-    if size_average is not None or reduce is not None:
-        return None
-    return Call("cross_entropy", (input, target, weight, ignore_index, reduction, label_smoothing))

@@ -94,15 +94,24 @@ def _view_as_real(input: Any) -> Call:
 
 
 @spelled(torch.cat, torch.concat, torch.concatenate)
-def _cat(tensors: Any, dim: Any = 0) -> Call:
-    dim = dimension(tensors[0], dim)
-    whole = tuple(one for one in tensors if not _is_empty(one, dim))
-    return Call(IDENTITY, whole) if len(whole) == 1 else Call("cat", (whole, dim))
+def _cat(tensors: Any, dim: Any = 0) -> Call | None:
+    if not isinstance(tensors, (tuple, list)) or not all(is_tensor(one) for one in tensors):
+        return None
+    # A tensor of the sizes (0,) may stand among those of more dimensions, as in a new cache.
+    whole = [one for one in tensors if not same(tuple(value(one).shape), (0,))]
+    if not whole:
+        return None
+    dim = dimension(whole[0], dim)
+    whole = [one for one in whole if not same(value(one).shape[dim], 0)]
+    if len(whole) == 1 and all(_changes_nothing(one, whole[0]) for one in tensors):
+        return Call("contiguous", (whole[0],))
+    return Call("cat", (tuple(whole), dim)) if len(whole) == len(tensors) else None
 
 
-def _is_empty(x: Any, dim: Any) -> bool:
-    tensor = value(x)
-    return isinstance(tensor, Tensor) and same(tensor.shape[dim], 0)
+def _changes_nothing(empty: Any, x: Any) -> bool:
+    """Whether x keeps its dtype and device beside an empty tensor."""
+    a, b = value(empty), value(x)
+    return bool(a.device == b.device and torch.promote_types(a.dtype, b.dtype) == b.dtype)
 
 
 @spelled(torch.stack)

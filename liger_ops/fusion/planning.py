@@ -1,0 +1,60 @@
+"""What is to change in a model: it is written down first, and done when all is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from . import classes
+from .probing import NotAnOp, first_line
+from .report import Fused, Left
+
+
+class Plan:
+    """What one fuser finds in a model, and the changes that it will make of it."""
+
+    def __init__(
+        self, kind: str, model: nn.Module, look: Callable[[Plan, str, nn.Module], None]
+    ) -> None:
+        """Look at every module of a model for parts of a kind.
+
+        `look` writes into the plan what it finds of a module, and raises NotAnOp for one that is
+        left. A module on which it fails otherwise is left too, whatever it is.
+        """
+        self.kind = kind
+        self.fused: list[Fused] = []
+        self.left: list[Left] = []
+        self.changes: list[Callable[[], object]] = []
+        for name, module in model.named_modules():
+            try:
+                look(self, name, module)
+            except NotAnOp as reason:
+                self.leave(name, module, str(reason))
+            except Exception as error:
+                self.leave(name, module, f"it cannot be probed: {first_line(error)}")
+
+    def leave(self, name: str, module: nn.Module, reason: str) -> None:
+        self.left.append(Left(name, classes.class_of(module).__name__, reason, self.kind))
+
+    def fuse(self, name: str, module: nn.Module, op: str, options: dict[str, Any]) -> None:
+        class_name = classes.class_of(module).__name__
+        self.fused.append(Fused(name, class_name, op, options, self.kind))
+
+
+@contextmanager
+def wholly_or_not_at_all(model: nn.Module) -> Iterator[None]:
+    """Give every module of a model its class and children back if what happens in here fails."""
+    before = [(module, type(module), dict(module._modules)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, children in before:
+            if type(module) is not cls:
+                module.__class__ = cls
+            for name, child in children.items():
+                if module._modules[name] is not child:
+                    module._modules[name] = child
+        raise

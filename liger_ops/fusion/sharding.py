@@ -1,0 +1,78 @@
+"""Parameters that FSDP2 holds.
+
+`fully_shard` keeps the module and the name of every parameter that it shards. There it puts whole
+tensors for a forward, and its shards, which are DTensors, after it. Such a module has to stay in
+its place, and is probed with whole parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import classes
+from .probing import HOOKS, NotAnOp
+
+# How the names begin of what FSDP2 keeps in a module's attributes.
+STATE = "__composable_api_state"
+
+# For each module and name of a parameter what stands there in a forward, without memory.
+Whole = dict[tuple[nn.Module, str], nn.Parameter]
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether FSDP holds a module's parameters."""
+    has_own = any(parameter is not None for parameter in module._parameters.values())
+    return has_own and getattr(module, "_is_fsdp_managed_module", False)
+
+
+def whole_parameters(model: nn.Module) -> Whole:
+    """What FSDP2 puts in the place of its shards, where that is a plain tensor."""
+    found = {}
+    for group in _groups(model):
+        for held in group.fsdp_params:
+            if held.is_dtensor:
+                continue
+            info = held._module_info
+            dtype = group.mp_policy.param_dtype or held.sharded_param.dtype
+            whole = nn.Parameter(torch.empty(held._orig_size, dtype=dtype, device="meta"))
+            found[info.module, info.param_name] = whole
+            for place in zip(info.shared_modules, info.shared_param_names, strict=True):
+                found[place] = whole
+    return found
+
+
+def with_whole_parameters(module: nn.Module, whole: Whole) -> nn.Module:
+    """A stand-in for a module as it is in a forward: whole parameters, without FSDP2's hooks."""
+    parameters: dict[str, nn.Parameter | None] = {}
+    for name, parameter in module._parameters.items():
+        parameters[name] = None if parameter is None else whole.get((module, name))
+        if parameter is not None and parameters[name] is None:
+            raise NotAnOp(f"{name} is held by FSDP, not as a whole tensor or not in this model")
+    stand_in: nn.Module = object.__new__(classes.class_of(module))
+    # What FSDP2 keeps in a module holds the sharded model, and cannot be copied.
+    kept = {name: value for name, value in vars(module).items() if not name.startswith(STATE)}
+    vars(stand_in).update(kept, _parameters=parameters)
+    vars(stand_in).update({hooks: OrderedDict() for hooks in HOOKS})
+    return stand_in
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    # Where nobody has imported it, it holds nothing.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    mixin = getattr(fsdp, "FSDPModule", None)
+    if mixin is None:
+        return
+    for module in model.modules():
+        if isinstance(module, mixin):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                # Before torch 2.13 a module has one, or none if it has no parameters.
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            yield from groups

@@ -1,0 +1,38 @@
+"""What no op takes, whatever it computes: None in the place of a tensor, and tensors that are not
+dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def refusal(name: str, schema: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
+    """A function of the arguments of op `name`, positional and by keyword, that raises TypeError
+    for the first that is no tensor for any op."""
+    # An op is made of its `_forward`, whose name no user knows.
+    name = name.removesuffix("_forward")
+    tensors = [
+        (i, argument.name, str(argument.type) == "Tensor")
+        for i, argument in enumerate(schema.arguments)
+        if str(argument.type) in ("Tensor", "Optional[Tensor]")
+    ]
+
+    def refuse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        for i, argument, is_needed in tensors:
+            value = args[i] if i < len(args) else kwargs.get(argument)
+            if value is None:
+                if is_needed:
+                    raise TypeError(f"{name}: {argument} must be a tensor, got None")
+            elif isinstance(value, Tensor):
+                kind = "a nested tensor" if value.is_nested else "a tensor"
+                if value.is_nested or value.layout is not torch.strided:
+                    raise TypeError(
+                        f"{name}: {argument} must be a dense tensor, of layout torch.strided,"
+                        f" got {kind} of layout {value.layout}"
+                    )
+
+    return refuse

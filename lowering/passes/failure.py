@@ -1,0 +1,30 @@
+"""What becomes of a rewrite that raises an exception: a defect of this package, told once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from .report import Finding, Report, device_of, source_line
+
+STRICT = "LIGER_OPS_STRICT"
+
+
+def is_strict(strict: bool | None) -> bool:
+    """Whether an exception in a rewrite is raised: as asked for, or as the environment says."""
+    return os.environ.get(STRICT, "0") not in ("", "0") if strict is None else strict
+
+
+def failed(report: Report, error: Exception) -> Report:
+    """Warn of an error where `report` was at work; the report of a graph left as it came."""
+    rewrite, node = report.at
+    where = "" if node is None else source_line(node)
+    reason = f"the rewrite failed, {type(error).__name__}: {error}"
+    warnings.warn(
+        f"liger_ops: the rewrite {rewrite!r} failed{f' at {where}' if where else ''}"
+        f" ({type(error).__name__}: {error}). This graph is compiled as it came, without any"
+        " rewrite. Please report this with the output of `python -m liger_ops` and the traceback"
+        f" that options={{'strict': True}}, or {STRICT}=1 in the environment, raises.",
+        stacklevel=2,
+    )
+    return Report([Finding(rewrite, reason, where, "" if node is None else device_of(node))])

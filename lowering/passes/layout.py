@@ -1,0 +1,80 @@
+"""Values that are laid out in memory otherwise than they were, where nobody can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .canonical import same, value
+from .effects import ANYWHERE, memory, writes
+from .graph_state import GraphState, fake_mode_of
+
+
+def noticed(results: Mapping[fx.Node, Tensor], state: GraphState) -> str | None:
+    """How the graph would notice that the values of nodes have the strides of other results.
+
+    What is computed from them is run again, without data, until its strides are those of before. On
+    the way nothing may be returned, be written to, or fail; views may become copies and copies
+    views, which without writes is the same. None where it goes unnoticed.
+    """
+    if not results:
+        return None
+    changed: dict[fx.Node, Any] = dict(results)
+    for node in state.order:
+        if not any(one in changed for one in node.all_input_nodes):
+            continue
+        if node.op == "output":
+            return "which are returned"
+        if isinstance(node.target, torch._ops.HigherOrderOperator) or writes(node):
+            return f"which {node.name} would notice"
+        arguments = fx.node.map_arg(
+            (node.args, node.kwargs), lambda one: changed.get(one, value(one))
+        )
+        with state.modes_of(node):
+            after = _run(node, *arguments)
+        if after is None:
+            return f"with which {node.name} would fail"
+        before = value(node)
+        if not _alike(before, after):
+            return f"which would change the sizes of {node.name}"
+        is_view = _shares(before, map(value, node.all_input_nodes)) or _shares(after, arguments)
+        if is_view or not _same_strides(before, after):
+            changed[node] = after
+    return "and its memory is written to" if state.ever_written(changed) else None
+
+
+def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    try:
+        with fake_mode_of(pytree.tree_leaves((args, kwargs))):
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _shares(result: Any, arguments: Iterable[Any]) -> bool:
+    """Whether a result may lie in the memory of the arguments: who has it may then matter."""
+    keys = memory([result])
+    return ANYWHERE in keys or bool(keys & memory(arguments))
+
+
+def _alike(before: Any, after: Any) -> bool:
+    pairs = list(zip(pytree.tree_leaves(before), pytree.tree_leaves(after), strict=False))
+    return len(pytree.tree_leaves(before)) == len(pytree.tree_leaves(after)) and all(
+        same(tuple(one.shape), tuple(other.shape)) and one.dtype == other.dtype
+        if isinstance(one, Tensor) and isinstance(other, Tensor)
+        else same(one, other)
+        for one, other in pairs
+    )
+
+
+def _same_strides(before: Any, after: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(before), pytree.tree_leaves(after), strict=True)
+    return all(
+        same(one.stride(), other.stride()) for one, other in pairs if isinstance(one, Tensor)
+    )

@@ -1,0 +1,67 @@
+"""A graph run with all its floating-point arithmetic in a wider dtype."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+
+class Wide:
+    """A graph whose floating-point arithmetic is in a wider dtype; its results have their own."""
+
+    def __init__(
+        self, dtype: torch.dtype, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> None:
+        self.module, self.dtype = module, dtype
+
+    def __call__(self, *inputs: Any) -> Any:
+        (output,) = (node for node in self.module.graph.nodes if node.op == "output")
+        examples = [
+            one.meta.get("example_value") if isinstance(one, fx.Node) else one
+            for one in pytree.tree_leaves(output.args)
+        ]
+        cast = pytree.tree_map(lambda x: _to(x, self.dtype), inputs)
+        with _default(self.dtype), InWider(self.dtype):
+            results = pytree.tree_leaves(self.module(*cast))
+        return tuple(
+            _to(result, example.dtype) if isinstance(example, Tensor) else result
+            for result, example in zip(results, examples, strict=True)
+        )
+
+
+class InWider(TorchFunctionMode):
+    """A wider dtype wherever code asks for a floating-point one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def widen(value: Any) -> Any:
+            is_float = isinstance(value, torch.dtype) and value.is_floating_point
+            return self.dtype if is_float else value
+
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double):
+            return args[0].to(self.dtype)
+        args, kwargs = pytree.tree_map(widen, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

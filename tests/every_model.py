@@ -1,0 +1,86 @@
+"""Every model of transformers that can be built on the meta device, made small."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+LAYERS = 4
+VOCABULARY = 512
+ANY = 2**40
+
+# Of a model type, how many classes are tried.
+CLASSES = 3
+
+# Of each configuration the first class that there is: with a head for a loss, if any has one.
+FIRST = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM")
+MAPPINGS = [f"MODEL_FOR_{name}_MAPPING" for name in FIRST] + [
+    "MODEL_FOR_PRETRAINING_MAPPING",
+    "MODEL_MAPPING",
+]
+
+# Names of attributes that count layers.
+COUNT = re.compile(r"^((num|n)_\w*layers?|\w*_layers|num_hidden_layers|depth|n_layer)$")
+
+
+def model_types() -> list[str]:
+    return sorted(CONFIG_MAPPING.keys())
+
+
+def built(model_type: str) -> nn.Module | None:
+    """A model of this type on the meta device; None where no class of its own can be built from
+    what its configuration is by default, or needs a package that is not here."""
+    for layers, vocabulary in ((LAYERS, VOCABULARY), (ANY, VOCABULARY), (ANY, ANY)):
+        try:
+            config = CONFIG_MAPPING[model_type]()
+            classes = classes_for(type(config))
+            shrink(config, layers, vocabulary)
+        except Exception:
+            continue
+        for cls in classes:
+            try:
+                with warnings.catch_warnings(), torch.device("meta"):
+                    warnings.simplefilter("ignore")
+                    return cls(copy.deepcopy(config))
+            except Exception:
+                continue
+    return None
+
+
+def classes_for(config: type) -> list[Any]:
+    others = [name for name in dir(modeling_auto) if re.fullmatch(r"MODEL_\w*MAPPING", name)]
+    found = []
+    for name in (*MAPPINGS, *others):
+        mapping = getattr(modeling_auto, name)
+        if config in mapping:
+            classes = mapping[config]
+            found.append(classes[0] if isinstance(classes, (tuple, list)) else classes)
+    return list(dict.fromkeys(found))[:CLASSES]
+
+
+def shrink(config: Any, layers: int, vocabulary: int) -> None:
+    """At most so many layers and tokens, in the configuration and those that it holds."""
+    counts = set()
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            shrink(value, layers, vocabulary)
+        elif isinstance(value, bool) or not isinstance(value, int):
+            continue
+        elif COUNT.fullmatch(name) and value > layers:
+            counts.add(value)
+            setattr(config, name, layers)
+        elif name == "vocab_size" and value > vocabulary:
+            config.vocab_size = vocabulary
+        elif name.endswith("_token_id") and value >= vocabulary:
+            setattr(config, name, 0)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) in counts:
+            setattr(config, name, value[:layers])

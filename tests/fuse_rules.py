@@ -1,0 +1,66 @@
+"""What a reader of `fuse`'s report expects to find in it, fused or left, by names alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+NORM = re.compile(r"(RMSNorm|LayerNorm|GroupNorm)$")
+GATED = re.compile(r"(GEGLU|GeGLU|SwiGLU|Swiglu|ReGLU)")
+MLP = re.compile(r"MLP|Mlp|FeedForward|FFN")
+ROTARY = re.compile(r"apply\w*_(rotary|rope)")
+
+
+def norms(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        class_name = type(module).__name__
+        weight = module._parameters.get("weight")
+        if NORM.search(class_name) or (
+            "Norm" in class_name and weight is not None and weight.dim() == 1
+        ):
+            yield name
+
+
+def activations(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        class_name = type(module).__name__
+        has_gate = any(child == "gate_proj" or "gate_up" in child for child in module._modules)
+        is_mlp = MLP.search(class_name) and (has_gate or is_packed(module))
+        is_experts = class_name.endswith("Experts") and "gate_up_proj" in module._parameters
+        if GATED.search(class_name) or is_mlp or is_experts:
+            yield name
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Two linear layers, of which the first makes twice what the second takes."""
+    linears = [child for child in module._modules.values() if isinstance(child, nn.Linear)]
+    return len(linears) == 2 and linears[0].out_features == 2 * linears[1].in_features
+
+
+def rotary_embeddings(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
+        for used in code.co_names if code else ():
+            if ROTARY.search(used) and callable(forward.__globals__.get(used)):
+                yield name
+                break
+
+
+def heads(model: nn.Module) -> Iterator[str]:
+    """Of models that have a loss too."""
+    for name, module in model.named_modules():
+        has_loss = hasattr(type(module), "loss_function") or "loss_function" in vars(module)
+        if has_loss and hasattr(type(module), "get_output_embeddings"):
+            try:
+                head = module.get_output_embeddings()
+            except (AttributeError, NotImplementedError):
+                continue
+            if head is not None:
+                yield name
+
+
+RULES = (norms, activations, rotary_embeddings)

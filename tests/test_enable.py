@@ -1,0 +1,152 @@
+"""`liger_ops.enable()`: every compilation by Inductor is rewritten, until `disable()`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
+
+import liger_ops
+from backends import inputs, model, needs_compiler, run
+from liger_ops.lowering.passes import graph_pass as pass_module
+from liger_ops.lowering.passes.report import Report
+
+pytestmark = pytest.mark.usefixtures("empty_caches")
+
+
+@pytest.fixture
+def reports(monkeypatch) -> Iterator[list[Report]]:
+    """What the pass finds. Nothing is read from caches."""
+    found: list[Report] = []
+
+    def recorded(*args: Any, **options: Any) -> Report:
+        found.append(rewrite(*args, **options))
+        return found[-1]
+
+    rewrite = pass_module.rewrite
+    monkeypatch.setattr(pass_module, "rewrite", recorded)
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield found
+    liger_ops.disable()
+
+
+def counts(reports: list[Report]) -> dict[str, int]:
+    return dict(sum((Counter(report.counts()) for report in reports), Counter()))
+
+
+@needs_compiler
+def test_a_plain_compile_of_an_untouched_function(reports):
+    def head(x: Tensor, weight: Tensor, words: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(model(x, weight), words), target)
+
+    x, weight = inputs()
+    words, target = torch.randn(11, 8), torch.tensor([1, 2, 3])
+    liger_ops.enable()
+    loss = torch.compile(head)(x[0], weight, words, target)
+    torch.testing.assert_close(loss, head(x[0], weight, words, target))
+    assert counts(reports) == {"linear_cross_entropy": 1}
+    torch._dynamo.reset()
+    liger_ops.disable()
+    torch.compile(head)(x[0], weight, words, target)
+    assert len(reports) == 1 and inductor_config.pre_grad_custom_pass is None
+
+
+@needs_compiler
+def test_as_a_context_with_every_rewrite(reports):
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return model(checkpoint(model, x, weight, use_reentrant=False), weight)
+
+    liger_ops.enable(["rope"])
+    before = inductor_config.pre_grad_custom_pass
+    with liger_ops.enable("all"):
+        y = torch.compile(function)(*inputs())
+        y.sum().backward()
+    assert inductor_config.pre_grad_custom_pass is before
+    torch.testing.assert_close(y, function(*inputs()))
+    # Those of the block with those of the graph around it, in one report.
+    assert [report.counts() for report in reports] == [{"rms_norm": 2, "swiglu": 2}]
+
+
+def test_an_exported_model_is_left_as_it_is(reports):
+    module = torch.export.export(torch.nn.RMSNorm(8, eps=1e-6), (torch.ones(2, 8),)).graph_module
+    before = str(module.graph)
+    liger_ops.enable("all")
+    inductor_config.pre_grad_custom_pass(module.graph)
+    assert str(module.graph) == before and reports == []
+
+
+class Renaming(pass_module.CustomGraphPass):
+    """Somebody's own pass."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.calls += 1
+
+    def uuid(self) -> str:
+        return "renaming"
+
+
+@needs_compiler
+def test_beside_a_pass_that_is_there(reports):
+    theirs = Renaming()
+    with inductor_config.patch(pre_grad_custom_pass=theirs):
+        liger_ops.enable("all")
+        liger_ops.enable(["swiglu"])
+        torch.compile(model)(*inputs())
+        assert theirs.calls == 1 and counts(reports) == {"swiglu": 1}
+        uuid = inductor_config.pre_grad_custom_pass.uuid()
+        assert "renaming" in uuid and liger_ops.graph_pass(["swiglu"]).uuid() in uuid
+        liger_ops.disable()
+        assert inductor_config.pre_grad_custom_pass is theirs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"rewrites": ["no_such"]}, ValueError, "'no_such'"),
+        ({"rewrites": 5}, TypeError, "rewrites must be .* got int"),
+        ({"strict": 1}, TypeError, "strict must be a bool or None, got int"),
+    ],
+)
+def test_bad_arguments_change_nothing(arguments, error, text):
+    before = inductor_config.pre_grad_custom_pass
+    with pytest.raises(error, match=text):
+        liger_ops.enable(**arguments)
+    assert inductor_config.pre_grad_custom_pass is before
+
+
+WARM = """
+import json
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+import liger_ops
+
+liger_ops.enable("all")
+gate, up = torch.ones(2, 8, requires_grad=True), torch.ones(2, 8, requires_grad=True)
+torch.compile(lambda gate, up: F.silu(gate) * up)(gate, up).sum().backward()
+aot = counters["aot_autograd"]
+print(json.dumps([aot["autograd_cache_hit"], aot["autograd_cache_bypass"]]))
+"""
+
+
+@needs_compiler
+def test_a_second_start_is_warm(tmp_path):
+    starts = [
+        json.loads(run(WARM, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).splitlines()[-1])
+        for _ in range(2)
+    ]
+    assert starts == [[0, 0], [1, 0]]

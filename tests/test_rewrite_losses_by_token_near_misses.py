@@ -1,0 +1,162 @@
+"""What is a loss of log-probabilities but for one thing, and stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loss_spellings import B, Loss, S, V, head_inputs, with_head
+from rewriting import Rewriter, check
+
+
+def rounded_before_nll(logits: Tensor, target: Tensor) -> Tensor:
+    log_probs = F.log_softmax(logits.view(-1, V).bfloat16(), -1).float()
+    return F.nll_loss(log_probs, target.view(-1))
+
+
+def of_softmax(logits: Tensor, target: Tensor) -> Tensor:
+    return F.nll_loss(logits.softmax(-1).log().view(-1, V), target.view(-1))
+
+
+def over_positions(logits: Tensor, target: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(logits, 1).view(-1, V), target.view(-1))
+
+
+def over_rows(logits: Tensor, target: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(logits.view(-1, V), 0), target.view(-1))
+
+
+def returned(logits: Tensor, target: Tensor) -> Any:
+    log_probs = F.log_softmax(logits, -1)
+    return F.nll_loss(log_probs.view(-1, V), target.view(-1)), log_probs
+
+
+def entropy_too(logits: Tensor, target: Tensor) -> Tensor:
+    log_probs = F.log_softmax(logits, -1)
+    chosen = log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1))
+    return chosen.mean() - (log_probs.exp() * log_probs).sum(-1).mean()
+
+
+def of_two_targets(logits: Tensor, target: Tensor) -> Tensor:
+    log_probs, labels = F.log_softmax(logits, -1), target.clamp(min=0).unsqueeze(-1)
+    return log_probs.gather(-1, labels).mean() - log_probs.gather(-1, 10 - labels).mean()
+
+
+def of_the_three_largest(logits: Tensor, target: Tensor) -> Tensor:
+    labels = target.clamp(min=0).unsqueeze(-1).expand(-1, -1, 3)
+    return F.log_softmax(logits, -1).gather(-1, labels).mean()
+
+
+def of_some_positions(logits: Tensor, target: Tensor) -> Tensor:
+    """gather takes an index of fewer positions than there are."""
+    return F.log_softmax(logits, -1).gather(-1, target[:, 1:].clamp(min=0).unsqueeze(-1)).mean()
+
+
+def rounded_before_gather(logits: Tensor, target: Tensor) -> Tensor:
+    log_probs = F.log_softmax(logits.bfloat16(), -1).float()
+    return log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1)).mean()
+
+
+def summed_in_float64(logits: Tensor, target: Tensor) -> Tensor:
+    log_probs = F.log_softmax(logits, -1)
+    chosen = log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1))
+    return chosen.mean() + log_probs.sum(-1, dtype=torch.float64).mean()
+
+
+def summed_over_positions(logits: Tensor, target: Tensor) -> Tensor:
+    log_probs = F.log_softmax(logits, -1)
+    chosen = log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1))
+    return chosen.mean() + log_probs.sum(1).mean()
+
+
+def used_before_its_targets(logits: Tensor, target: Tensor) -> Tensor:
+    lse = torch.logsumexp(logits, -1)
+    labels = target.clamp(min=0) + (lse > 1e6)
+    return (lse - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).mean()
+
+
+def computed_twice(logits: Tensor, target: Tensor) -> Tensor:
+    """And one of the two is written."""
+    chosen = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    first, second = logits.logsumexp(-1), logits.logsumexp(-1)
+    return (first.detach().zero_() + second - chosen).mean()
+
+
+NEAR: dict[str, tuple[Loss, str]] = {
+    "rounded": (rounded_before_nll, "are cast between"),
+    "softmax-then-log": (of_softmax, "not known to be log_softmax"),
+    "over-positions": (over_positions, "not known to be log_softmax"),
+    "over-rows": (over_rows, "not known to be log_softmax"),
+    "returned": (returned, "the log-probabilities are returned"),
+    "entropy": (entropy_too, "the log-probabilities are used by exp too"),
+    "two-targets": (of_two_targets, "several targets"),
+    "three-largest": (of_the_three_largest, "not one for each position"),
+    "some-positions": (of_some_positions, "not one for each position"),
+    "rounded-before-gather": (rounded_before_gather, "are cast between"),
+    "float64": (summed_in_float64, "are summed in torch.float64"),
+    "summed-over-positions": (summed_over_positions, "are used by sum_1 too"),
+    "computed-twice": (computed_twice, "computed twice"),
+    "used-before": (used_before_its_targets, "before its targets are known"),
+}
+
+
+@pytest.mark.parametrize(("loss", "reason"), NEAR.values(), ids=NEAR)
+def test_losses_that_come_close(loss, reason):
+    found = check(with_head(loss), *head_inputs(), counts={})
+    for op in ("cross_entropy", "linear_cross_entropy"):
+        assert found.reasons(op) and all(reason in one for one in found.reasons(op))
+
+
+def written_between(logits: Tensor, target: Tensor) -> Tensor:
+    log_probs, labels = F.log_softmax(logits, -1), target.clamp(min=0).unsqueeze(-1)
+    chosen = log_probs.gather(-1, labels)
+    labels.zero_()
+    return chosen.mean() + log_probs.sum(-1).mean()
+
+
+def test_labels_that_are_written_between_the_parts():
+    x, weight, target = head_inputs()
+    found = check(with_head(written_between), x.detach(), weight.detach(), target, counts={})
+    assert "written in place" in found.reasons("linear_cross_entropy")[0]
+
+
+def test_positions_that_are_regrouped_after_the_head():
+    """The op is of the logits, whose positions the targets have; the head's are others."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        index = target.clamp(min=0).view(S, B, 1)
+        return logits.view(S, B, V).log_softmax(-1).gather(-1, index).mean()
+
+    check(with_head(loss), *head_inputs(), counts={"cross_entropy": 1})
+
+
+def picked(logits: Tensor, target: Tensor) -> Tensor:
+    """One logit of each token is no loss; nor is logsumexp alone."""
+    return (
+        logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).sum()
+        + logits.tanh().logsumexp(-1).sum()
+    )
+
+
+def of_other_logits(logits: Tensor, target: Tensor) -> Tensor:
+    chosen = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (chosen - (logits * 2).logsumexp(-1)).sum()
+
+
+@pytest.mark.parametrize("function", [picked, of_other_logits])
+def test_what_is_no_loss(function):
+    assert check(with_head(function), *head_inputs(), counts={}).findings == []
+
+
+def test_what_is_refused_leaves_the_graph_as_it_came():
+    """Even where nodes were already put in."""
+    found = check(with_head(summed_in_float64), *head_inputs(), counts={})
+    untouched = Rewriter(["rope"])
+    torch._dynamo.reset()
+    torch.compile(with_head(summed_in_float64), backend=untouched)(*head_inputs())
+    code = [str(one.graphs[0].graph) for one in (found, untouched)]
+    assert code[0] == code[1]
