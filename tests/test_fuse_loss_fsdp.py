@@ -40,7 +40,7 @@ def test_trains_as_before(mesh: Any, when: str) -> None:
     sharded(fused, mesh)
     if when == "after":
         entries, left = loss.fuse(fused)
-        assert [entry.class_name for entry in entries] == ["FSDPLlamaForCausalLM"]
+        assert [entry.class_name for entry in entries] == ["LlamaForCausalLM"]
         assert not left
     with warnings.catch_warnings():
         warnings.simplefilter("error")
