@@ -50,17 +50,20 @@ def rotary_embeddings(model: nn.Module) -> Iterator[str]:
                 break
 
 
-def heads(model: nn.Module) -> Iterator[str]:
-    """Of models that have a loss too."""
+def losses(model: nn.Module) -> Iterator[str]:
+    """Of labels: those of a head, and those of classifiers."""
     for name, module in model.named_modules():
-        has_loss = hasattr(type(module), "loss_function") or "loss_function" in vars(module)
-        if has_loss and hasattr(type(module), "get_output_embeddings"):
-            try:
-                head = module.get_output_embeddings()
-            except (AttributeError, NotImplementedError):
-                continue
-            if head is not None:
-                yield name
+        cls = type(module)
+        if not hasattr(cls, "get_output_embeddings"):
+            continue
+        if "labels" not in inspect.signature(cls.forward).parameters:
+            continue
+        try:
+            head = module.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            continue
+        if head is not None or "Classification" in cls.__name__:
+            yield name
 
 
-RULES = (norms, activations, rotary_embeddings)
+RULES = (norms, activations, rotary_embeddings, losses)
