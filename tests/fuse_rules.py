@@ -51,7 +51,7 @@ def rotary_embeddings(model: nn.Module) -> Iterator[str]:
 
 
 def heads(model: nn.Module) -> Iterator[str]:
-    """Of models that have a loss too. Not among RULES: `fuse` passes over some losses in silence."""
+    """Of models with a loss. Not among RULES: `fuse` passes over some losses in silence."""
     for name, module in model.named_modules():
         has_loss = hasattr(type(module), "loss_function") or "loss_function" in vars(module)
         if has_loss and hasattr(type(module), "get_output_embeddings"):
