@@ -78,6 +78,14 @@ def test_as_a_context_with_every_rewrite(reports):
     assert [report.counts() for report in reports] == [{"rms_norm": 2, "swiglu": 2}]
 
 
+def test_an_exported_model_is_left_as_it_is(reports):
+    module = torch.export.export(torch.nn.RMSNorm(8, eps=1e-6), (torch.ones(2, 8),)).graph_module
+    before = str(module.graph)
+    liger_ops.enable("all")
+    inductor_config.pre_grad_custom_pass(module.graph)
+    assert str(module.graph) == before and reports == []
+
+
 class Renaming(pass_module.CustomGraphPass):
     """Somebody's own pass."""
 

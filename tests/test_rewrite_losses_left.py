@@ -140,3 +140,14 @@ def test_what_is_not_warned_of():
     assert warned(transformers, values(2, 5, V), target) == []
     model.requires_grad_(False)
     assert warned(step, x, target) == []
+
+
+def test_the_backend_warns():
+    model = Model()
+    step = lambda x, target: and_logits(model, x, target)
+    unfused_loss._told.clear()
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="the logits are returned"):
+        torch.compile(step, backend="liger", options={"inner_backend": "eager"})(
+            torch.randn(2, 5, D), labels()
+        )

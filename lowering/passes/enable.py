@@ -9,6 +9,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from .exported import exported_operator
 from .graph_pass import LigerGraphPass, graph_pass
 
 
@@ -21,7 +22,8 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
     Models stay untouched, and no backend is named: Trainer, TRL, accelerate and torchtitan get the
     rewrites by their own switches, such as `TrainingArguments(torch_compile=True)`. What is
     rewritten, and when a place is left alone, is as for `torch.compile(model, backend="liger")`;
-    `liger_ops.explain` tells of both. Inductor's caches stay usable, and know one set of rewrites
+    `liger_ops.explain` tells of both. An exported model, which AOTInductor compiles, is left as it
+    is: `fuse` it before. Inductor's caches stay usable, and know one set of rewrites
     from another.
 
     It is Inductor's setting `pre_grad_custom_pass` that is changed. A pass that is there already
@@ -45,7 +47,7 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
         ValueError: there is no such rewrite.
     """
     before = inductor_config.pre_grad_custom_pass
-    ours = graph_pass(rewrites, strict=strict)
+    ours = Everywhere(graph_pass(rewrites, strict=strict))
     others = _without_ours(before)
     inductor_config.pre_grad_custom_pass = Together(others, ours) if others else ours
     return Enabled(before)
@@ -70,6 +72,20 @@ class Enabled:
         inductor_config.pre_grad_custom_pass = self._before
 
 
+class Everywhere(CustomGraphPass):
+    """Our pass, for whatever Inductor compiles: an exported model is compiled as it is."""
+
+    def __init__(self, ours: LigerGraphPass) -> None:
+        self.ours = ours
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if exported_operator(graph) is None:
+            self.ours(graph)
+
+    def uuid(self) -> str:
+        return self.ours.uuid()
+
+
 class Together(CustomGraphPass):
     """Passes of others, and then ours, as one."""
 
@@ -88,7 +104,7 @@ class Together(CustomGraphPass):
 
 
 def _without_ours(passes: Any) -> list[Any]:
-    if passes is None or isinstance(passes, LigerGraphPass):
+    if passes is None or isinstance(passes, Everywhere):
         return []
     if isinstance(passes, Together):
         return list(passes.others)

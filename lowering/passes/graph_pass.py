@@ -19,7 +19,7 @@ from .unfused_loss import warn
 
 def graph_pass(
     rewrites: str | Collection[str] | None = None, *, strict: bool | None = None
-) -> CustomGraphPass:
+) -> LigerGraphPass:
     """The rewrites of the backend `liger`, as a pass for those who compose their own.
 
         torch.compile(model, options={"pre_grad_custom_pass": liger_ops.graph_pass()})
