@@ -38,6 +38,9 @@ found or not; `options={{"rewrites": "all"}}` makes them too:
 Not counted: attention that is not causal (a sliding window shorter than the sequence, chunks,
 encoders), and attention that the model writes out instead of calling
 `scaled_dot_product_attention` (Gemma 2, GPT-OSS, GPT-J).
+
+[models.md](models.md) has a step of training of every causal language model that transformers has,
+with their default configurations, with checkpoints and without.
 """
 
 COLUMNS = {

@@ -109,13 +109,13 @@ def text_batch() -> dict[str, Tensor]:
     return {"input_ids": tokens * mask, "labels": labels, "attention_mask": mask}
 
 
-def build(model_type: str, class_name: str) -> nn.Module:
+def build(model_type: str, class_name: str, **changes: Any) -> nn.Module:
     """A model of random weights, by the configuration of its type, or the text's in it."""
     model_class = getattr(transformers, class_name)
     default = CONFIG_MAPPING[model_type]()
     if not isinstance(default, model_class.config_class):
         default = default.get_text_config(decoder=True)
-    return model_class(small(default, **CHANGES.get(default.model_type, {})))
+    return model_class(small(default, **CHANGES.get(default.model_type, {}), **changes))
 
 
 def models(types: dict[str, str]) -> list[Model]:
@@ -144,7 +144,11 @@ MODELS: dict[str, Model] = {
         # transformers has it among the models of images, though it takes none.
         *models({"mistral4": "Mistral4ForCausalLM"}),
         *models(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-        Model(WITHOUT_PADDING, partial(build, "llama", "LlamaForCausalLM"), whole_sequences),
+        Model(
+            WITHOUT_PADDING,
+            partial(build, "llama", "LlamaForCausalLM", num_key_value_heads=HEADS // 2),
+            whole_sequences,
+        ),
         # In the place of those above that were to be trained on text alone.
         *multimodal_models.MODELS,
     )

@@ -28,7 +28,7 @@ EQUAL = "equal"
 INTRODUCTION = """\
 # Models of transformers, trained for one step with `backend="liger"`
 
-Written by `python tests/trained_models_report.py`, with torch {torch} and transformers {transformers}.
+Written by `python tests/trained_models_report.py`: torch {torch}, transformers {transformers}.
 
 Every causal language model and encoder-decoder that transformers' auto classes list, and models of
 images and sound: made small (a layer of each kind), with random weights in float32, on the CPU. A
@@ -44,8 +44,8 @@ rewrites, each within {near:.0e} as a norm: sums in another order.
 
 {summary}
 
-The ops are those in the graphs, the most of the three ways. `tests/test_trained_models.py` holds some
-of these rows.
+The ops are those in the graphs, the most of the three ways. `tests/test_trained_models.py` holds
+some of these rows.
 
 | model | ops | {modes} |
 | --- | --- | {dashes} |
@@ -111,8 +111,9 @@ def document(known: dict[str, Row]) -> str:
     equal = sum(row.equal for row in known.values())
     wrong = sum("**wrong**" in str(row) for row in known.values())
     summary = (
-        f"{len(known)} models: {equal} are equal in all three ways, {wrong} are wrong in one, and"
-        f" {len(known) - equal - wrong} cannot be trained or compiled in one without rewrites."
+        f"{len(known)} of {len(MODELS)} models were trained. In all three ways, {equal} are equal;"
+        f"\n{wrong} are wrong in one; {len(known) - equal - wrong} cannot be trained or compiled in"
+        " one without rewrites."
     )
     introduction = INTRODUCTION.format(
         torch=torch.__version__.split("+")[0],
