@@ -21,7 +21,7 @@ ANY = 2**40
 CLASSES = 3
 
 # Of each configuration the first class that there is: with a head for a loss, if any has one.
-FIRST = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM")
+FIRST = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MASKED_LM")
 MAPPINGS = [f"MODEL_FOR_{name}_MAPPING" for name in FIRST] + [
     "MODEL_FOR_PRETRAINING_MAPPING",
     "MODEL_MAPPING",

@@ -33,7 +33,8 @@ INTRODUCTION = """\
 Written by `python tests/fuse_report.py`; `tests/test_fuse_every_model.py` fails where it is not so.
 
 transformers {version}, {count} model types of {types}: all that can be built from their default
-configurations without another package, on the meta device, with at most {layers} layers.
+configurations without another package, on the meta device, with at most {layers} layers where their
+code allows it.
 
 A number is of modules: "4" of which all are fused, "3 of 4" of which three are. Counted are those
 that `fuse` fuses, and those that it names in `report.left`; the reasons follow the table.
@@ -85,7 +86,7 @@ def reasons(found: list[Row], kind: str) -> Iterator[str]:
     for reason, at in sorted(places.items(), key=lambda item: (-len(item[1]), item[0])):
         counts = Counter(class_name for class_name, _ in at)
         names = [name for name, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
-        more = f" and {len(names) - NAMED} more classes" if len(names) > NAMED else ""
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         types = len({model_type for _, model_type in at})
         where = f"{len(at)} in {types} model type{'s' if types > 1 else ''}"
         yield f"- {where}: `{reason}` ({', '.join(names[:NAMED])}{more})"

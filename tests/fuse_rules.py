@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -51,10 +52,12 @@ def rotary_embeddings(model: nn.Module) -> Iterator[str]:
 
 
 def heads(model: nn.Module) -> Iterator[str]:
-    """Of models that have a loss too."""
+    """Of models with a loss. Not among RULES: `fuse` passes over some losses in silence."""
     for name, module in model.named_modules():
-        has_loss = hasattr(type(module), "loss_function") or "loss_function" in vars(module)
-        if has_loss and hasattr(type(module), "get_output_embeddings"):
+        cls: Any = type(module)
+        has_loss = hasattr(cls, "loss_function") or "loss_function" in vars(module)
+        takes_labels = "labels" in inspect.signature(cls.forward).parameters
+        if has_loss and takes_labels and hasattr(cls, "get_output_embeddings"):
             try:
                 head = module.get_output_embeddings()
             except (AttributeError, NotImplementedError):

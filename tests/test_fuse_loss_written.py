@@ -148,7 +148,7 @@ def test_options() -> None:
     )
     torch.testing.assert_close(output.loss, expected)
     assert_same_gradients(gradients(fused, output.loss), gradients(model, expected))
-    assert torch.equal(output.predicted_tokens, logits.argmax(-1).flatten())
+    assert torch.equal(output.predicted_tokens, logits.argmax(-1))
     with pytest.raises(ValueError, match="label_smoothing is computed where logits are skipped"):
         fused.eval()(**inputs, label_smoothing=0.2)
 
@@ -197,6 +197,15 @@ class Smoothed(Written):
         return self.result(self.value(function, logits, labels), logits)  # type: ignore[arg-type]
 
 
+class OfTheModule(Written):
+    """It finds the class in torch.nn, which is not of its file alone."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        logits = self.logits(self.body(input_ids).last_hidden_state)
+        function = nn.CrossEntropyLoss()
+        return self.result(self.value(function, logits, labels), logits)  # type: ignore[arg-type]
+
+
 class ByPosition(Written):
     def value(self, function: Any, logits: Any, labels: Tensor) -> Tensor:
         return function(logits.transpose(1, 2), labels)
@@ -222,6 +231,7 @@ def test_a_written_loss_is_found() -> None:
         Penalised: "its forward needs the logits for more than the loss (AttributeError",
         Detached: "its loss has no gradient",
         Smoothed: "its forward needs the logits for more than the loss (TypeError",
+        OfTheModule: "its loss_function is a NoneType, not a function",
         ByPosition: "its forward needs the logits for more than the loss (AttributeError",
         Mean: "its forward needs the logits for more than the loss (AttributeError",
     }.items(),

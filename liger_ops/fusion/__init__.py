@@ -66,9 +66,9 @@ def fuse(
       `predicted_tokens`, of the labels' shape, to the output: by name, or at the end of a tuple.
       They are computed with and without logits, but for models whose forward calls
       CrossEntropyLoss: there they raise where logits are kept. accum_dtype and chunk_bytes, which
-      set memory alone, have nothing to set where logits are kept. It takes `shift_labels` without labels
-      too, where its loss_function takes them. A wrong value of any of these raises TypeError or
-      ValueError, and so does asking for any without labels. Other arguments go where they went.
+      set memory alone, have nothing to set where logits are kept. It takes `shift_labels` without
+      labels too, where its loss_function takes them. A wrong value of any of these raises TypeError
+      or ValueError, and so does asking for any without labels. Other arguments go where they went.
 
       Where a step of training with labels has to make all logits, since the head has become another
       module, has hooks or is sharded by itself, or loss_function another function, it computes what

@@ -14,7 +14,7 @@ from . import (
 )
 from .loss_probe import probe
 from .loss_value import CausalLoss
-from .probing import NotAnOp
+from .probing import NotAnOp, first_line
 from .report import Fused, Left
 
 OP = "linear_cross_entropy"
@@ -22,24 +22,30 @@ OP = "linear_cross_entropy"
 
 def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
     """Give every language model in a model a forward that skips the logits."""
-    fused, left = [], []
+    fused: list[Fused] = []
+    left: list[Left] = []
     for name, module in model.named_modules():
-        if "loss" in classes.overrides(module) or not _has_a_loss(type(module)):
-            continue
-        class_name = type(module).__name__
-        head = _output_embedding(module)
-        if head is None:
-            if _is_classifier(class_name):
-                left.append(Left(name, class_name, "its loss is a classifier's, of no vocabulary"))
+        cls = classes.class_of(module)
+        if "loss" in classes.overrides(module) or not _has_a_loss(cls):
             continue
         try:
+            head = _output_embedding(module)
+            if head is None:
+                if _is_classifier(cls.__name__):
+                    raise NotAnOp("its loss is a classifier's, of no vocabulary")
+                continue
             loss = _probed(module, _path_to(module, head))
         except NotAnOp as reason:
-            left.append(Left(name, class_name, str(reason)))
+            left.append(Left(name, cls.__name__, str(reason), "loss"))
+            continue
+        except Exception as error:
+            # Under the probe: what code of a model's may do has no end.
+            text = f"it cannot be probed: {first_line(error)}"
+            left.append(Left(name, cls.__name__, text, "loss"))
             continue
         classes.override(module, "loss", loss)
         options = {"logit_scale": loss.logit_scale, "softcap": loss.softcap}
-        fused.append(Fused(name, class_name, OP, options, "loss"))
+        fused.append(Fused(name, cls.__name__, OP, options, "loss"))
     for module in model.modules():
         facts = classes.overrides(module).get("loss")
         if facts is not None:

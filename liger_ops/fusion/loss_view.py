@@ -235,6 +235,7 @@ class WrittenHead(DeferredHead):
             return self.head(hidden)
         self.called = True
         self.hidden = hidden
+        self.shape = hidden.shape[:-1]
         head: Any = self.head
         x, weight, _ = cast_as_linear(hidden, head.weight, None)
         adds = self.loss.adds_to_logits
@@ -246,7 +247,9 @@ class WrittenHead(DeferredHead):
         self.hidden = None
         head: Any = self.head
         source = OfHidden(hidden, head, self.loss, self.options, added)
-        value, self.beside = value_of(source, target, ignore_index, None, self.options)
+        # The forward has made the labels flat.
+        labels = target.reshape(self.shape)
+        value, self.beside = value_of(source, labels, ignore_index, None, self.options)
         return value
 
 

@@ -8,6 +8,7 @@ their loss; anything else is an error, which the probe meets.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from collections.abc import Callable
@@ -22,10 +23,16 @@ ALIAS = f"_liger_ops_{NAME}"
 
 
 def is_called_by(function: Any) -> bool:
-    """Whether a forward, or what it wraps, names the class of the loss."""
+    """Whether a forward, or what it wraps, calls the class of the loss by its name alone."""
     while inspect.isfunction(function):
         if NAME in function.__code__.co_names:
-            return function.__globals__.get(NAME) is nn.CrossEntropyLoss
+            uses = {
+                instruction.opname
+                for instruction in dis.get_instructions(function.__code__)
+                if instruction.opcode in dis.hasname and instruction.argval == NAME
+            }
+            is_global = function.__globals__.get(NAME) is nn.CrossEntropyLoss
+            return is_global and uses == {"LOAD_GLOBAL"}
         function = getattr(function, "__wrapped__", None)
     return False
 
