@@ -325,6 +325,10 @@ def conditional(
 ) -> None:
     """Which branch is taken is in the data, and the same in every precision."""
     x = state.recent(i)
+    if not torch.compiler.is_compiling():
+        # torch.cond would compile.
+        state.values.append(apart(state, x, body if holds else other))
+        return
     labels = state.tensors["labels"]
     predicate = labels.max() > 0 if holds else labels.max() < 0
     branches = [partial(apart, state, body=steps) for steps in (body, other)]
@@ -444,14 +448,11 @@ def results(
         for output in outputs
     )
     leaves = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    # Zero where there is none: torch.cond gives that of what the other branch alone uses.
+    grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
     return {
         **{f"output {i}": output.detach() for i, output in enumerate(outputs)},
-        **{
-            f"gradient of {name}": grad
-            for name, grad in zip(leaves, grads, strict=True)
-            if grad is not None
-        },
+        **{f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)},
     }
 
 
