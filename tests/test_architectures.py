@@ -135,8 +135,7 @@ def test_dynamic_shapes(name: str, dynamic: bool | None) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "GPTNeoX"])
 def test_autocast(name: str) -> None:
-    """Queries in bfloat16 by tables in float32 are float32 here, and of the queries' dtype in the
-    op: rope stays as it is."""
+    """Queries in bfloat16 by tables in float32 are float32 here: the op is given them as such."""
     architecture = BY_NAME[name]
     model, wide = architecture.make(), architecture.make(torch.float64)
 
@@ -146,7 +145,7 @@ def test_autocast(name: str) -> None:
 
     true = true_results(wide, loss_of(wide), text_batch())
     (counts,) = rewritten(model, [text_batch()], [true], loss, torch.bfloat16)
-    assert counts == found(name, rope=0)
+    assert counts == found(name)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPTNeoX"])

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import liger_ops
 from liger_ops.lowering.passes import unfused_loss
 from loss_spellings import D, head_inputs, labels, transformers
 from rewriting import Rewriter, values
@@ -148,6 +149,6 @@ def test_the_backend_warns():
     unfused_loss._told.clear()
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="the logits are returned"):
-        torch.compile(step, backend="liger", options={"inner_backend": "eager"})(
+        torch.compile(step, backend=liger_ops.backend, options={"inner_backend": "eager"})(
             torch.randn(2, 5, D), labels()
         )

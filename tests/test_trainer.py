@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import liger_ops
 from families import FAMILIES, VOCABULARY, text
 from liger_ops.fusion import fuse
 
@@ -119,7 +120,7 @@ def test_compiled_before_trainer(tmp_path: Path) -> None:
     model = text("Llama", 3, num_hidden_layers=1).model()
     rewritten = copy.deepcopy(model)
     torch._dynamo.reset()
-    rewritten.compile(backend="liger", options={"inner_backend": "aot_eager"})
+    rewritten.compile(backend=liger_ops.backend, options={"inner_backend": "aot_eager"})
     expected = train(model, tmp_path / "model")
     losses, evaluation = train(rewritten, tmp_path / "compiled")
     assert losses == pytest.approx(expected[0], rel=1e-4)

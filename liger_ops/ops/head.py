@@ -16,7 +16,9 @@ def cast_as_linear(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """x, weight and bias in the dtype that autocast, where it is on, gives a linear layer."""
     device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    # Dynamo of torch 2.11 does not trace is_autocast_available. What it compiles for has autocast.
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    if not (known and torch.is_autocast_enabled(device)):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
 
