@@ -13,6 +13,7 @@ such a one, or one that failed.
     causal          torch.compile, its attention made causal by hand: no mask is in memory; of texts
     liger           torch.compile(backend="liger")
     liger-all       the same, with the rewrites too that are by default left to Inductor
+    enabled         torch.compile after liger_ops.enable()
     liger-graphs    the same as liger, with mode="reduce-overhead"
     liger-kernel    a Llama patched by Liger-Kernel, eager; only where that is installed
 
@@ -37,7 +38,10 @@ import transformers
 from step_models import CONFIGS, SHAPES, make
 from torch import Tensor
 
-WAYS = ["eager", "compile", "causal", "liger", "liger-all", "liger-graphs", "liger-kernel"]
+WAYS = [
+    *("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs"),
+    "liger-kernel",
+]
 # The shapes that a way is for, where it is not for all.
 FOR = {"causal": CONFIGS, "liger-kernel": ("llama-3.2-1b", "tiny")}
 WARM_UP = 4
@@ -184,7 +188,11 @@ def causal_by_hand() -> str:
 def compiled(way: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     if way in ("eager", "liger-kernel"):
         return function
-    if way in ("compile", "causal"):
+    if way == "enabled":
+        import liger_ops
+
+        liger_ops.enable()
+    if way in ("compile", "causal", "enabled"):
         return torch.compile(function, fullgraph=True)
     options = {"rewrites": "all"} if way == "liger-all" else {}
     if way == "liger-graphs":

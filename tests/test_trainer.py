@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import transformers
 from torch import Tensor, nn
 
 import liger_ops
+from backends import needs_compiler
 from families import FAMILIES, VOCABULARY, text
 from liger_ops.fusion import fuse
+from liger_ops.lowering.passes import graph_pass as pass_module
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
@@ -137,3 +142,44 @@ def test_label_smoothing_of_trainer(tmp_path: Path) -> None:
     fused_losses, fused_evaluation = train(fused, tmp_path / "fused", **options)
     assert fused_losses == pytest.approx(losses, rel=1e-4)
     assert fused_evaluation == pytest.approx(evaluation, rel=1e-4)
+
+
+@needs_compiler
+def test_enabled_before_trainer(tmp_path: Path) -> None:
+    """`liger_ops.enable()`, and Trainer's own switch: an untouched model, compiled by Inductor."""
+    model = text("Llama", 3, num_hidden_layers=1).model()
+    expected = train(copy.deepcopy(model), tmp_path / "model")
+    torch._dynamo.reset()
+    with liger_ops.enable(["rms_norm", "rope", "swiglu"]), counted() as ops:
+        losses, evaluation = train(model, tmp_path / "enabled", torch_compile=True)
+    assert {"rms_norm", "rope", "swiglu"} <= ops
+    assert losses == pytest.approx(expected[0], rel=1e-4)
+    assert evaluation == pytest.approx(expected[1], rel=1e-4)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[set[str]]:
+    """The ops that Inductor's passes before autograd find, none read from a cache."""
+    found: set[str] = set()
+    rewrite = pass_module.rewrite
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        report = rewrite(*args, **options)
+        found.update(report.counts())
+        return report
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        inductor_config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        patch.setattr(pass_module, "rewrite", recorded)
+        yield found
+
+
+def test_accelerate_takes_no_other_backend(tmp_path: Path) -> None:
+    """Its list is closed, and is looked at before anything of ours: README names `enable`."""
+    model = text("Llama", 3, num_hidden_layers=1).model()
+    options = {"torch_compile": True, "torch_compile_backend": "liger"}
+    with pytest.raises(ValueError, match="'LIGER' is not a valid DynamoBackend"):
+        train(model, tmp_path, **options)
