@@ -149,5 +149,18 @@ class DeferredLogits:
             " skip_logits=False keeps them"
         )
 
-    def _with(self, **changed: Any) -> DeferredLogits:
-        return DeferredLogits(**{**vars(self), **changed})
+    def _with(
+        self,
+        hidden: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        bias: Tensor | None = None,
+    ) -> DeferredLogits:
+        # Written out: Dynamo of torch 2.11 does not trace vars(self).
+        return DeferredLogits(
+            self.loss_of,
+            self.hidden if hidden is None else hidden,
+            self.vocabulary,
+            self.dtype if dtype is None else dtype,
+            self.may_add,
+            self.bias if bias is None else bias,
+        )
