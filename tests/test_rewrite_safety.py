@@ -176,10 +176,15 @@ def written_view(q: Tensor) -> Tensor:
     return q * 1
 
 
+def strided(q: Tensor) -> Tensor:
+    """As it lies in memory."""
+    return torch.as_strided(q, (2, 3), (7, 1)) * 1
+
+
 @pytest.mark.parametrize(
     "then",
-    [written_copy, written_view, lambda q: q, lambda q: q.view(2, -1)],
-    ids=["written copy", "written view", "returned", "viewed"],
+    [written_copy, written_view, strided, lambda q: q, lambda q: q.view(2, -1)],
+    ids=["written copy", "written view", "strided", "returned", "viewed"],
 )
 def test_another_layout_that_is_noticed(then):
     """So that the queries stay; of the keys only the sum is seen."""

@@ -13,6 +13,9 @@ from .canonical import same, value
 from .effects import ANYWHERE, memory, writes
 from .graph_state import GraphState, fake_mode_of
 
+_BY_MEMORY = {"as_strided", "as_strided_scatter", "data_ptr", "storage", "untyped_storage"}
+_NAMESPACES = {"aten", "liger", "prims"}
+
 
 def noticed(results: Mapping[fx.Node, Tensor], state: GraphState) -> str | None:
     """How the graph would notice that the values of nodes have the strides of other results.
@@ -29,7 +32,7 @@ def noticed(results: Mapping[fx.Node, Tensor], state: GraphState) -> str | None:
             continue
         if node.op == "output":
             return "which are returned"
-        if isinstance(node.target, torch._ops.HigherOrderOperator) or writes(node):
+        if _goes_by_memory(node) or writes(node):
             return f"which {node.name} would notice"
         arguments = fx.node.map_arg(
             (node.args, node.kwargs), lambda one: changed.get(one, value(one))
@@ -45,6 +48,16 @@ def noticed(results: Mapping[fx.Node, Tensor], state: GraphState) -> str | None:
         if is_view or not _same_strides(before, after):
             changed[node] = after
     return "and its memory is written to" if state.ever_written(changed) else None
+
+
+def _goes_by_memory(node: fx.Node) -> bool:
+    """Whether what a node computes may hang on where the elements of its inputs lie: that of
+    somebody's own operator may, whatever it declares."""
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = str(node.target)
+        return name.partition(".")[0] not in _NAMESPACES or "as_strided" in name
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _BY_MEMORY or isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
