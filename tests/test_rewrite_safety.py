@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import liger_ops
 from backends import Inner, inputs, model
 from liger_ops.lowering import passes
 from liger_ops.lowering.passes.report import Report
-from rewriting import check, refused, values
+from rewriting import Rewriter, check, refused, values
 from test_rewrite_rope import applied, heads, phi3, tables
 
 pytestmark = pytest.mark.usefixtures("empty_caches")
@@ -207,6 +208,18 @@ def test_a_user_kernel_between_is_a_write():
         return unknown(up) + z * up
 
     check(function, values(3, 8), counts={})
+
+
+def test_dtensors_are_left_alone(mesh):
+    def function(x: Tensor, up: Tensor) -> Tensor:
+        return F.silu(F.rms_norm(x, (8,), eps=1e-6)) * up
+
+    x, up = values(4, 8), values(4, 8, seed=1)
+    found = Rewriter()
+    compiled = torch.compile(function, backend=found)
+    y = compiled(*(distribute_tensor(one, mesh, [Shard(0)]) for one in (x, up)))
+    torch.testing.assert_close(y.full_tensor(), function(x, up))
+    assert found.counts() == {}
 
 
 def test_transforms_of_functions_are_left_alone():

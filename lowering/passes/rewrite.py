@@ -76,6 +76,8 @@ class Search:
             call = canonical(node)
             if call is None or call.op == IDENTITY or self.state.transformed(node):
                 continue
+            if foreign([node]):
+                continue
             close: list[tuple[Match, str]] = []
             for pattern, what in spellings:
                 with self.state.modes_of(node):
