@@ -33,7 +33,7 @@ NAMESPACE = "liger"
 # not the key.
 DEVICES = {"cuda": "CUDA", "npu": "PrivateUse1"}
 DOUBLES = (torch.float64, torch.complex128)
-# Of tensors that no op takes: PyTorch has no other way from them to an op, and says so at length.
+# The keys of tensors that no op takes: PyTorch would say so at length, and name no op.
 NESTED_KEYS = ("NestedTensorCPU", "NestedTensorCUDA", "NestedTensorPrivateUse1")
 AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "npu": "AutocastPrivateUse1", "xpu": "AutocastXPU"}
 

@@ -17,10 +17,10 @@ LAYERS = 4
 VOCABULARY = 512
 ANY = 2**40
 
-# Of a model type, how many classes are tried.
+# How many classes of a model type are tried.
 CLASSES = 3
 
-# Of each configuration the first class that there is: with a head for a loss, if any has one.
+# Each configuration is tried with the first class that there is, which has a head for a loss if any has.
 FIRST = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MASKED_LM")
 MAPPINGS = [f"MODEL_FOR_{name}_MAPPING" for name in FIRST] + [
     "MODEL_FOR_PRETRAINING_MAPPING",

@@ -40,7 +40,7 @@ A number is of modules: "4" of which all are fused, "3 of 4" of which three are.
 that `fuse` fuses, and those that it names in `report.left`; the reasons follow the table.
 """
 
-# Of each reason, how many classes are named.
+# How many classes are named for each reason.
 NAMED = 4
 
 

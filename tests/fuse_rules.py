@@ -51,7 +51,7 @@ def rotary_embeddings(model: nn.Module) -> Iterator[str]:
 
 
 def losses(model: nn.Module) -> Iterator[str]:
-    """Of labels: those of a head, and those of classifiers."""
+    """The losses of labels: those of a head, and those of classifiers."""
     for name, module in model.named_modules():
         cls = type(module)
         if not hasattr(cls, "get_output_embeddings"):

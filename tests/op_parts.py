@@ -61,7 +61,7 @@ print(json.dumps({
 }))
 """
 
-# Of each place, what is there.
+# What is there, by place.
 Found = dict[str, set[str]]
 
 

@@ -40,7 +40,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# Of each option: whether its type is right, whether its value is, and what is accepted.
+# For each option: whether its type is right, whether its value is, and what is accepted.
 Check = tuple[Callable[[Any], bool], Callable[[Any], bool], str]
 _FLAG: Check = (_is_flag, lambda value: True, "True or False")
 CHECKS: dict[str, Check] = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .loss_written import DeferredLogits
 
-# Of each class of outputs: the one with the fields for what can be asked beside the loss. They are
+# For each class of outputs, the one with the fields for what can be asked beside the loss. They are
 # made when a model is fused: torch.compile traces no making of a class.
 _EXTENDED: dict[type, type] = {}
 
@@ -61,7 +61,7 @@ def prepare(cls: type) -> None:
 
 
 def _reduce(self: Any) -> Any:
-    """Of the class it extends, which can be imported, and the values."""
+    """It is made again of the class it extends, which can be imported, and the values."""
     return _rebuilt, (type(self).__mro__[1], dict(self))
 
 

@@ -44,8 +44,8 @@ class CausalLoss:
     takes_shift_labels: bool = True
     output_class: type | None = None
     adds_to_logits: bool = False
-    # Of loss_function: the arguments it names that the op does not compute with; whether it takes
-    # any others.
+    # The arguments that loss_function names and the op does not compute with; whether it takes any
+    # others.
     own_arguments: tuple[str, ...] = field(init=False, compare=False)
     takes_any: bool = field(init=False, compare=False)
 
@@ -83,7 +83,7 @@ class CausalLoss:
                 )
 
     def target(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
-        """Of each position, the label that its logits are for."""
+        """The label of each position that its logits are for."""
         if shift_labels is not None and self.takes_shift_labels:
             return shift_labels
         if not self.shifts:

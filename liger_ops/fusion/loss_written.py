@@ -128,7 +128,7 @@ class DeferredLogits:
         return self._with(dtype=torch.float32)
 
     def __add__(self, bias: Tensor) -> DeferredLogits:
-        """Of a bias of the classes."""
+        """Add a bias of the classes."""
         shapes = ((self.vocabulary,), (1, self.vocabulary))
         if not self.may_add or self.bias is not None or tuple(bias.shape) not in shapes:
             raise TypeError("a sum of the logits")

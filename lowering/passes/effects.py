@@ -1,4 +1,4 @@
-"""What nodes write to, and which memory their values lie in.
+"""The memory that nodes write to, and the memory that their values lie in.
 
 What cannot be known is taken for the worst: an operation of an unknown kind writes everywhere, and
 a tensor of an unknown layout may lie in any memory.
@@ -68,7 +68,7 @@ def _storages(known: Any, node: Any) -> set[int]:
         while torch._C._functorch.is_functorch_wrapped_tensor(known):
             known = torch._C._functorch.get_unwrapped(known)
         return {known.untyped_storage()._cdata} if is_plain(known) else {ANYWHERE}
-    # Of a node whose value Dynamo does not tell, that may be a tensor.
+    # A node whose value Dynamo does not tell may be a tensor.
     return {ANYWHERE} if known is None and isinstance(node, fx.Node) else set()
 
 

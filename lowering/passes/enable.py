@@ -60,7 +60,7 @@ def disable() -> None:
 
 
 class Enabled:
-    """What `enable` returns: leaving it as a context puts back what was set before."""
+    """The result of `enable`: leaving it as a context puts back what was set before."""
 
     def __init__(self, before: Any) -> None:
         self._before = before

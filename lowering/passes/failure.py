@@ -1,4 +1,4 @@
-"""What becomes of a rewrite that raises an exception: a defect of this package, told once."""
+"""A rewrite that raises an exception is a defect of this package, and is told once."""
 
 from __future__ import annotations
 

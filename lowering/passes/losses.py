@@ -173,7 +173,7 @@ def _check_users(way: _Way, ends: Collection[fx.Node]) -> None:
 
 
 def used_by(user: fx.Node) -> str:
-    """Of values, what `user` makes of them: "are returned", or "are used by argmax too"."""
+    """How `user` uses values: they "are returned", or "are used by argmax too"."""
     node = user
     while (call := canonical(node)) is not None and call.op in _RETURNED_AS:
         if len(node.users) != 1:

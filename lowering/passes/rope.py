@@ -180,7 +180,7 @@ def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search
 
 
 def _as_result(at: fx.Node, match: Match) -> fx.Node:
-    """What is rotated, in the result's dtype: under autocast wide tables make that wider."""
+    """The rotated tensor in the result's dtype, which wide tables make wider under autocast."""
     x, dtype = match["x"], value(match.root).dtype
     return x if value(x).dtype == dtype else derive(at, torch.Tensor.to, x, dtype)
 

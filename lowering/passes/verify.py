@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from . import rewrite
 from .wider import Wide
 
-# What sums in another order may differ by, in units of float32's epsilon.
+# Sums in another order may differ by this, in units of float32's epsilon.
 SUMS = 8
 # A gradient that is zero but for rounding, such as that of a key's bias, is measured against this
 # share of the gradient of the whole model.
@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `explain(verify=True)` measured.
+    """The measurement that `explain(verify=True)` makes.
 
     Attributes:
         differences: of the loss and of each gradient, the largest first.
@@ -202,7 +202,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _names(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, str]:
-    """What leaves are called: parameters by the module's names, inputs by the call's."""
+    """The names of leaves: parameters have the module's, inputs the call's."""
     modules = [model] if isinstance(model, nn.Module) else _enclosed(model)
     names = {id(p): name for module in modules for name, p in module.named_parameters()}
     return {**names, **{id(x): f"argument {key}" for key, x in [*enumerate(args), *kwargs.items()]}}
