@@ -20,7 +20,7 @@ ANY = 2**40
 # How many classes of a model type are tried.
 CLASSES = 3
 
-# Each configuration is tried with the first class that there is, which has a head for a loss if any has.
+# Each configuration is tried with the first class that there is: one with a head, if any has one.
 FIRST = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MASKED_LM")
 MAPPINGS = [f"MODEL_FOR_{name}_MAPPING" for name in FIRST] + [
     "MODEL_FOR_PRETRAINING_MAPPING",
