@@ -37,7 +37,11 @@ def test_commands_name_files_that_are_there(document: Path) -> None:
 
 def test_make_lists_its_targets_in_columns() -> None:
     lines = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.splitlines()
     described = re.findall(r"^([a-z-]+):.*## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     width = max(len(name) for name, _ in described)

@@ -46,7 +46,9 @@ def test_trains_as_it_is(name: str) -> None:
     own = own_results(model)
     ops: Counter[str] = Counter()
     for mode in MODES:
-        ops |= check(model, mode, own).ops
+        # Dynamo makes one graph of both kinds of checkpoints: one model shows it, the report all.
+        if mode != "reentrant" or name == "GptOssForCausalLM":
+            ops |= check(model, mode, own).ops
     if NEW:
         assert ops == rows()[name].ops
 
