@@ -104,10 +104,6 @@ class GraphState:
             for mode in self._modes_of(node)
         )
 
-    def has_grad(self, node: fx.Node) -> bool:
-        """Whether `node` runs with gradients enabled, as far as its graph tells."""
-        return self._modes_of(node)[0] is not False
-
     def _modes_of(self, node: fx.Node) -> tuple[Any, ...]:
         assert self.order[node] >= 0
         return self._modes[node]
