@@ -9,8 +9,9 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from .chosen import checked_strict, chosen
 from .exported import exported_operator
-from .graph_pass import LigerGraphPass, graph_pass
+from .graph_pass import LigerGraphPass
 
 
 def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None = None) -> Enabled:
@@ -47,7 +48,8 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
         ValueError: there is no such rewrite.
     """
     before = inductor_config.pre_grad_custom_pass
-    ours = Everywhere(graph_pass(rewrites, strict=strict))
+    names = chosen(rewrites, True, "enable: rewrites")
+    ours = Everywhere(LigerGraphPass(names, checked_strict(strict, "enable: strict")))
     others = _without_ours(before)
     inductor_config.pre_grad_custom_pass = Together(others, ours) if others else ours
     return Enabled(before)
