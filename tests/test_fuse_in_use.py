@@ -47,6 +47,23 @@ def test_gradient_checkpointing(family: Family) -> None:
     assert len(calls) == 2
 
 
+def test_compiled_with_a_loss_after_a_graph_break() -> None:
+    """transformers warns of the cache while it checkpoints, and torch.compile leaves the graph."""
+    losses = []
+    for fused in (False, True):
+        torch._dynamo.reset()
+        model = GEMMA3.model().train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if fused:
+            fuse(model)
+        step = torch.compile(model, backend="aot_eager")
+        tokens = torch.arange(3, 19).reshape(2, 8)
+        loss = step(input_ids=tokens, labels=tokens, use_cache=True, label_smoothing=0.0).loss
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0])
+
+
 def test_generation_and_recorded_outputs() -> None:
     """A cache of keys, and attentions and hidden states, which transformers records by class."""
     model, untouched = LLAMA.model().eval(), LLAMA.model().eval()

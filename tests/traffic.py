@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
+from multiprocessing import Pool
 from typing import Any
 
 import numpy as np
@@ -108,16 +110,19 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + nbytes(tensor)
 
 
+def npu_ratio(case: tuple[int, bool]) -> tuple[str, float]:
+    """The name and the ratio of a case of docs/npu.md: which of `counted`, and its direction."""
+    i, backward = case
+    planned, few = list(counted())[i]
+    name = f"{few.op.id}{'_backward' * backward} {planned.label}"
+    return name, traffic(few.op, "npu", backward, few.case).ratio
+
+
 def main() -> None:
     """Print, as JSON, the ratio of every case of docs/npu.md, by op, direction and label."""
-    ratios = {
-        f"{few.op.id}{'_backward' * backward} {planned.label}": traffic(
-            few.op, "npu", backward, few.case
-        ).ratio
-        for planned, few in counted()
-        for backward in (False, True)
-    }
-    print(json.dumps(ratios, indent=1))
+    cases = product(range(len(list(counted()))), (False, True))
+    with Pool() as pool:
+        print(json.dumps(dict(pool.map(npu_ratio, cases, chunksize=1)), indent=1))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
-class LossOptions(NamedTuple):
-    """The arguments of a fused forward that its loss takes; None of any is its default."""
+@dataclass(frozen=True)
+class LossOptions:
+    """The arguments of a fused forward that its loss takes; None of any is its default.
+
+    Not a NamedTuple: Dynamo of torch 2.11 makes an empty one after a graph break.
+    """
 
     reduction: str = "mean"
     label_smoothing: float = 0.0
@@ -89,4 +94,4 @@ def taken_from(
             f"{name}: num_items_in_batch is what the reduction 'mean' divides by, got it with the"
             f" reduction {given['reduction']!r}"
         )
-    return DEFAULTS._replace(**given), rest
+    return LossOptions(**given), rest

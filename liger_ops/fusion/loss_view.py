@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -129,11 +130,10 @@ def with_logits(
 
 def asked_for(options: LossOptions) -> list[str]:
     """The names of the options that are not the defaults."""
-    pairs = zip(options, DEFAULTS, strict=True)
     return [
-        name
-        for name, (value, default) in zip(options._fields, pairs, strict=True)
-        if value != default
+        option.name
+        for option in fields(options)
+        if getattr(options, option.name) != getattr(DEFAULTS, option.name)
     ]
 
 
