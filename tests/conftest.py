@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 # So that what the tests share says as much where it fails as they do.
 pytest.register_assert_rewrite(
-    *(file.stem for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("test_"))
+    *(file.stem for file in (Path(__file__).parent / "support").glob("*.py"))
 )
 
 # Those run in the environment of triton-ascend: see `make test-npu`.

@@ -2,7 +2,7 @@
 
     python tests/npu/report.py TRAFFIC.json
 
-in the environment of triton-ascend, with what tests/traffic.py printed.
+in the environment of triton-ascend, with what tests/support/traffic.py printed.
 """
 
 from __future__ import annotations

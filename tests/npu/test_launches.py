@@ -15,7 +15,7 @@ LONGEST_NAME = 49
 
 def test_every_op_has_launches():
     without = set(npu_ops().values()) - {call.op for call in calls() if call.launches}
-    assert not without, f"launched by no case of tests/launch_cases.py: {sorted(without)}"
+    assert not without, f"launched by no case of tests/support/launch_cases.py: {sorted(without)}"
 
 
 def test_every_kernel_is_launched():
@@ -26,7 +26,7 @@ def test_every_kernel_is_launched():
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     without = kernels - {launch.kernel for call in calls() for launch in call.launches}
-    assert not without, f"launched by no case of tests/launch_cases.py: {sorted(without)}"
+    assert not without, f"launched by no case of tests/support/launch_cases.py: {sorted(without)}"
     assert all(len(name) <= LONGEST_NAME for name in kernels)
 
 

@@ -1,0 +1,106 @@
+"""`fuse` and `unfuse` on models of transformers: every part, the results, one graph, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+
+from fused_families import Family, output
+from fused_models import FAMILY, LLAMA, fused_modules, gradient_of, results
+from graphs import Recorder, liger_ops_of
+from liger_ops.fusion import fuse, unfuse
+
+
+@FAMILY
+def test_every_part_is_fused(family: Family) -> None:
+    model = family.model()
+    report = fuse(model)
+    assert Counter(entry.op for entry in report.fused) == family.parts
+    assert all("its loss is a classifier's" in entry.reason for entry in report.left)
+    assert len(fused_modules(model)) == len(report) == sum(family.parts.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@FAMILY
+def test_results_are_as_near_to_truth_as_before(family: Family, dtype: torch.dtype) -> None:
+    """Output and every gradient, against the untouched model in float64 with the same weights.
+
+    The fused model rounds where the untouched one does forward, and less often backward, but sums
+    in another order: its error is held to twice the untouched model's and one more rounding to the
+    dtype, each as a norm over the tensor. A gradient that is zero but for rounding, such as that of
+    a key's bias, is measured against a thousandth of the gradient of the whole model.
+    """
+    untouched = family.model().to(dtype)
+    fused = copy.deepcopy(untouched)
+    assert fuse(fused)
+    truth = results(copy.deepcopy(untouched).double(), family.inputs(torch.float64))
+    before = results(untouched, family.inputs(dtype))
+    after = results(fused, family.inputs(dtype))
+    assert after.keys() == before.keys() == truth.keys()
+    whole = torch.stack([value.norm() for name, value in truth.items() if name != "output"]).norm()
+    for name, true in truth.items():
+        assert after[name].dtype is dtype
+        scale = max(true.norm(), 1e-3 * whole)
+        error_before = ((before[name].double() - true).norm() / scale).item()
+        error_after = ((after[name].double() - true).norm() / scale).item()
+        bound = 2 * error_before + torch.finfo(dtype).eps
+        assert error_after <= bound, (
+            f"{name}: {error_after:.2e} from truth after, {error_before:.2e} before"
+        )
+
+
+@FAMILY
+def test_compiles_whole(family: Family) -> None:
+    """One graph, in which every op is one node forward and one backward; results as eager."""
+    model = family.model()
+    fuse(model)
+    x = family.inputs(torch.float32)
+    eager = results(model, x)
+    torch._dynamo.reset()
+    recorder = Recorder()
+    compiled = torch.compile(model, fullgraph=True, backend=recorder.backend())
+    y = output(compiled, x)
+    model.zero_grad()
+    y.backward(gradient_of(y))
+    assert len(recorder.forwards) == len(recorder.backwards) == 1
+    assert liger_ops_of(recorder.forwards) == family.ops
+    backward = {f"{op}_backward": count for op, count in family.ops.items()}
+    assert liger_ops_of(recorder.backwards) == backward
+    torch.testing.assert_close(y, eager["output"])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, eager[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_compiles_once_for_all_sizes() -> None:
+    model = LLAMA.model()
+    fuse(model)
+    layer = model.model.layers[0]
+    torch._dynamo.reset()
+    recorder = Recorder()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=recorder.backend())
+    for B, S in ((2, 7), (3, 11)):
+        x = torch.randn(B, S, 32, generator=torch.Generator().manual_seed(1))
+        tables = model.model.rotary_emb(x, torch.arange(S)[None].expand(B, -1))
+        y = compiled(x, position_embeddings=tables)
+        torch.testing.assert_close(y, layer(x, position_embeddings=tables))
+    assert liger_ops_of(recorder.forwards) == {"rms_norm": 2, "rope": 1, "swiglu": 1}
+
+
+@FAMILY
+def test_unfuse_restores_the_model(family: Family) -> None:
+    model = family.model()
+    classes = {name: type(module) for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
+    x = family.inputs(torch.float32)
+    before = output(model, x)
+    count = len(fuse(model))
+    model.eval()
+    assert unfuse(model) == count
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert all(module is modules[name] for name, module in model.named_modules())
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(output(model.train(), x), before)
+    assert unfuse(model) == 0

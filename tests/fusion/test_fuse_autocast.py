@@ -1,0 +1,65 @@
+"""`fuse` in autocast, and a fused model in autocast."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_families import Family, output
+from fused_models import FAMILY, GPT_OSS, LLAMA, gradient_of, results
+from liger_ops.fusion import fuse
+
+
+class Counting(TorchDispatchMode):
+    """Counts the ops that run, forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function.namespace == "liger":
+            self.ops[function._opname] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", [LLAMA, GPT_OSS], ids=lambda family: family.name)
+def test_finds_the_same_inside(family: Family) -> None:
+    expected = fuse(family.model())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fuse(family.model()) == expected
+    assert Counter(entry.op for entry in expected.fused) == family.parts
+
+
+def gradients_in_autocast(model: Any, x: Tensor) -> dict[str, Tensor]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = output(model, x)
+    model.zero_grad()
+    y.backward(gradient_of(y))
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"output": y.detach(), **{name: g for name, g in grads.items() if g is not None}}
+
+
+@FAMILY
+def test_every_op_runs_with_the_results_of_the_model(family: Family) -> None:
+    """Rope too: queries come in bfloat16 and tables in float32, and the results are float32."""
+    model, untouched = family.model(), family.model()
+    fuse(model)
+    x = family.inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Counting() as counting, torch.no_grad():
+        output(model, x)
+    assert counting.ops == family.ops
+    truth = results(family.model(), x)
+    before = gradients_in_autocast(untouched, x)
+    after = gradients_in_autocast(model, x)
+    assert after.keys() == before.keys() == truth.keys()
+    for name, true in truth.items():
+        assert after[name].dtype is before[name].dtype
+        error, error_before = ((found[name] - true).norm() for found in (after, before))
+        # A rounding of every number, to bfloat16, beside what autocast makes.
+        assert error <= 2 * error_before + 2**-8 * true.norm()

@@ -1,0 +1,56 @@
+"""Every model of transformers goes through `fuse`, which accounts for all that one looks for."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+import every_model
+import fuse_report
+import fuse_rules
+from liger_ops import fuse
+
+# One after the other they take as long as one; pytest-xdist runs them beside each other.
+SHARDS = 8
+
+# How a reason begins of code that no probe foresees.
+FAILED = ("its probe failed", "it cannot be probed")
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_model(shard: int) -> None:
+    """No exception, nothing that fails in a probe, and nothing passed over without a word."""
+    transformers.logging.set_verbosity_error()
+    recorded = fuse_report.DOCUMENT.read_text()
+    is_recorded = fuse_report.version(recorded) == transformers.__version__
+    lines = set(recorded.splitlines())
+    count = 0
+    for model_type in every_model.model_types()[shard::SHARDS]:
+        model = every_model.built(model_type)
+        if model is None:
+            continue
+        expected = {(rule.__name__, name) for rule in fuse_rules.RULES for name in rule(model)}
+        class_name = type(model).__name__
+        report = fuse(model)
+        named = {entry.name for entry in (*report.fused, *report.left)}
+        silent = [(rule, name) for rule, name in expected if name not in named]
+        assert not silent, f"{model_type}: {sorted(silent)[:5]} are neither fused nor left"
+        failed = [entry for entry in report.left if entry.reason.startswith(FAILED)]
+        assert not failed, f"{model_type}: {failed[:5]}"
+        row = str(fuse_report.Row(model_type, class_name, report))
+        if is_recorded and f"| {model_type} |" in recorded:
+            assert row in lines, (
+                f"docs/fuse.md has another row: {row}; see tests/support/fuse_report.py"
+            )
+        count += 1
+    # Of 100 or so.
+    assert count > 50
+
+
+def test_the_document_is_of_this_version() -> None:
+    recorded = fuse_report.DOCUMENT.read_text()
+    version = fuse_report.version(recorded)
+    if version != transformers.__version__:
+        pytest.skip(f"docs/fuse.md is of transformers {version}, not {transformers.__version__}")
+    count = sum(f"| {model_type} | " in recorded for model_type in every_model.model_types())
+    assert f"transformers {version}, {count} model types of" in recorded

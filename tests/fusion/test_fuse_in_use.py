@@ -1,0 +1,118 @@
+"""A fused model in use: beside others, checkpointed, in autocast, generating, and on an NPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import liger_ops.lowering.npu  # noqa: F401
+import simulated_npu
+from fused_families import Family, output
+from fused_models import GEMMA3, GPT_OSS, LLAMA, QWEN3_MOE, results
+from graphs import Recorder, liger_ops_of
+from liger_ops.fusion import fuse
+
+
+def test_two_models_compiled_in_one_process() -> None:
+    """What torch.compile keeps of a fused layer does not serve an untouched one, and back."""
+    fused, untouched = LLAMA.model(), LLAMA.model()
+    fuse(fused)
+    x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    recorder = Recorder()
+    compiled = torch.compile(
+        lambda mlp, x: mlp(x), fullgraph=True, backend=recorder.backend(), dynamic=False
+    )
+    graphs = []
+    for model in (fused, untouched, fused, untouched):
+        mlp = model.model.layers[0].mlp
+        torch.testing.assert_close(compiled(mlp, x), mlp(x))
+        graphs.append(len(recorder.forwards))
+    assert graphs == [1, 2, 2, 2]
+    assert [liger_ops_of([graph]) for graph in recorder.forwards] == [{"swiglu": 1}, {}]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", [LLAMA, GEMMA3, GPT_OSS], ids=lambda family: family.name)
+def test_gradient_checkpointing(family: Family) -> None:
+    model = family.model()
+    fuse(model)
+    x = family.inputs(torch.float32)
+    expected = results(model, x)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(results(model, x), expected)
+    assert len(calls) == 2
+
+
+def test_compiled_with_a_loss_after_a_graph_break() -> None:
+    """transformers warns of the cache while it checkpoints, and torch.compile leaves the graph."""
+    losses = []
+    for fused in (False, True):
+        torch._dynamo.reset()
+        model = GEMMA3.model().train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if fused:
+            fuse(model)
+        step = torch.compile(model, backend="aot_eager")
+        tokens = torch.arange(3, 19).reshape(2, 8)
+        loss = step(input_ids=tokens, labels=tokens, use_cache=True, label_smoothing=0.0).loss
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_generation_and_recorded_outputs() -> None:
+    """A cache of keys, and attentions and hidden states, which transformers records by class."""
+    model, untouched = LLAMA.model().eval(), LLAMA.model().eval()
+    fuse(model)
+    x = LLAMA.inputs(torch.float32)
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    assert torch.equal(model.generate(x, **options), untouched.generate(x, **options))
+    wanted = {"output_attentions": True, "output_hidden_states": True}
+    y, expected = model(x, **wanted), untouched(x, **wanted)
+    torch.testing.assert_close(y.attentions, expected.attentions)
+    torch.testing.assert_close(y.hidden_states, expected.hidden_states)
+    assert len(y.attentions) == 2
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", [GPT_OSS, QWEN3_MOE], ids=lambda family: family.name)
+def test_experts_implementations(family: Family, implementation: str) -> None:
+    model, untouched = family.model(), family.model()
+    model.set_experts_implementation(implementation)
+    untouched.set_experts_implementation(implementation)
+    report = fuse(model)
+    # Qwen's eager forward has the activation in it.
+    has_activation = family is GPT_OSS or implementation != "eager"
+    assert len(report) == sum(family.parts.values()) - (0 if has_activation else 2)
+    assert len(report.left) == (0 if has_activation else 2)
+    x = family.inputs(torch.float32)
+    expected = results(untouched, x)
+    found = results(model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_npu, "active", True)
+    model = LLAMA.model()
+    fuse(model)
+    x = LLAMA.inputs(torch.float32)
+    expected = output(model, x)
+    simulated_npu.forget()
+    y = output(model.to("npu"), simulated_npu.to_npu(x))
+    modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
+    simulated_npu.forget()
+    assert modules == {f"liger_ops.lowering.npu.{file}" for file in ("rms_norm", "gated", "rope")}
+    torch.testing.assert_close(simulated_npu.to_cpu(y), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fast_path_of_torch_transformer() -> None:
+    """nn.TransformerEncoderLayer reads its norms' attributes; in evaluation it never calls them."""
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
+    before = [layer.train()(x), layer.eval()(x)]
+    assert len(fuse(layer)) == 2
+    torch.testing.assert_close([layer.train()(x), layer.eval()(x)], before)

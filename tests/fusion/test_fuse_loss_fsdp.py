@@ -1,0 +1,79 @@
+"""The fused loss of models that FSDP2 shards: fused before and after `fully_shard`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from causal_models import assert_same_gradients, batch, gradients
+from fused_families import text
+from liger_ops.fusion import loss
+
+FAMILY = text("Llama", 3, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(model: Any, mesh: Any, head: bool = False, **options: Any) -> Any:
+    parts = [*model.model.layers, *([model.lm_head] if head else []), model]
+    for part in parts:
+        fully_shard(part, mesh=mesh, **options)
+    return model
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_trains_as_before(mesh: Any, when: str) -> None:
+    model, fused = FAMILY.model(), FAMILY.model()
+    if when == "before":
+        loss.fuse(fused)
+    sharded(fused, mesh)
+    if when == "after":
+        entries, left = loss.fuse(fused)
+        assert [entry.class_name for entry in entries] == ["LlamaForCausalLM"]
+        assert not left
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = fused(**batch())
+    assert output.logits is None
+    expected = model(**batch())
+    torch.testing.assert_close(output.loss, expected.loss)
+    actual = {name: grad.full_tensor() for name, grad in gradients(fused, output.loss).items()}
+    assert_same_gradients(actual, gradients(model, expected.loss))
+
+
+def test_mixed_precision(mesh: Any) -> None:
+    """The head's product is in bfloat16, as it is without fuse."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model, fused = (sharded(FAMILY.model(), mesh, mp_policy=policy) for _ in range(2))
+    loss.fuse(fused)
+    output, expected = fused(**batch()), model(**batch())
+    assert output.logits is None
+    assert output.loss.dtype is expected.loss.dtype
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-4, atol=1e-4)
+    grads = [gradients(fused, output.loss), gradients(model, expected.loss)]
+    actual, expected_grads = ({k: v.full_tensor() for k, v in grad.items()} for grad in grads)
+    assert_same_gradients(actual, expected_grads, bound=2e-2)
+
+
+def test_head_sharded_by_itself(mesh: Any) -> None:
+    """Its hooks gather its weight, so it has to be called."""
+    model, fused = FAMILY.model(), FAMILY.model()
+    loss.fuse(fused)
+    sharded(fused, mesh, head=True)
+    with pytest.warns(UserWarning, match="from all logits, as it did before fuse: its head has"):
+        output = fused(**batch())
+    torch.testing.assert_close(output.loss, model(**batch()).loss)
+    entries, left = loss.fuse(sharded(FAMILY.model(), mesh, head=True))
+    assert not entries
+    assert left[0].reason == "its head has hooks"

@@ -1,0 +1,110 @@
+"""A head that peft has wrapped: trained whole, adapted, merged, and before and after fuse."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from causal_models import assert_same_gradients, batch, gradients
+from fused_families import text
+from liger_ops.fusion import loss, unfuse
+
+peft = pytest.importorskip("peft", reason="the adapters are peft's")
+
+FAMILY = text("Llama", 3, num_hidden_layers=1)
+LORA = "peft.tuners.lora.layer.Linear"
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, config)
+
+
+def adapted_pair(when: str, **options: Any) -> tuple[Any, Any]:
+    """The model with adapters, and the same fused before or after."""
+    model, fused = FAMILY.model(), FAMILY.model()
+    if when == "before":
+        assert loss.fuse(fused)[0]
+    model, fused = adapted(model, **options), adapted(fused, **options)
+    if when == "after":
+        entries, left = loss.fuse(fused)
+        assert [entry.name for entry in entries] == ["base_model.model"]
+        assert not left
+    return model, fused
+
+
+def assert_fused(fused: Any, model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output, expected = fused(**batch()), model(**batch())
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(gradients(fused, output.loss), gradients(model, expected.loss))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_head_trained_whole(when: str) -> None:
+    model, fused = adapted_pair(when, modules_to_save=["lm_head"])
+    with torch.no_grad():
+        for one in (model, fused):
+            one.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    assert_fused(fused, model)
+    names = {name for name, grad in fused.named_parameters() if grad.grad is not None}
+    assert any("lm_head.modules_to_save" in name for name in names)
+    with model.disable_adapter(), fused.disable_adapter():
+        # The adapters' switch freezes what is left.
+        output = fused(**batch())
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, model(**batch()).loss)
+    if when == "after":
+        assert unfuse(fused) == 1
+
+
+def test_head_trained_whole_is_traced() -> None:
+    model, fused = adapted_pair("before", modules_to_save=["lm_head"])
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="eager")
+    output = compiled(**batch())
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, model(**batch()).loss)
+
+
+def test_adapted_head_is_left_and_fused_once_merged() -> None:
+    model, fused = FAMILY.model(), FAMILY.model()
+    loss.fuse(fused)
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    for one in (model, fused):
+        torch.manual_seed(3)
+        peft.inject_adapter_in_model(config, one)
+    with pytest.warns(UserWarning, match=f"its head is a {LORA}, not a torch.nn.Linear") as said:
+        outputs = [fused(**batch()), fused(**batch())]
+    assert len(said) == 1
+    assert all(torch.equal(output.loss, model(**batch()).loss) for output in outputs)
+    with pytest.raises(ValueError, match=f"skip_logits=True and its head is a {LORA}"):
+        fused(**batch(), skip_logits=True)
+    left = loss.fuse(copy.deepcopy(model))[1]
+    assert f"its head is a {LORA}, not a torch.nn.Linear" in left[0].reason
+    for one in (model, fused):
+        one.lm_head.merge()
+    assert_fused(fused, model)
+    fused.lm_head.unmerge()
+    fused.lm_head.enable_adapters(False)
+    assert fused(**batch()).logits is None
+
+
+def test_merged_and_unloaded() -> None:
+    options: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    model, fused = FAMILY.model(), FAMILY.model()
+    loss.fuse(fused)
+    for_both = []
+    for one in (model, fused):
+        torch.manual_seed(3)
+        for_both.append(peft.get_peft_model(one, peft.LoraConfig(**options)).merge_and_unload())
+    # What was adapted is frozen still.
+    assert_fused(*(one.requires_grad_() for one in reversed(for_both)))

@@ -1,0 +1,161 @@
+"""`fuse` changes a model wholly or not at all, whatever is in it, and by parts where asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fused_families import output
+from fused_models import LLAMA, QWEN3_MOE
+from gated_modules import HIDDEN, WIDTH
+from liger_ops import fuse
+from liger_ops.fusion import FuseReport, classes, gated, norms
+
+
+class Pair(nn.Module):
+    """Two projections and a result that is no tensor, as the feature projection of wav2vec2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        return self.second(x), x
+
+
+class GivesPairMLP(Pair):
+    """Projects what is no tensor, and has a name by which one looks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second((self.first(x), self.gate(x)))
+
+
+class NoProjectionMLP(nn.Module):
+    """As after quantisation, where a linear layer holds no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate_proj(x)
+
+
+def test_modules_of_other_kinds_of_results_are_left() -> None:
+    model = nn.ModuleDict({"pair": Pair(), "mlp": GivesPairMLP(), "none": NoProjectionMLP()})
+    report = fuse(model)
+    assert not report
+    assert [(entry.name, entry.reason) for entry in report.left] == [
+        ("mlp", "second is given tuple, not a tensor"),
+        ("none", "it has 0 children that may be projections"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_dynamically_quantised_model() -> None:
+    model = LLAMA.model().eval()
+    model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    x = LLAMA.inputs(torch.float32)
+    expected = output(model, x)
+    assert len(fuse(model)) >= 5
+    torch.testing.assert_close(output(model, x), expected)
+
+
+def failing(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("out of luck\nand more of it")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "kind", "reason"),
+    [
+        (norms, "probe", "norm", "its probe failed: ValueError: out of luck"),
+        (norms, "obstacle", "norm", "it cannot be probed: ValueError: out of luck"),
+        (gated, "find", "gated activation", "its probe failed: ValueError: out of luck"),
+        (gated, "_probe_key", "gated activation", "it cannot be probed: ValueError: out of luck"),
+    ],
+)
+def test_what_cannot_be_probed_is_left(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, kind: str, reason: str
+) -> None:
+    monkeypatch.setattr(where, name, failing)
+    report = fuse(LLAMA.model())
+    assert kind not in {entry.kind for entry in report.fused}
+    assert len(report) > 0
+    by_path = {entry.name: entry for entry in report.left if entry.reason == reason}
+    path = "model.norm" if where is norms else "model.layers.1.mlp"
+    assert by_path[path].class_name == ("LlamaRMSNorm" if where is norms else "LlamaMLP")
+
+
+def structure(model: nn.Module) -> list[tuple[str, int, type]]:
+    return [(name, id(module), type(module)) for name, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_an_error_changes_nothing(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """After each number of modules that were changed before it."""
+    model = LLAMA.model()
+    before = structure(model)
+    override = classes.override
+    calls = []
+
+    def stopping(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) > count:
+            raise KeyboardInterrupt("now")
+        override(*args)
+
+    monkeypatch.setattr(classes, "override", stopping)
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        fuse(model)
+    assert structure(model) == before
+    monkeypatch.undo()
+    assert len(fuse(model)) == 10
+
+
+OPS_OF = {
+    "norms": {"rms_norm"},
+    "activations": {"swiglu"},
+    "rope": {"rope"},
+    "loss": {"linear_cross_entropy"},
+}
+
+
+@pytest.mark.parametrize("name", OPS_OF)
+@pytest.mark.parametrize("build", [LLAMA.model, QWEN3_MOE.model], ids=["mlps", "experts"])
+def test_each_part_can_be_left_out(build: Callable[[], nn.Module], name: str) -> None:
+    everything = {entry.op for entry in fuse(build()).fused}
+    report = fuse(build(), **{name: False})
+    assert {entry.op for entry in report.fused} == everything - OPS_OF[name]
+    assert not report.left
+    others = {other: False for other in OPS_OF if other != name}
+    assert {entry.op for entry in fuse(build(), **others).fused} == everything & OPS_OF[name]
+
+
+def test_parts_can_be_fused_one_after_the_other() -> None:
+    model = LLAMA.model()
+    counts = [len(fuse(model, loss=False, norms=False)), len(fuse(model)), len(fuse(model))]
+    assert counts == [4, 6, 0]
+
+
+@pytest.mark.parametrize("name", OPS_OF)
+def test_switches_are_bools(name: str) -> None:
+    model = LLAMA.model()
+    before = structure(model)
+    with pytest.raises(TypeError, match=rf"fuse: {name} must be True or False, got 'no'"):
+        fuse(model, **{name: "no"})
+    assert structure(model) == before
+    assert fuse(nn.Linear(2, 2), **dict.fromkeys(OPS_OF, False)) == FuseReport((), ())
+
+
+def test_the_model_itself_has_a_place_in_the_table() -> None:
+    text = str(fuse(nn.LayerNorm(8)))
+    assert text.splitlines()[-1].endswith("inside a model  (the model itself)")

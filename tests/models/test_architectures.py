@@ -1,0 +1,334 @@
+"""`torch.compile(backend="liger")` on untouched models of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_ops
+from architectures import ARCHITECTURES, BY_NAME, NEW, TOKENS, Architecture, text_batch
+from architectures_report import DOCUMENT, document
+from compiled_models import (
+    Loss,
+    assert_as_near_to_truth,
+    compiled,
+    loss_of,
+    results,
+    roundings,
+    true_results,
+)
+
+ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda entry: entry.name)
+
+
+@cache
+def true_of(name: str) -> dict[str, Tensor]:
+    architecture = BY_NAME[name]
+    model = architecture.make(torch.float64)
+    return true_results(model, loss_of(model), architecture.batch(torch.float64))
+
+
+def rewritten(
+    model: nn.Module,
+    batches: list[dict[str, Any]],
+    true: list[dict[str, Tensor]],
+    loss: Loss | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> list[Counter[str]]:
+    """What the backend put into each graph of `model`, whose results it did not change.
+
+    `dtype` is that of its arithmetic, where its parameters have another.
+    """
+    loss = loss_of(model) if loss is None else loss
+    untouched, without = compiled(loss, "none", **options)
+    before = [results(model, untouched, batch) for batch in batches]
+    fused, inner = compiled(loss, "liger", **options)
+    after = [results(model, fused, batch) for batch in batches]
+    for run in zip(after, before, true, strict=True):
+        assert_as_near_to_truth(*run, roundings(dtype or next(model.parameters()).dtype))
+    return [Counter(graph) - own for graph, own in zip(inner.counts, without.counts, strict=True)]
+
+
+def rewritten_variant(
+    name: str,
+    changes: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> Counter[str]:
+    """As above, of one batch of one architecture, with `changes` to the batch."""
+    architecture = BY_NAME[name]
+    batch = {**text_batch(), **(changes or {})}
+    model, wide = architecture.make(dtype), architecture.make(torch.float64)
+    prepare(model)
+    true = true_results(wide, loss_of(wide), batch)
+    return rewritten(model, [batch], [true])[0]
+
+
+def found(name: str, **changes: int) -> dict[str, int]:
+    """What is found in the architecture, but for `changes`."""
+    counts = {**BY_NAME[name].found, **changes}
+    return {op: count for op, count in counts.items() if count}
+
+
+@ARCHITECTURE
+def test_rewritten_as_near_to_truth(architecture: Architecture) -> None:
+    """Loss and every gradient; and in the graph, the ops of the table.
+
+    In bfloat16, whose graphs hold the casts that those of float32 lack. In float32,
+    test_explained counts the ops, and test_trained_models compares values.
+    """
+    model, batch = architecture.make(torch.bfloat16), architecture.batch(torch.bfloat16)
+    (counts,) = rewritten(model, [batch], [true_of(architecture.name)])
+    assert counts == architecture.found
+
+
+@ARCHITECTURE
+def test_explained(architecture: Architecture) -> None:
+    """`explain` counts what the graph holds, and gives a reason and a line for the rest."""
+    model = architecture.make()
+    explanation = liger_ops.explain(loss_of(model), **architecture.batch(torch.float32))
+    assert explanation.counts() == architecture.found
+    assert not explanation.graph_breaks
+    for finding in explanation.findings:
+        assert re.fullmatch(r"\w+\.py:\d+, \w+: .+", finding.where), finding
+        assert finding.reason is None or finding.reason.strip(), finding
+
+
+def test_table_is_consistent() -> None:
+    for architecture in ARCHITECTURES:
+        for op, missed in architecture.missed.items():
+            assert 0 <= missed.found < architecture.to_find[op], (architecture.name, op)
+            assert missed.reason
+
+
+@pytest.mark.skipif(not NEW, reason="the document is of a newer transformers")
+def test_document_is_of_this_table() -> None:
+    assert DOCUMENT.read_text() == document(), (
+        f"{DOCUMENT} is not of this table: python tests/support/architectures_report.py"
+    )
+
+
+# Variants
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [("Llama", None), ("Gemma2", True)], ids=["automatic", "dynamic"]
+)
+def test_dynamic_shapes(name: str, dynamic: bool | None) -> None:
+    """Three lengths, with no compilation more than the untouched model has, two at most."""
+    architecture = BY_NAME[name]
+    batches = [text_batch(shape) for shape in ((2, 16), (2, 24), (2, 11))]
+    wide = architecture.make(torch.float64)
+    true = [true_results(wide, loss_of(wide), batch) for batch in batches]
+    graphs = rewritten(architecture.make(), batches, true, dynamic=dynamic)
+    assert len(graphs) <= 2
+    assert all(counts == architecture.found for counts in graphs)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma", "GPTNeoX"])
+def test_autocast(name: str) -> None:
+    """Queries in bfloat16 by tables in float32 are float32 here: the op is given them as such."""
+    architecture = BY_NAME[name]
+    model, wide = architecture.make(), architecture.make(torch.float64)
+
+    def loss(**batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**batch).loss
+
+    true = true_results(wide, loss_of(wide), text_batch())
+    (counts,) = rewritten(model, [text_batch()], [true], loss, torch.bfloat16)
+    assert counts == found(name)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPTNeoX"])
+def test_gradient_checkpointing(name: str) -> None:
+    """A layer is a graph of its own: its last residual sum and the norm after it are not in one."""
+
+    def prepare(model: nn.Module) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    expected = Counter(found(name))
+    if "fused_add_rms_norm" in expected:
+        expected.update(fused_add_rms_norm=-2, rms_norm=2)
+    assert rewritten_variant(name, prepare=prepare) == expected
+
+
+@pytest.mark.parametrize("name", ["Llama", "Granite"])
+@pytest.mark.parametrize("items", [17, torch.tensor(17)], ids=["int", "tensor"])
+def test_num_items_in_batch(name: str, items: int | Tensor) -> None:
+    assert rewritten_variant(name, {"num_items_in_batch": items}) == found(name)
+
+
+def test_ignored_labels() -> None:
+    labels = text_batch()["labels"]
+    labels[0, :9] = -100
+    assert rewritten_variant("Llama", {"labels": labels}) == found("Llama")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_padding(name: str) -> None:
+    """The mask is data: attention keeps it."""
+    mask = torch.ones(TOKENS, dtype=torch.long)
+    mask[1, 11:] = 0
+    assert rewritten_variant(name, {"attention_mask": mask}) == found(
+        name, causal_attention=0, grouped_attention=0
+    )
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_packed_sequences(name: str) -> None:
+    """Positions that may start again part the sequences: attention keeps its mask."""
+    positions = torch.cat([torch.arange(9), torch.arange(7)]).expand(TOKENS)
+    assert rewritten_variant(name, {"position_ids": positions}) == found(
+        name, causal_attention=0, grouped_attention=0
+    )
+
+
+def test_tied_weights() -> None:
+    """The head's weight is the embedding's, and has the gradient of both."""
+    model = BY_NAME["Gemma"].make()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert rewritten_variant("Gemma") == found("Gemma")
+
+
+def test_untied_weights() -> None:
+    model = BY_NAME["Llama"].make()
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_eager_attention(name: str) -> None:
+    """Attention that is written out has nothing to rewrite."""
+
+    def prepare(model: nn.Module) -> None:
+        model.set_attn_implementation("eager")
+
+    assert rewritten_variant(name, prepare=prepare) == found(
+        name, causal_attention=0, grouped_attention=0
+    )
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_without_labels(name: str) -> None:
+    """No loss: the logits are the result, and their gradient comes from outside."""
+    architecture = BY_NAME[name]
+    batch = text_batch()
+    del batch["labels"]
+
+    def loss_by(logits_of: Loss) -> Loss:
+        return lambda **batch: logits_of(**batch).square().mean()
+
+    def logits_of(model: nn.Module) -> Loss:
+        return lambda **batch: model(**batch).logits
+
+    wide = architecture.make(torch.float64)
+    true = true_results(wide, loss_by(logits_of(wide)), batch)
+    model = architecture.make()
+    runs, counts = {}, {}
+    for backend in ("none", "liger"):
+        function, inner = compiled(logits_of(model), backend)
+        runs[backend] = results(model, loss_by(function), batch)
+        (counts[backend],) = inner.counts
+    assert_as_near_to_truth(runs["liger"], runs["none"], true, roundings(torch.float32))
+    assert counts["liger"] == found(name, linear_cross_entropy=0)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Granite"])
+def test_returned_logits_are_kept(name: str) -> None:
+    """The model itself, compiled, returns its logits: they are computed, and the loss from them."""
+    architecture = BY_NAME[name]
+    wide, model = architecture.make(torch.float64), architecture.make()
+    batch = text_batch()
+    true = true_results(wide, loss_of(wide), batch)
+    logits, runs = {}, {}
+
+    def step(output_of: Any, backend: str) -> Loss:
+        def loss(**batch: Tensor) -> Tensor:
+            output = output_of(**batch)
+            logits[backend] = output.logits.detach()
+            return output.loss
+
+        return loss
+
+    for backend in ("none", "liger"):
+        function, inner = compiled(model, backend)
+        runs[backend] = results(model, step(function, backend), batch)
+    assert_as_near_to_truth(runs["liger"], runs["none"], true, roundings(torch.float32))
+    torch.testing.assert_close(logits["liger"], logits["none"])
+    assert inner.counts == [found(name, linear_cross_entropy=0, cross_entropy=1)]
+
+
+def test_logits_used_beside_the_loss() -> None:
+    """A second loss on the logits, in the same function: they are computed once."""
+    architecture = BY_NAME["Llama"]
+    model, wide = architecture.make(), architecture.make(torch.float64)
+
+    def loss_of_both(model: nn.Module) -> Loss:
+        def loss(**batch: Tensor) -> Tensor:
+            output = model(**batch)
+            return output.loss + 1e-3 * output.logits.float().square().mean()
+
+        return loss
+
+    true = true_results(wide, loss_of_both(wide), text_batch())
+    (counts,) = rewritten(model, [text_batch()], [true], loss_of_both(model))
+    assert counts == found("Llama", linear_cross_entropy=0, cross_entropy=1)
+
+
+def test_inference() -> None:
+    """Without gradients, in evaluation mode."""
+    model = BY_NAME["Llama"].make().eval()
+    batch = text_batch()
+    losses = []
+    for backend in ("none", "liger"):
+        function, inner = compiled(loss_of(model), backend)
+        with torch.no_grad():
+            losses.append(function(**batch))
+    torch.testing.assert_close(losses[1], losses[0])
+    assert inner.counts == [found("Llama")]
+
+
+def test_several_steps() -> None:
+    """Weights change between the calls of one compiled step; the losses go on as untouched."""
+    losses = []
+    for backend in ("none", "liger"):
+        model = BY_NAME["Llama"].make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step, inner = compiled(loss_of(model), backend)
+        run = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = step(**text_batch())
+            loss.backward()
+            optimizer.step()
+            run.append(loss.detach())
+        losses.append(torch.stack(run))
+        assert len(inner.counts) == 1
+    torch.testing.assert_close(losses[1], losses[0])
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_inductor() -> None:
+    """Every rewrite before Inductor, where some are left out by default."""
+    architecture = BY_NAME["Llama"]
+    model = architecture.make()
+    batch = text_batch()
+    runs = {}
+    for backend, options in (("inductor", None), (liger_ops.backend, {"rewrites": "all"})):
+        torch._dynamo.reset()
+        function = torch.compile(loss_of(model), backend=backend, options=options, fullgraph=True)
+        runs[backend] = results(model, function, batch)
+    assert_as_near_to_truth(
+        runs[liger_ops.backend],
+        runs["inductor"],
+        true_of(architecture.name),
+        roundings(torch.float32),
+    )

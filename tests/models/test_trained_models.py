@@ -1,0 +1,77 @@
+"""A step of training of models of transformers through the `liger` backend, in every way of MODES.
+
+Those of CHOSEN: `python tests/support/trained_models_report.py` trains all that there are and writes
+docs/models.md, whose rows these are held to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import transformers
+from packaging.version import Version
+from transformers.models.auto import modeling_auto
+
+from liger_ops.lowering.passes import REWRITES
+from trained_models import LEFT_OUT, MODELS, WITHOUT_PADDING
+from trained_models_report import DOCUMENT, document, rows
+from training_steps import MODES, check, own_results
+
+NEW = Version(transformers.__version__) >= Version("5.23")
+
+# What its graphs have that those of the others have not.
+CHOSEN = {
+    WITHOUT_PADDING: "attention without a mask, of grouped heads",
+    "ArceeForCausalLM": "squared ReLU",
+    "DeepseekV2ForCausalLM": "complex rotations, experts written in place",
+    "DeepseekV3ForCausalLM": "rotations of pairs, a router that writes in place",
+    "Gemma3ForConditionalGeneration": "a mask made by vmap, GEGLU",
+    "GptOssForCausalLM": "experts that write in place, clamped SwiGLU",
+    "Idefics3ForConditionalGeneration": "a cache's empty tensor, graph breaks",
+    "JambaForCausalLM": "associative_scan, functorch in it, beside attention",
+    "Llama4ForCausalLM": "a router that writes in place",
+    "Mistral4ForCausalLM": "latent attention",
+    "PhimoeForCausalLM": "a router of its own autograd.Function",
+    "T5ForConditionalGeneration": "an encoder and a decoder",
+    "Wav2Vec2ForCTC": "sound, group norm",
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_trains_as_it_is(name: str) -> None:
+    if not NEW and name not in MODELS:
+        pytest.skip("an older transformers has no such model")
+    model = MODELS[name]
+    own = own_results(model)
+    ops: Counter[str] = Counter()
+    for mode in MODES:
+        # Dynamo makes one graph of both kinds of checkpoints: one model shows it, the report all.
+        if mode != "reentrant" or name == "GptOssForCausalLM":
+            ops |= check(model, mode, own).ops
+    if NEW:
+        assert ops == rows()[name].ops
+
+
+@pytest.mark.skipif(not NEW, reason="the document is of a newer transformers")
+def test_every_rewrite_is_chosen() -> None:
+    known = rows()
+    assert set().union(*(known[name].ops for name in CHOSEN)) == set(REWRITES)
+
+
+@pytest.mark.skipif(not NEW, reason="the document is of a newer transformers")
+def test_document_is_of_these_models() -> None:
+    def without_versions(text: str) -> str:
+        before, rest = text.split("Written by", 1)
+        return before + rest.split("\n\n", 1)[1]
+
+    known = rows()
+    assert known.keys() == MODELS.keys()
+    assert without_versions(DOCUMENT.read_text()) == without_versions(document(known))
+    assert not [name for name, row in known.items() if "wrong" in str(row)]
+
+
+def test_every_causal_model_is_there_or_left_out() -> None:
+    causal = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    both = set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
+    assert (causal | both) - MODELS.keys() == LEFT_OUT.keys() & (causal | both)

@@ -1,0 +1,74 @@
+"""TRL's SFTTrainer trains a fused model as it trains the model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fused_families import VOCABULARY, text
+from liger_ops.fusion import fuse
+
+trl = pytest.importorskip("trl", reason="the trainer is TRL's")
+datasets = pytest.importorskip("datasets", reason="TRL's trainer takes its datasets")
+
+COLUMNS = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
+
+
+def tokenizer() -> Any:
+    words = {f"word{i}": i for i in range(VOCABULARY)}
+    model = pytest.importorskip("tokenizers").models.WordLevel(words, unk_token="word0")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pytest.importorskip("tokenizers").Tokenizer(model),
+        pad_token="word0",
+        eos_token="word1",
+    )
+
+
+def train(model: Any, path: Path, **options: Any) -> list[float]:
+    """What is logged of each step, and the loss of an evaluation."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in (5, 9, 7, 12)]
+    dataset = datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in rows])
+    arguments = trl.SFTConfig(
+        output_dir=str(path),
+        use_cpu=True,
+        bf16=False,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = trl.SFTTrainer(
+        model,
+        arguments,
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 2
+    logged = [step[column] for step in steps for column in COLUMNS]
+    return [*logged, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"packing": True, "max_length": 16}, {"label_smoothing_factor": 0.1}],
+    ids=["padded", "packed", "smoothed"],
+)
+def test_steps_are_those_of_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+    model = text("Llama", 3, num_hidden_layers=1).model()
+    fused = copy.deepcopy(model)
+    assert "loss" in {entry.kind for entry in fuse(fused).fused}
+    expected = train(model, tmp_path / "model", **options)
+    assert train(fused, tmp_path / "fused", **options) == pytest.approx(expected, rel=1e-4)

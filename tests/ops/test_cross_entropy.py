@@ -1,0 +1,140 @@
+"""cross_entropy's kernels of both devices against float64 truth."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import cross_entropy_cases
+import op_checks
+import strategies
+from cross_entropy_cases import LossCase
+from liger_ops.lowering.passes.losses import NO_CLASS
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS
+from plans import plan
+
+OP = OPS["cross_entropy_forward-mean"]
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+NAN = float("nan")
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@given(case=strategies.losses())
+def test_forward_matches_truth(folder: str, case: LossCase) -> None:
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@given(case=strategies.losses())
+def test_backward_matches_truth(folder: str, case: LossCase) -> None:
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@settings(max_examples=settings().max_examples // 3)
+@given(case=strategies.losses().filter(strategies.has_rows))
+def test_properties(folder: str, case: LossCase) -> None:
+    op_checks.assert_deterministic(OP, folder, case)
+    op_checks.assert_tile_does_not_matter(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_what_the_rewrites_of_losses_of_tokens_ask_for(folder: str) -> None:
+    """A target that none is, and nothing but smoothing."""
+    case = LossCase(
+        shape=(3, 5, 37),
+        dtype=torch.bfloat16,
+        ignored=0,
+        ignore_index=NO_CLASS,
+        reduction="none",
+        label_smoothing=1.0,
+        output_mask=(True, True, True),
+    )
+    op_checks.assert_forward_matches_truth(OPS["cross_entropy_forward-none"], folder, case)
+    op_checks.assert_backward_matches_truth(OPS["cross_entropy_forward-none"], folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@settings(max_examples=settings().max_examples // 3)
+@given(case=strategies.losses())
+def test_predictions_and_entropy(folder: str, case: LossCase) -> None:
+    case = replace(case, return_predicted=True, return_entropy=True)
+    args = cross_entropy_cases.forward_args(case, cross_entropy_cases.tensors(case))
+    *_, predicted, entropy = op_checks.run_kernel(OP, folder, False, case, args)
+    logits = args[0]
+    assert torch.equal(predicted, logits.argmax(-1))
+    x = logits.double() * case.logit_scale
+    x = x if case.softcap is None else case.softcap * torch.tanh(x / case.softcap)
+    truth = torch.distributions.Categorical(logits=x).entropy() if x.numel() else x.sum(-1)
+    truth[args[1] == case.ignore_index] = 0
+    torch.testing.assert_close(entropy.double(), truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("V", (4096, 32000, 50257, 128256, 151936))
+def test_vocabularies_by_the_host_codes_own_plan(folder: str, V: int) -> None:
+    case = LossCase(shape=(3, V), dtype=torch.bfloat16, output_mask=(False,) * 3)
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@given(case=strategies.losses())
+@settings(max_examples=settings().max_examples // 2)
+def test_loss_and_gradient_in_one_call(folder: str, case: LossCase) -> None:
+    """What linear_cross_entropy calls for each chunk of logits: the gradient goes over them."""
+    V = case.shape[-1]
+    case = replace(case, shape=(5, V), reduction="none", layout="contiguous", has_items=False)
+    tensors = cross_entropy_cases.tensors(case)
+    logits, target, weight, token_weight, _ = (tensors[name] for name in cross_entropy_cases.INPUTS)
+    outputs = {
+        name: torch.full((5,), NAN, device=DEVICE)
+        for name in ("loss", "z_loss", "lse", "target_logit")
+    }
+    chunk = logits.clone()
+    module = importlib.import_module(f"liger_ops.lowering.{folder}.cross_entropy")
+    options = dict(
+        zip(
+            ("ignore_index", "label_smoothing", "lse_square_scale", "softcap", "logit_scale"),
+            (case.ignore_index, *case.options[2:]),
+            strict=True,
+        )
+    )
+    module.loss_and_gradient(
+        chunk,
+        target,
+        weight,
+        token_weight,
+        **options,
+        **outputs,
+        predicted_tokens=None,
+        entropy=None,
+        gradient=True,
+        plan=plan(folder, OP, case),
+    )
+    args = cross_entropy_cases.forward_args(case, tensors)
+    kernel = op_checks.run_kernel(OP, folder, False, case, args)
+    for name, expected in zip(("loss", "z_loss", "lse", "target_logit"), kernel[:4], strict=True):
+        torch.testing.assert_close(outputs[name], expected, equal_nan=True)
+    ones = {"dloss": torch.ones(5, device=DEVICE), "dz_loss": None, "dlse": None}
+    upstream = {**tensors, **ones, "dtarget_logit": None}
+    args = cross_entropy_cases.backward_args(
+        case, {**upstream, "lse": kernel[2], "total_weight": kernel[4]}
+    )
+    (expected,) = op_checks.run_kernel(OP, folder, True, case, args)
+    bound = 4 * torch.finfo(case.dtype).eps
+    # A compiler contracts the two kernels' products and sums in other ways.
+    contracted = 64 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(chunk, expected, rtol=bound, atol=max(bound * 1e-2, contracted))

@@ -1,0 +1,120 @@
+"""cross_entropy of infinities, of NaN, of huge logits, and of targets out of range."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triton.runtime import interpreter
+
+import liger_ops
+import op_checks
+from cross_entropy_cases import LossCase
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS
+
+OP = OPS["cross_entropy_forward-mean"]
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("tile", (None, (2, 64), (2, 16), (1, 16)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: torch.dtype) -> None:
+    """As PyTorch: classes of -inf have probability 0, at the start of a row, at its end, and all
+    but one; -inf alone, inf and NaN make NaN of their own token, and nothing of an ignored one."""
+    x = torch.randn(10, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    x[0, :33] = x[1, 20:] = x[2, 1:] = x[3] = -INF
+    x[4, 5] = INF
+    x[5, 39] = x[8] = NAN
+    x[6, 5:] = torch.finfo(dtype).min
+    target = torch.tensor([39, 0, 0, 1, 2, 3, 4, 20, -100, -100], device=DEVICE)
+    case = LossCase(shape=(10, 40), dtype=dtype, tile=tile, reduction="none")
+    options = (None, None, None, *case.options)
+    outputs = op_checks.run_kernel(OP, folder, False, case, (x, target, *options, False, False))
+    loss, _, lse, _, total_weight, _, _ = outputs
+    reference = x.float().requires_grad_()
+    expected = F.cross_entropy(reference, target, reduction="none")
+    # Of logits so large that log(40) is lost in lse, PyTorch's devices give 0 or log(40).
+    assert 0 <= loss[6] <= 3.7
+    others = [row for row in range(10) if row != 6]
+    torch.testing.assert_close(loss[others], expected.detach()[others], equal_nan=True)
+    assert loss.isnan().tolist() == [row in (3, 4, 5) for row in range(10)]
+    assert lse[3] == -INF and total_weight == 8
+    dloss = torch.randn(10, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    args = (dloss, None, None, None, x, target, None, None, None, lse, total_weight)
+    (dx,) = op_checks.run_kernel(OP, folder, True, case, (*args, *case.options))
+    (expected,) = torch.autograd.grad(expected, reference, dloss)
+    bad = [3, 4, 5]
+    assert dx[bad].isnan().all() and bool((dx[[8, 9]] == 0).all())
+    good = [0, 1, 2, 6, 7]
+    torch.testing.assert_close(dx[good], expected[good].to(dtype))
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("tile", (None, (2, 16)))
+def test_softcap_of_huge_logits(folder: str, tile: tuple[int, int] | None) -> None:
+    """The cap holds where the logits leave float32's range of exponents, and their slope is 0."""
+    x = torch.tensor([[3e38, -3e38, 1e4, -1e4, INF, -INF, 0.0, 1.0]] * 2, device=DEVICE)
+    target = torch.tensor([0, 6], device=DEVICE)
+    case = LossCase(shape=(2, 8), dtype=x.dtype, tile=tile, softcap=20.0, reduction="none")
+    args = (x, target, None, None, None, *case.options)
+    loss, _, lse, target_logit, total_weight, _, _ = op_checks.run_kernel(
+        OP, folder, False, case, (*args, False, False)
+    )
+    capped = (20 * torch.tanh(x.double() / 20)).requires_grad_()
+    float32 = {"rtol": 2e-6, "atol": 2e-6}
+    torch.testing.assert_close(lse.double(), capped.logsumexp(-1), **float32)
+    torch.testing.assert_close(target_logit, torch.tensor([20.0, 0.0], device=DEVICE))
+    expected = F.cross_entropy(capped, target, reduction="none")
+    torch.testing.assert_close(loss.double(), expected, **float32)
+    upstream = (torch.ones(2, device=DEVICE), None, None, None)
+    (dx,) = op_checks.run_kernel(
+        OP, folder, True, case, (*upstream, *args[:5], lse, total_weight, *case.options)
+    )
+    (dcapped,) = torch.autograd.grad(expected.sum(), capped)
+    slope = 1 - torch.tanh(x.double() / 20).square()
+    torch.testing.assert_close(dx.double(), dcapped * slope, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("tile", (None, (2, 16)))
+@pytest.mark.parametrize("wrong", (-1, 33, 2**31 - 1))
+def test_a_target_out_of_range_is_loud(
+    folder: str, wrong: int, tile: tuple[int, int] | None
+) -> None:
+    """Where no assertion stops the kernel, as in the interpreter, its loss is NaN."""
+    if DEVICE == "cuda":
+        pytest.skip("a device-side assertion ends the process's use of the GPU")
+    case = LossCase(shape=(3, 33), dtype=torch.float32, tile=tile, reduction="none")
+    x = torch.randn(case.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    target = torch.tensor([1, wrong, -100], device=DEVICE)
+    args = (x, target, torch.ones(33, device=DEVICE), None, None, *case.options, False, False)
+    loss, *_ = op_checks.run_kernel(OP, folder, False, case, args)
+    assert loss.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("wrong", (-1, 33, 2**40))
+def test_the_gpus_assertion(monkeypatch: pytest.MonkeyPatch, wrong: int, reduction: str) -> None:
+    """What `debug` compiles into the reduction stops at a target out of range, and at no other."""
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
+    kernel = OP.kernel("cuda")
+    kernel(torch.zeros(2, 33), torch.tensor([32, -100]), reduction=reduction)
+    with pytest.raises(Exception, match="a target is neither ignore_index nor from 0 to V - 1"):
+        kernel(torch.zeros(3, 33), torch.tensor([1, wrong, -100]), reduction=reduction)
+
+
+@pytest.mark.parametrize("wrong", (-1, 33, 2**31 - 1))
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int32))
+def test_a_target_out_of_range_is_an_index_error(wrong: int, dtype: torch.dtype) -> None:
+    target = torch.tensor([1, wrong, -100], dtype=dtype)
+    with pytest.raises(IndexError, match="cross_entropy: target must be .*-100, or from 0 to 32"):
+        liger_ops.cross_entropy(torch.zeros(3, 33), target, torch.ones(33))

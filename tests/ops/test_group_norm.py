@@ -1,0 +1,114 @@
+"""group_norm against float64 truth, and against torch.nn.functional.group_norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from norm_cases import NormCase
+from op_table import OPS
+from op_under_test import FOLDERS
+
+OP = OPS["group_norm"]
+KERNELS = kernel_tests.every_folder(OP)
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.group_norms())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.group_norms())
+test_properties = kernel_tests.properties(KERNELS, strategies.group_norms())
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize(
+    ("shape", "num_groups"),
+    (
+        ((1, 64, 32, 33), 32),
+        ((1, 12, 130, 130), 2),
+        ((1, 4, 300, 301), 1),
+        ((2, 4100), 2),
+        ((3, 2, 70000), 2),
+    ),
+    ids=("narrow", "walked", "in-pieces", "no-positions", "channel-wide"),
+)
+def test_groups_by_the_host_codes_own_plan(
+    folder: str, shape: tuple[int, ...], num_groups: int
+) -> None:
+    dtype = torch.bfloat16
+    case = NormCase(
+        shape=shape,
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        num_groups=num_groups,
+        shift=30.0,
+    )
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("tile", (None, (1, 16), (2, 8), (4, 8)))
+def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
+    dtype = torch.float32
+    case = NormCase(
+        shape=(2, 6, 50),
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        num_groups=2,
+        shift=1e4,
+        tile=tile,
+    )
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("shape", ((3, 24), (2, 24, 5), (2, 24, 5, 7), (1, 24, 2, 3, 4)))
+@pytest.mark.parametrize("affine", (False, True))
+def test_agrees_with_aten(dtype: torch.dtype, shape: tuple[int, ...], affine: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    weight = torch.randn(24, dtype=dtype, requires_grad=True) if affine else None
+    bias = torch.randn(24, dtype=dtype, requires_grad=True) if affine else None
+    dy = torch.randn(shape, dtype=dtype)
+    ours = liger_ops.group_norm(x, 3, weight, bias, 1e-5)
+    theirs = torch.nn.functional.group_norm(x, 3, weight, bias, 1e-5)
+    assert ours.dtype is dtype
+    torch.testing.assert_close(ours, theirs)
+    given_tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    # ATen rounds inside its half-precision backward: a few units in the last place of the largest
+    # gradient.
+    bounds = {} if dtype.itemsize > 2 else {"rtol": 0.02, "atol": 16 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, given_tensors, dy),
+        torch.autograd.grad(theirs, given_tensors, dy),
+        **bounds,
+    )
+
+
+def test_channels_last() -> None:
+    x = torch.randn(2, 6, 5, 7).to(memory_format=torch.channels_last)
+    y = liger_ops.group_norm(x, 3)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, torch.nn.functional.group_norm(x, 3))
+
+
+def test_rejects() -> None:
+    x = torch.zeros(2, 6, 5)
+    for args, message in (
+        ((torch.zeros(6), 2), "group_norm: x must be (N, C, *spatial), got shape (6,)"),
+        ((x, 4), "group_norm: num_groups must be a divisor of x's 6 channels, got 4"),
+        ((x, 0), "group_norm: num_groups must be a divisor of x's 6 channels, got 0"),
+        (
+            (x, 2, torch.zeros(5)),
+            "group_norm: weight must have the shape of x's channels, (6,), got (5,)",
+        ),
+    ):
+        op_checks.assert_rejects(OP, args, message)

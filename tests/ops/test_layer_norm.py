@@ -1,0 +1,87 @@
+"""layer_norm against float64 truth, and against torch.nn.functional.layer_norm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from norm_cases import NormCase
+from op_table import OPS
+from op_under_test import FOLDERS
+
+OP = OPS["layer_norm"]
+KERNELS = kernel_tests.every_folder(OP)
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.layer_norms())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.layer_norms())
+test_properties = kernel_tests.properties(KERNELS, strategies.layer_norms())
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("columns", (4096, 14336, 131072))
+def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
+    dtype = torch.bfloat16
+    case = NormCase(
+        shape=(3, columns),
+        dtype=dtype,
+        weight_dtype=dtype,
+        bias_dtype=dtype,
+        layout="sliced",
+        shift=30.0,
+    )
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("tile", (None, (1, 16)))
+def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
+    """Where mean(x**2) - mean(x)**2 would have no correct digit."""
+    dtype = torch.float32
+    case = NormCase(
+        shape=(4, 100), dtype=dtype, weight_dtype=dtype, bias_dtype=dtype, shift=1e4, tile=tile
+    )
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("has_weight", (False, True))
+@pytest.mark.parametrize("has_bias", (False, True))
+def test_agrees_with_aten(dtype: torch.dtype, has_weight: bool, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 33, dtype=dtype, requires_grad=True)
+    weight = torch.randn(33, dtype=dtype, requires_grad=True) if has_weight else None
+    bias = torch.randn(33, dtype=dtype, requires_grad=True) if has_bias else None
+    dy = torch.randn(3, 5, 33, dtype=dtype)
+    ours = liger_ops.layer_norm(x, weight, bias, 1e-5)
+    theirs = torch.nn.functional.layer_norm(x, (33,), weight, bias, 1e-5)
+    torch.testing.assert_close(ours, theirs)
+    given_tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    # ATen rounds inside its half-precision backward: a few units in the last place of the largest
+    # gradient.
+    bounds = {} if dtype.itemsize > 2 else {"rtol": 0.02, "atol": 8 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, given_tensors, dy),
+        torch.autograd.grad(theirs, given_tensors, dy),
+        **bounds,
+    )
+
+
+def test_rejects() -> None:
+    x = torch.zeros(2, 8)
+    for args, message in (
+        (
+            (x, None, torch.zeros(2, 8)),
+            "layer_norm: bias must have the shape of x's last dimension, (8,), got (2, 8)",
+        ),
+        ((x, None, None, float("nan")), "layer_norm: eps must be a number of at least 0, got nan"),
+    ):
+        op_checks.assert_rejects(OP, args, message)

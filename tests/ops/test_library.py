@@ -1,0 +1,117 @@
+"""What registration promises beside what every op shows: devices, autocast, caches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_ops
+from liger_ops import library
+from liger_ops.compile_cache import package_hash
+from op_table import OPS
+from op_under_test import OpUnderTest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+@pytest.mark.parametrize("key", ("AutocastCUDA", "AutocastXPU", "AutocastCPU"))
+def test_autocast_rule_exists_where_pytorch_has_one(op: OpUnderTest, key: str) -> None:
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_rule(f"liger::{op.name}", key) == has_rule(f"aten::{op.autocast_as}", key)
+
+
+def test_cpu_autocast_leaves_the_dtypes() -> None:
+    x = torch.randn(2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert liger_ops.rms_norm(x, torch.randn(8)).dtype is torch.float32
+        assert liger_ops.rms_norm(x.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_dynamo_does_not_trace_into_an_op(training: bool) -> None:
+    """Of a function that it cannot compile, it would compile what the ops run, and warn of that."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(1):
+            try:
+                torch._dynamo.graph_break()
+            finally:
+                y = library.OPS["rms_norm"].overload(x)
+        return y
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    x = torch.randn(2, 8, requires_grad=training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = compiled(x)
+    assert torch.equal(y, function(x))
+    assert not graphs
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", library.COMPOSED)
+def test_an_op_that_is_made_of_others_refuses_what_they_do(name: str) -> None:
+    op = getattr(liger_ops, name)
+    schema = getattr(torch.ops.liger, name).default._schema
+    first, *others = (a.name for a in schema.arguments if str(a.type) == "Tensor")
+    x = torch.randn(2, 8)
+    for wrong, got in (
+        (None, "a tensor, got None"),
+        (torch.nested.nested_tensor([x, x]), "a dense tensor, .* got a nested tensor"),
+        (x.to_sparse(), "a dense tensor, .* got a tensor of layout torch.sparse_coo"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: {first} must be {got}"):
+            op(wrong, *(x for _ in others))
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="'wait'.*liger::rms_norm"):
+        liger_ops.rms_norm(torch.randn(2, 8), wait=1)
+
+
+def test_infer_device_is_one_that_works() -> None:
+    device = liger_ops.infer_device()
+    assert torch.ones(2, device=device).sum().item() == 2
+
+
+def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
+    """The key of the compile caches changes with any source, and a tag of the user's stays."""
+    assert f"liger_ops={package_hash()}" in torch.compiler.config.cache_key_tag.split(";")
+    code = (
+        "import torch.compiler.config as c; c.cache_key_tag = 'mine'; import liger_ops;"
+        "print(c.cache_key_tag)"
+    )
+    tags = []
+    for change in ("", "\n# changed\n"):
+        copy = tmp_path / f"copy{len(tags)}"
+        for name in ("liger_ops", "meta", "lowering"):
+            shutil.copytree(ROOT / name, copy / name, symlinks=True)
+        with (copy / "meta" / "rms_norm.py").open("a") as file:
+            file.write(change)
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=copy
+        )
+        assert run.returncode == 0, run.stderr
+        tags.append(run.stdout.strip())
+    assert all(tag.startswith("mine;liger_ops=") for tag in tags)
+    assert tags[0] != tags[1]
+
+
+def test_implementation_names_the_file() -> None:
+    for name in {op.name for op in OPS.values()}:
+        op, file = library.OPS[name], name.removesuffix("_forward")
+        assert library.implementation(op, "cuda") == f"lowering.cuda.{file}"
+        assert library.implementation(op, "npu") == f"lowering.npu.{file}"
+        assert library.implementation(op, "cpu") == "definition"

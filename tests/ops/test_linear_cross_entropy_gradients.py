@@ -1,0 +1,167 @@
+"""The gradients of linear_cross_entropy: which are computed, in which pass, and of what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from head_calls import FORWARD, MASKS, Calls, call, leaves
+from liger_ops import library
+from linear_cross_entropy_cases import HeadCase
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradient_present_exactly_when_required(reduction: str, mask: tuple[bool, ...]) -> None:
+    """Each gradient is that of all, and the forward is asked for no other."""
+    args, tensors = leaves(HeadCase(reduction=reduction, dtype=torch.float64))
+    expected = torch.autograd.grad(call(args).sum(), tensors)
+    for tensor, wanted in zip(tensors, mask, strict=True):
+        tensor.requires_grad_(wanted)
+    with Calls() as calls:
+        loss = call(args).sum()
+        assert loss.requires_grad == any(mask)
+        if any(mask):
+            loss.backward()
+    in_forward = [wanted and reduction != "none" for wanted in mask]
+    assert calls.masks("linear_cross_entropy_forward") == [in_forward]
+    recomputes = reduction == "none" and any(mask)
+    assert calls.recomputed() == ([list(mask)] if recomputes else [])
+    for tensor, wanted, gradient in zip(tensors, mask, expected, strict=True):
+        assert (tensor.grad is not None) == wanted
+        if wanted:
+            torch.testing.assert_close(tensor.grad, gradient)
+
+
+@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
+def test_without_gradients_none_is_computed(context: Callable[[], Any]) -> None:
+    args, _ = leaves(HeadCase())
+    with context(), Calls() as calls:
+        loss = call(args)
+    assert not loss.requires_grad
+    assert calls.masks("linear_cross_entropy_forward") == [[False] * 3]
+    with torch.no_grad():
+        *_, dx, dweight, dbias = FORWARD.definition(*args)
+    assert dx is dweight is dbias is None
+
+
+def test_a_reentrant_checkpoint_computes_gradients_in_its_second_pass_alone() -> None:
+    args, tensors = leaves(HeadCase())
+    expected = torch.autograd.grad(call(args), tensors)
+    with Calls() as calls:
+        checkpoint(
+            lambda *x: call([x[0], x[1], args[2], x[2], *args[4:]]), *tensors, use_reentrant=True
+        ).backward()
+    assert calls.masks("linear_cross_entropy_forward") == [[False] * 3, [True] * 3]
+    for tensor, gradient in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_a_second_backward_equals_the_first(dtype: torch.dtype, reduction: str) -> None:
+    """Nothing that the forward computed for the backward is written to, and gradients accumulate
+    over two losses of one head."""
+    args, tensors = leaves(HeadCase(reduction=reduction, dtype=dtype))
+    loss = call(args).sum()
+    first = torch.autograd.grad(loss, tensors, retain_graph=True)
+    second = torch.autograd.grad(loss, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for _ in range(2):
+        call(args).sum().backward()
+    for tensor, gradient in zip(tensors, first, strict=True):
+        assert torch.equal(tensor.grad, gradient + gradient)
+
+
+def test_what_the_forward_computed_serves_once_and_for_any_loss() -> None:
+    """A loss of the loss; and the forward op itself, of which some gradients were not asked for."""
+    args, tensors = leaves(HeadCase(dtype=torch.float64))
+    expected = [3 * gradient for gradient in torch.autograd.grad(call(args), tensors)]
+    for mask in MASKS:
+        outputs = library.OPS["linear_cross_entropy_forward"].overload(
+            *args, False, False, list(mask)
+        )
+        with Calls() as calls:
+            gradients = torch.autograd.grad(3 * outputs[0], tensors)
+        for a, b in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        missing = [not computed for computed in mask]
+        assert calls.recomputed() == ([missing] if any(missing) else [])
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_every_result_has_its_gradient(which: int, reduction: str) -> None:
+    """z_loss, lse and target_logit beside the loss, against autograd through the definition."""
+    case = HeadCase(
+        reduction=reduction,
+        dtype=torch.float64,
+        lse_square_scale=0.1,
+        softcap=3.0,
+        token_weight=True,
+        class_weight=True,
+    )
+    args, tensors = leaves(case)
+    mask = [True] * 3 if reduction == "mean" else [False] * 3
+    ours = FORWARD.overload(*args, False, False, mask)
+    theirs = FORWARD.definition(*args)
+    assert all(output.requires_grad for output in ours[:4])
+    assert not any(output is not None and output.requires_grad for output in ours[4:])
+    upstream = torch.rand_like(theirs[which])
+    for a, b in zip(
+        torch.autograd.grad(ours[which] * 1, tensors, upstream),
+        torch.autograd.grad(theirs[which], tensors, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+    ours, theirs = FORWARD.overload(*args, False, False, mask), FORWARD.definition(*args)
+    for a, b in zip(
+        torch.autograd.grad(sum(output.sum() for output in ours[:4]), tensors),
+        torch.autograd.grad(sum(output.sum() for output in theirs[:4]), tensors),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+def test_derivatives(reduction: str) -> None:
+    case = HeadCase(
+        shape=(4,),
+        D=3,
+        V=5,
+        rows=2,
+        dtype=torch.float64,
+        reduction=reduction,
+        label_smoothing=0.1,
+        lse_square_scale=0.1,
+        softcap=3.0,
+        class_weight=True,
+        token_weight=True,
+    )
+    args, tensors = leaves(case)
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return call([x, weight, args[2], bias, *args[4:]])
+
+    assert torch.autograd.gradcheck(loss, tensors)
+    assert torch.autograd.gradgradcheck(loss, tensors)
+    plain = tuple(tensor.detach() for tensor in tensors)
+    summed = lambda *given: loss(*given).square().sum()
+    unsplit = lambda x, weight, bias: (
+        FORWARD.definition(x, weight, args[2], bias, *args[4:])[0].square().sum()
+    )
+    every = (0, 1, 2)
+    compare = torch.testing.assert_close
+    compare(torch.func.grad(summed, every)(*plain), torch.func.grad(unsplit, every)(*plain))
+    tangents = tuple(torch.randn_like(tensor) for tensor in plain)
+    compare(torch.func.jvp(summed, plain, tangents), torch.func.jvp(unsplit, plain, tangents))
+    batch = torch.stack([plain[0], plain[0] * 2])
+    compare(
+        torch.vmap(torch.func.grad(summed), (0, None, None))(batch, *plain[1:]),
+        torch.stack([torch.func.grad(unsplit)(x, *plain[1:]) for x in batch]),
+    )

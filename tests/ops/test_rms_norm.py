@@ -1,0 +1,102 @@
+"""rms_norm against float64 truth, and against the code that people replace with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from norm_cases import NormCase
+from op_table import OPS
+from op_under_test import FOLDERS
+
+OP = OPS["rms_norm"]
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+KERNELS = kernel_tests.every_folder(OP)
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.rms_norms())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.rms_norms())
+test_properties = kernel_tests.properties(KERNELS, strategies.rms_norms())
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("columns", (4096, 14336, 20001, 131072, 200003))
+def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
+    dtype = torch.bfloat16
+    case = NormCase(shape=(3, columns), dtype=dtype, weight_dtype=dtype, layout="sliced")
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_zero_eps_with_rows_left_over(folder: str) -> None:
+    """The rows that pad a tile are zeros, whose 1 / rms is infinite without an eps."""
+    dtype = torch.float32
+    case = NormCase(shape=(3, 13), dtype=dtype, weight_dtype=dtype, eps=0.0, tile=(4, 64))
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_definition_is_the_models_code(dtype: torch.dtype) -> None:
+    """Bit for bit: Llama's norm, Gemma's, a norm that never leaves its dtype; and ATen's to a
+    rounding."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 96).to(dtype), torch.randn(96).to(dtype)
+    llama, gemma = LlamaRMSNorm(96, 1e-5).to(dtype), GemmaRMSNorm(96, 1e-5).to(dtype)
+    with torch.no_grad():
+        llama.weight.copy_(weight)
+        gemma.weight.copy_(weight)
+        assert torch.equal(liger_ops.rms_norm(x, weight, 1e-5), llama(x))
+        assert torch.equal(liger_ops.rms_norm(x, weight, 1e-5, 1.0, "gemma"), gemma(x))
+    never_leaving = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    assert torch.equal(liger_ops.rms_norm(x, weight, 1e-5, casting_mode="none"), never_leaving)
+    aten = torch.nn.functional.rms_norm(x, (96,), weight, 1e-5)
+    torch.testing.assert_close(liger_ops.rms_norm(x, weight, 1e-5, casting_mode="gemma"), aten)
+
+
+def test_gradient_is_that_of_the_models_code() -> None:
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 5, 33, dtype=torch.float32), torch.randn(2, 5, 33)
+    model = LlamaRMSNorm(33, 1e-5)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    weight = model.weight.detach().clone().requires_grad_()
+    liger_ops.rms_norm(ours, weight, 1e-5).backward(dy)
+    model(theirs).backward(dy)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(weight.grad, model.weight.grad)
+
+
+def test_the_face_of_it() -> None:
+    x, weight = torch.randn(2, 8), torch.randn(8)
+    y = torch.ops.liger.rms_norm(x, weight, 1e-6)
+    assert torch.equal(y, liger_ops.rms_norm(x, weight, eps=1e-6))
+    assert isinstance(y, torch.Tensor)
+
+
+def test_rejects() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(8)
+    for args, message in (
+        ((torch.tensor(1.0),), "rms_norm: x must be (..., N), got shape ()"),
+        (
+            (x, torch.zeros(7)),
+            "rms_norm: weight must have the shape of x's last dimension, (8,), got (7,)",
+        ),
+        ((x, weight, -1.0), "rms_norm: eps must be a number of at least 0, got -1.0"),
+        (
+            (x, None, 1e-6, 1.0),
+            "rms_norm: offset must be 0 without a weight to add it to, got 1.0",
+        ),
+        (
+            (x, weight, 1e-6, 0.0, "bert"),
+            "rms_norm: casting_mode must be one of 'llama', 'gemma', 'none', got 'bert'",
+        ),
+    ):
+        op_checks.assert_rejects(OP, args, message)

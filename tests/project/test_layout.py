@@ -1,0 +1,305 @@
+"""House rules: who imports whom, what every op has, and what no kernel's host code does."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import op_parts
+
+ROOT = Path(__file__).parents[2]
+
+# Each layer imports from itself and from those before it. The rest of liger_ops is above ops.
+LAYERS = ("library", "ops", "meta", "lowering")
+# Below them all: they import nothing of the package.
+BASE = ("compile_cache", "refusals")
+
+# Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
+SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
+
+
+def sources(*folders: str) -> list[Path]:
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    return [file for file in files if "liger_ops/meta/" not in file.as_posix()]
+
+
+def module_of(file: Path) -> str:
+    """The module that a file of the root is, meta and lowering being part of liger_ops."""
+    parts = file.with_suffix("").parts
+    parts = parts if parts[0] == "liger_ops" else ("liger_ops", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """The absolute name of everything imported: of `from a import b`, a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")
+            parents = parents[: len(parents) - node.level + is_package] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def layer_of(module: str) -> int:
+    """A module's place in LAYERS, or one past the last for the rest of liger_ops."""
+    parts = module.split(".")
+    if len(parts) > 1 and parts[1] in BASE:
+        return -1
+    return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else len(LAYERS)
+
+
+def misplaced_imports(file: Path, source: str) -> list[str]:
+    """What `file`, a path from the root, imports against the direction of the layers."""
+    module = module_of(file)
+    if module == "liger_ops":
+        return []
+    own_layer = layer_of(module)
+    own_device = module.split(".")[2:3] if own_layer == LAYERS.index("lowering") else []
+    wrong = []
+    for name in imported_modules(ast.parse(source), module, file.stem == "__init__"):
+        parts = name.split(".")
+        if parts[0] != "liger_ops":
+            continue
+        layer = layer_of(name)
+        downward = layer > own_layer
+        if own_layer == len(LAYERS):
+            downward = layer == LAYERS.index("lowering")
+        devices = {"cuda", "npu"}
+        # The passes are for graphs of any device.
+        apart = set(own_device) <= {*devices, "passes"}
+        other_device = apart and set(parts[2:3]) & (devices - set(own_device))
+        if downward or (own_device and other_device):
+            wrong.append(f"{file}: {module} imports {name}")
+    return wrong
+
+
+def synchronising_calls(file: Path, source: str) -> list[str]:
+    """Calls in `file` that wait for the device, or declare an op that mutates."""
+    wrong = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            call = ast.unparse(node.func)
+            if node.func.attr in SYNCHRONISING or call == "torch.equal":
+                wrong.append(f"{file}:{node.lineno}: {call}() synchronises with the device")
+        if isinstance(node, ast.keyword) and node.arg == "mutates_args":
+            value = ast.unparse(node.value)
+            if value != "()":
+                wrong.append(f"{file}:{node.value.lineno}: mutates_args is {value}, not ()")
+    return wrong
+
+
+def run(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_imports_point_one_way():
+    wrong = [
+        problem
+        for file in sources("liger_ops", "meta", "lowering")
+        for problem in misplaced_imports(file.relative_to(ROOT), file.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("liger_ops/library.py", "from .ops import rms_norm"),
+        ("liger_ops/ops/x.py", "from ..meta import checks"),
+        ("liger_ops/ops/x.py", "from .. import nn"),
+        ("liger_ops/ops/x.py", "import liger_ops.lowering"),
+        ("liger_ops/nn/x.py", "from .. import lowering"),
+        ("meta/__init__.py", "from ..lowering import cuda"),
+        ("meta/x.py", "def f():\n    from ..lowering.cuda import launch"),
+        ("meta/x.py", "from liger_ops.nn import RMSNorm"),
+        ("lowering/npu/x.py", "from ..cuda.launch import Plan"),
+        ("lowering/cuda/x.py", "from .. import npu"),
+        ("lowering/passes/x.py", "from ..cuda import rms_norm"),
+        ("lowering/passes/x.py", "import liger_ops.lowering.npu"),
+        ("lowering/passes/x.py", "from ... import fusion"),
+    ],
+)
+def test_a_misplaced_import_is_found(file, source):
+    assert len(misplaced_imports(Path(file), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("liger_ops/__init__.py", "from . import meta, lowering"),
+        ("liger_ops/ops/x.py", "from .. import library\nfrom .precision import widened"),
+        ("liger_ops/nn/x.py", "from .. import library\nfrom ..ops.rms_norm import rms_norm"),
+        ("meta/x.py", "from .. import library\nfrom . import checks\nimport torch.cuda"),
+        ("lowering/__init__.py", "from . import cuda, npu"),
+        ("lowering/npu/x.py", "from ... import library, meta\nfrom ..triton_math import rounded"),
+        ("lowering/cuda/x.py", "from .launch import Plan\nimport triton.language as tl"),
+        ("lowering/passes/x.py", "from ...library import OPS\nfrom .pattern import Pattern"),
+    ],
+)
+def test_a_well_placed_import_passes(file, source):
+    assert misplaced_imports(Path(file), source) == []
+
+
+def test_the_passes_need_no_toolchain():
+    """They are for graphs, on whatever device; a user without Triton has them too."""
+    wanted = {
+        name.split(".")[0]
+        for file in sources("lowering/passes")
+        for name in imported_modules(
+            ast.parse(file.read_text()), module_of(file.relative_to(ROOT)), False
+        )
+    }
+    assert not wanted & {"triton", "torch_npu", "transformers"}
+    assert run(BARE_PASSES, "triton", "torch_npu", "transformers").split()[-1] == "1"
+
+
+# It measures what `liger_ops.explain(verify=True)` reports; no op or compiled code calls it.
+MEASURES = ROOT / "lowering/passes/verify.py"
+
+
+def test_nothing_waits_for_the_device_or_mutates():
+    wrong = [
+        problem
+        for file in sources("liger_ops/ops", "liger_ops/nn", "meta", "lowering")
+        + [ROOT / "liger_ops/library.py"]
+        if file != MEASURES
+        for problem in synchronising_calls(file.relative_to(ROOT), file.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "n = x.max().item()",
+        "x.shape_tensor.tolist()",
+        "torch.cuda.synchronize()",
+        "torch.equal(x, y)",
+        "y = x.sum(0).cpu()",
+        'custom_op("liger::x", mutates_args=("x",))',
+    ],
+)
+def test_a_call_that_waits_or_mutates_is_found(source):
+    assert len(synchronising_calls(Path("meta/x.py"), source)) == 1
+
+
+@pytest.fixture(scope="module")
+def registry() -> dict[str, Any]:
+    return op_parts.read_registry(run)
+
+
+def test_every_op_goes_through_the_library(registry):
+    known = set(registry["ops"]) | set(registry["composed"])
+    assert set(registry["dispatched"]) == known, "registered elsewhere"
+    assert registry["ops"], "no op is registered"
+
+
+def test_every_public_op_has_all_its_parts(registry):
+    """A composed op has no kernels of its own: those of the op that it is made of are in its
+    files."""
+    there = op_parts.found(registry)
+    ops = op_parts.written() | {op_parts.base(op) for op in registry["dispatched"]}
+    missing = [part for op in sorted(ops) for part in op_parts.missing(op, there)]
+    assert not missing, "missing: " + "; ".join(missing)
+
+
+def test_each_part_that_an_op_lacks_is_named(registry):
+    there = op_parts.found(registry)
+    for place, what in op_parts.needed("rms_norm"):
+        without = {**there, place: there[place] - {what}}
+        (named,) = op_parts.missing("rms_norm", without)
+        assert "rms_norm: " in named and what in named and place in named
+    assert len(op_parts.missing("nothing", there)) == len(list(op_parts.needed("nothing"))) >= 16
+
+
+def test_every_op_is_registered_in_full(registry):
+    missing = []
+    for op, facts in registry["ops"].items():
+        missing += [
+            f"{op}: a kernel for {device}" for device, has in facts["kernels"].items() if not has
+        ]
+        missing += [
+            f"{op}: a kernel for {device} of its own, not that of {module}"
+            for device, module in facts["kernel_modules"].items()
+            if module != f"liger_ops.lowering.{device}.{op_parts.base(op)}"
+        ]
+        missing += [
+            f"{op}: a {part}" for part in ("fake", "gradient", "docstring") if not facts[part]
+        ]
+        if facts["mutates"]:
+            missing.append(f"{op}: a schema that mutates nothing")
+    assert not missing, "missing: " + "; ".join(missing)
+
+
+def test_every_example_has_a_main():
+    """But for the parts of one, which it imports."""
+    examples = {file: ast.parse(file.read_text()) for file in sources("examples")}
+    assert examples, "there is no example"
+    imports = [node for tree in examples.values() for node in ast.walk(tree)]
+    parts = {node.module for node in imports if isinstance(node, ast.ImportFrom)}
+    for file, tree in examples.items():
+        if file.stem in parts:
+            continue
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        tests = [ast.unparse(node.test) for node in tree.body if isinstance(node, ast.If)]
+        assert "main" in functions, f"{file.name} has no main()"
+        assert "__name__ == '__main__'" in tests, f"{file.name} does not run main() as a script"
+
+
+BARE_IMPORT = """
+import sys
+from importlib.machinery import PathFinder
+
+absent = set(sys.argv[1:])
+
+class WithoutThem(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in absent else super().find_spec(name, path, target)
+
+sys.meta_path = [WithoutThem if finder is PathFinder else finder for finder in sys.meta_path]
+
+def packages():
+    names = {name.split(".")[0] for name in sys.modules if not name.startswith("_")}
+    return names - set(sys.stdlib_module_names)
+
+import torch
+before = packages()
+import liger_ops
+print(*packages() - before)
+x = torch.randn(3, 5, requires_grad=True)
+torch.ops.liger.rms_norm(x, torch.ones(5), 1e-6).sum().backward()
+assert x.grad is not None
+"""
+
+
+BARE_PASSES = (
+    BARE_IMPORT
+    + """
+print(liger_ops.explain(torch.nn.RMSNorm(8, eps=1e-6), torch.ones(2, 8)).counts()["rms_norm"])
+"""
+)
+
+
+def test_import_needs_torch_alone():
+    assert run(BARE_IMPORT, "triton", "torch_npu", "transformers").split() == ["liger_ops"]
+
+
+def test_import_loads_nothing_but_the_kernels_toolchain():
+    assert set(run(BARE_IMPORT).split()) - {"triton", "torch_npu"} == {"liger_ops"}

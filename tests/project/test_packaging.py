@@ -1,0 +1,194 @@
+"""Every road by which a user gets liger_ops: wheel, sdist, editable installation, bare checkout.
+
+Each is tried from a folder that holds a user's own `meta.py` and `lowering.py`, the names of two of
+this repository's root folders. Nothing is downloaded and nothing of the checkout is written to.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import liger_ops
+
+ROOT = Path(__file__).parents[2]
+NOT_SOURCE = (
+    *(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__"),
+    *("*.egg-info", "build", "dist", "runs"),
+)
+# Folder of the root to its place in the package.
+PLACES = {"liger_ops": "liger_ops", "meta": "liger_ops/meta", "lowering": "liger_ops/lowering"}
+
+ENTRY_POINT = "liger_ops.lowering.passes.backend:liger"
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, site, sys
+site.addsitedir(sys.argv[1])
+import liger_ops
+print(liger_ops.__file__)
+for module in pkgutil.walk_packages(liger_ops.__path__, "liger_ops."):
+    importlib.import_module(module.name)
+    print(module.name)
+import lowering, meta
+assert lowering.OWNER == meta.OWNER == "the user"
+"""
+
+BUILD_EDITABLE = """
+import sys
+from setuptools import build_meta
+print(build_meta.build_editable(sys.argv[1]))
+"""
+
+
+def python(*arguments: str | Path, cwd: Path, path: list[Path] | None = None) -> str:
+    """Run Python with nothing but `path` and this environment's packages to import from.
+
+    -S keeps out the .pth files of this environment, and with them an editable liger_ops.
+    """
+    packages = [
+        entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-S", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path or []), *packages])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def module_names() -> set[str]:
+    """Every module of the package, read off the source tree."""
+    names = set()
+    for folder, place in PLACES.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = (Path(place) / file.relative_to(ROOT / folder)).with_suffix("").parts
+            names.add(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+def unpack(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def contents(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the source tree, symlinks and all."""
+    folder = tmp_path_factory.mktemp("packaging") / "checkout"
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> Path:
+    """The wheel built straight from the checkout."""
+    out = tmp_path_factory.mktemp("wheel")
+    python("-m", "build", "--no-isolation", "--wheel", "--outdir", out, checkout, cwd=out)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def sdist_and_its_wheel(checkout, tmp_path_factory) -> tuple[Path, Path]:
+    out = tmp_path_factory.mktemp("sdist")
+    python("-m", "build", "--no-isolation", "--outdir", out, checkout, cwd=out)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A user's folder, whose modules have the names of our root folders."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("meta.py", "lowering.py"):
+        (folder / name).write_text('OWNER = "the user"\n')
+    return folder
+
+
+def assert_imports(project: Path, site: Path, came_from: Path) -> None:
+    """With `site` for a site-packages folder, every module imports, out of `came_from`."""
+    file, *imported = python("-c", IMPORT_EVERYTHING, site, cwd=project, path=[site]).split()
+    assert Path(file) == came_from / "liger_ops" / "__init__.py"
+    assert {"liger_ops", *imported} == module_names()
+
+
+def test_every_module_imports_from_the_wheel(wheel, project, tmp_path):
+    site = unpack(wheel, tmp_path / "site")
+    assert_imports(project, site, site)
+
+
+def test_every_module_imports_from_an_editable_installation(checkout, project, tmp_path):
+    # The wheel that `pip install -e` unpacks into site-packages.
+    name = python("-c", BUILD_EDITABLE, tmp_path, cwd=checkout).split()[-1]
+    site = unpack(tmp_path / name, tmp_path / "site")
+    assert not (site / "liger_ops").exists()
+    assert_imports(project, site, checkout)
+
+
+def test_every_module_imports_from_a_bare_checkout(checkout, project, tmp_path):
+    assert_imports(project, checkout, checkout)
+
+
+def test_the_wheel_has_one_top_level_module(wheel):
+    version = liger_ops.__version__
+    names = contents(wheel)
+    assert {name.split("/")[0] for name in names} == {"liger_ops", f"liger_ops-{version}.dist-info"}
+    modules = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in names
+        if name.endswith(".py")
+    }
+    assert modules == module_names()
+    assert "liger_ops/py.typed" in names
+    assert f"liger_ops-{version}.dist-info/licenses/LICENSE" in names
+
+
+def test_the_wheel_declares_the_backend(wheel):
+    """What `torch.compile(model, backend="liger")` looks for, and finds in the wheel."""
+    dist_info = f"liger_ops-{liger_ops.__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"{dist_info}/entry_points.txt").decode()
+    groups = configparser.ConfigParser()
+    groups.read_string(text)
+    assert dict(groups["torch_dynamo_backends"]) == {"liger": ENTRY_POINT}
+    module, name = ENTRY_POINT.split(":")
+    assert getattr(importlib.import_module(module), name) is liger_ops.backend
+
+
+def test_the_wheel_requires_torch_alone(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"liger_ops-{liger_ops.__version__}.dist-info/METADATA").decode()
+    metadata = Parser().parsestr(text)
+    assert metadata["Version"] == liger_ops.__version__
+    requirements = metadata.get_all("Requires-Dist")
+    assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.11"]
+    extras = {"cuda", "npu", "transformers", "bench", "test", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == extras
+
+
+def test_the_sdist_builds_the_same_wheel(wheel, sdist_and_its_wheel):
+    sdist, rebuilt = sdist_and_its_wheel
+    with tarfile.open(sdist) as archive:
+        # A symlink would dangle: the sdist has no root folder `meta`.
+        assert not [member.name for member in archive if member.issym() or member.islnk()]
+    assert contents(rebuilt) == contents(wheel)

@@ -1,0 +1,267 @@
+"""Compile every cuda kernel, as its host code launches it, for GPUs that this machine need not
+have.
+
+    TRITON_INTERPRET=0 python tests/support/compile_for_gpus.py [TARGET ...]
+
+prints a JSON record a compiled launch: kernel, target, options, registers a thread, bytes spilled a
+thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import liger_ops.lowering.cuda as cuda
+from liger_ops import library
+from liger_ops.lowering.cuda import cross_entropy
+from liger_ops.lowering.cuda.launch import WARP_SIZE
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+# Constants that host code sets for a GPU that has what they need: the least compute capability.
+CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}
+
+# Of a launch, beside num_warps.
+COMPILER_OPTIONS = ("debug", "sanitize_overflow")
+LOSS_OPTIONS = ("ignore_index", "label_smoothing", "lse_square_scale", "softcap", "logit_scale")
+
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def record_launches() -> list[Launch]:
+    """Replace the launch of every module of lowering.cuda by one that appends to the returned
+    list."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, grid: Any, x: Any, *args: Any, **options: Any) -> None:
+        launches.append((kernel, args, options))
+
+    for module in pkgutil.iter_modules(cuda.__path__):
+        loaded = importlib.import_module(f"{cuda.__name__}.{module.name}")
+        if hasattr(loaded, "launch"):
+            loaded.launch = record
+    return launches
+
+
+def calls() -> Iterator[Callable[[], Any]]:
+    """Every op at the sizes and options that change the compiled code."""
+    kernel = {name: op.kernels["cuda"] for name, op in library.OPS.items()}
+    yes, both = [True] * 3, [True] * 2
+    for dtype in (torch.float32, torch.bfloat16):
+        for N in (100, 4096, 16384, 32768, 65536, 131072):
+            x, row = torch.empty(4, N, dtype=dtype), torch.empty(N, dtype=dtype)
+            for mode in ("llama", "none") if N == 4096 else ("llama",):
+                yield lambda x=x, row=row, mode=mode: kernel["rms_norm"](x, row, 1e-6, 0.0, mode)
+            yield lambda x=x, row=row: kernel["fused_add_rms_norm"](x, x, row)
+            yield lambda x=x, row=row: kernel["layer_norm"](x, row, row)
+            yield lambda x=x, row=row: kernel["rms_norm_backward"](x, x, row, 1e-6, 0.0, both)
+            yield lambda x=x, row=row: kernel["fused_add_rms_norm_backward"](
+                x, x, x, row, 1e-6, 0.0, both
+            )
+            yield lambda x=x, row=row: kernel["layer_norm_backward"](x, x, row, row, 1e-5, yes)
+        for N in (100, 4096):
+            yield from activation_calls(kernel, torch.empty(4, N, dtype=dtype))
+        for N in (100, 4096, 32768, 65536):
+            x = torch.empty(4, N, dtype=dtype)
+            for op in ("softmax", "log_softmax"):
+                yield lambda x=x, op=op: kernel[op](x)
+                yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
+        for V in (100, 4096, 32768, 128256):
+            yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
+        yield partial(finish_gradients, kernel, torch.empty(4, 64, dtype=dtype))
+        for D, R in ((128, 128), (96, 24), (256, 256)):
+            q, k = torch.empty(2, 3, 32, D, dtype=dtype), torch.empty(2, 3, 8, D, dtype=dtype)
+            table = torch.empty(2, 3, R, dtype=dtype)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            for interleaved in (False, True):
+                args = (q, k, table, table, interleaved, False, None)
+                yield lambda args=args: kernel["rope"](*args)
+                yield lambda args=args: kernel["rope_backward"](*args, both)
+            pairs = table[..., : R // 2]
+            three = torch.stack((table, table, table))
+            for args in (
+                (q, k, pairs, pairs, False, True, None),
+                (q, k, torch.complex(pairs.float(), pairs.float()), None, True, True, None),
+                (q, k, three, three, False, False, [R // 2 - 8, 8, 0]),
+            ):
+                yield lambda args=args: kernel["rope"](*args)
+        for shape, groups in (
+            ((2, 64, 8, 8), 32),
+            ((2, 320, 64, 64), 32),
+            ((1, 512, 64, 64), 32),
+            ((1, 256, 128, 128), 32),
+            ((1, 64, 512, 512), 32),
+        ):
+            x, row = torch.empty(shape, dtype=dtype), torch.empty(shape[1], dtype=dtype)
+            yield lambda x=x, row=row, groups=groups: kernel["group_norm"](x, groups, row, row)
+            yield lambda x=x, row=row, groups=groups: kernel["group_norm_backward"](
+                x, x, groups, row, row, 1e-5, yes
+            )
+
+
+def activation_calls(
+    kernel: dict[str, Callable[..., Any]], gate: torch.Tensor
+) -> Iterator[Callable[[], Any]]:
+    """Every activation, of tensors apart and packed, which are one row and several."""
+    packed = torch.cat((gate, gate), -1)
+    forms = (
+        ("swiglu", (1.0, 1.0)),
+        ("geglu", ("tanh",)),
+        ("geglu", ("none",)),
+        ("clamped_swiglu", (1.702, 7.0, 1.0, False)),
+        ("clamped_swiglu", (1.702, 7.0, 1.0, True)),
+    )
+    for name, options in forms:
+        pairs = [(packed, None)] if options[-1] is True else [(packed, None), (gate, gate)]
+        for first, up in pairs:
+            mask = [True, up is not None]
+            yield lambda n=name, f=first, u=up, o=options: kernel[n](f, u, *o)
+            yield lambda n=name, f=first, u=up, o=options, m=mask: kernel[f"{n}_backward"](
+                gate, f, u, *o, m
+            )
+    yield lambda: kernel["relu_squared"](gate)
+    yield lambda: kernel["relu_squared_backward"](gate, gate)
+
+
+def cross_entropy_calls(
+    kernel: dict[str, Callable[..., Any]], logits: torch.Tensor
+) -> Iterator[Callable[[], Any]]:
+    """The plain loss, and all options at once; the gradient written over the logits."""
+    M, V = logits.shape
+    target, row = torch.zeros(M, dtype=torch.int64), torch.zeros(M)
+    weight, items, one = torch.ones(V), torch.tensor(M), torch.tensor(1.0)
+    plain = (logits, target, None, None, None, -100, "mean", 0.0, 0.0, None, 1.0)
+    full = (logits, target, weight, row, items, -100, "mean", 0.1, 1e-4, 30.0, 0.5)
+    yield lambda: kernel["cross_entropy_forward"](*plain)
+    yield lambda: kernel["cross_entropy_forward"](*full, True, True)
+    for args, grads in ((plain, (one, None, None, None)), (full, (one, one, row, row))):
+        inputs = (*args[:5], row, one, *args[5:])
+        yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)
+        yield lambda args=args: cross_entropy.loss_and_gradient(
+            *args[:4],
+            **dict(zip(LOSS_OPTIONS, (args[5], *args[7:]), strict=True)),
+            **dict.fromkeys(("loss", "z_loss", "lse", "target_logit"), row),
+            predicted_tokens=None,
+            entropy=None,
+            gradient=True,
+        )
+
+
+def finish_gradients(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:
+    """linear_cross_entropy's backward of what its forward computed."""
+    one, lse = torch.tensor(1.0), torch.zeros(4)
+    target = torch.zeros(4, dtype=torch.int64)
+    inputs = (one, None, None, None, x, x, target, None, None, None, None, lse, one)
+    options = (-100, "mean", 0.0, 0.0, None, 1.0, None, None)
+    kernel["linear_cross_entropy_backward"](*inputs, x, x, None, *options, [True, True, False])
+
+
+def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
+    """The source that launching the kernel with these arguments would compile."""
+    signature, constants, attributes = {}, {}, {}
+    passed = dict(zip(kernel.arg_names, args, strict=False)) | options
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", passed[name]
+            continue
+        value = passed[name]
+        integer = isinstance(value, int) and not parameter.do_not_specialize
+        if value is None or (integer and value == 1):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (integer and value % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool]:
+    """What depends on the GPU: host code that runs here takes it for one that has nothing."""
+    cuda = target.backend == "cuda"
+    return {
+        name: cuda and target.arch >= least for name, least in CAPABILITY.items() if name in options
+    }
+
+
+def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
+    """Registers and spilled bytes a thread, from the assembler's own report."""
+    if target.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        registers, spilled = (
+            int(re.search(rf"\.{key}:\s+(\d+)", text).group(1))
+            for key in ("vgpr_count", "vgpr_spill_count")
+        )
+        return {"registers": registers, "spilled_bytes": 4 * spilled}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        report = subprocess.run(
+            [tool, "-res-usage", path], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (
+        int(re.search(rf"{key}:(\d+)", report).group(1)) for key in ("REG", "STACK")
+    )
+    return {"registers": registers, "spilled_bytes": stack}
+
+
+def main(names: list[str]) -> None:
+    launches = record_launches()
+    for call in calls():
+        call()
+    seen = set()
+    for kernel, args, launched in launches:
+        for name in names or list(TARGETS):
+            target = TARGETS[name]
+            options = {**launched, **constants_of(target, launched)}
+            source = specialised(kernel, args, options)
+            num_warps = options.get("num_warps", 4) * WARP_SIZE // target.warp_size
+            key = (source.hash(), name, num_warps)
+            if key in seen:
+                continue
+            seen.add(key)
+            compiler = {"num_warps": num_warps}
+            compiler |= {key: options[key] for key in COMPILER_OPTIONS if key in options}
+            compiled = triton.compile(source, target=target, options=compiler)
+            record = {
+                "kernel": kernel.__name__,
+                "target": name,
+                "options": {key: str(value) for key, value in options.items()},
+                **resources(compiled, target),
+            }
+            print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

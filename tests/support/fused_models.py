@@ -1,0 +1,43 @@
+"""Models to fuse, which of their modules are fused, and what they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_ops.nn
+from fused_families import FAMILIES, output
+from liger_ops.fusion import classes
+
+FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+BY_NAME = {family.name: family for family in FAMILIES}
+LLAMA, GEMMA3 = BY_NAME["Llama"], BY_NAME["Gemma3"]
+GPT_OSS, QWEN3_MOE = BY_NAME["GptOss"], BY_NAME["Qwen3Moe"]
+FUSED = (liger_ops.nn.RMSNorm, liger_ops.nn.LayerNorm, liger_ops.nn.GroupNorm)
+
+
+def fused_modules(model: nn.Module) -> list[nn.Module]:
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, FUSED) or classes.overrides(module)
+    ]
+
+
+def gradient_of(y: Tensor) -> Tensor:
+    """Random numbers that every dtype holds."""
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    return dy.bfloat16().to(y.dtype)
+
+
+def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradient of every parameter for one random gradient of the output."""
+    model.zero_grad()
+    y = output(model, x)
+    y.backward(gradient_of(y))
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        "output": y.detach(),
+        **{name: grad for name, grad in grads.items() if grad is not None},
+    }

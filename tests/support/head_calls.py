@@ -1,0 +1,77 @@
+"""Calls of linear_cross_entropy whose gradients are wanted, and the ops that they dispatch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger_ops
+from liger_ops import library
+from linear_cross_entropy_cases import HeadCase, options_of, tensors_of
+
+EVERY_DTYPE = pytest.mark.parametrize(
+    "dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+)
+FORWARD = library.OPS["linear_cross_entropy_forward"]
+BACKWARD = library.OPS["linear_cross_entropy_backward"]
+MASKS = list(itertools.product((False, True), repeat=3))
+
+
+def leaves(case: HeadCase) -> tuple[list[Any], list[Tensor]]:
+    """x, weight and bias requiring gradients, in the arguments of the op and by themselves."""
+    args = [*tensors_of(case), *options_of(case)]
+    for i in (0, 1, 3):
+        if args[i] is not None:
+            args[i] = args[i].detach().clone().requires_grad_()
+    return args, [args[i] for i in (0, 1, 3) if args[i] is not None]
+
+
+def call(args: list[Any]) -> Tensor:
+    return liger_ops.linear_cross_entropy(*args)
+
+
+class Calls(TorchDispatchMode):
+    """The ops that reach the dispatcher, and the bytes of the largest tensor that one made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[Any]]] = []
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.calls.append((func._schema.name, list(args)))
+        if func is torch.ops.liger.linear_cross_entropy.default:
+            # In inference mode nothing before this has taken it apart.
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(output, Tensor):
+                self.largest = max(self.largest, output.untyped_storage().nbytes())
+        return outputs
+
+    def arguments(self, op: str) -> list[list[Any]]:
+        return [args for name, args in self.calls if name == f"liger::{op}"]
+
+    def masks(self, op: str) -> list[list[bool]]:
+        """The masks given; the dispatcher drops an argument that is the default."""
+        n = len(library.OPS[op].overload._schema.arguments)
+        return [list(args[-1]) if len(args) == n else [False] * 3 for args in self.arguments(op)]
+
+    def recomputed(self) -> list[list[bool]]:
+        """Of each backward that computes logits again, which gradients it does it for."""
+        missing = [
+            [
+                wanted and gradient is None
+                for wanted, gradient in zip(args[-1], args[13:16], strict=True)
+            ]
+            for args in self.arguments("linear_cross_entropy_backward")
+        ]
+        return [mask for mask in missing if any(mask)]

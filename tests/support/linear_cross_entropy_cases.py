@@ -1,0 +1,167 @@
+"""linear_cross_entropy under test, as linear_cross_entropy_forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ops import library
+from op_under_test import DEVICE, OpUnderTest, Tensors, Values, laid_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCase:
+    """A drawn use of linear_cross_entropy, in chunks of so many rows, or in one."""
+
+    shape: tuple[int, ...] = (3, 5)
+    D: int = 7
+    V: int = 11
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    dy_layout: str = "contiguous"
+    bias: bool = True
+    class_weight: bool = False
+    token_weight: bool = False
+    num_items: bool = False
+    ignored: str = "some"
+    target_dtype: torch.dtype = torch.int64
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    accumulate_narrow: bool = False
+    rows: int | None = 4
+    scale: float = 1.0
+    mask: tuple[bool, ...] = (True, True, True)
+    # Which of loss, z_loss, lse and target_logit have a gradient.
+    upstream: tuple[bool, ...] = (True, False, False, False)
+    seed: int = 0
+
+
+def tensors_of(case: HeadCase) -> list[Tensor | None]:
+    """x, weight, target, bias, class_weight, token_weight and num_items_in_batch."""
+    values = Values(case.seed)
+    x = values.draw((*case.shape, case.D), case.dtype, "contiguous", case.scale)
+    weight = values.draw((case.V, case.D), case.dtype, "contiguous")
+    bias = values.draw((case.V,), case.dtype if case.bias else None)
+    class_weight = values.draw((case.V,), torch.float32 if case.class_weight else None)
+    token_weight = values.draw(case.shape, torch.float32 if case.token_weight else None)
+    kept = (
+        torch.rand(case.shape, generator=values.generator)
+        < {"none": 2, "some": 0.7, "all": 0}[case.ignored]
+    )
+    target = torch.randint(case.V, case.shape, generator=values.generator)
+    target = torch.where(kept, target, -100).to(DEVICE, case.target_dtype)
+    layout = case.layout if case.shape else "contiguous"
+    return [
+        laid_out(x, layout),
+        laid_out(weight, case.layout),
+        target,
+        bias,
+        None if class_weight is None else class_weight.abs(),
+        None if token_weight is None else token_weight.abs(),
+        torch.tensor(37, device=DEVICE) if case.num_items else None,
+    ]
+
+
+def options_of(case: HeadCase, stride: int | None = None) -> list[Any]:
+    """From ignore_index to chunk_bytes. A row of logits takes `stride` elements of memory."""
+    row_bytes = (stride or case.V) * case.dtype.itemsize
+    return [
+        -100,
+        case.reduction,
+        case.label_smoothing,
+        case.lse_square_scale,
+        case.softcap,
+        case.logit_scale,
+        case.dtype if case.accumulate_narrow else None,
+        None if case.rows is None else case.rows * row_bytes,
+    ]
+
+
+INPUTS = (
+    "x",
+    "weight",
+    "target",
+    "bias",
+    "class_weight",
+    "token_weight",
+    "num_items_in_batch",
+)
+# dx, dweight and dbias as a forward computes them.
+NOT_COMPUTED = (None, None, None)
+UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
+
+
+def tensors(case: HeadCase) -> Tensors:
+    given: Tensors = dict(zip(INPUTS, tensors_of(case), strict=True))
+    outputs = library.OPS["linear_cross_entropy_forward"].definition(*forward_args(case, given))
+    given["lse"], given["total_weight"] = outputs[2], outputs[4]
+    values = Values(case.seed + 1)
+    for name, output in zip(UPSTREAM, outputs, strict=False):
+        given[name] = values.draw(tuple(output.shape), output.dtype)
+        if output.dim():
+            given[name] = laid_out(given[name], case.dy_layout)
+    return given
+
+
+def forward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
+    mask = [case.reduction != "none"] * 3
+    return (*(tensors[name] for name in INPUTS), *options_of(case), True, True, mask)
+
+
+def backward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
+    names = (*UPSTREAM, *INPUTS, "lse", "total_weight")
+    values = (tensors[name] for name in names)
+    return (*values, *NOT_COMPUTED, *options_of(case), list(case.mask))
+
+
+def sample(
+    reduction: str, dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any
+) -> HeadCase:
+    """Every option in use, in several chunks. No two sizes are the same, which tracing would take
+    for one."""
+    return HeadCase(
+        shape=(rows, 2),
+        D=4,
+        V=7,
+        dtype=dtype,
+        class_weight=True,
+        token_weight=True,
+        num_items=reduction == "mean",
+        reduction=reduction,
+        label_smoothing=0.1,
+        lse_square_scale=0.01,
+        softcap=3.0,
+        logit_scale=0.7,
+        **form,
+    )
+
+
+def linear_cross_entropy(reduction: str) -> OpUnderTest:
+    # tests/ops/test_linear_cross_entropy.py holds its kernels to bounds of their own.
+    return OpUnderTest(
+        name="linear_cross_entropy_forward",
+        form=reduction,
+        tensors=tensors,
+        forward_args=forward_args,
+        backward_args=backward_args,
+        gradients_of=("x", "weight", "bias"),
+        gradients_from=UPSTREAM,
+        no_gradient=("target", *INPUTS[4:]),
+        output_magnitudes=lambda case, tensors: [],
+        gradient_magnitudes=lambda case, tensors: [],
+        sample=partial(sample, reduction),
+        per_row=("x", "target", "token_weight", "lse", *UPSTREAM),
+        leading=("x",),
+        multiplies=True,
+        autocast_as="linear",
+    )
+
+
+OPS = tuple(linear_cross_entropy(reduction) for reduction in ("mean", "none"))

@@ -1,0 +1,147 @@
+"""What an op is made of, file by file, and what of it is there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launch_cases
+import op_table
+from liger_ops.bench.workloads import ENTRIES
+
+ROOT = Path(__file__).parents[2]
+
+# In a process of its own: other tests define ops, and an import that registers kernels stays.
+REGISTRY = """
+import json
+import sys
+import torch
+import liger_ops, liger_ops.nn
+import liger_ops.lowering.cuda, liger_ops.lowering.npu
+from liger_ops import library
+
+def has_kernel(name, key):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{name}", key)
+
+functions = {name: op.definition for name, op in library.OPS.items()} | library.COMPOSED
+print(json.dumps({
+    "dispatched": sorted({
+        name.removeprefix("liger::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("liger::")
+    }),
+    "composed": list(library.COMPOSED),
+    "exported": [
+        name for name, function in functions.items()
+        if getattr(getattr(liger_ops, name, None), "__wrapped__", None) is function
+    ],
+    "imported": [name for name in sys.modules if name.startswith("liger_ops.")],
+    "ops": {
+        name: {
+            "kernels": {
+                "cuda": "cuda" in op.kernels and has_kernel(name, "CUDA"),
+                "npu": "npu" in op.kernels and has_kernel(name, "PrivateUse1"),
+            },
+            "kernel_modules": {device: f.__module__ for device, f in op.kernels.items()},
+            "fake": op.fake is not None,
+            "gradient": op.differentiable,
+            "mutates": op.overload._schema.is_mutable,
+            "docstring": bool(op.definition.__doc__),
+        }
+        for name, op in library.OPS.items()
+    },
+    "modules": [
+        name for name, value in vars(liger_ops.nn).items()
+        if isinstance(value, type) and issubclass(value, torch.nn.Module)
+    ],
+}))
+"""
+
+# What is there, by place.
+Found = dict[str, set[str]]
+
+
+def base(op: str) -> str:
+    """The public op that an op belongs to, and in whose files it is."""
+    return op.removesuffix("_backward").removesuffix("_forward")
+
+
+def read_registry(run: Callable[[str], str]) -> dict[str, Any]:
+    """What `run`, which runs Python code, prints of the ops that importing liger_ops registers."""
+    return json.loads(run(REGISTRY))
+
+
+def written() -> set[str]:
+    """The public ops whose definitions are in liger_ops/ops, imported or not."""
+    return {
+        base(node.name)
+        for file in sorted((ROOT / "liger_ops" / "ops").glob("*.py"))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        if any(
+            re.match(r"library\.(define|compose)\(", ast.unparse(d)) for d in node.decorator_list
+        )
+    }
+
+
+def found(registry: dict[str, Any]) -> Found:
+    """All parts of all ops that are there."""
+    folders = ("liger_ops/ops", "meta", "lowering/cuda", "lowering/npu", "tests/ops")
+    files = (file for folder in folders for file in (ROOT / folder).glob("*.py"))
+    forms = {base(op.name): set() for op in op_table.OPS.values()}
+    for name, op in op_table.OPS.items():
+        forms[base(op.name)].add(name)
+    readme = (ROOT / "README.md").read_text()
+    return {
+        "a file": {file.relative_to(ROOT).as_posix() for file in files},
+        "torch.ops.liger": set(registry["dispatched"]),
+        "liger_ops/__init__.py": set(registry["exported"]),
+        **{
+            f"{place.replace('.', '/')}/__init__.py": {
+                name.rpartition(".")[2]
+                for name in registry["imported"]
+                if name.startswith(f"liger_ops.{place}.")
+            }
+            for place in ("meta", "lowering.cuda", "lowering.npu")
+        },
+        "liger_ops/nn": {name.lower().removesuffix("loss") for name in registry["modules"]},
+        "the table of its family, of tests/support/op_table.py": set(forms),
+        "FORMS of tests/support/launch_cases.py, in each form": {
+            op for op, names in forms.items() if names <= launch_cases.FORMS.keys()
+        },
+        "liger_ops/bench/workloads": set(ENTRIES),
+        "the README's table of ops": set(re.findall(r"`(\w+)\([^`]*\)`", readme)),
+    }
+
+
+def needed(op: str) -> Iterator[tuple[str, str]]:
+    """What an op needs, and in which place of `found`."""
+    for folder in ("liger_ops/ops", "meta", "lowering/cuda", "lowering/npu"):
+        yield "a file", f"{folder}/{op}.py"
+    yield "a file", f"tests/ops/test_{op}.py"
+    yield "torch.ops.liger", op
+    yield "torch.ops.liger", f"{op}_backward"
+    yield "liger_ops/nn", op.replace("_", "")
+    for place in (
+        "liger_ops/__init__.py",
+        "meta/__init__.py",
+        "lowering/cuda/__init__.py",
+        "lowering/npu/__init__.py",
+        "the table of its family, of tests/support/op_table.py",
+        "FORMS of tests/support/launch_cases.py, in each form",
+        "liger_ops/bench/workloads",
+        "the README's table of ops",
+    ):
+        yield place, op
+
+
+def missing(op: str, there: Found) -> list[str]:
+    return [
+        f"{op}: {what} as {place}" if place == "a file" else f"{op}: {what} in {place}"
+        for place, what in needed(op)
+        if what not in there[place]
+    ]

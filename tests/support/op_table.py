@@ -1,0 +1,23 @@
+"""Every op under test, by its name and form."""
+
+from __future__ import annotations
+
+import activation_cases
+import cross_entropy_cases
+import linear_cross_entropy_cases
+import norm_cases
+import rope_cases
+import softmax_cases
+from op_under_test import OpUnderTest
+
+OPS: dict[str, OpUnderTest] = {
+    op.id: op
+    for op in (
+        *norm_cases.OPS,
+        *activation_cases.OPS,
+        *softmax_cases.OPS,
+        *rope_cases.OPS,
+        *cross_entropy_cases.OPS,
+        *linear_cross_entropy_cases.OPS,
+    )
+}

@@ -1,0 +1,228 @@
+"""Hypothesis strategies: a drawn case is a form of use; its values come from a seed."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from activation_cases import ActivationCase
+from cross_entropy_cases import LossCase
+from norm_cases import NormCase
+from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
+from rope_cases import RopeCase
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# One element, odd, prime, both sides of a power of two, a round model size.
+SIZES = (1, 2, 3, 7, 13, 16, 31, 64, 127, 128, 129, 257, 300, 768, 1021)
+ROWS = (0, 1, 2, 3, 5, 9)
+# Small tiles, so that programs walk several and rows need several.
+TILES = (None, (1, 16), (2, 16), (4, 64), (1, 64), (2, 1024))
+
+
+def leading_shapes() -> st.SearchStrategy[tuple[int, ...]]:
+    return st.one_of(
+        st.just(()),
+        st.tuples(st.sampled_from(ROWS)),
+        st.tuples(st.integers(1, 2), st.sampled_from(ROWS)),
+        st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
+    )
+
+
+@st.composite
+def row_norms(
+    draw: st.DrawFn, *, has_offset: bool, has_bias: bool, has_residual: bool, mask_length: int
+) -> NormCase:
+    """A case of an op that normalises the last dimension."""
+    dtype = draw(st.sampled_from(DTYPES))
+    parameter_dtype = st.sampled_from((dtype, torch.float32, None))
+    weight_dtype = draw(parameter_dtype)
+    tile = draw(st.sampled_from(TILES))
+    # Interpreted time grows with the tiles walked, some milliseconds each.
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    return NormCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        weight_dtype=weight_dtype,
+        bias_dtype=draw(parameter_dtype) if has_bias else None,
+        residual_dtype=draw(st.sampled_from((dtype, torch.float32))) if has_residual else None,
+        eps=draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
+        offset=draw(st.sampled_from((0.0, 1.0))) if has_offset and weight_dtype else 0.0,
+        casting_mode=draw(st.sampled_from(("llama", "gemma", "none"))) if has_offset else "llama",
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        has_ds=draw(st.booleans()),
+        output_mask=tuple(draw(st.booleans()) for _ in range(mask_length)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        # A mean far from zero, which layer_norm must subtract before it squares.
+        shift=0.0 if has_offset else draw(st.sampled_from((0.0, 30.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def rms_norms() -> st.SearchStrategy[NormCase]:
+    return row_norms(has_offset=True, has_bias=False, has_residual=False, mask_length=2)
+
+
+def fused_add_rms_norms() -> st.SearchStrategy[NormCase]:
+    return row_norms(has_offset=True, has_bias=False, has_residual=True, mask_length=2)
+
+
+def layer_norms() -> st.SearchStrategy[NormCase]:
+    return row_norms(has_offset=False, has_bias=True, has_residual=False, mask_length=3)
+
+
+@st.composite
+def softmaxes(draw: st.DrawFn) -> Case:
+    """A case of softmax and log_softmax. float16 holds 5 times the largest scale."""
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    scale = draw(st.sampled_from((1.0, 0.05, 10.0, 1e4)))
+    return Case(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from((0, *sizes)))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        tile=tile,
+        scale=scale,
+        shift=draw(st.sampled_from((0.0, 30.0))) if scale <= 10 else 0.0,
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def group_norms(draw: st.DrawFn) -> NormCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    parameter_dtype = st.sampled_from((dtype, torch.float32, None))
+    num_groups = draw(st.sampled_from((1, 2, 3)))
+    channels = num_groups * draw(st.sampled_from((1, 2, 3, 7)))
+    tile = draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4), (4, 16))))
+    # Interpreted time grows with the tiles walked, some milliseconds each.
+    positions = ((), (1,), (7,), (0,), (5, 7), (2, 3, 3))
+    large = () if tile else ((129,), (16, 16))
+    spatial = draw(st.sampled_from(positions + large))
+    return NormCase(
+        shape=(draw(st.sampled_from((0, 1, 2))), channels, *spatial),
+        dtype=dtype,
+        weight_dtype=draw(parameter_dtype),
+        bias_dtype=draw(parameter_dtype),
+        num_groups=num_groups,
+        eps=draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        shift=draw(st.sampled_from((0.0, 30.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+# Beyond where exp and its square leave float32, and where an activation is flat or its own slope;
+# NaN and 0 are themselves.
+SPECIAL_GATES = (1e4, -1e4, 88.0, -88.0, -104.0, 20.0, -20.0, -1.278, 0.0, 1e-7, -1e-30)
+HUGE_GATES = (3e38, -3e38, 1e20, -1e20)
+
+
+@st.composite
+def activations(draw: st.DrawFn) -> ActivationCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    special = SPECIAL_GATES if dtype is torch.float16 else SPECIAL_GATES + HUGE_GATES
+    return ActivationCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        up_dtype=draw(st.sampled_from((None, torch.float32))),
+        special=tuple(draw(st.lists(st.sampled_from(special), max_size=4))),
+        gate_multiplier=draw(st.sampled_from((1.0, 0.5, -0.3))),
+        down_multiplier=draw(st.sampled_from((1.0, 0.088))),
+        approximate=draw(st.sampled_from(("tanh", "none"))),
+        alpha=draw(st.sampled_from((1.0, 1.702))),
+        limit=draw(st.sampled_from((7.0, 0.5, float("inf")))),
+        up_offset=draw(st.sampled_from((1.0, 0.0))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(2)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 1e-3, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -> RopeCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    layouts = (*X_LAYOUTS, "model")
+    # Interpreted time grows with the tiles walked, some milliseconds each.
+    D = draw(st.sampled_from((2, 3, 6, 16, 20, 34, 80)))
+    whole = D - D % 2
+    positions, heads = st.sampled_from((1, 2, 3, 5, 0)), st.sampled_from((1, 2, 3, 0))
+    rotary = draw(st.sampled_from((whole, 2 * (whole // 4) or whole)))
+    is_complex = draw(st.sampled_from((False, False, True)))
+    sections = None
+    if draw(st.booleans()):
+        # Between multiples of 8 the cuda kernel loads vectors of the tables.
+        ends = st.sampled_from(sorted({0, 1, 8, 16, 24, rotary // 2}))
+        first, second = sorted(min(draw(ends), rotary // 2) for _ in range(2))
+        sections = (first, second - first, rotary // 2 - second)
+    return RopeCase(
+        shape=(draw(st.sampled_from((1, 2, 0))), draw(heads), draw(positions), D),
+        dtype=dtype,
+        k_heads=draw(heads),
+        tables=draw(st.sampled_from(tables)),
+        rotary=rotary,
+        table_dtype=torch.float32 if is_complex else draw(st.sampled_from((dtype, torch.float32))),
+        layout=draw(st.sampled_from(layouts)),
+        k_layout=draw(st.sampled_from(layouts)),
+        table_layout=draw(st.sampled_from((*X_LAYOUTS, "strided"))),
+        dy_layout=draw(st.sampled_from((*DY_LAYOUTS, "model"))),
+        interleaved=draw(st.booleans()),
+        per_pair=draw(st.booleans()),
+        is_complex=is_complex,
+        sections=sections,
+        output_mask=(draw(st.booleans()), draw(st.booleans())),
+        # Positions and pairs.
+        tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),
+        scale=draw(st.sampled_from((1.0, 0.05, 100.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> LossCase:
+    """A case of cross_entropy."""
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    reduction = draw(st.sampled_from(("mean", "sum", "none")))
+    weight_dtype = st.sampled_from((None, None, torch.float32, dtype))
+    return LossCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
+        ignored=draw(st.sampled_from((0, 1, 2, 3))),
+        # One that is a class as well as one that is not.
+        ignore_index=draw(st.sampled_from((-100, 0))),
+        weight_dtype=draw(weight_dtype),
+        token_weight_dtype=draw(weight_dtype),
+        has_items=reduction == "mean" and draw(st.booleans()),
+        reduction=reduction,
+        label_smoothing=draw(st.sampled_from((0.0, 0.1, 1.0))),
+        lse_square_scale=draw(st.sampled_from((0.0, 1e-4, 0.1))),
+        softcap=draw(st.sampled_from((None, 3.0, 30.0))),
+        logit_scale=draw(st.sampled_from((1.0, 0.0625, 2.0))),
+        return_predicted=draw(st.booleans()),
+        return_entropy=draw(st.booleans()),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def has_rows(case: Case) -> bool:
+    """Whether the first dimension is one of several rows."""
+    return len(case.shape) > 1 and case.shape[0] > 1
