@@ -1,7 +1,7 @@
 """A step of training of models of transformers through the `liger` backend, in every way of MODES.
 
-Those of CHOSEN: `python tests/support/trained_models_report.py` trains all that there are and writes
-docs/models.md, whose rows these are held to.
+The models are those of CHOSEN. `python tests/support/trained_models_report.py` trains every model
+and writes docs/models.md, whose rows these are held to.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Train every model for one step with the `liger` backend, and write docs/models.md.
 
-    python tests/support/trained_models_report.py                     # all of them: an hour of one core
-    python tests/support/trained_models_report.py --missing           # those that the document has not
-    python tests/support/trained_models_report.py LlamaForCausalLM    # some of them, by name
+    python tests/support/trained_models_report.py                   # all: an hour of one core
+    python tests/support/trained_models_report.py --missing         # those not in the document
+    python tests/support/trained_models_report.py LlamaForCausalLM  # some of them, by name
 
 The document keeps what it has of the others, and is written after each model.
 """
@@ -45,8 +45,8 @@ rewrites, each within {near:.0e} as a norm: sums in another order.
 
 {summary}
 
-The ops are those in the graphs, the most of the three ways. `tests/models/test_trained_models.py` holds
-some of these rows.
+The ops are those in the graphs, the most of the three ways. `tests/models/test_trained_models.py`
+holds some of these rows.
 
 | model | ops | {modes} |
 | --- | --- | {dashes} |
