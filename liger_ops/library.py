@@ -1,8 +1,12 @@
-"""Registration: the only place of the project that talks to `torch.library`.
+"""Registration: with `autograd`, the only place of the project that talks to `torch.library`.
 
-An op is one `Op` record. `define` creates it from its definition in plain PyTorch, `fake` adds the
-argument checks and output allocation, `kernel` a device's kernel, `gradient` its autograd formula.
-`compose` creates an op that is made of others, and has nothing of its own but its schema.
+An op is one `Op` record. `define` creates it from its definition in plain PyTorch, whose signature
+is the op's schema. `fake` adds the argument checks and output allocation, `kernel` a device's
+kernel, `gradient` its autograd formula. `compose` creates an op that is made of others, and has
+nothing of its own but its schema.
+
+A call's arguments travel from here inward as one named tuple, `call`: with the schema's names, the
+defaults filled in.
 
 What runs:
   * a tensor of a device with a kernel: that kernel, float64 and complex128 excepted;
@@ -15,17 +19,19 @@ What runs:
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import importlib
+import pkgutil
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from . import autograd
+from .record import Op
 from .refusals import refusal
+from .schemas import arguments_of, schema_of
 
 NAMESPACE = "liger"
 
@@ -40,37 +46,6 @@ AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "npu": "AutocastPrivateUse1", "xpu": "A
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclass
-class Op:
-    """One op: its schema as PyTorch knows it, and the Python that implements it."""
-
-    name: str
-    definition: Callable[..., Any]
-    custom_op: torch.library.CustomOpDef
-    overload: Any
-    # Raises for arguments that no op takes.
-    refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
-    fake: Callable[..., Any] | None = None
-    kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    # What runs the kernels, by the bits of the dispatch keys of dense tensors on their device.
-    entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    backward: Callable[..., tuple[Tensor | None, ...]] | None = None
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None
-
-    @property
-    def differentiable(self) -> bool:
-        return self.backward is not None
-
-    def check_and_allocate(self, *args: Any, **kwargs: Any) -> Any:
-        self.refuse(args, kwargs)
-        return None if self.fake is None else self.fake(*args, **kwargs)
-
-    def check_and_define(self, *args: Any, **kwargs: Any) -> Any:
-        """The definition, with the same argument checks as the kernels'."""
-        self.check_and_allocate(*args, **kwargs)
-        return self.definition(*args, **kwargs)
-
-
 OPS: dict[str, Op] = {}
 # The ops that are made of others, by name: their functions.
 COMPOSED: dict[str, Callable[..., Any]] = {}
@@ -79,7 +54,7 @@ _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(
-    schema: str, strides: torch.Tag = torch.Tag.needs_contiguous_strides
+    strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "", like: str = ""
 ) -> Callable[[Function], Function]:
     """Create the op `liger::<function name>` from its definition and return its public function.
 
@@ -88,6 +63,12 @@ def define(
     projection, takes them as they come, `needs_fixed_stride_order`: Inductor would copy the view.
     One whose outputs follow the strides of its inputs takes those that tracing saw,
     `needs_exact_strides`.
+
+    `returns` are the names of the results, in the schema. `like` names the argument, floating
+    point, whose shape, dtype and device the result has, and whose shape and device the other
+    tensors have; an op of which more is to be said has a fake in `meta`.
+
+    A backward op has the gradient of its definition.
     """
 
     def decorate(definition: Function) -> Function:
@@ -96,43 +77,43 @@ def define(
             f"{NAMESPACE}::{name}",
             lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
             mutates_args=(),
-            schema=schema,
+            schema=schema_of(definition, returns),
             tags=(strides,),
         )
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        refuse = refusal(name, overload._schema)
-        op = OPS[name] = Op(name, definition, custom_op, overload, refuse)
-        _register_autograd(op)
+        schema = overload._schema
+        refuse = refusal(name, schema)
+        arguments = arguments_of(name, schema)
+        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, like)
+        autograd.register(op)
         _register_refusals(op)
+        if name.endswith("_backward"):
+            gradient(name, *autograd.formula_of_definition(op))
         return _public(definition, overload)
 
     return decorate
 
 
-def compose(schema: str) -> Callable[[Function], Function]:
+def compose(function: Function) -> Function:
     """Create the op `liger::<function name>` of other ops and return its public function.
 
     Dynamo keeps it one node. Eager autograd, AOTAutograd, `torch.func` and forward-mode AD see the
     ops that the function calls, and do to each what they do to it anywhere.
     """
+    name = function.__name__
+    _COMPOSITES.define(name + schema_of(function), tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    refuse = refusal(name, overload._schema)
 
-    def decorate(function: Function) -> Function:
-        name = function.__name__
-        _COMPOSITES.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        refuse = refusal(name, overload._schema)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        refuse(args, kwargs)
+        return function(*args, **kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            refuse(args, kwargs)
-            return function(*args, **kwargs)
-
-        # functorch's front key has a fallback of its own, which would find no batching rule.
-        for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
-            _COMPOSITES.impl(name, run, key)
-        COMPOSED[name] = function
-        return _public(function, overload)
-
-    return decorate
+    # functorch's front key has a fallback of its own, which would find no batching rule.
+    for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
+        _COMPOSITES.impl(name, run, key)
+    COMPOSED[name] = function
+    return _public(function, overload)
 
 
 def _public(function: Function, overload: Any) -> Function:
@@ -153,7 +134,8 @@ def _public(function: Function, overload: Any) -> Function:
 
 
 def fake(name: str) -> Callable[[Function], Function]:
-    """Register the function that checks the arguments of op `name` and allocates its outputs."""
+    """Register the function of a call that checks its arguments and allocates the outputs of op
+    `name`."""
 
     def decorate(function: Function) -> Function:
         OPS[name].fake = function
@@ -163,9 +145,16 @@ def fake(name: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def kernel(name: str, device: str) -> Callable[[Function], Function]:
+def kernel(
+    name: str, device: str, allocates: bool = False, module: str = ""
+) -> Callable[[Function], Function]:
     """Register a device's kernel of op `name`; with an argument in float64 or complex128 the
     definition runs.
+
+    The function is given the call, the outputs that the op's fake allocated, and `plan`, which is
+    None but in tests. It is not called where every required tensor is empty, whose gradients of
+    weights are zero, nor where no output is wanted. With `allocates` it is given the call alone and
+    returns the outputs. `module` is where the device's code is, if not in the function's module.
 
     Not through `custom_op.register_kernel`, which takes 1 us of every call to check that no output
     is in an input's memory. The tests check that of every kernel.
@@ -173,80 +162,67 @@ def kernel(name: str, device: str) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         op, key = OPS[name], DEVICES[device]
-        needed = [i for i, a in enumerate(op.overload._schema.arguments) if str(a.type) == "Tensor"]
+        needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
+            call = op.arguments(*args, **kwargs)
             for i in needed:
-                if args[i] is None:
+                if call[i] is None:
                     op.refuse(args, kwargs)
-            for value in args:
+            for value in call:
                 if isinstance(value, Tensor) and value.dtype in DOUBLES:
-                    return op.check_and_define(*args, **kwargs)
-            return function(*args, **kwargs)
+                    return op.check_and_define(*call)
+            if allocates:
+                return function(call, **({} if plan is None else {"plan": plan}))
+            outputs = allocate(name, call)
+            given = outputs if isinstance(outputs, tuple) else (outputs,)
+            if any(call[i].numel() for i in needed):
+                if any(output is not None for output in given):
+                    function(call, *given, plan)
+            else:
+                for output in given:
+                    if output is not None:
+                        output.zero_()
+            return outputs
 
+        run.__module__ = module or function.__module__
         op.custom_op._lib.impl(name, torch._disable_dynamo(run), key)
-        op.kernels[device] = function
+        op.kernels[device] = run
         op.entries[torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr()] = run
         return function
 
     return decorate
 
 
+def allocate(name: str, call: Any) -> Any:
+    """Check the arguments of a call of op `name` and allocate its outputs."""
+    fake = OPS[name].fake
+    assert fake is not None, f"{name}: there is no fake"
+    return fake(call)
+
+
 def gradient(
     name: str,
-    backward: Callable[..., tuple[Tensor | None, ...]],
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
 ) -> None:
-    """Register the autograd formula of op `name`.
+    """Register the autograd formula of op `name`: by default, what the schema of `<name>_backward`
+    says.
 
     `backward(ctx, *grads)` finds `ctx.needs`, one bool for every argument of the schema. PyTorch's
     own `ctx.needs_input_grad` lacks the arguments that the dispatcher dropped for being the
     default.
     """
     op = OPS[name]
+    if backward is None:
+        backward, setup_context = autograd.formula(op, OPS[f"{name}_backward"])
     op.backward, op.setup_context = backward, setup_context
 
 
-def differentiate_definition(name: str) -> None:
-    """Give op `name` the gradient of its definition: the road of double backward."""
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        ctx.save_for_backward(*tensors)
-        ctx.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
-
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = [i for i, needed in enumerate(ctx.needs) if needed]
-        with torch.enable_grad():
-            # Views, because one input may have been computed from another: the gradient stops at
-            # the view of either, instead of going on from the one to the other.
-            views = iter([tensor.view_as(tensor) for tensor in ctx.saved_tensors])
-            inputs = [
-                next(views) if is_tensor else value
-                for is_tensor, value in zip(ctx.is_tensor, ctx.inputs, strict=True)
-            ]
-            outputs = OPS[name].definition(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if output is not None and grad is not None and output.requires_grad
-        ]
-        result: list[Tensor | None] = [None] * len(inputs)
-        if pairs:
-            values = torch.autograd.grad(
-                [output for output, _ in pairs],
-                [inputs[i] for i in wanted],
-                [grad for _, grad in pairs],
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-            for i, value in zip(wanted, values, strict=True):
-                result[i] = value
-        return tuple(result)
-
-    gradient(name, backward, setup_context)
+def import_modules(package: str, path: list[str]) -> None:
+    """Import every module of a package, which registers what is in it."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")
 
 
 def autocast(name: str, dtype: torch.dtype) -> None:
@@ -255,7 +231,7 @@ def autocast(name: str, dtype: torch.dtype) -> None:
         _under_autocast(OPS[name], key, lambda value: _autocast_value(value, dtype))
 
 
-def as_given(name: str) -> None:
+def keep_dtypes_under_autocast(name: str) -> None:
     """Under autocast, run op `name` in the dtypes of its inputs.
 
     Without a rule, autocast reaches the ATen ops that the definition and the kernels' host code
@@ -300,61 +276,3 @@ def _autocast_value(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
         return value.to(dtype)
     return value
-
-
-def _register_autograd(op: Op) -> None:
-    """Register what runs above the kernels: autograd, and the road of transforms.
-
-    custom_op's own refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a
-    zero tangent; those go to the definition. It is slower too: rms_norm with a kernel that does
-    nothing takes 24 us of host time forward, and 81 with its backward; with this, 10 and 53.
-    """
-    library, overload = op.custom_op._lib, op.overload
-    arguments = overload._schema.arguments
-    defaults = tuple(
-        argument.default_value if argument.has_default_value() else None for argument in arguments
-    )
-
-    def call(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
-        keyset = keyset & torch._C._after_autograd_keyset
-        with torch._C._AutoDispatchBelowAutograd():
-            # Where nothing but a kernel is left to run, the dispatcher would take 3 us to find it.
-            entry = op.entries.get(keyset.raw_repr())
-            return overload.redispatch(keyset, *args) if entry is None else entry(*args)
-
-    class Differentiated(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args_and_keyset: Any) -> Any:
-            args = args_and_keyset[:-1]
-            outputs = call(args_and_keyset[-1], args)
-            if op.setup_context is not None:
-                # The dispatcher drops arguments at the end that are the default.
-                op.setup_context(ctx, args + defaults[len(args) :], outputs)
-            return outputs
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            if op.backward is None:
-                raise RuntimeError(f"{op.name}: there is no gradient of this op")
-            # Without the keyset, and with the arguments that the dispatcher dropped.
-            needs = ctx.needs_input_grad[:-1]
-            ctx.needs = needs + (False,) * (len(arguments) - len(needs))
-            return *op.backward(ctx, *grads)[: len(needs)], None
-
-    Differentiated.__name__ = f"{op.name}_autograd"
-    # Without what torch.autograd.Function does for `torch.func` transforms: they do not come here.
-    apply = super(torch.autograd.Function, Differentiated).apply
-
-    def run(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            return op.check_and_define(*args)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return apply(*args, keyset)
-        return call(keyset, args)
-
-    library.impl(op.name, op.check_and_define, "FuncTorchDynamicLayerFrontMode")
-    with warnings.catch_warnings():
-        # The registration replaces custom_op's own on purpose.
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        run = torch._disable_dynamo(run)
-        library.impl(op.name, run, "Autograd", with_keyset=True, allow_override=True)

@@ -1,160 +1,70 @@
-"""cross_entropy on a device: checks and outputs, and the calls of the device's row functions."""
+"""cross_entropy, by a device's row functions.
+
+A device's `loss_and_gradient`, `gradient` and `reduce` are given the op's call for its options.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import meta
+from .. import library
 from ..ops.cross_entropy import upstream
+from .tensors import flat
 
 
-def forward(
+def register(
+    device: str,
+    rows: Callable[[Tensor], Tensor],
     loss_and_gradient: Callable[..., None],
-    reduce: Callable[..., None],
-    rows: Callable[[Tensor], Tensor],
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    return_predicted: bool = False,
-    return_entropy: bool = False,
-    *,
-    plan: Any = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`cross_entropy_forward`; `rows` makes (M, V) of the logits as the row functions take them."""
-    outputs = meta.cross_entropy.cross_entropy_forward(
-        logits,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-        return_predicted,
-        return_entropy,
-    )
-    loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
-    losses, z_losses = loss, z_loss
-    if reduction != "none":
-        losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
-    target, weight, token_weight = map(_flat, (target, weight, token_weight))
-    loss_and_gradient(
-        rows(logits),
-        target,
-        weight,
-        token_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        loss=_flat(losses),
-        z_loss=_flat(z_losses),
-        lse=_flat(lse),
-        target_logit=_flat(target_logit),
-        predicted_tokens=_flat(predicted_tokens),
-        entropy=_flat(entropy),
-        gradient=False,
-        plan=plan,
-    )
-    reduce(
-        _flat(losses),
-        _flat(z_losses),
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        loss,
-        z_loss,
-        total_weight,
-        V=logits.shape[-1],
-        ignore_index=ignore_index,
-        reduction=reduction,
-    )
-    return outputs
-
-
-def backward(
     gradient: Callable[..., None],
-    rows: Callable[[Tensor], Tensor],
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None,
-    lse: Tensor,
-    total_weight: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
-    *,
-    plan: Any = None,
-) -> Tensor:
-    """`cross_entropy_backward`; `rows` as of the forward."""
-    dlogits = meta.cross_entropy.cross_entropy_backward(
-        dloss,
-        dz_loss,
-        dlse,
-        dtarget_logit,
-        logits,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        lse,
-        total_weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-    )
-    dloss, dz_loss = (
-        upstream(grad, lse, total_weight, num_items_in_batch, reduction)
-        for grad in (dloss, dz_loss)
-    )
-    gradient(
-        # Of any stride, 0 too.
-        *(
-            None if grad is None else grad.reshape(-1)
-            for grad in (dloss, dz_loss, dlse, dtarget_logit)
-        ),
-        rows(logits),
-        *map(_flat, (target, weight, token_weight, lse)),
-        dlogits.view(-1, logits.shape[-1]),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        plan=plan,
-    )
-    return dlogits
+    reduce: Callable[..., None],
+) -> None:
+    """Register the row functions of a device; `rows` makes (M, V) of the logits as these take
+    them."""
+    module = loss_and_gradient.__module__
 
+    @library.kernel("cross_entropy_forward", device, module=module)
+    def cross_entropy_forward(
+        call, loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy, plan
+    ):
+        losses, z_losses = loss, z_loss
+        if call.reduction != "none":
+            losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
+        targets, weight, token_weights = map(flat, (call.target, call.weight, call.token_weight))
+        losses, z_losses = flat(losses), flat(z_losses)
+        loss_and_gradient(
+            call,
+            rows(call.logits),
+            targets,
+            weight,
+            token_weights,
+            loss=losses,
+            z_loss=z_losses,
+            lse=flat(lse),
+            target_logit=flat(target_logit),
+            predicted_tokens=flat(predicted_tokens),
+            entropy=flat(entropy),
+            gradient=False,
+            plan=plan,
+        )
+        sums = (loss, z_loss, total_weight)
+        V = call.logits.shape[-1]
+        reduce(call, V, losses, z_losses, targets, weight, token_weights, *sums)
 
-def _flat(tensor: Any) -> Any:
-    """A tensor, if there is one, with its elements one after the other; a contiguous one's view."""
-    return None if tensor is None else tensor.reshape(-1).contiguous()
+    @library.kernel("cross_entropy_backward", device, module=module)
+    def cross_entropy_backward(call, dlogits, plan):
+        reduction = (call.lse, call.total_weight, call.num_items_in_batch, call.reduction)
+        dloss, dz_loss = (upstream(grad, *reduction) for grad in (call.dloss, call.dz_loss))
+        grads = (dloss, dz_loss, call.dlse, call.dtarget_logit)
+        gradient(
+            call,
+            # They may have any stride, 0 too.
+            *(None if grad is None else grad.reshape(-1) for grad in grads),
+            rows(call.logits),
+            *map(flat, (call.target, call.weight, call.token_weight, call.lse)),
+            dlogits.view(-1, call.logits.shape[-1]),
+            plan,
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import meta
+from .. import library
 from ..ops.chunks import chunks
 from ..ops.head import (
     accumulation_dtype,
@@ -22,6 +22,7 @@ from ..ops.head import (
     upstream_of_tokens,
 )
 from .sizes import cdiv
+from .tensors import contiguous, flat
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,10 @@ class Head:
             yield chunk, logits
 
 
-def head_of(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dweight: Tensor | None,
-    alignment: int,
-    accum_dtype: torch.dtype | None,
-    chunk_bytes: int | None,
-) -> Head:
-    """A head of which each row of logits starts at a multiple of `alignment` elements."""
+def head_of(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> Head:
+    """The head of a call, with x as rows; each row of logits starts at a multiple of `alignment`
+    elements."""
+    weight, accum_dtype = call.weight, call.accum_dtype
     stride = cdiv(weight.shape[0], alignment) * alignment
     sum_dtype = accumulation_dtype(weight, accum_dtype)
     later_bytes = saved_bytes = 0
@@ -73,10 +68,10 @@ def head_of(
         if accum_dtype is None and dweight.dtype is torch.bfloat16:
             saved_bytes = dweight.numel() * (sum_dtype.itemsize - dweight.itemsize)
     row_bytes = stride * x.itemsize
-    slices = list(chunks(x.shape[0], row_bytes, chunk_bytes, later_bytes, saved_bytes))
+    slices = list(chunks(x.shape[0], row_bytes, call.chunk_bytes, later_bytes, saved_bytes))
     if dweight is not None and saved_bytes > 0 and len(slices) == 1:
         sum_dtype = dweight.dtype
-    return Head(x, weight, bias, stride, slices, sum_dtype)
+    return Head(x, weight, call.bias, stride, slices, sum_dtype)
 
 
 class Gradients:
@@ -142,57 +137,36 @@ def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
         torch.mm(a, b, out=total)
 
 
-def forward(
-    kernels: Any,
-    alignment: int,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    accum_dtype: torch.dtype | None = None,
-    chunk_bytes: int | None = None,
-    return_predicted: bool = False,
-    return_entropy: bool = False,
-    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
-) -> tuple[Tensor | None, ...]:
-    """`linear_cross_entropy_forward` by the row functions of `kernels`."""
-    *outputs, dx, dweight, dbias = meta.linear_cross_entropy.linear_cross_entropy_forward(
-        x,
-        weight,
-        target,
-        bias,
-        class_weight,
-        token_weight,
-        num_items_in_batch,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-        accum_dtype,
-        chunk_bytes,
-        return_predicted,
-        return_entropy,
-        gradient_mask,
-    )
+def register(device: str, kernels: Any, scale: Callable[..., None], alignment: int) -> None:
+    """Register the ops by the row functions of the module `kernels`.
+
+    `scale(gradient, factor, result)` fills result with a gradient that the forward computed times
+    factor; each row of logits starts at a multiple of `alignment` elements.
+    """
+
+    module = kernels.__name__
+
+    # They allocate for themselves: an output that is summed in another dtype is not kept beside it.
+    @library.kernel("linear_cross_entropy_forward", device, allocates=True, module=module)
+    def linear_cross_entropy_forward(call):
+        return _forward(call, kernels, alignment)
+
+    @library.kernel("linear_cross_entropy_backward", device, allocates=True, module=module)
+    def linear_cross_entropy_backward(call):
+        return _backward(call, kernels, scale, alignment)
+
+
+def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
+    *outputs, dx, dweight, dbias = library.allocate("linear_cross_entropy_forward", call)
     loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
-    rows, targets, token_weights = flattened(x, target, token_weight)
-    targets, token_weights, class_weight = map(_dense, (targets, token_weights, class_weight))
-    head = head_of(rows, weight, bias, dweight, alignment, accum_dtype, chunk_bytes)
+    rows, targets, token_weights = flattened(call.x, call.target, call.token_weight)
+    targets, token_weights = contiguous(targets), contiguous(token_weights)
+    class_weight = contiguous(call.class_weight)
+    head = head_of(call, rows, dweight, alignment)
     gradients = Gradients(head, dx, dweight, dbias)
     del dweight
     losses, z_losses = loss, z_loss
-    if reduction != "none":
+    if call.reduction != "none":
         losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
     per_token = {
         "loss": losses,
@@ -202,122 +176,69 @@ def forward(
         "predicted_tokens": predicted_tokens,
         "entropy": entropy,
     }
-    per_token = {k: None if v is None else v.view(-1) for k, v in per_token.items()}
+    per_token = {name: flat(values) for name, values in per_token.items()}
     for chunk, logits in head.logits():
         kernels.loss_and_gradient(
+            call,
             logits,
             targets[chunk],
             class_weight,
             _of(token_weights, chunk),
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            lse_square_scale=lse_square_scale,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            gradient=any(gradient_mask),
+            gradient=any(call.gradient_mask),
             **{name: _of(values, chunk) for name, values in per_token.items()},
         )
         gradients.add(chunk, logits)
     del logits
     kernels.reduce(
+        call,
+        call.weight.shape[0],
         per_token["loss"],
         per_token["z_loss"],
         targets,
         class_weight,
         token_weights,
-        num_items_in_batch,
         loss,
         z_loss,
         total_weight,
-        V=weight.shape[0],
-        ignore_index=ignore_index,
-        reduction=reduction,
     )
     return (*outputs, *gradients.rounded())
 
 
-def backward(
-    kernels: Any,
-    scale: Callable[[Tensor, Tensor, Tensor], None],
-    alignment: int,
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None,
-    lse: Tensor,
-    total_weight: Tensor,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
-    accum_dtype: torch.dtype | None,
-    chunk_bytes: int | None,
-    output_mask: list[bool],
+def _backward(
+    call: Any, kernels: Any, scale: Callable[..., None], alignment: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`linear_cross_entropy_backward` by the row functions of `kernels`."""
-    results = meta.linear_cross_entropy.linear_cross_entropy_backward(
-        dloss,
-        dz_loss,
-        dlse,
-        dtarget_logit,
-        x,
-        weight,
-        target,
-        bias,
-        class_weight,
-        token_weight,
-        num_items_in_batch,
-        lse,
-        total_weight,
-        dx,
-        dweight,
-        dbias,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-        accum_dtype,
-        chunk_bytes,
-        output_mask,
-    )
-    computed = (dx, dweight, dbias)
+    results = library.allocate("linear_cross_entropy_backward", call)
+    computed = (call.dx, call.dweight, call.dbias)
     finished: list[Tensor | None] = [None, None, None]
-    if dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(
-            dloss, target, ignore_index, divisor(reduction, total_weight, num_items_in_batch)
-        )
+    if call.dloss is not None and any(gradient is not None for gradient in computed):
+        items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
+        factors = factors_of(call.dloss, call.target, call.ignore_index, items)
         for i, (gradient, result) in enumerate(zip(computed, results, strict=True)):
             if gradient is not None and result is not None:
                 scale(gradient, factors[i], result)
                 finished[i] = result
-    if not any(still_missing(output_mask, finished)):
+    if not any(still_missing(call.output_mask, finished)):
         return finished[0], finished[1], finished[2]
-    rows, targets, token_weights = flattened(x, target, token_weight)
-    targets, token_weights, class_weight = map(_dense, (targets, token_weights, class_weight))
+    rows, targets, token_weights = flattened(call.x, call.target, call.token_weight)
+    targets, token_weights = contiguous(targets), contiguous(token_weights)
+    class_weight, lse = contiguous(call.class_weight), flat(call.lse)
     upstream = upstream_of_tokens(
-        dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
+        call.dloss,
+        call.dz_loss,
+        call.dlse,
+        call.dtarget_logit,
+        call.lse,
+        call.reduction,
+        call.total_weight,
+        call.num_items_in_batch,
     )
-    lse = lse.reshape(-1).contiguous()
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
-    head = head_of(rows, weight, bias, unfinished[1], alignment, accum_dtype, chunk_bytes)
+    head = head_of(call, rows, unfinished[1], alignment)
     gradients = Gradients(head, *unfinished)
     del results, unfinished
     for chunk, logits in head.logits():
         kernels.gradient(
+            call,
             *(_of(grad, chunk) for grad in upstream),
             logits,
             targets[chunk],
@@ -325,11 +246,6 @@ def backward(
             _of(token_weights, chunk),
             lse[chunk],
             logits,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            lse_square_scale=lse_square_scale,
-            softcap=softcap,
-            logit_scale=logit_scale,
         )
         gradients.add(chunk, logits)
     del logits
@@ -338,7 +254,3 @@ def backward(
 
 def _of(values: Tensor | None, chunk: slice) -> Tensor | None:
     return None if values is None else values[chunk]
-
-
-def _dense(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.contiguous()

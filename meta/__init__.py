@@ -1,37 +1,9 @@
-"""Argument checks and output allocation: one file an op.
+"""Argument checks and output allocation.
 
-Each function is its op's fake implementation, and what a device's kernel calls to check its
-arguments and allocate its outputs.
+A fake is a function of a call, the op's arguments as a named tuple. It is what PyTorch traces with,
+and what runs before a device's kernel, to check the arguments and allocate the outputs.
 """
 
-from . import (
-    clamped_swiglu,
-    cross_entropy,
-    fused_add_rms_norm,
-    geglu,
-    group_norm,
-    layer_norm,
-    linear_cross_entropy,
-    log_softmax,
-    relu_squared,
-    rms_norm,
-    rope,
-    softmax,
-    swiglu,
-)
+from .. import library
 
-__all__ = [
-    "clamped_swiglu",
-    "cross_entropy",
-    "fused_add_rms_norm",
-    "geglu",
-    "group_norm",
-    "layer_norm",
-    "linear_cross_entropy",
-    "log_softmax",
-    "relu_squared",
-    "rms_norm",
-    "rope",
-    "softmax",
-    "swiglu",
-]
+library.import_modules(__name__, __path__)

@@ -1,4 +1,4 @@
-"""The checks that the meta functions share.
+"""The checks that fakes share, of the arguments of a call, by their names.
 
 Every message names the op, the argument, what is accepted and what came.
 """
@@ -6,65 +6,86 @@ Every message names the op, the argument, what is accepted and what came.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.rms_norm import CASTING_MODES
 from ..ops.strides import inverse, memory_order
 
 
-def floating(op: str, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_floating_point():
-            raise TypeError(f"{op}: {name} must be a floating point tensor, got {tensor.dtype}")
+def op(call: Any) -> str:
+    """The name by which errors call the op."""
+    return type(call).__name__
 
 
-def same_device(op: str, x: Tensor, x_name: str = "x", /, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{op}: {name} must be on {x_name}'s device, {x.device}, got {tensor.device}"
+def given(call: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+    """The tensors of these names that are not None."""
+    pairs = [(name, getattr(call, name)) for name in names]
+    return [(name, tensor) for name, tensor in pairs if tensor is not None]
+
+
+def floating(call: Any, *names: str) -> None:
+    for name, tensor in given(call, names):
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"{op(call)}: {name} must be a floating point tensor, got {tensor.dtype}"
             )
 
 
-def shape(op: str, name: str, tensor: Tensor | None, expected: Sequence[int], meaning: str) -> None:
+def same_device(call: Any, x: str, *names: str) -> None:
+    device = getattr(call, x).device
+    for name, tensor in given(call, names):
+        if tensor.device != device:
+            raise ValueError(
+                f"{op(call)}: {name} must be on {x}'s device, {device}, got {tensor.device}"
+            )
+
+
+def shape(call: Any, name: str, expected: Sequence[int], meaning: str) -> None:
+    tensor = getattr(call, name)
     if tensor is not None and tuple(tensor.shape) != tuple(expected):
         raise ValueError(
-            f"{op}: {name} must have the shape of {meaning}, {tuple(expected)},"
+            f"{op(call)}: {name} must have the shape of {meaning}, {tuple(expected)},"
             f" got {tuple(tensor.shape)}"
         )
 
 
-def at_least_dims(op: str, x: Tensor, dims: int, form: str, x_name: str = "x") -> None:
-    if x.dim() < dims:
-        raise ValueError(f"{op}: {x_name} must be {form}, got shape {tuple(x.shape)}")
+def at_least_dims(call: Any, x: str, dims: int, form: str) -> None:
+    tensor = getattr(call, x)
+    if tensor.dim() < dims:
+        raise ValueError(f"{op(call)}: {x} must be {form}, got shape {tuple(tensor.shape)}")
 
 
-def choice(op: str, name: str, value: str, accepted: Sequence[str]) -> None:
+def choice(call: Any, name: str, accepted: Sequence[str]) -> None:
+    value = getattr(call, name)
     if value not in accepted:
         names = ", ".join(map(repr, accepted))
-        raise ValueError(f"{op}: {name} must be one of {names}, got {value!r}")
+        raise ValueError(f"{op(call)}: {name} must be one of {names}, got {value!r}")
 
 
-def epsilon(op: str, eps: float) -> None:
-    if not eps >= 0:
-        raise ValueError(f"{op}: eps must be a number of at least 0, got {eps}")
+def epsilon(call: Any) -> None:
+    if not call.eps >= 0:
+        raise ValueError(f"{op(call)}: eps must be a number of at least 0, got {call.eps}")
 
 
-def casting(op: str, weight: Tensor | None, offset: float, casting_mode: str | None = None) -> None:
-    if casting_mode is not None:
-        choice(op, "casting_mode", casting_mode, CASTING_MODES)
-    if weight is None and offset != 0:
-        raise ValueError(f"{op}: offset must be 0 without a weight to add it to, got {offset}")
+def norm(call: Any, x: str, *parameters: str) -> None:
+    """A norm over the last dimension of the input, named `x`."""
+    parameters = parameters or ("weight",)
+    floating(call, x, *parameters)
+    at_least_dims(call, x, 1, "(..., N)")
+    same_device(call, x, *parameters)
+    for name in parameters:
+        shape(call, name, getattr(call, x).shape[-1:], "x's last dimension")
+    epsilon(call)
 
 
-def same_form(op: str, x: Tensor, x_name: str, **tensors: Tensor | None) -> None:
-    """Tensors that must be floating point, on x's device and of x's shape."""
-    floating(op, **tensors)
-    same_device(op, x, x_name, **tensors)
-    for name, tensor in tensors.items():
-        shape(op, name, tensor, x.shape, x_name)
+def same_form(call: Any, x: str, *names: str) -> None:
+    """Tensors that must be floating point, on the device and of the shape of the one named `x`."""
+    floating(call, *names)
+    same_device(call, x, *names)
+    for name in names:
+        shape(call, name, getattr(call, x).shape, x)
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -74,11 +95,16 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     )
 
 
+def gradients(call: Any, *names: str) -> tuple[Tensor | None, ...]:
+    """Memory for the gradients of the tensors of these names that are wanted."""
+    tensors = (getattr(call, name) for name in names)
+    return tuple(
+        like(tensor) if wanted and tensor is not None else None
+        for wanted, tensor in zip(call.output_mask, tensors, strict=True)
+    )
+
+
 def in_layout_of(tensor: Tensor) -> Tensor:
     """An uninitialised dense tensor of the same shape, with its dimensions in the same order."""
     order = memory_order(tensor)
     return tensor.new_empty([tensor.shape[dim] for dim in order]).permute(inverse(order))
-
-
-def like_if(wanted: bool, tensor: Tensor | None) -> Tensor | None:
-    return like(tensor) if wanted and tensor is not None else None

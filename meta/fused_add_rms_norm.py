@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import library
+from ..ops.rms_norm import CASTING_MODES
 from . import checks
 from .rms_norm import check
 
 
 @library.fake("fused_add_rms_norm")
-def fused_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-) -> tuple[Tensor, Tensor]:
-    op = "fused_add_rms_norm"
-    check(op, x, weight, eps, offset, casting_mode)
-    checks.same_form(op, x, "x", residual=residual)
-    dtype = torch.promote_types(x.dtype, residual.dtype)
-    return checks.like(x, dtype), checks.like(x, dtype)
+def fused_add_rms_norm(call: Any) -> tuple[Tensor, Tensor]:
+    check(call, "x")
+    checks.choice(call, "casting_mode", CASTING_MODES)
+    checks.same_form(call, "x", "residual")
+    dtype = torch.promote_types(call.x.dtype, call.residual.dtype)
+    return checks.like(call.x, dtype), checks.like(call.x, dtype)
 
 
 @library.fake("fused_add_rms_norm_backward")
-def fused_add_rms_norm_backward(
-    dy: Tensor,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    op = "fused_add_rms_norm_backward"
-    check(op, s, weight, eps, offset)
-    checks.same_form(op, s, "s", dy=dy, ds=ds)
-    return checks.like_if(output_mask[0], s), checks.like_if(output_mask[1], weight)
+def fused_add_rms_norm_backward(call: Any) -> tuple[Tensor | None, ...]:
+    check(call, "s")
+    checks.same_form(call, "s", "dy", "ds")
+    return checks.gradients(call, "s", "weight")

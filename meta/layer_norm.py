@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .. import library
@@ -9,37 +11,13 @@ from . import checks
 
 
 @library.fake("layer_norm")
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    _check("layer_norm", x, weight, bias, eps)
-    return checks.like(x)
+def layer_norm(call: Any) -> Tensor:
+    checks.norm(call, "x", "weight", "bias")
+    return checks.like(call.x)
 
 
 @library.fake("layer_norm_backward")
-def layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    op = "layer_norm_backward"
-    _check(op, x, weight, bias, eps)
-    checks.same_form(op, x, "x", dy=dy)
-    tensors = (x, weight, bias)
-    dx, dweight, dbias = map(checks.like_if, output_mask, tensors)
-    return dx, dweight, dbias
-
-
-def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    checks.floating(op, x=x, weight=weight, bias=bias)
-    checks.at_least_dims(op, x, 1, "(..., N)")
-    checks.same_device(op, x, weight=weight, bias=bias)
-    checks.shape(op, "weight", weight, x.shape[-1:], "x's last dimension")
-    checks.shape(op, "bias", bias, x.shape[-1:], "x's last dimension")
-    checks.epsilon(op, eps)
+def layer_norm_backward(call: Any) -> tuple[Tensor | None, ...]:
+    checks.norm(call, "x", "weight", "bias")
+    checks.same_form(call, "x", "dy")
+    return checks.gradients(call, "x", "weight", "bias")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,63 +13,35 @@ from . import checks
 
 
 @library.fake("rope")
-def rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    per_pair: bool = False,
-    sections: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    _check("rope", "", q, k, cos, sin, per_pair, sections)
-    return checks.in_layout_of(q), checks.in_layout_of(k)
+def rope(call: Any) -> tuple[Tensor, Tensor]:
+    _check(call, "q", "k")
+    return checks.in_layout_of(call.q), checks.in_layout_of(call.k)
 
 
 @library.fake("rope_backward")
-def rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    _check("rope_backward", "d", dq, dk, cos, sin, per_pair, sections)
-    needs_q, needs_k = output_mask
-    return (
-        checks.in_layout_of(dq) if needs_q else None,
-        checks.in_layout_of(dk) if needs_k else None,
-    )
+def rope_backward(call: Any) -> tuple[Tensor | None, ...]:
+    _check(call, "dq", "dk")
+    wanted = zip(call.output_mask, (call.dq, call.dk), strict=True)
+    return tuple(checks.in_layout_of(dy) if want else None for want, dy in wanted)
 
 
-def _check(
-    op: str,
-    prefix: str,
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    per_pair: bool,
-    sections: list[int] | None,
-) -> None:
-    q_name, k_name = f"{prefix}q", f"{prefix}k"
-    checks.floating(op, **{q_name: q, k_name: k})
+def _check(call: Any, q_name: str, k_name: str) -> None:
+    op, q, k = checks.op(call), getattr(call, q_name), getattr(call, k_name)
+    cos, sections = call.cos, call.sections
+    checks.floating(call, q_name, k_name)
     if k.dtype != q.dtype:
         raise TypeError(f"{op}: {k_name} must have {q_name}'s dtype, {q.dtype}, got {k.dtype}")
-    _check_table_dtypes(op, cos, sin)
+    _check_table_dtypes(call)
     if q.dim() != 4:
         raise ValueError(f"{op}: {q_name} must be (B, heads, S, D), got shape {tuple(q.shape)}")
-    checks.same_device(op, q, q_name, **{k_name: k}, cos=cos, sin=sin)
+    checks.same_device(call, q_name, k_name, "cos", "sin")
     B, _, S, D = q.shape
     if k.dim() != 4 or k.shape[0] != B or k.shape[2] != S or k.shape[3] != D:
         raise ValueError(
             f"{op}: {k_name} must have the shape of {q_name} but for the heads,"
             f" {(B, 'heads', S, D)}, got {tuple(k.shape)}"
         )
-    per_pair = per_pair or cos.is_complex()
+    per_pair = call.per_pair or cos.is_complex()
     columns = "R/2" if per_pair else "R"
     if sections is None:
         accepted = f"(S, {columns}), (1, S, {columns}) or (B, S, {columns})"
@@ -95,12 +69,13 @@ def _check(
             f"{op}: sections must be three counts of pairs that add up to R/2, {R // 2},"
             f" got {list(sections)}"
         )
-    checks.shape(op, "sin", sin, cos.shape, "cos")
+    checks.shape(call, "sin", cos.shape, "cos")
 
 
-def _check_table_dtypes(op: str, cos: Tensor, sin: Tensor | None) -> None:
+def _check_table_dtypes(call: Any) -> None:
+    op, cos, sin = checks.op(call), call.cos, call.sin
     if not cos.is_complex():
-        checks.floating(op, cos=cos, sin=sin)
+        checks.floating(call, "cos", "sin")
         if sin is None:
             raise ValueError(f"{op}: sin must be given with a real cos, got None")
         return

@@ -1,6 +1,8 @@
-"""softmax: checks and outputs."""
+"""softmax and log_softmax: checks and outputs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -9,23 +11,17 @@ from . import checks
 
 
 @library.fake("softmax")
-def softmax(x: Tensor) -> Tensor:
-    return forward("softmax", x)
+@library.fake("log_softmax")
+def forward(call: Any) -> Tensor:
+    checks.floating(call, "x")
+    checks.at_least_dims(call, "x", 1, "(..., N)")
+    return checks.like(call.x)
 
 
 @library.fake("softmax_backward")
-def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
-    return backward("softmax_backward", dy, y)
-
-
-def forward(op: str, x: Tensor) -> Tensor:
-    checks.floating(op, x=x)
-    checks.at_least_dims(op, x, 1, "(..., N)")
-    return checks.like(x)
-
-
-def backward(op: str, dy: Tensor, y: Tensor) -> Tensor:
-    checks.floating(op, y=y)
-    checks.at_least_dims(op, y, 1, "(..., N)", "y")
-    checks.same_form(op, y, "y", dy=dy)
-    return checks.like(y)
+@library.fake("log_softmax_backward")
+def backward(call: Any) -> Tensor:
+    checks.floating(call, "y")
+    checks.at_least_dims(call, "y", 1, "(..., N)")
+    checks.same_form(call, "y", "dy")
+    return checks.like(call.y)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,11 +9,7 @@ from .. import library
 from .gated import gate_and_up, gradients, silu_slope
 
 
-@library.define(
-    "(Tensor gate, Tensor? up=None, float alpha=1.702, float limit=7.0, float up_offset=1.0,"
-    " bool interleaved=False) -> Tensor",
-    strides=torch.Tag.needs_fixed_stride_order,
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
 def clamped_swiglu(
     gate: Tensor,
     up: Tensor | None = None,
@@ -72,11 +66,7 @@ def clamped_swiglu(
     return (gate * torch.sigmoid(gate * alpha) * (up + up_offset)).to(dtype).contiguous()
 
 
-@library.define(
-    "(Tensor dy, Tensor gate, Tensor? up, float alpha, float limit, float up_offset,"
-    " bool interleaved, bool[2] output_mask) -> (Tensor?, Tensor?)",
-    strides=torch.Tag.needs_fixed_stride_order,
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
 def clamped_swiglu_backward(
     dy: Tensor,
     gate: Tensor,
@@ -115,25 +105,4 @@ def clamped_swiglu_backward(
     return gradients(dgate, dup, gate, up, output_mask, interleaved)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, ctx.alpha, ctx.limit, ctx.up_offset, ctx.interleaved = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    gate, up = ctx.saved_tensors
-    dgate, dup = clamped_swiglu_backward(
-        dy,
-        gate,
-        up,
-        ctx.alpha,
-        ctx.limit,
-        ctx.up_offset,
-        ctx.interleaved,
-        list(ctx.needs[:2]),
-    )
-    return dgate, dup, None, None, None, None
-
-
-library.gradient("clamped_swiglu", _backward, _setup_context)
-library.differentiate_definition("clamped_swiglu_backward")
+library.gradient("clamped_swiglu")

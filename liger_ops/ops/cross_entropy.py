@@ -12,15 +12,10 @@ from .precision import widened
 
 REDUCTIONS = ("none", "mean", "sum")
 
-OPTIONS = (
-    "Tensor logits, Tensor target, Tensor? weight=None, Tensor? token_weight=None,"
-    " Tensor? num_items_in_batch=None, int ignore_index=-100, str reduction='mean',"
-    " float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None,"
-    " float logit_scale=1.0"
-)
+RESULTS = "loss z_loss lse target_logit total_weight predicted_tokens entropy"
 
 
-@library.compose(f"({OPTIONS}) -> Tensor")
+@library.compose
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -106,12 +101,7 @@ def cross_entropy(
     )[0]
 
 
-@library.define(
-    f"({OPTIONS}, bool return_predicted=False, bool return_entropy=False)"
-    " -> (Tensor loss, Tensor z_loss, Tensor lse, Tensor target_logit, Tensor total_weight,"
-    " Tensor? predicted_tokens, Tensor? entropy)",
-    strides=torch.Tag.needs_fixed_stride_order,
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
 def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
@@ -183,13 +173,7 @@ def cross_entropy_forward(
     return loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy
 
 
-@library.define(
-    "(Tensor? dloss, Tensor? dz_loss, Tensor? dlse, Tensor? dtarget_logit, Tensor logits,"
-    " Tensor target, Tensor? weight, Tensor? token_weight, Tensor? num_items_in_batch, Tensor lse,"
-    " Tensor total_weight, int ignore_index, str reduction, float label_smoothing,"
-    " float lse_square_scale, float? softcap, float logit_scale) -> Tensor",
-    strides=torch.Tag.needs_fixed_stride_order,
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
 def cross_entropy_backward(
     dloss: Tensor | None,
     dz_loss: Tensor | None,
@@ -434,4 +418,3 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 library.gradient("cross_entropy_forward", _backward, _setup_context)
-library.differentiate_definition("cross_entropy_backward")

@@ -11,10 +11,7 @@ from .. import library
 from .rms_norm import backward_definition
 
 
-@library.define(
-    "(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float offset=0.0,"
-    " str casting_mode='llama') -> (Tensor, Tensor)"
-)
+@library.define()
 def fused_add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -59,10 +56,7 @@ def fused_add_rms_norm(
     return library.OPS["rms_norm"].definition(s, weight, eps, offset, casting_mode), s
 
 
-@library.define(
-    "(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, float eps, float offset,"
-    " bool[2] output_mask) -> (Tensor?, Tensor?)"
-)
+@library.define()
 def fused_add_rms_norm_backward(
     dy: Tensor,
     ds: Tensor | None,
@@ -121,5 +115,4 @@ def _backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | 
 
 
 library.gradient("fused_add_rms_norm", _backward, _setup_context)
-library.differentiate_definition("fused_add_rms_norm_backward")
 library.autocast("fused_add_rms_norm", torch.float32)

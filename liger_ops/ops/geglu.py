@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,7 @@ APPROXIMATIONS = ("tanh", "none")
 SCALE = 2 * math.sqrt(2 / math.pi)
 
 
-@library.define(
-    "(Tensor gate, Tensor? up=None, str approximate='tanh') -> Tensor",
-    strides=torch.Tag.needs_fixed_stride_order,
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
     """GEGLU: up, gated by the GELU of gate.
 
@@ -62,11 +58,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
     return (_gelu(gate, approximate) * up).to(dtype).contiguous()
 
 
-@library.define(
-    "(Tensor dy, Tensor gate, Tensor? up, str approximate, bool[2] output_mask)"
-    " -> (Tensor?, Tensor?)",
-    strides=torch.Tag.needs_fixed_stride_order,
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
 def geglu_backward(
     dy: Tensor,
     gate: Tensor,
@@ -119,16 +111,4 @@ def _tanh_factor(x: Tensor) -> Tensor:
     return torch.sigmoid(SCALE * x * (1 + 0.044715 * x * x))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, ctx.approximate = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    gate, up = ctx.saved_tensors
-    dgate, dup = geglu_backward(dy, gate, up, ctx.approximate, list(ctx.needs[:2]))
-    return dgate, dup, None
-
-
-library.gradient("geglu", _backward, _setup_context)
-library.differentiate_definition("geglu_backward")
+library.gradient("geglu")

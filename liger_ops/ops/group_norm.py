@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,13 +10,10 @@ from .layer_norm import standardised, standardised_backward
 from .precision import widened
 
 
-@library.define(
-    "(Tensor x, SymInt num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5)"
-    " -> Tensor",
-)
+@library.define()
 def group_norm(
     x: Tensor,
-    num_groups: int,
+    num_groups: int | torch.SymInt,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -64,14 +59,11 @@ def group_norm(
     return xhat.to(x.dtype).contiguous()
 
 
-@library.define(
-    "(Tensor dy, Tensor x, SymInt num_groups, Tensor? weight, Tensor? bias, float eps,"
-    " bool[3] output_mask) -> (Tensor?, Tensor?, Tensor?)"
-)
+@library.define()
 def group_norm_backward(
     dy: Tensor,
     x: Tensor,
-    num_groups: int,
+    num_groups: int | torch.SymInt,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
@@ -113,7 +105,7 @@ def group_norm_backward(
     return dx, dweight, dbias
 
 
-def _groups(x: Tensor, num_groups: int) -> Tensor:
+def _groups(x: Tensor, num_groups: int | torch.SymInt) -> Tensor:
     """(N, C, *spatial) as (N, num_groups, elements of a group)."""
     length = x.shape[1] // num_groups
     for size in x.shape[2:]:
@@ -125,18 +117,5 @@ def _per_channel(weight: Tensor, x: Tensor) -> Tensor:
     return weight.to(x.dtype).reshape(-1, *[1] * (x.dim() - 2))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.num_groups, weight, bias, ctx.eps = inputs
-    ctx.save_for_backward(x, weight, bias)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, bias = ctx.saved_tensors
-    needs = [ctx.needs[0], ctx.needs[2], ctx.needs[3]]
-    dx, dweight, dbias = group_norm_backward(dy, x, ctx.num_groups, weight, bias, ctx.eps, needs)
-    return dx, None, dweight, dbias, None
-
-
-library.gradient("group_norm", _backward, _setup_context)
-library.differentiate_definition("group_norm_backward")
+library.gradient("group_norm")
 library.autocast("group_norm", torch.float32)

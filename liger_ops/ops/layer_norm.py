@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,7 @@ from .. import library
 from .precision import widened
 
 
-@library.define(
-    "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
-)
+@library.define()
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -60,10 +56,7 @@ def layer_norm(
     return xhat.to(x.dtype).contiguous()
 
 
-@library.define(
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, float eps, bool[3] output_mask)"
-    " -> (Tensor?, Tensor?, Tensor?)"
-)
+@library.define()
 def layer_norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -118,16 +111,5 @@ def standardised_backward(g: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
     return rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.eps = inputs
-    ctx.save_for_backward(x, weight, bias)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, bias = ctx.saved_tensors
-    return *layer_norm_backward(dy, x, weight, bias, ctx.eps, list(ctx.needs[:3])), None
-
-
-library.gradient("layer_norm", _backward, _setup_context)
-library.differentiate_definition("layer_norm_backward")
+library.gradient("layer_norm")
 library.autocast("layer_norm", torch.float32)

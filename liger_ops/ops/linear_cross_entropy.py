@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import library
 from .chunks import chunks
+from .cross_entropy import RESULTS
 from .head import (
     Gradients,
     both,
@@ -22,16 +23,8 @@ from .head import (
     upstream_of_tokens,
 )
 
-OPTIONS = (
-    "Tensor x, Tensor weight, Tensor target, Tensor? bias=None, Tensor? class_weight=None,"
-    " Tensor? token_weight=None, Tensor? num_items_in_batch=None, int ignore_index=-100,"
-    " str reduction='mean', float label_smoothing=0.0, float lse_square_scale=0.0,"
-    " float? softcap=None, float logit_scale=1.0, ScalarType? accum_dtype=None,"
-    " int? chunk_bytes=None"
-)
 
-
-@library.compose(f"({OPTIONS}) -> Tensor")
+@library.compose
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -140,12 +133,7 @@ def linear_cross_entropy(
     )[0]
 
 
-@library.define(
-    f"({OPTIONS}, bool return_predicted=False, bool return_entropy=False,"
-    " bool[3] gradient_mask=[False, False, False])"
-    " -> (Tensor loss, Tensor z_loss, Tensor lse, Tensor target_logit, Tensor total_weight,"
-    " Tensor? predicted_tokens, Tensor? entropy, Tensor? dx, Tensor? dweight, Tensor? dbias)"
-)
+@library.define(returns=f"{RESULTS} dx dweight dbias")
 def linear_cross_entropy_forward(
     x: Tensor,
     weight: Tensor,
@@ -248,15 +236,7 @@ def linear_cross_entropy_forward(
     )
 
 
-@library.define(
-    "(Tensor? dloss, Tensor? dz_loss, Tensor? dlse, Tensor? dtarget_logit, Tensor x, Tensor weight,"
-    " Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weight,"
-    " Tensor? num_items_in_batch, Tensor lse, Tensor total_weight, Tensor? dx, Tensor? dweight,"
-    " Tensor? dbias, int ignore_index, str reduction, float label_smoothing,"
-    " float lse_square_scale, float? softcap, float logit_scale, ScalarType? accum_dtype,"
-    " int? chunk_bytes, bool[3] output_mask)"
-    " -> (Tensor? dx, Tensor? dweight, Tensor? dbias)"
-)
+@library.define(returns="dx dweight dbias")
 def linear_cross_entropy_backward(
     dloss: Tensor | None,
     dz_loss: Tensor | None,
@@ -391,6 +371,5 @@ def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
 
 
 library.gradient("linear_cross_entropy_forward", _backward, _setup_context)
-library.differentiate_definition("linear_cross_entropy_backward")
-library.as_given("linear_cross_entropy_forward")
-library.as_given("linear_cross_entropy_backward")
+library.keep_dtypes_under_autocast("linear_cross_entropy_forward")
+library.keep_dtypes_under_autocast("linear_cross_entropy_backward")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from .. import library
 from .precision import widened
 
 
-@library.define("(Tensor x) -> Tensor", strides=torch.Tag.needs_fixed_stride_order)
+@library.define(strides=torch.Tag.needs_fixed_stride_order, like="x")
 def relu_squared(x: Tensor) -> Tensor:
     """The square of the rectified x.
 
@@ -39,7 +37,7 @@ def relu_squared(x: Tensor) -> Tensor:
     return torch.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
-@library.define("(Tensor dy, Tensor x) -> Tensor", strides=torch.Tag.needs_fixed_stride_order)
+@library.define(strides=torch.Tag.needs_fixed_stride_order, like="x")
 def relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
     """The gradient of `relu_squared`.
 
@@ -59,14 +57,4 @@ def relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
     return (dy.to(wide.dtype) * (2 * torch.relu(wide))).to(x.dtype).contiguous()
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (x,) = ctx.saved_tensors
-    return (relu_squared_backward(dy, x),)
-
-
-library.gradient("relu_squared", _backward, _setup_context)
-library.differentiate_definition("relu_squared_backward")
+library.gradient("relu_squared")

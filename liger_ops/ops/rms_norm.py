@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,10 +11,7 @@ from .precision import widened
 CASTING_MODES = ("llama", "gemma", "none")
 
 
-@library.define(
-    "(Tensor x, Tensor? weight=None, float eps=1e-6, float offset=0.0, str casting_mode='llama')"
-    " -> Tensor"
-)
+@library.define()
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -78,10 +73,7 @@ def rms_norm(
     return y.to(x.dtype).contiguous()
 
 
-@library.define(
-    "(Tensor dy, Tensor x, Tensor? weight, float eps, float offset, bool[2] output_mask)"
-    " -> (Tensor?, Tensor?)"
-)
+@library.define()
 def rms_norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -136,18 +128,5 @@ def backward_definition(
     return dx, dweight
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, ctx.eps, ctx.offset, _ = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    needs = list(ctx.needs[:2])
-    dx, dweight = rms_norm_backward(dy, x, weight, ctx.eps, ctx.offset, needs)
-    return dx, dweight, None, None, None
-
-
-library.gradient("rms_norm", _backward, _setup_context)
-library.differentiate_definition("rms_norm_backward")
+library.gradient("rms_norm")
 library.autocast("rms_norm", torch.float32)

@@ -12,11 +12,7 @@ from .precision import widened
 from .strides import in_order_of
 
 
-@library.define(
-    "(Tensor q, Tensor k, Tensor cos, Tensor? sin=None, bool interleaved=False,"
-    " bool per_pair=False, int[]? sections=None) -> (Tensor, Tensor)",
-    strides=torch.Tag.needs_exact_strides,
-)
+@library.define(strides=torch.Tag.needs_exact_strides)
 def rope(
     q: Tensor,
     k: Tensor,
@@ -96,11 +92,7 @@ def rope(
     return _rotated(q, *tables), _rotated(k, *tables)
 
 
-@library.define(
-    "(Tensor dq, Tensor dk, Tensor cos, Tensor? sin, bool interleaved, bool per_pair,"
-    " int[]? sections, bool[2] output_mask) -> (Tensor?, Tensor?)",
-    strides=torch.Tag.needs_exact_strides,
-)
+@library.define(strides=torch.Tag.needs_exact_strides)
 def rope_backward(
     dq: Tensor,
     dk: Tensor,
@@ -252,4 +244,3 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
 
 
 library.gradient("rope", _backward, _setup_context)
-library.differentiate_definition("rope_backward")

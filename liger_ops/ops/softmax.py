@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from .. import library
 from .precision import widened
 
 
-@library.define("(Tensor x) -> Tensor")
+@library.define()
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension.
 
@@ -42,7 +40,7 @@ def softmax(x: Tensor) -> Tensor:
     return torch.softmax(widened(x), -1).to(x.dtype).contiguous()
 
 
-@library.define("(Tensor dy, Tensor y) -> Tensor")
+@library.define()
 def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     """The gradient of `softmax`, from its result.
 
@@ -65,15 +63,5 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     return dx.to(y.dtype).contiguous()
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(output)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (y,) = ctx.saved_tensors
-    return (softmax_backward(dy, y),)
-
-
-library.gradient("softmax", _backward, _setup_context)
-library.differentiate_definition("softmax_backward")
+library.gradient("softmax")
 library.autocast("softmax", torch.float32)

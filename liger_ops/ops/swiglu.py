@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,11 +9,7 @@ from .. import library
 from .gated import gate_and_up, gradients, silu_slope
 
 
-@library.define(
-    "(Tensor gate, Tensor? up=None, float gate_multiplier=1.0, float down_multiplier=1.0)"
-    " -> Tensor",
-    strides=torch.Tag.needs_fixed_stride_order,
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
 def swiglu(
     gate: Tensor,
     up: Tensor | None = None,
@@ -64,11 +58,7 @@ def swiglu(
     return y.to(dtype).contiguous()
 
 
-@library.define(
-    "(Tensor dy, Tensor gate, Tensor? up, float gate_multiplier, float down_multiplier,"
-    " bool[2] output_mask) -> (Tensor?, Tensor?)",
-    strides=torch.Tag.needs_fixed_stride_order,
-)
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
 def swiglu_backward(
     dy: Tensor,
     gate: Tensor,
@@ -103,18 +93,4 @@ def swiglu_backward(
     return gradients(dgate, dy * torch.nn.functional.silu(z), gate, up, output_mask)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, ctx.gate_multiplier, ctx.down_multiplier = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    gate, up = ctx.saved_tensors
-    dgate, dup = swiglu_backward(
-        dy, gate, up, ctx.gate_multiplier, ctx.down_multiplier, list(ctx.needs[:2])
-    )
-    return dgate, dup, None, None
-
-
-library.gradient("swiglu", _backward, _setup_context)
-library.differentiate_definition("swiglu_backward")
+library.gradient("swiglu")

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import library
-from .. import cross_entropy as by_rows
+from ..cross_entropy import register
 from ..sizes import cdiv, next_power_of_2
 from .cross_entropy_kernels import (
     cross_entropy_backward_kernel,
@@ -50,16 +49,12 @@ def plan_backward(logits: Tensor) -> Plan:
 
 
 def loss_and_gradient(
+    call: Any,
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
     token_weight: Tensor | None,
     *,
-    ignore_index: int,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
     loss: Tensor,
     z_loss: Tensor,
     lse: Tensor,
@@ -83,7 +78,7 @@ def loss_and_gradient(
         logits,
         target,
         weight,
-        _class_weight_sum(weight, label_smoothing),
+        _class_weight_sum(weight, call.label_smoothing),
         token_weight,
         loss,
         z_loss,
@@ -95,11 +90,11 @@ def loss_and_gradient(
     scalars = (
         V,
         logits.stride(0),
-        ignore_index,
-        label_smoothing or None,
-        lse_square_scale,
-        softcap,
-        None if logit_scale == 1 else logit_scale,
+        call.ignore_index,
+        call.label_smoothing or None,
+        call.lse_square_scale,
+        call.softcap,
+        None if call.logit_scale == 1 else call.logit_scale,
     )
     options = {"GRADIENT": gradient, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
     if plan.BLOCK_N >= V:
@@ -115,7 +110,7 @@ def loss_and_gradient(
         )
     else:
         # The weights of label smoothing would be prefetched too, and take as much again.
-        weighted = weight is not None and label_smoothing != 0
+        weighted = weight is not None and call.label_smoothing != 0
         # What a thread loads at once.
         fold = min(plan.BLOCK_N, 16 // logits.element_size())
         launch(
@@ -131,6 +126,7 @@ def loss_and_gradient(
 
 
 def gradient(
+    call: Any,
     dloss: Tensor | None,
     dz_loss: Tensor | None,
     dlse: Tensor | None,
@@ -141,12 +137,6 @@ def gradient(
     token_weight: Tensor | None,
     lse: Tensor,
     dlogits: Tensor,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
     plan: Plan | None = None,
 ) -> None:
     """Fill dlogits, which may be the logits themselves.
@@ -167,7 +157,7 @@ def gradient(
         logits,
         target,
         weight,
-        _class_weight_sum(weight, label_smoothing),
+        _class_weight_sum(weight, call.label_smoothing),
         token_weight,
         lse,
         dlogits,
@@ -176,11 +166,11 @@ def gradient(
         *(0 if grad is None else grad.stride(0) for grad in upstream),
         logits.stride(0),
         dlogits.stride(0),
-        ignore_index,
-        label_smoothing or None,
-        lse_square_scale,
-        softcap,
-        None if logit_scale == 1 else logit_scale,
+        call.ignore_index,
+        call.label_smoothing or None,
+        call.lse_square_scale,
+        call.softcap,
+        None if call.logit_scale == 1 else call.logit_scale,
         BLOCK_M=plan.BLOCK_M,
         BLOCK_N=plan.BLOCK_N,
         STAGES=plan.stages,
@@ -189,19 +179,16 @@ def gradient(
 
 
 def reduce(
+    call: Any,
+    V: int,
     losses: Tensor,
     z_losses: Tensor,
     target: Tensor,
     weight: Tensor | None,
     token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None,
     loss: Tensor,
     z_loss: Tensor,
     total_weight: Tensor,
-    *,
-    V: int,
-    ignore_index: int,
-    reduction: str,
 ) -> None:
     """Fill total_weight, and but for the reduction "none" loss and z_loss, of the tokens' own.
 
@@ -216,14 +203,14 @@ def reduce(
         target,
         weight,
         token_weight,
-        num_items_in_batch,
+        call.num_items_in_batch,
         loss,
         z_loss,
         total_weight,
         target.numel(),
         V,
-        ignore_index,
-        REDUCTION=reduction,
+        call.ignore_index,
+        REDUCTION=call.reduction,
         # 8192 tokens take one round of loads: 7 us on an H200, 13 in rounds of 1024.
         BLOCK_M=min(8192, next_power_of_2(max(1, target.numel()))),
         num_warps=1024 // WARP_SIZE,
@@ -241,11 +228,4 @@ def _class_weight_sum(weight: Tensor | None, label_smoothing: float) -> Tensor |
     return weight.sum(dtype=torch.float32)
 
 
-@library.kernel("cross_entropy_forward", "cuda")
-def cross_entropy_forward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    return by_rows.forward(loss_and_gradient, reduce, rows, *args, **kwargs)
-
-
-@library.kernel("cross_entropy_backward", "cuda")
-def cross_entropy_backward(*args: Any, **kwargs: Any) -> Tensor:
-    return by_rows.backward(gradient, rows, *args, **kwargs)
+register("cuda", rows, loss_and_gradient, gradient, reduce)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..elementwise import as_rows, parts, row_stride
+from ..gated import register
 from ..triton_math import gated, gated_gradients
 from .elementwise import columns, launch_tiles, place
 from .launch import Plan
@@ -107,18 +108,16 @@ def _gated_backward_kernel(
             tl.store(dup_ptr + rows * stride_dup + cols, dup, mask=mask)
 
 
-def forward(
+def launch_gated(
     gate: Tensor,
     up: Tensor | None,
     y: Tensor,
     activation: str,
-    options: tuple[float, float, float] = (0.0, 0.0, 0.0),
-    interleaved: bool = False,
-    plan: Plan | None = None,
+    scalars: tuple[float, float, float],
+    interleaved: bool,
+    plan: Plan | None,
 ) -> None:
-    """Launch the forward of a gated activation. `options` are its scalars."""
-    if y.numel() == 0:
-        return
+    """Launch the forward of a gated activation."""
     gate, up = parts(gate, up, interleaved)
     y, gate, up = as_rows(y, gate, up)
     M, N = y.shape
@@ -133,26 +132,24 @@ def forward(
         N,
         row_stride(gate),
         row_stride(up),
-        *options,
+        *scalars,
         ACTIVATION=activation,
         INTERLEAVED=interleaved,
     )
 
 
-def backward(
+def launch_gated_backward(
     dy: Tensor,
     gate: Tensor,
     up: Tensor | None,
     dgate: Tensor | None,
     dup: Tensor | None,
     activation: str,
-    options: tuple[float, float, float] = (0.0, 0.0, 0.0),
-    interleaved: bool = False,
-    plan: Plan | None = None,
+    scalars: tuple[float, float, float],
+    interleaved: bool,
+    plan: Plan | None,
 ) -> None:
     """Launch the backward of a gated activation."""
-    if dy.numel() == 0 or (dgate is None and dup is None):
-        return
     if up is None:
         gate, up = parts(gate, None, interleaved)
         dgate, dup = parts(dgate, None, interleaved)
@@ -166,9 +163,12 @@ def backward(
         M,
         N,
         *map(row_stride, pointers),
-        *options,
+        *scalars,
         ACTIVATION=activation,
         INTERLEAVED=interleaved,
         NEEDS_DGATE=dgate is not None,
         NEEDS_DUP=dup is not None,
     )
+
+
+register("cuda", launch_gated, launch_gated_backward)

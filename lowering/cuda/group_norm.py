@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ... import library, meta
+from ... import library
+from ..tensors import contiguous
 from . import group_pieces, group_walk
-from .group_plan import GroupPlan, grouped, per_channel
+from .group_plan import grouped, per_channel
 from .launch import launch
 from .partial_sums import partial_sums, summed
 
@@ -93,25 +93,12 @@ def _group_norm_backward_kernel(
 
 
 @library.kernel("group_norm", "cuda")
-def group_norm(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    plan: GroupPlan | None = None,
-) -> Tensor:
-    y = meta.group_norm.group_norm(x, num_groups, weight, bias, eps)
-    if x.numel() == 0:
-        return y
-    x = x.contiguous()
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    shape = grouped(x, num_groups, plan, False)
+def group_norm(call, y, plan):
+    x, weight, bias = map(contiguous, (call.x, call.weight, call.bias))
+    shape = grouped(x, call.num_groups, plan, False)
     if shape.plan.ahead:
-        group_pieces.run(None, x, weight, bias, y, shape, eps)
-        return y
+        group_pieces.run(None, x, weight, bias, y, shape, call.eps)
+        return
     kernel, options = _group_norm_kernel, {}
     if shape.walked:
         kernel, options = group_walk.group_walk_kernel, group_walk.options(x, shape, False)
@@ -127,42 +114,22 @@ def group_norm(
         shape.C_G,
         shape.S,
         shape.length,
-        eps,
+        call.eps,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         **options,
         **shape.tile,
     )
-    return y
 
 
 @library.kernel("group_norm_backward", "cuda")
-def group_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    output_mask: list[bool],
-    *,
-    plan: GroupPlan | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dx, dweight, dbias = gradients = meta.group_norm.group_norm_backward(
-        dy, x, num_groups, weight, bias, eps, output_mask
-    )
-    if x.numel() == 0 or gradients == (None, None, None):
-        for sums in (dweight, dbias):
-            if sums is not None:
-                sums.zero_()
-        return gradients
-    x, dy = x.contiguous(), dy.contiguous()
-    weight = None if weight is None else weight.contiguous()
-    shape = grouped(x, num_groups, plan, True)
+def group_norm_backward(call, dx, dweight, dbias, plan):
+    x, dy, weight = map(contiguous, (call.x, call.dy, call.weight))
+    shape = grouped(x, call.num_groups, plan, True)
     if shape.plan.ahead:
-        parts = group_pieces.run(dy, x, weight, None, dx, shape, eps)
+        parts = group_pieces.run(dy, x, weight, None, dx, shape, call.eps)
         group_pieces.channel_gradients(parts, dweight, dbias, shape)
-        return gradients
+        return
     kernel, options = _group_norm_backward_kernel, {}
     if shape.walked:
         kernel, options = group_walk.group_walk_backward_kernel, group_walk.options(x, shape, True)
@@ -182,7 +149,7 @@ def group_norm_backward(
         shape.C_G,
         shape.S,
         shape.length,
-        eps,
+        call.eps,
         HAS_WEIGHT=weight is not None,
         NEEDS_DX=dx is not None,
         NEEDS_DWEIGHT=dweight is not None,
@@ -191,4 +158,3 @@ def group_norm_backward(
         **shape.tile,
     )
     summed((dweights, dweight), (dbiases, dbias))
-    return gradients

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import library, meta
+from ... import library
 from ..sizes import cdiv, next_power_of_2
+from ..tensors import contiguous
 from ..triton_math import folded, widened_again
 from . import walked_backward, wide_backward
 from .launch import Plan, Tiles, launch, pipeline_stages, processors, rows
@@ -275,23 +276,11 @@ def plan_backward(x: Tensor) -> Plan:
 
 
 @library.kernel("layer_norm", "cuda")
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    plan: Plan | None = None,
-) -> Tensor:
-    y = meta.layer_norm.layer_norm(x, weight, bias, eps)
-    if x.numel() == 0:
-        return y
-    x = rows(x)
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+def layer_norm(call, y, plan):
+    x, weight, bias = rows(call.x), contiguous(call.weight), contiguous(call.bias)
     M, N = x.shape
     plan = plan or plan_forward(x)
-    arguments = (x, weight, bias, y, M, N, x.stride(0), eps)
+    arguments = (x, weight, bias, y, M, N, x.stride(0), call.eps)
     options = {
         "HAS_WEIGHT": weight is not None,
         "HAS_BIAS": bias is not None,
@@ -312,35 +301,17 @@ def layer_norm(
             FOLD=min(FOLD, plan.BLOCK_N),
             **options,
         )
-    return y
 
 
 @library.kernel("layer_norm_backward", "cuda")
-def layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    output_mask: list[bool],
-    *,
-    plan: Plan | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dx, dweight, dbias = gradients = meta.layer_norm.layer_norm_backward(
-        dy, x, weight, bias, eps, output_mask
-    )
-    if x.numel() == 0 or gradients == (None, None, None):
-        for sums in (dweight, dbias):
-            if sums is not None:
-                sums.zero_()
-        return gradients
-    x, dy = rows(x), rows(dy)
-    weight = None if weight is None else weight.contiguous()
+def layer_norm_backward(call, dx, dweight, dbias, plan):
+    x, dy, weight = rows(call.x), rows(call.dy), contiguous(call.weight)
     M, N = x.shape
     plan = plan or plan_backward(x)
     if walked_backward.walks(plan, N):
-        walked_backward.run(dy, None, x, weight, dx, dweight, dbias, eps, 0.0, plan, has_mean=True)
-        return gradients
+        gradients = (dx, dweight, dbias)
+        walked_backward.run(dy, None, x, weight, *gradients, call.eps, 0.0, plan, has_mean=True)
+        return
     if plan.BLOCK_N < N:
         statistics = x.new_empty((4, M), dtype=torch.float32)
         launch(
@@ -355,7 +326,7 @@ def layer_norm_backward(
             N,
             dy.stride(0),
             x.stride(0),
-            eps,
+            call.eps,
             HAS_WEIGHT=weight is not None,
             BLOCK_N=plan.BLOCK_N,
             FOLD=min(FOLD, plan.BLOCK_N),
@@ -374,7 +345,7 @@ def layer_norm_backward(
             wide_backward.Statistics(rstd, projection, mean, mean_g),
             plan,
         )
-        return gradients
+        return
     dweights = partial_sums(dweight, plan.programs)
     dbiases = partial_sums(dbias, plan.programs)
     launch(
@@ -391,7 +362,7 @@ def layer_norm_backward(
         N,
         dy.stride(0),
         x.stride(0),
-        eps,
+        call.eps,
         HAS_WEIGHT=weight is not None,
         NEEDS_DX=dx is not None,
         NEEDS_DWEIGHT=dweight is not None,
@@ -402,4 +373,3 @@ def layer_norm_backward(
         num_warps=plan.num_warps,
     )
     summed((dweights, dweight), (dbiases, dbias))
-    return gradients

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import library
-from .. import linear_cross_entropy as by_chunks
+from ..linear_cross_entropy import register
 from . import cross_entropy
 from .elementwise import columns, launch_tiles, place
 
@@ -50,11 +47,4 @@ def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     launch_tiles(_scale_kernel, None, rows, rows, factor, result, *rows.shape, int(each_row))
 
 
-@library.kernel("linear_cross_entropy_forward", "cuda")
-def linear_cross_entropy_forward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    return by_chunks.forward(cross_entropy, ALIGNMENT, *args, **kwargs)
-
-
-@library.kernel("linear_cross_entropy_backward", "cuda")
-def linear_cross_entropy_backward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    return by_chunks.backward(cross_entropy, scale, ALIGNMENT, *args, **kwargs)
+register("cuda", cross_entropy, scale, ALIGNMENT)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ... import library, meta
+from ... import library
 from ..elementwise import as_rows, row_stride
 from ..triton_math import relu
 from .elementwise import columns, launch_tiles, place
-from .launch import Plan
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -44,28 +42,13 @@ def _relu_squared_backward_kernel(
 
 
 @library.kernel("relu_squared", "cuda")
-def relu_squared(x: Tensor, *, plan: Plan | None = None) -> Tensor:
-    result = meta.relu_squared.relu_squared(x)
-    if x.numel() > 0:
-        y, x = as_rows(result, x)
-        launch_tiles(_relu_squared_kernel, plan, x, x, y, *x.shape, row_stride(x))
-    return result
+def relu_squared(call, y, plan):
+    y, x = as_rows(y, call.x)
+    launch_tiles(_relu_squared_kernel, plan, x, x, y, *x.shape, row_stride(x))
 
 
 @library.kernel("relu_squared_backward", "cuda")
-def relu_squared_backward(dy: Tensor, x: Tensor, *, plan: Plan | None = None) -> Tensor:
-    result = meta.relu_squared.relu_squared_backward(dy, x)
-    if x.numel() > 0:
-        dx, dy, x = as_rows(result, dy, x)
-        launch_tiles(
-            _relu_squared_backward_kernel,
-            plan,
-            x,
-            dy,
-            x,
-            dx,
-            *x.shape,
-            row_stride(dy),
-            row_stride(x),
-        )
-    return result
+def relu_squared_backward(call, dx, plan):
+    dx, dy, x = as_rows(dx, call.dy, call.x)
+    strides = (row_stride(dy), row_stride(x))
+    launch_tiles(_relu_squared_backward_kernel, plan, x, dy, x, dx, *x.shape, *strides)

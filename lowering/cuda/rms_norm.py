@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ... import library, meta
+from ..rms_norm import register
 from ..sizes import cdiv, next_power_of_2
 from . import walked_backward, wide_backward
 from .launch import Plan, Tiles, launch, pipeline_stages, processors, rows, walk_plan
@@ -116,8 +116,6 @@ def forward(
     plan: Plan | None,
 ) -> None:
     """Launch the forward of rms_norm, and of fused_add_rms_norm where there is a residual."""
-    if x.numel() == 0:
-        return
     x = rows(x)
     residual = None if residual is None else rows(residual)
     weight = None if weight is None else weight.contiguous()
@@ -165,10 +163,6 @@ def backward(
     plan: Plan | None,
 ) -> None:
     """Launch the backward of rms_norm, and of fused_add_rms_norm where there is a ds."""
-    if x.numel() == 0 or (dx is None and dweight is None):
-        if dweight is not None:
-            dweight.zero_()
-        return
     x, dy = rows(x), rows(dy)
     ds = None if ds is None else rows(ds)
     weight = None if weight is None else weight.contiguous()
@@ -232,32 +226,4 @@ def backward(
     summed((partial, dweight))
 
 
-@library.kernel("rms_norm", "cuda")
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    *,
-    plan: Plan | None = None,
-) -> Tensor:
-    y = meta.rms_norm.rms_norm(x, weight, eps, offset, casting_mode)
-    forward(x, None, weight, y, None, eps, offset, casting_mode, plan)
-    return y
-
-
-@library.kernel("rms_norm_backward", "cuda")
-def rms_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    output_mask: list[bool],
-    *,
-    plan: Plan | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    dx, dweight = meta.rms_norm.rms_norm_backward(dy, x, weight, eps, offset, output_mask)
-    backward(dy, None, x, weight, dx, dweight, eps, offset, plan)
-    return dx, dweight
+register("cuda", forward, backward)

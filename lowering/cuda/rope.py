@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import library, meta
+from ... import library
 from ...ops.rope import rotated_columns
 from ..sizes import cdiv, next_power_of_2
 from .launch import WARP_SIZE, launch
@@ -364,36 +364,12 @@ def rotate(
 
 
 @library.kernel("rope", "cuda")
-def rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    per_pair: bool = False,
-    sections: list[int] | None = None,
-    *,
-    plan: RopePlan | None = None,
-) -> tuple[Tensor, Tensor]:
-    q_out, k_out = meta.rope.rope(q, k, cos, sin, interleaved, per_pair, sections)
-    rotate(q, k, cos, sin, q_out, k_out, interleaved, per_pair, sections, False, plan)
-    return q_out, k_out
+def rope(call, q_out, k_out, plan):
+    options = (call.interleaved, call.per_pair, call.sections)
+    rotate(call.q, call.k, call.cos, call.sin, q_out, k_out, *options, False, plan)
 
 
 @library.kernel("rope_backward", "cuda")
-def rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    output_mask: list[bool],
-    *,
-    plan: RopePlan | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    options = (interleaved, per_pair, sections)
-    q_out, k_out = meta.rope.rope_backward(dq, dk, cos, sin, *options, output_mask)
-    rotate(dq, dk, cos, sin, q_out, k_out, *options, True, plan)
-    return q_out, k_out
+def rope_backward(call, q_out, k_out, plan):
+    options = (call.interleaved, call.per_pair, call.sections)
+    rotate(call.dq, call.dk, call.cos, call.sin, q_out, k_out, *options, True, plan)

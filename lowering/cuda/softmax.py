@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import library, meta
 from ..sizes import cdiv, next_power_of_2
+from ..softmax import register
 from ..triton_math import LOWEST, flushed_exp, widened_again
 from .launch import Plan, Tiles, launch, rows, walk_plan
 
@@ -195,8 +195,6 @@ def _whole_rows(N: int, most_threads: int) -> Plan:
 
 def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
     """Launch the forward of softmax, or of log_softmax."""
-    if x.numel() == 0:
-        return
     x = rows(x)
     M, N = x.shape
     plan = plan or plan_forward(x)
@@ -214,8 +212,6 @@ def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
 
 def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) -> None:
     """Launch the backward of softmax, or of log_softmax."""
-    if y.numel() == 0:
-        return
     dy, y = rows(dy), rows(y)
     M, N = y.shape
     plan = plan or plan_backward(N)
@@ -228,15 +224,4 @@ def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) ->
         launch(_softmax_wide_backward_kernel, (M,), y, *arguments, **options)
 
 
-@library.kernel("softmax", "cuda")
-def softmax(x: Tensor, *, plan: Plan | None = None) -> Tensor:
-    y = meta.softmax.softmax(x)
-    forward(x, y, False, plan)
-    return y
-
-
-@library.kernel("softmax_backward", "cuda")
-def softmax_backward(dy: Tensor, y: Tensor, *, plan: Plan | None = None) -> Tensor:
-    dx = meta.softmax.softmax_backward(dy, y)
-    backward(dy, y, dx, False, plan)
-    return dx
+register("cuda", forward, backward)

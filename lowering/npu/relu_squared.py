@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ... import library, meta
+from ... import library
 from ..elementwise import as_rows, row_stride
 from ..triton_math import relu
 from .elementwise import launch_tiles, load, place, store, tiles
-from .tiling import Plan
+from .tiling import COSTS, Cost
+
+COSTS.update(
+    {
+        # (1, 8192): 50.0% | 33.3%.
+        "relu_squared": Cost({}, {2: 12.1, 4: 8.1}),
+        # (1, 8192): 83.3% | 66.7%.
+        "relu_squared_backward": Cost({}, {2: 20.1, 4: 16.1}),
+    }
+)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -45,25 +53,13 @@ def _relu_squared_backward_kernel(
 
 
 @library.kernel("relu_squared", "npu")
-def relu_squared(x: Tensor, *, plan: Plan | None = None) -> Tensor:
-    result = meta.relu_squared.relu_squared(x)
-    if x.numel() > 0:
-        y, x = as_rows(result, x)
-        launch_tiles("relu_squared", _relu_squared_kernel, plan, [y, x], row_stride(x))
-    return result
+def relu_squared(call, y, plan):
+    y, x = as_rows(y, call.x)
+    launch_tiles("relu_squared", _relu_squared_kernel, plan, [y, x], row_stride(x))
 
 
 @library.kernel("relu_squared_backward", "npu")
-def relu_squared_backward(dy: Tensor, x: Tensor, *, plan: Plan | None = None) -> Tensor:
-    result = meta.relu_squared.relu_squared_backward(dy, x)
-    if x.numel() > 0:
-        dx, dy, x = as_rows(result, dy, x)
-        launch_tiles(
-            "relu_squared_backward",
-            _relu_squared_backward_kernel,
-            plan,
-            [dx, dy, x],
-            row_stride(dy),
-            row_stride(x),
-        )
-    return result
+def relu_squared_backward(call, dx, plan):
+    op, tensors = "relu_squared_backward", as_rows(dx, call.dy, call.x)
+    strides = map(row_stride, tensors[1:])
+    launch_tiles(op, _relu_squared_backward_kernel, plan, tensors, *strides)

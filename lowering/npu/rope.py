@@ -10,12 +10,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import library, meta
+from ... import library
 from ...ops.rope import rotated_columns
 from ..sizes import cdiv, next_power_of_2
 from . import tiling
 from .tile import load, remaining
-from .tiling import Plan, launch
+from .tiling import COSTS, Cost, Plan, launch
+
+COSTS.update(
+    {
+        # Of a pair. 2048 pairs: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
+        "rope": Cost({}, {2: 68.1, 4: 68.1}),
+        # 1024 pairs: 66.7% | 64.6%, 2048: 100.0%.
+        "rope_sections": Cost({}, {2: 128.1, 4: 124.1}),
+        # 1024 pairs: 70.8%, 2048: 100.0%.
+        "rope_interleaved": Cost({}, {2: 136.1, 4: 136.1}),
+        # With float32 tables. 512 pairs: 52.1% | 52.1%, 1024: 100.0% | 83.3%.
+        "rope_interleaved_sections": Cost({}, {2: 200.1, 4: 160.1}),
+    }
+)
 
 
 @triton.jit
@@ -366,39 +379,14 @@ def plan_tile(op: str, pairs: int, itemsize: int, positions: int, furthest: int)
 
 
 @library.kernel("rope", "npu")
-def rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    per_pair: bool = False,
-    sections: list[int] | None = None,
-    *,
-    plan: Plan | None = None,
-) -> tuple[Tensor, Tensor]:
-    options = (interleaved, per_pair, sections)
-    q_out, k_out = meta.rope.rope(q, k, cos, sin, *options)
-    rotate(q, cos, sin, q_out, *options, False, plan)
-    rotate(k, cos, sin, k_out, *options, False, plan)
-    return q_out, k_out
+def rope(call, q_out, k_out, plan):
+    options = (call.interleaved, call.per_pair, call.sections)
+    for x, y in ((call.q, q_out), (call.k, k_out)):
+        rotate(x, call.cos, call.sin, y, *options, False, plan)
 
 
 @library.kernel("rope_backward", "npu")
-def rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    output_mask: list[bool],
-    *,
-    plan: Plan | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    options = (interleaved, per_pair, sections)
-    q_out, k_out = meta.rope.rope_backward(dq, dk, cos, sin, *options, output_mask)
-    rotate(dq, cos, sin, q_out, *options, True, plan)
-    rotate(dk, cos, sin, k_out, *options, True, plan)
-    return q_out, k_out
+def rope_backward(call, q_out, k_out, plan):
+    options = (call.interleaved, call.per_pair, call.sections)
+    for dy, dx in ((call.dq, q_out), (call.dk, k_out)):
+        rotate(dy, call.cos, call.sin, dx, *options, True, plan)

@@ -45,74 +45,10 @@ class Cost:
     padding: float = 0
 
 
-# What the planner of ascendnpu-ir takes of 196608 bytes, the most of 1.0.0, 1.1.0 and 1.2.0, for
-# bf16 | fp32. 43.2 bytes an element are 90% at 4096 elements, 86.4 at 2048.
-COSTS = {
-    # whole (1, 4096): 58.6% | 37.6%, fp32 (1, 8192): 75.1%. wide (1, 4096): 87.6% | 70.9%.
-    "rms_norm": Cost({2: 28.2, 4: 18.1}, {2: 42.2, 4: 34.1}),
-    # whole (1, 4096): 91.8% | 54.2%. wide (1, 2048): 73.0% | 52.1%, (1, 4096): 91.8% | 91.8%.
-    "fused_add_rms_norm": Cost({2: 44.1, 4: 26.1}, {2: 70.1, 4: 50.1}),
-    # whole (1, 4096): 87.6% | 79.2%. wide (1, 2048): 46.0% | 46.0%, (1, 4096): 91.8% | 91.8%.
-    "rms_norm_backward": Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}),
-    # With ds and without dweight. whole (1, 4096): 95.9% | 83.4%. wide as above.
-    "add_rms_norm_backward_dx": Cost({2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2}),
-    # whole (1, 4096): 66.9% | 50.1%, padded 75.2% | 58.5%. wide (1, 2048): 89.7% | 85.6%.
-    "layer_norm": Cost({2: 32.2, 4: 24.2}, {2: 86.2, 4: 82.2}, padding=4),
-    # whole (1, 4096): 83.5% | 71.0%, padded 91.8% | 79.3%. wide (1, 1024): 47.1%, (1, 2048): 94.0%.
-    "layer_norm_backward": Cost({2: 40.2, 4: 34.2}, {2: 90.3, 4: 90.3}, padding=4),
-    # (1, 2048): 54.3% | 50.1%, (1, 4096): 91.8% | overflow.
-    "wide_backward": Cost({}, {2: 52.2, 4: 52.2}),
-    # whole 4096 elements: 84.9% | 76.6%. wide (1, 4096): 75.1% | 75.1%.
-    "group_norm": Cost({2: 41.0, 4: 37.0}, {2: 36.1, 4: 36.1}),
-    # whole 4096 elements: 76.1% | 67.9%, flat 95.9% | overflow.
-    # wide (1, 2048): 85.6%, (1, 4096): overflow.
-    "group_norm_backward": Cost({2: 37.0, 4: 33.0}, {2: 82.3, 4: 82.3}),
-    # Elementwise, in tiles of any form. (1, 4096): 50.0% | 41.7%.
-    "swiglu": Cost({}, {2: 24.1, 4: 20.1}),
-    # (1, 2048): 83.7% | 79.5%.
-    "swiglu_backward": Cost({}, {2: 80.5, 4: 76.5}),
-    # (1, 4096): 50.0% | 41.7%.
-    "clamped_swiglu": Cost({}, {2: 24.1, 4: 20.1}),
-    # (1, 1024): 50.4% | 50.4%, (1, 2048): 92.5% | 92.5%.
-    "clamped_swiglu_backward": Cost({}, {2: 96.9, 4: 96.9}),
-    # (1, 4096): 66.7% | 66.7%.
-    "interleaved_clamped_swiglu": Cost({}, {2: 32.1, 4: 32.1}),
-    # (1, 1024): 79.6% | 79.6%, (1, 2048): 95.8% | 100%.
-    "interleaved_clamped_swiglu_backward": Cost({}, {2: 153, 4: 153}),
-    # (1, 4096): 58.3% | 50.0%, fp32 (1, 8192): 100%.
-    "geglu_tanh": Cost({}, {2: 28.1, 4: 24.1}),
-    # (1, 2048): 87.9% | 83.7%.
-    "geglu_tanh_backward": Cost({}, {2: 84.5, 4: 80.5}),
-    # (1, 4096): 75.0% | 75.0%.
-    "geglu_none": Cost({}, {2: 36.1, 4: 36.1}),
-    # (1, 2048): 54.2% | 54.2%, (1, 4096): 100%.
-    "geglu_none_backward": Cost({}, {2: 52.1, 4: 52.1}),
-    # (1, 8192): 50.0% | 33.3%.
-    "relu_squared": Cost({}, {2: 12.1, 4: 8.1}),
-    # (1, 8192): 83.3% | 66.7%.
-    "relu_squared_backward": Cost({}, {2: 20.1, 4: 16.1}),
-    # log_softmax's, which takes as much or more. whole (1, 8192): 75.3% | 58.6%, (2, 2048) padded
-    # 42.1% | 33.8%. wide (1, 4096): 46.2% | 37.9%, (1, 8192): 92.1% | 75.4%.
-    "softmax": Cost({2: 18.1, 4: 14.1}, {2: 22.2, 4: 18.2}, padding=2.2),
-    # whole (1, 4096): 54.5% | 46.1%, (1, 8192): 100.0% | 91.7%. wide (1, 4096): 79.2% | 70.9%.
-    "softmax_backward": Cost({2: 26.2, 4: 22.2}, {2: 38.1, 4: 34.1}),
-    # (1, 8192): 42.1%, (1, 16384): 83.8%, (2, 1024): 12.9%.
-    "cross_entropy": Cost({2: 10.1, 4: 10.1}, {2: 10.1, 4: 10.1}),
-    # With every option. (1, 2048): 65.9%, (1, 4096): 92.2%, (2, 1024): 65.7%.
-    "cross_entropy_options": Cost({2: 63.3, 4: 63.3}, {2: 63.3, 4: 63.3}),
-    # (1, 4096): 71.1%, (1, 8192): overflow, (2, 1024): 38.5%.
-    "cross_entropy_backward": Cost({2: 34.2, 4: 34.2}, {2: 34.2, 4: 34.2}),
-    # With every option. (1, 2048): 52.4%, (1, 4096): 96.2%, (2, 1024): 55.3%.
-    "cross_entropy_options_backward": Cost({2: 50.4, 4: 50.4}, {2: 50.4, 4: 50.4}),
-    # Of a pair. 2048 pairs: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
-    "rope": Cost({}, {2: 68.1, 4: 68.1}),
-    # 1024 pairs: 66.7% | 64.6%, 2048: 100.0%.
-    "rope_sections": Cost({}, {2: 128.1, 4: 124.1}),
-    # 1024 pairs: 70.8%, 2048: 100.0%.
-    "rope_interleaved": Cost({}, {2: 136.1, 4: 136.1}),
-    # With float32 tables. 512 pairs: 52.1% | 52.1%, 1024: 100.0% | 83.3%.
-    "rope_interleaved_sections": Cost({}, {2: 200.1, 4: 160.1}),
-}
+# The cost of each kernel, which its own file adds. Beside it is the share of 196608 bytes that the
+# planner of ascendnpu-ir takes, the most of 1.0.0, 1.1.0 and 1.2.0, for bf16 | fp32. 43.2 bytes an
+# element are 90% at 4096 elements, 86.4 at 2048.
+COSTS: dict[str, Cost] = {}
 
 
 @dataclass(frozen=True)
@@ -267,10 +203,6 @@ def vector_cores() -> int:
     else:
         cores = INTERPRETED_VECTOR_CORES if _interpreted() else _device_vector_cores()
     return min(cores, MAX_PROGRAMS)
-
-
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 def rows(tensor: Tensor | None) -> Tensor | None:

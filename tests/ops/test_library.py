@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._library.autograd import make_autograd_impl
 
 import liger_ops
 from liger_ops import library
 from liger_ops.compile_cache import package_hash
+from liger_ops.schemas import schema_of
 from op_table import OPS
 from op_under_test import OpUnderTest
 
@@ -85,6 +87,47 @@ def test_infer_device_is_one_that_works() -> None:
     assert torch.ones(2, device=device).sum().item() == 2
 
 
+def test_a_schema_is_the_definitions_signature() -> None:
+    def op(
+        x: Tensor, bias: Tensor | None = None, eps: float = 1e-5, mask: list[bool] = (True, False)
+    ) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+    arguments = "Tensor x, Tensor? bias=None, float eps=1e-05, bool[2] mask=[True, False]"
+    assert schema_of(op) == f"({arguments}) -> (Tensor, Tensor?)"
+    assert schema_of(op, "y rstd") == f"({arguments}) -> (Tensor y, Tensor? rstd)"
+
+
+def test_a_signature_that_is_no_schema_is_refused() -> None:
+    def op(x: Tensor, names: dict[str, int]) -> Tensor:
+        raise NotImplementedError
+
+    with pytest.raises(TypeError, match="^op: names must be annotated with one of Tensor, .* got"):
+        schema_of(op)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_pytorchs_own_autograd_runs_the_registered_formula(op: OpUnderTest) -> None:
+    """The formula is registered by `register_autograd`; the project's kernel overrides PyTorch's,
+    which gives the same gradients."""
+    record, case = library.OPS[op.name], op.sample(torch.float64)
+    args = op.forward_args(case, op.tensors(case))
+    floating = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
+    wanted = [i for i, has in enumerate(floating) if has and op.has_gradient(i)]
+    own = make_autograd_impl(record.overload, record.custom_op)
+    found = []
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    for run in (record.overload, lambda *a: own(keys, *a)):
+        leaves = list(args)
+        for i in wanted:
+            leaves[i] = args[i].detach().clone().requires_grad_()
+        results = op.results(run(*leaves))
+        sum(result.sum() for result in results).backward()
+        found.append([leaves[i].grad for i in wanted])
+    assert all(grad is not None for grad in found[0])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
 def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
     """The key of the compile caches changes with any source, and a tag of the user's stays."""
     assert f"liger_ops={package_hash()}" in torch.compiler.config.cache_key_tag.split(";")
@@ -109,9 +152,21 @@ def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
     assert tags[0] != tags[1]
 
 
+# The files of the kernels that several ops are launched with.
+SHARED = {
+    "swiglu": "gated",
+    "clamped_swiglu": "gated",
+    "geglu": "gated",
+    "fused_add_rms_norm": "rms_norm",
+    "log_softmax": "softmax",
+    "linear_cross_entropy": "cross_entropy",
+}
+
+
 def test_implementation_names_the_file() -> None:
     for name in {op.name for op in OPS.values()}:
         op, file = library.OPS[name], name.removesuffix("_forward")
+        file = SHARED.get(file, file)
         assert library.implementation(op, "cuda") == f"lowering.cuda.{file}"
         assert library.implementation(op, "npu") == f"lowering.npu.{file}"
         assert library.implementation(op, "cpu") == "definition"

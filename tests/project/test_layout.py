@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 # Each layer imports from itself and from those before it. The rest of liger_ops is above ops.
 LAYERS = ("library", "ops", "meta", "lowering")
-# Below them all: they import nothing of the package.
-BASE = ("compile_cache", "refusals")
+# Below them all: they import nothing of the package but each other.
+BASE = ("autograd", "compile_cache", "record", "refusals", "schemas")
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
 SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
@@ -225,7 +225,7 @@ def test_each_part_that_an_op_lacks_is_named(registry):
         without = {**there, place: there[place] - {what}}
         (named,) = op_parts.missing("rms_norm", without)
         assert "rms_norm: " in named and what in named and place in named
-    assert len(op_parts.missing("nothing", there)) == len(list(op_parts.needed("nothing"))) >= 16
+    assert len(op_parts.missing("nothing", there)) == len(list(op_parts.needed("nothing"))) >= 12
 
 
 def test_every_op_is_registered_in_full(registry):
@@ -235,9 +235,9 @@ def test_every_op_is_registered_in_full(registry):
             f"{op}: a kernel for {device}" for device, has in facts["kernels"].items() if not has
         ]
         missing += [
-            f"{op}: a kernel for {device} of its own, not that of {module}"
+            f"{op}: a kernel for {device} in its folder, not in {module}"
             for device, module in facts["kernel_modules"].items()
-            if module != f"liger_ops.lowering.{device}.{op_parts.base(op)}"
+            if not module.startswith(f"liger_ops.lowering.{device}.")
         ]
         missing += [
             f"{op}: a {part}" for part in ("fake", "gradient", "docstring") if not facts[part]

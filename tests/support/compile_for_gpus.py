@@ -50,7 +50,6 @@ CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}
 
 # Of a launch, beside num_warps.
 COMPILER_OPTIONS = ("debug", "sanitize_overflow")
-LOSS_OPTIONS = ("ignore_index", "label_smoothing", "lse_square_scale", "softcap", "logit_scale")
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -165,8 +164,8 @@ def cross_entropy_calls(
         inputs = (*args[:5], row, one, *args[5:])
         yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)
         yield lambda args=args: cross_entropy.loss_and_gradient(
+            library.OPS["cross_entropy_forward"].arguments(*args),
             *args[:4],
-            **dict(zip(LOSS_OPTIONS, (args[5], *args[7:]), strict=True)),
             **dict.fromkeys(("loss", "z_loss", "lse", "target_logit"), row),
             predicted_tokens=None,
             entropy=None,

@@ -1,7 +1,7 @@
 """With what the npu kernels are lowered, planned and run, and whose traffic is counted.
 
-A new op is one entry of FORMS. `shapes` are taken in every dtype; `options`, which change the code,
-each at a few of the shapes.
+An op whose forms are not the usual is an entry of OWN_FORMS. `shapes` are taken in every dtype;
+`options`, which change the code, each at a few of the shapes.
 """
 
 from __future__ import annotations
@@ -223,7 +223,8 @@ def activation(*options: Fields, gradients: int = 1) -> Forms:
     )
 
 
-FORMS = {
+# The others have the forms of rows, or where every element is for itself, of activations.
+OWN_FORMS = {
     "rms_norm": rows(
         *MODES,
         FP32_WEIGHTS,
@@ -265,8 +266,6 @@ FORMS = {
             {"shape": (2, 100, 1), "num_groups": 1, "tile": (8, 16)},
         ),
     ),
-    "softmax": rows(),
-    "log_softmax": rows(),
     "cross_entropy_forward-mean": loss(),
     "cross_entropy_forward-none": loss(),
     "linear_cross_entropy_forward-mean": head(),
@@ -278,7 +277,6 @@ FORMS = {
     "clamped_swiglu": activation(gradients=2),
     "clamped_swiglu-packed": activation(),
     "clamped_swiglu-interleaved": activation(),
-    "relu_squared": activation(),
     "rope": rope(
         {"interleaved": True},
         {"tables": "one"},
@@ -290,6 +288,12 @@ FORMS = {
     "rope-complex": rope({"interleaved": True}, table_dtype=FP32),
     "rope-sections": rope(sections=True),
     "rope-sections-per-pair": rope({"interleaved": False}, sections=True),
+}
+
+
+FORMS = {
+    name: OWN_FORMS.get(name) or (activation() if op.elementwise else rows())
+    for name, op in OPS.items()
 }
 
 

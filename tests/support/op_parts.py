@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import launch_cases
 import op_table
 from liger_ops.bench.workloads import ENTRIES
 
@@ -18,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 # In a process of its own: other tests define ops, and an import that registers kernels stays.
 REGISTRY = """
 import json
-import sys
 import torch
 import liger_ops, liger_ops.nn
 import liger_ops.lowering.cuda, liger_ops.lowering.npu
@@ -39,7 +37,6 @@ print(json.dumps({
         name for name, function in functions.items()
         if getattr(getattr(liger_ops, name, None), "__wrapped__", None) is function
     ],
-    "imported": [name for name in sys.modules if name.startswith("liger_ops.")],
     "ops": {
         name: {
             "kernels": {
@@ -90,7 +87,7 @@ def written() -> set[str]:
 
 def found(registry: dict[str, Any]) -> Found:
     """All parts of all ops that are there."""
-    folders = ("liger_ops/ops", "meta", "lowering/cuda", "lowering/npu", "tests/ops")
+    folders = ("liger_ops/ops", "tests/ops")
     files = (file for folder in folders for file in (ROOT / folder).glob("*.py"))
     forms = {base(op.name): set() for op in op_table.OPS.values()}
     for name, op in op_table.OPS.items():
@@ -101,18 +98,14 @@ def found(registry: dict[str, Any]) -> Found:
         "torch.ops.liger": set(registry["dispatched"]),
         "liger_ops/__init__.py": set(registry["exported"]),
         **{
-            f"{place.replace('.', '/')}/__init__.py": {
-                name.rpartition(".")[2]
-                for name in registry["imported"]
-                if name.startswith(f"liger_ops.{place}.")
+            f"the kernels for {device}": {
+                base(op) for op, facts in registry["ops"].items() if facts["kernels"][device]
             }
-            for place in ("meta", "lowering.cuda", "lowering.npu")
+            for device in ("cuda", "npu")
         },
+        "the fakes": {base(op) for op, facts in registry["ops"].items() if facts["fake"]},
         "liger_ops/nn": {name.lower().removesuffix("loss") for name in registry["modules"]},
         "the table of its family, of tests/support/op_table.py": set(forms),
-        "FORMS of tests/support/launch_cases.py, in each form": {
-            op for op, names in forms.items() if names <= launch_cases.FORMS.keys()
-        },
         "liger_ops/bench/workloads": set(ENTRIES),
         "the README's table of ops": set(re.findall(r"`(\w+)\([^`]*\)`", readme)),
     }
@@ -120,19 +113,17 @@ def found(registry: dict[str, Any]) -> Found:
 
 def needed(op: str) -> Iterator[tuple[str, str]]:
     """What an op needs, and in which place of `found`."""
-    for folder in ("liger_ops/ops", "meta", "lowering/cuda", "lowering/npu"):
-        yield "a file", f"{folder}/{op}.py"
+    yield "a file", f"liger_ops/ops/{op}.py"
     yield "a file", f"tests/ops/test_{op}.py"
     yield "torch.ops.liger", op
     yield "torch.ops.liger", f"{op}_backward"
     yield "liger_ops/nn", op.replace("_", "")
     for place in (
         "liger_ops/__init__.py",
-        "meta/__init__.py",
-        "lowering/cuda/__init__.py",
-        "lowering/npu/__init__.py",
+        "the kernels for cuda",
+        "the kernels for npu",
+        "the fakes",
         "the table of its family, of tests/support/op_table.py",
-        "FORMS of tests/support/launch_cases.py, in each form",
         "liger_ops/bench/workloads",
         "the README's table of ops",
     ):

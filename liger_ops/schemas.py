@@ -1,0 +1,74 @@
+"""An op's schema, and the named tuple of its arguments, from the signature of its definition."""
+
+from __future__ import annotations
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    int | torch.SymInt: "SymInt",
+    int | None: "int?",
+    bool: "bool",
+    str: "str",
+    list[int] | None: "int[]?",
+    torch.dtype | None: "ScalarType?",
+}
+# One bool for each gradient. A list in a call, a tuple where it is a default.
+MASKS = (list[bool], list[bool] | tuple[bool, ...], tuple[bool, ...] | list[bool])
+
+
+def schema_of(function: Callable[..., Any], returns: str = "") -> str:
+    """The schema of a function, from its annotations; `returns` names its results.
+
+    A mask has as many elements as its default, or as there are results.
+    """
+    hints = get_type_hints(function)
+    result = hints["return"]
+    results = get_args(result) if get_origin(result) is tuple else (result,)
+    names = returns.split() or [""] * len(results)
+    parameters = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        has_default = parameter.default is not inspect.Parameter.empty
+        if hints[name] in MASKS:
+            kind = f"bool[{len(parameter.default) if has_default else len(results)}]"
+        else:
+            kind = _type(function, name, hints[name])
+        default = ""
+        if has_default:
+            value = parameter.default
+            default = f"={list(value) if isinstance(value, tuple) else value!r}"
+        parameters.append(f"{kind} {name}{default}")
+    outputs = [f"{TYPES[hint]} {name}".strip() for hint, name in zip(results, names, strict=True)]
+    single = len(outputs) == 1 and not returns
+    return f"({', '.join(parameters)}) -> " + (outputs[0] if single else f"({', '.join(outputs)})")
+
+
+def _type(function: Callable[..., Any], name: str, hint: Any) -> str:
+    if hint not in TYPES:
+        accepted = ", ".join(getattr(known, "__name__", str(known)) for known in TYPES)
+        raise TypeError(
+            f"{function.__name__}: {name} must be annotated with one of {accepted}, got {hint}"
+        )
+    return TYPES[hint]
+
+
+def arguments_of(name: str, schema: Any) -> type[Any]:
+    """The type of an op's arguments: a named tuple, with the schema's defaults.
+
+    It has the name by which errors call the op. An op's public name is that of its `_forward`
+    without this ending.
+    """
+    arguments = schema.arguments
+    defaults = [a.default_value for a in arguments if a.has_default_value()]
+    names = [argument.name for argument in arguments]
+    return namedtuple(name.removesuffix("_forward"), names, defaults=defaults)
