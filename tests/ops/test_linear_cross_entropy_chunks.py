@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, Calls, call, leaves
+from liger_ops import library
 from liger_ops.lowering.linear_cross_entropy import Gradients, head_of
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
 from liger_ops.ops.head import waiting_weight_dtype
@@ -71,7 +72,9 @@ def test_one_chunk_where_it_takes_no_more_than_several_and_their_sum(
     x = torch.empty(M, D, dtype=dtype, device="meta")
     weight = torch.empty(128256, D, dtype=dtype, device="meta")
     dweight = torch.empty_like(weight, dtype=waiting_weight_dtype(weight, accum_dtype))
-    head = head_of(x, weight, None, dweight, 16, accum_dtype, None)
+    target = torch.empty(M, dtype=torch.int64, device="meta")
+    arguments = library.OPS["linear_cross_entropy_forward"].arguments
+    head = head_of(arguments(x, weight, target, accum_dtype=accum_dtype), x, dweight, 16)
     assert len(head.slices) == count
     # A float16 gradient waits in float32.
     total = Gradients(head, None, dweight, None).dweight
