@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
@@ -90,7 +90,7 @@ def _parser() -> Parser:
     what.add_argument("--dtypes", type=names, help=", ".join(DTYPES))
     what.add_argument("--device", choices=KINDS, help="the first that is found by default")
     how = parser.add_argument_group("for how long")
-    how.add_argument("--repetitions", type=_positive, default=Effort.rounds, help="of each call")
+    how.add_argument("--repetitions", type=integer(1), default=Effort.rounds, help="of each call")
     how.add_argument(
         "--budget", type=float, default=float("inf"), help="begin no shape after these seconds"
     )
@@ -105,10 +105,15 @@ def _parser() -> Parser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
+def integer(least: int) -> Callable[[str], int]:
+    """The type of an argument: an integer of at least `least`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        return int(text)
+
+    return convert
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Points, dict[str, str]]:
