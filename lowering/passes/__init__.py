@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from . import (
-    causal_mask,
+    causal_attention,
     clamped_swiglu,
     cross_entropy,
     fused_add_rms_norm,
     geglu,
     group_norm,
-    grouped_heads,
+    grouped_attention,
     layer_norm,
     linear_cross_entropy,
     recompute,
@@ -39,9 +39,9 @@ INLINED = {
 }
 
 REWRITES: dict[str, Rewrite] = {
-    "causal_attention": causal_mask.rewrite,
+    "causal_attention": causal_attention.rewrite,
     # Of the attentions that have no mask.
-    "grouped_attention": grouped_heads.rewrite,
+    "grouped_attention": grouped_attention.rewrite,
     # Before rms_norm, which is what follows the subtraction of the mean.
     "layer_norm": layer_norm.rewrite,
     "rms_norm": rms_norm.rewrite,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..spelling import Call, dimension, dimensions, spelled, value
+from .call import Call, dimension, dimensions, spelled, value
 
 
 @spelled(F.cross_entropy)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..spelling import IDENTITY, Call, as_tuple, calls, is_tensor, spelled
+from .call import IDENTITY, Call, as_tuple, calls, is_tensor, spelled
 
 
 @spelled(F.silu)

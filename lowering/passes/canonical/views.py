@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spelling import (
+from .call import (
     IDENTITY,
     Call,
     as_tuple,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..spelling import IDENTITY, Call, calls, dimensions, is_float32, same, spelled, value
+from .call import IDENTITY, Call, calls, dimensions, is_float32, same, spelled, value
 
 
 @spelled(operator.add, torch.add, "add", "__add__", "__radd__")
