@@ -1,4 +1,4 @@
-"""Activations, norms and matrix products, as torch.nn.functional has them."""
+"""Activations, norms and matrix products of torch.nn.functional."""
 
 from __future__ import annotations
 
