@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
@@ -13,13 +13,11 @@ from typing import NoReturn
 import liger_ops
 
 from ..compile_cache import package_hash
-from . import comparing, docs, plotting, records, table
-from .device import KINDS, Accelerator, NoAccelerator, find
-from .measuring import DeviceLost, Run
-from .points import Points
+from . import records, show
+from .judge import Points, failures
+from .measure import DeviceLost, Run
 from .providers import PROVIDERS
-from .timing import Effort
-from .verdicts import failures
+from .timing import KINDS, Accelerator, Effort, NoAccelerator, find
 from .workloads import DTYPES, ENTRIES, SETS, selected
 from .workloads.entry import MODES
 
@@ -53,17 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         earlier = records.read(options.compare)[0] if options.compare else None
         if options.source:
             points, shared = records.read(options.source)
-            print(table.blocks(points) + "\n")
+            print(show.blocks(points) + "\n")
         else:
             points, shared = _run(options, sys.argv[1:] if arguments is None else arguments)
-        print(table.summary(points))
+        print(show.summary(points))
         if earlier is not None:
-            print(comparing.compared(points, earlier))
+            print(show.compared(points, earlier))
         if options.plot:
-            for file in plotting.plot(points, options.plot):
+            for file in show.plot(points, options.plot):
                 print(f"wrote {file}")
         if options.docs:
-            docs.write(options.docs, points, shared, options.plot)
+            show.write_page(options.docs, points, shared, options.plot)
             print(f"wrote {options.docs}")
     except (NoAccelerator, ValueError, ImportError, OSError) as error:
         parser.error(str(error))
@@ -92,7 +90,7 @@ def _parser() -> Parser:
     what.add_argument("--dtypes", type=names, help=", ".join(DTYPES))
     what.add_argument("--device", choices=KINDS, help="the first that is found by default")
     how = parser.add_argument_group("for how long")
-    how.add_argument("--repetitions", type=_positive, default=Effort.rounds, help="of each call")
+    how.add_argument("--repetitions", type=integer(1), default=Effort.rounds, help="of each call")
     how.add_argument(
         "--budget", type=float, default=float("inf"), help="begin no shape after these seconds"
     )
@@ -107,10 +105,15 @@ def _parser() -> Parser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
+def integer(least: int) -> Callable[[str], int]:
+    """The type of an argument: an integer of at least `least`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        return int(text)
+
+    return convert
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Points, dict[str, str]]:
@@ -147,9 +150,7 @@ def carried_out(
             if file is not None:
                 records.write(file, run.points, *shared.values())
             if workload is not None:
-                name = workload.entry.op
-                print(table.block(run.points, name, workload.dtype_text, workload.shape_text))
-                print(flush=True)
+                print(show.block(run.points, *workload.row) + "\n", flush=True)
     except DeviceLost as error:
         run.say(f"the device is lost, and the rest not measured: {error}")
     except KeyboardInterrupt:

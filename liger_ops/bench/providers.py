@@ -1,4 +1,4 @@
-"""Who can run a workload: liger_ops, PyTorch in three ways, and the packages that are installed."""
+"""Who can run a workload: liger_ops, PyTorch in three ways, and peers that are installed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from .workloads.entry import Entry, Function
 
 OURS = "liger_ops"
-# The same op with what options it has to take less memory.
+# The same op with its options for less memory.
 LOW_MEMORY = "low-memory"
-# A peer's package is imported when it is first asked for: this one is what its functions are in.
+# The module with a peer's functions, imported when it is first asked for.
 MODULES = {"liger-kernel": "liger_kernel.transformers.functional", "quack": "quack"}
 PROVIDERS = (OURS, LOW_MEMORY, "eager", "aten", "inductor", *MODULES)
 
@@ -42,26 +42,20 @@ def functions(entry: Entry, names: Sequence[str], peers: Peers) -> dict[str, Fun
 
     A provider whose function cannot be made is left to raise when it is called.
     """
+    own = {OURS: entry.ours, LOW_MEMORY: entry.low_memory, "eager": entry.eager, "aten": entry.aten}
     found: dict[str, Function] = {}
     for name in names:
-        if name == OURS:
-            found[name] = entry.ours
-        elif name == LOW_MEMORY and entry.low_memory is not None:
-            found[name] = entry.low_memory
-        elif name == "eager" and entry.eager is not None:
-            found[name] = entry.eager
-        elif name == "aten" and entry.aten is not None:
-            found[name] = entry.aten
-        elif name == "inductor":
+        if name == "inductor":
             # What models contain, compiled as a user compiles it, for the sizes that it sees.
             found[name] = torch.compile(entry.definition, dynamic=False)
-        elif name in entry.peers:
-            module = peers.module(name)
-            if module is not None:
-                try:
-                    found[name] = entry.peers[name](module)
-                except Exception as error:
-                    found[name] = _raiser(error)
+        elif (function := own.get(name)) is not None:
+            found[name] = function
+        elif name in entry.peers and (module := peers.module(name)) is not None:
+            peer = entry.peers[name]
+            try:
+                found[name] = getattr(module, peer) if isinstance(peer, str) else peer(module)
+            except Exception as error:
+                found[name] = _raiser(error)
     return found
 
 

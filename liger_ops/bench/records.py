@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .points import Point, Points
+from .judge import Point, Points
 from .timing import Spread
 
 
 def write(path: Path, points: Iterable[Point], gpu_name: str, timestamp: str, version: str) -> None:
-    """Replace the file as a whole: who reads it while a run goes on finds what there is so far."""
+    """Replace the file as a whole: a reader finds all that was measured so far."""
     records = as_records(points, gpu_name, timestamp, version)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""Times: on the device by its events, providers interleaved; on the host by its clock."""
+"""The accelerator, and times: on the device by its events, on the host by its clock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from .device import Accelerator, Event
+import torch
+from torch import Tensor
+
+from ..device import infer_device
 from .providers import one_line
+
+KINDS = ("cuda", "npu")
+
+# More than the last level of cache of any device.
+CACHE_BYTES = 256 * 2**20
+# Longer than the host takes for any call that is limited by it: 2 ms at 2 GHz.
+HEAD_START_CYCLES = 4_000_000
+# Where there is no sleep on the device, it writes: some 0.2 ms each.
+HEAD_START_FLUSHES = 10
+MB = 2**20
+
 
 Clock = Callable[[], float]
 # It prepares, and returns what is timed.
@@ -20,6 +34,101 @@ WARM_UPS = 3
 FEWEST_ROUNDS = 5
 BURSTS = 11
 CALLS_OF_A_BURST = 30
+
+RATE_COPIED_BYTES = 2**31
+RATE_MATRIX = 8192
+
+
+class NoAccelerator(Exception):
+    """Why nothing can be measured, in one sentence."""
+
+
+class Event(Protocol):
+    def record(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+class Accelerator:
+    """A GPU through torch.cuda, or an Ascend NPU through torch.npu, which has the same interface.
+
+    The NPU's side has not been run on an Ascend device.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.module: Any = getattr(torch, kind)
+        self._cache_filler: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.module.get_device_name())
+
+    def event(self) -> Event:
+        return self.module.Event(enable_timing=True)
+
+    def synchronize(self) -> None:
+        self.module.synchronize()
+
+    def flush_cache(self) -> None:
+        if self._cache_filler is None:
+            self._cache_filler = torch.empty(CACHE_BYTES, dtype=torch.uint8, device=self.kind)
+        self._cache_filler.zero_()
+
+    def head_start(self) -> None:
+        """Keep the device busy while the host queues the call that is timed."""
+        if hasattr(self.module, "_sleep"):
+            self.module._sleep(HEAD_START_CYCLES)
+        else:
+            for _ in range(HEAD_START_FLUSHES):
+                self.flush_cache()
+
+    def free_memory(self) -> int:
+        return int(self.module.mem_get_info()[0])
+
+    def release_memory(self) -> None:
+        self.module.empty_cache()
+
+    def peak_memory(self, function: Callable[[], Any]) -> float:
+        """What a call allocates at its peak beyond what was allocated before it, in MB."""
+        self.synchronize()
+        before = self.module.memory_allocated()
+        self.module.reset_peak_memory_stats()
+        function()
+        self.synchronize()
+        return (self.module.max_memory_allocated() - before) / MB
+
+    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """The replay of a graph of the call."""
+        # Kernels compile, and libraries allocate, before the capture and on its own stream.
+        stream = self.module.Stream()
+        stream.wait_stream(self.module.current_stream())
+        with self.module.stream(stream):
+            for _ in range(3):
+                function()
+        self.module.current_stream().wait_stream(stream)
+        graph = getattr(self.module, "CUDAGraph" if self.kind == "cuda" else "NPUGraph")()
+        with self.module.graph(graph):
+            # What is kept is alive as long as the graph, which writes to it.
+            kept = function()
+        return lambda: (graph.replay(), kept)
+
+
+def find(kind: str | None) -> Accelerator:
+    """The accelerator of a kind, or of this machine.
+
+    Raises:
+        NoAccelerator: there is none.
+    """
+    best = infer_device()
+    if kind is None:
+        if best not in KINDS:
+            raise NoAccelerator("PyTorch finds no GPU and no NPU on this machine")
+        return Accelerator(best)
+    module = getattr(torch, kind, None)
+    if module is None or not module.is_available():
+        raise NoAccelerator(f"PyTorch finds no {kind} device on this machine")
+    return Accelerator(kind)
 
 
 @dataclass(frozen=True)
@@ -31,7 +140,7 @@ class Spread:
     p80: float
 
     def map(self, function: Callable[[float], float]) -> Spread:
-        """Of a rate, the percentiles change places."""
+        """The same of a function of the value; those of a rate change places."""
         low, high = sorted((function(self.p20), function(self.p80)))
         return Spread(function(self.p50), low, high)
 
@@ -48,6 +157,10 @@ class Effort:
 
     rounds: int = 25
     seconds: float = 2.0
+
+
+# For what the device can do at most.
+RATE_EFFORT = Effort(seconds=3.0)
 
 
 def interleaved(
@@ -116,7 +229,7 @@ def _sample(accelerator: Accelerator, prepare: Prepare) -> tuple[Event, Event]:
 def host_microseconds(
     accelerator: Accelerator, function: Callable[[], Any], clock: Clock = time.perf_counter
 ) -> Spread:
-    """What a call costs the host, of bursts that the device can queue."""
+    """What a call costs the host, in bursts that the device can queue."""
     _warm_up(accelerator, lambda: function)
     times = []
     collecting = gc.isenabled()
@@ -133,3 +246,37 @@ def host_microseconds(
             gc.enable()
     accelerator.synchronize()
     return spread(times)
+
+
+def timed(
+    accelerator: Accelerator,
+    call: Callable[[], Any],
+    effort: Effort,
+    clock: Clock = time.perf_counter,
+) -> Spread:
+    """Milliseconds of one call on the device.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    times, failures = interleaved(accelerator, {"call": lambda: call}, effort, clock)
+    if failures:
+        raise RuntimeError(failures["call"])
+    return times["call"]
+
+
+def copy_rate(accelerator: Accelerator) -> Spread:
+    """GB/s, bytes read and bytes written."""
+    count = min(RATE_COPIED_BYTES, accelerator.free_memory() // 4) // 4
+    source = torch.randn(count, device=accelerator.kind)
+    target = torch.empty_like(source)
+    times = timed(accelerator, lambda: target.copy_(source), RATE_EFFORT)
+    return times.map(lambda ms: 2 * source.nbytes / ms / 1e6)
+
+
+def matrix_rate(accelerator: Accelerator, dtype: torch.dtype) -> Spread:
+    """TFLOP/s of a square product of random matrices: of zeros it would be faster."""
+    size = (RATE_MATRIX, RATE_MATRIX)
+    a, b = (torch.randn(size, device=accelerator.kind, dtype=dtype) for _ in range(2))
+    times = timed(accelerator, lambda: a @ b, RATE_EFFORT)
+    return times.map(lambda ms: 2 * RATE_MATRIX**3 / ms / 1e9)

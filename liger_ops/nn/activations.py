@@ -1,4 +1,4 @@
-"""The activations of MLPs, as modules."""
+"""Modules for the activations of MLPs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..ops.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):
-    """The activation of a gated MLP, by `liger_ops.swiglu`: no projections, no parameters.
+    """The SwiGLU activation of a gated MLP, without its projections. Calls `liger_ops.swiglu`.
 
         z = gate * gate_multiplier
         y = z * sigmoid(z) * up * down_multiplier
 
-    Precision and gradient are those of `liger_ops.swiglu`.
+    See `liger_ops.swiglu` for precision and gradient. The module has no parameters.
 
     Args:
         gate_multiplier: multiplies the gate (Falcon-H1).
@@ -28,7 +28,7 @@ class SwiGLU(nn.Module):
         y: (..., N), contiguous.
 
     Raises:
-        TypeError: an argument is of another type, or gate or up is not floating point.
+        TypeError: an argument has another type, or gate or up is not floating point.
         ValueError: gate and up differ in shape, or the width of a packed gate is odd.
 
     Example:
@@ -51,13 +51,13 @@ class SwiGLU(nn.Module):
 
 
 class ClampedSwiGLU(nn.Module):
-    """SwiGLU within limits, as in GPT-OSS, by `liger_ops.clamped_swiglu`: no parameters.
+    """SwiGLU with clamped inputs, as in GPT-OSS. Calls `liger_ops.clamped_swiglu`.
 
         g = min(gate, limit)
         u = max(min(up, limit), -limit)
         y = g * sigmoid(alpha * g) * (u + up_offset)
 
-    Precision and gradient are those of `liger_ops.clamped_swiglu`.
+    See `liger_ops.clamped_swiglu` for precision and gradient. The module has no parameters.
 
     Args:
         alpha: multiplies the gate in the sigmoid.
@@ -70,9 +70,9 @@ class ClampedSwiGLU(nn.Module):
         y: (..., N), contiguous.
 
     Raises:
-        TypeError: an argument is of another type, or gate or up is not floating point.
+        TypeError: an argument has another type, or gate or up is not floating point.
         ValueError: limit is negative, gate and up differ in shape, the width of a packed gate is
-            odd, or up is given where gate is interleaved.
+            odd, or up is given although gate is interleaved.
 
     Example:
         >>> pairs = torch.tensor([9.0, -9.0, 1.0, 1.0])
@@ -105,11 +105,11 @@ class ClampedSwiGLU(nn.Module):
 
 
 class GEGLU(nn.Module):
-    """The activation of a gated MLP with GELU, by `liger_ops.geglu`: no parameters.
+    """The GEGLU activation of a gated MLP, without its projections. Calls `liger_ops.geglu`.
 
         y = gelu(gate) * up
 
-    Precision and gradient are those of `liger_ops.geglu`.
+    See `liger_ops.geglu` for precision and gradient. The module has no parameters.
 
     Args:
         approximate: "tanh" or "none", as in `torch.nn.GELU`.
@@ -119,7 +119,7 @@ class GEGLU(nn.Module):
         y: (..., N), contiguous.
 
     Raises:
-        TypeError: an argument is of another type, or gate or up is not floating point.
+        TypeError: an argument has another type, or gate or up is not floating point.
         ValueError: approximate is not as above, gate and up differ in shape, or the width of a
             packed gate is odd.
 
@@ -141,7 +141,7 @@ class GEGLU(nn.Module):
 
 
 class ReLUSquared(nn.Module):
-    """The square of the rectified input, by `liger_ops.relu_squared`.
+    """The square of ReLU. Calls `liger_ops.relu_squared`.
 
         y = max(x, 0)**2
 

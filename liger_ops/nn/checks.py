@@ -1,4 +1,4 @@
-"""What the modules check of their arguments."""
+"""Checks of the modules' arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cross-entropy, as a module."""
+"""Cross-entropy loss, as a module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from ..ops.cross_entropy import cross_entropy, cross_entropy_forward
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What a loss module returns where it is asked for more than the loss; None what it is not
-    asked for.
+    """The output of a loss module that returns more than the loss; fields not asked for are None.
 
-    loss and z_loss are differentiable. token_accuracy is (): the share of the tokens that are not
-    ignored whose predicted class is the target; NaN where all are ignored. predicted_tokens and
+    loss and z_loss are differentiable. token_accuracy is a scalar: the share of tokens, without the
+    ignored ones, whose predicted class is the target; NaN if all are ignored. predicted_tokens and
     entropy have the shape of target.
     """
 
@@ -28,25 +27,26 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` by `liger_ops.cross_entropy`, whose equations, precision and
-    gradient it has, of logits with the classes in the last dimension.
+    """`torch.nn.CrossEntropyLoss` for logits with the classes in the last dimension.
+
+    Calls `liger_ops.cross_entropy`; see there for equations, precision and gradient.
 
     Args:
-        weight, ignore_index, reduction, label_smoothing: as of `torch.nn.CrossEntropyLoss`; also
+        weight, ignore_index, reduction, label_smoothing: as for `torch.nn.CrossEntropyLoss`; also
             its deprecated size_average and reduce.
-        lse_square_scale, softcap, logit_scale: as of `liger_ops.cross_entropy`.
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_entropy: what to
-            return beside the loss, in a `CrossEntropyOutput`.
+        lse_square_scale, softcap, logit_scale: as for `liger_ops.cross_entropy`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_entropy: whether to
+            return each of these with the loss, in a `CrossEntropyOutput`.
 
     Shape:
         input: (..., V), floating point, any strides.
         target: (...), int64 or int32. Probabilities of classes are not supported.
-        token_weight: (...), or None; of each token.
-        num_items_in_batch: what the mean divides by: a number, or a tensor of one, or None.
-        The loss: (), or (...) for the reduction "none"; float32, or float64 for such an input.
+        token_weight: (...), or None.
+        num_items_in_batch: the divisor of the mean: a number, a tensor of one number, or None.
+        The loss: (), or (...) for the reduction "none"; float64 for float64 input, else float32.
 
     Raises:
-        TypeError, ValueError, IndexError: as `liger_ops.cross_entropy`.
+        TypeError, ValueError, IndexError: see `liger_ops.cross_entropy`.
 
     Example:
         >>> liger_ops.nn.CrossEntropyLoss()(torch.zeros(2, 4), torch.tensor([3, -100]))
@@ -78,7 +78,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.return_token_accuracy = return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
         self.return_entropy = return_entropy
-        # What the op says of these options, said here.
+        # Raises the op's own errors for wrong options now, not at the first forward.
         nothing = torch.empty(0, 1, device="meta")
         cross_entropy(
             nothing,
@@ -131,7 +131,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         )
 
     def extra_repr(self) -> str:
-        """The options that are not torch's default, as arguments."""
+        """The options that differ from torch's defaults."""
         defaults = {
             "ignore_index": -100,
             "reduction": "mean",
@@ -148,7 +148,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 
 def items_on(device: torch.device, num_items_in_batch: Tensor | float | None) -> Tensor | None:
-    """The number that a mean divides by, as a tensor on the device; nothing waits for it."""
+    """num_items_in_batch as a tensor on the device, without waiting for the device."""
     if num_items_in_batch is None:
         return None
     if isinstance(num_items_in_batch, Tensor):
@@ -162,6 +162,6 @@ def items_on(device: torch.device, num_items_in_batch: Tensor | float | None) ->
 
 
 def token_accuracy(predicted_tokens: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """The share of the tokens that are not ignored whose prediction is the target."""
+    """The share of tokens, without the ignored ones, whose prediction is the target."""
     kept = target != ignore_index
     return ((predicted_tokens == target) & kept).sum() / kept.sum()

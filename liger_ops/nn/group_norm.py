@@ -1,4 +1,4 @@
-"""torch.nn.GroupNorm by group_norm."""
+"""Group normalisation, as a module."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .checks import check_size
 
 
 class GroupNorm(nn.GroupNorm):
-    """`torch.nn.GroupNorm` by `liger_ops.group_norm`: the same arguments, parameters, state dict.
+    """`torch.nn.GroupNorm`, with the same arguments and state dict. Calls `liger_ops.group_norm`.
 
         y[n, c] = (x[n, c] - mean(n, g)) / sqrt(var(n, g) + eps) * weight[c] + bias[c]
 
     with mean and biased variance over all positions and channels of the group g that holds channel
-    c. Precision and gradient are those of `liger_ops.group_norm`.
+    c. See `liger_ops.group_norm` for precision and gradient.
 
     Args:
         num_groups: the number of groups, a divisor of num_channels.
         num_channels: the size C of the second dimension. Without parameters, as in torch, it is not
             checked: input may have any multiple of num_groups.
         eps: added to the variance, at least 0.
-        affine: whether there are weight and bias.
+        affine: whether the module has weight and bias.
         device, dtype: of the parameters.
 
     Attributes:
@@ -32,7 +32,7 @@ class GroupNorm(nn.GroupNorm):
         input: (N, C, *spatial), floating point, any strides; the output: the same, contiguous.
 
     Raises:
-        TypeError: an argument is of another type, or input is not floating point.
+        TypeError: an argument has another type, or input is not floating point.
         ValueError: num_groups does not divide num_channels, a size is not positive, eps is
             negative, or input has another number of channels than the parameters.
 

@@ -1,4 +1,4 @@
-"""torch.nn.LayerNorm by layer_norm."""
+"""Layer normalisation, as a module."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .checks import check_size
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` by `liger_ops.layer_norm`: the same arguments, parameters, state dict.
+    """`torch.nn.LayerNorm`, with the same arguments and state dict. Calls `liger_ops.layer_norm`.
 
         y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
     with mean and biased variance over the last dimensions, those of normalized_shape. It is a
-    subclass, so that what asks for `torch.nn.LayerNorm`, such as a rule against weight decay on
-    norms, finds it. Precision and gradient are those of `liger_ops.layer_norm`.
+    subclass, so that code that looks for `torch.nn.LayerNorm`, for example to exclude norms from
+    weight decay, finds it. See `liger_ops.layer_norm` for precision and gradient.
 
     Args:
-        normalized_shape: the size of the last dimension, or the sizes of the last dimensions. None,
-            for the last dimension of whatever size, without parameters only.
+        normalized_shape: the size of the last dimension, or the sizes of the last dimensions. None
+            for a last dimension of any size, only without parameters.
         eps: added to the variance, at least 0.
-        elementwise_affine: whether there is a weight.
-        bias: whether there is a bias too; without a weight there is none.
+        elementwise_affine: whether the module has a weight.
+        bias: whether it has a bias as well; without a weight it has none.
         device, dtype: of the parameters.
 
     Attributes:
@@ -36,7 +36,7 @@ class LayerNorm(nn.LayerNorm):
             contiguous.
 
     Raises:
-        TypeError: an argument is of another type, or input is not floating point.
+        TypeError: an argument has another type, or input is not floating point.
         ValueError: a size is not positive, eps is negative, or input does not end in
             normalized_shape.
 

@@ -13,31 +13,32 @@ from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, items_on, token
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
-    """The loss of a head and its cross-entropy by `liger_ops.linear_cross_entropy`, whose
-    equations, precision and gradient it has: the logits are made in chunks and not kept. One chunk
-    has all rows where that takes no more memory than several would, as chunk_bytes says there.
+    """Cross-entropy of the logits of a linear head, computed in chunks without keeping the logits.
 
-    The head stays with its owner, an embedding perhaps that shares its weight, and is given to each
-    call; `torch.nn.LinearCrossEntropyLoss` has a head of its own instead.
+    Calls `liger_ops.linear_cross_entropy`; see there for equations, precision, gradient, and for
+    the size of a chunk (all rows, if that takes no more memory than several chunks).
+
+    The head is an argument of each call, so it may share its weight with an embedding;
+    `torch.nn.LinearCrossEntropyLoss` owns its head instead.
 
     Args:
-        weight: (V,), of each class: `class_weight` of the op.
+        weight: (V,), the weight of each class: `class_weight` of the op.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
             return_z_loss, return_token_accuracy, return_predicted_tokens, return_entropy, and the
-            deprecated size_average and reduce: as of `CrossEntropyLoss`.
-        accum_dtype, chunk_bytes: as of `liger_ops.linear_cross_entropy`.
+            deprecated size_average and reduce: as for `CrossEntropyLoss`.
+        accum_dtype, chunk_bytes: as for `liger_ops.linear_cross_entropy`.
 
     Shape:
         x: (..., D), floating point, any strides.
-        weight: (V, D), of x's dtype; the head's.
+        weight: (V, D), in x's dtype: the weight of the head, not of the classes.
         target: (...), int64 or int32.
-        bias: (V,), of x's dtype, or None; the head's.
-        token_weight: (...), or None; of each token.
-        num_items_in_batch: what the mean divides by: a number, or a tensor of one, or None.
-        The loss: (), or (...) for the reduction "none"; float32, or float64 for such x.
+        bias: (V,), in x's dtype, or None: the bias of the head.
+        token_weight: (...), or None.
+        num_items_in_batch: the divisor of the mean: a number, a tensor of one number, or None.
+        The loss: (), or (...) for the reduction "none"; float64 for float64 x, else float32.
 
     Raises:
-        TypeError, ValueError, IndexError: as `liger_ops.linear_cross_entropy`.
+        TypeError, ValueError, IndexError: see `liger_ops.linear_cross_entropy`.
 
     Example:
         >>> head = torch.nn.Linear(8, 4, bias=False)

@@ -1,4 +1,4 @@
-"""Modules that normalise by the root mean square."""
+"""Root-mean-square normalisation, as modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .checks import check_size
 
 
 class _RMSNormBase(nn.Module):
-    """The weight and the options of the two modules that normalise by the root mean square."""
+    """The weight and the options that RMSNorm and FusedAddRMSNorm share."""
 
     weight: nn.Parameter | None
 
@@ -44,13 +44,13 @@ class _RMSNormBase(nn.Module):
         self.reset_parameters()
 
     def _check_options(self) -> None:
-        """Raise now, not at the first forward, what the op says of the options."""
+        """Raise the op's own errors for wrong options now, not at the first forward."""
         nothing = torch.empty(0, 1, device="meta")
         weight = torch.empty(1, device="meta") if self.elementwise_affine else None
         rms_norm(nothing, weight, self.eps, self.offset, self.casting_mode)
 
     def _check_width(self, x: Tensor) -> None:
-        # With a weight the op compares its size.
+        # With a weight the op itself checks the width.
         if self.weight is None and self.hidden_size not in (None, x.shape[-1]):
             raise ValueError(
                 f"{type(self).__name__}: x must be (..., {self.hidden_size}),"
@@ -58,7 +58,7 @@ class _RMSNormBase(nn.Module):
             )
 
     def reset_parameters(self) -> None:
-        """Make weight + offset one."""
+        """Initialise the weight so that weight + offset is 1."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
@@ -70,19 +70,19 @@ class _RMSNormBase(nn.Module):
 
 
 class RMSNorm(_RMSNormBase):
-    """Root-mean-square normalisation over the last dimension, by `liger_ops.rms_norm`.
+    """Root-mean-square normalisation over the last dimension. Calls `liger_ops.rms_norm`.
 
         y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
 
-    Where the result is rounded, the precision and the gradient are those of `liger_ops.rms_norm`. y
-    has x's dtype, whatever weight's.
+    See `liger_ops.rms_norm` for rounding, precision and gradient. y has x's dtype, whatever the
+    dtype of weight.
 
     Args:
-        hidden_size: the size N of the last dimension. None, for any, without a weight only.
+        hidden_size: the size N of the last dimension; None for any size, only without a weight.
         eps: added to the mean square, at least 0.
         offset: added to the weight: 1.0 for models that store weight - 1 (Gemma), else 0.
         casting_mode: "llama", "gemma" or "none": see `liger_ops.rms_norm`.
-        elementwise_affine: whether there is a weight.
+        elementwise_affine: whether the module has a weight.
         device, dtype: of the weight.
 
     Attributes:
@@ -92,9 +92,8 @@ class RMSNorm(_RMSNormBase):
         x: (..., N), floating point, any strides; y: the same, contiguous.
 
     Raises:
-        TypeError: an argument is of another type, or x is not floating point.
-        ValueError: hidden_size is not positive, an option is not as above, or x is of another
-            width.
+        TypeError: an argument has another type, or x is not floating point.
+        ValueError: hidden_size is not positive, an option is not as above, or x has another width.
 
     Example:
         >>> liger_ops.nn.RMSNorm(2, elementwise_affine=False)(torch.tensor([[3.0, 4.0]]))
@@ -107,21 +106,21 @@ class RMSNorm(_RMSNormBase):
 
 
 class FusedAddRMSNorm(_RMSNormBase):
-    """Residual addition and root-mean-square normalisation, by `liger_ops.fused_add_rms_norm`.
+    """Residual addition, then root-mean-square normalisation. Calls `fused_add_rms_norm`.
 
         s = x + residual
         y = s / sqrt(mean(s**2, -1) + eps) * (weight + offset)
 
-    For a block that normalises the sum and passes it on: the sum is written once, and its own
-    gradient joins the norm's in one kernel. Precision and gradient are those of
-    `liger_ops.fused_add_rms_norm`.
+    For a block that normalises the sum and also passes it on: the sum is written once, and one
+    kernel adds its own gradient to the norm's. See `liger_ops.fused_add_rms_norm` for precision and
+    gradient.
 
     Args:
-        hidden_size: the size N of the last dimension. None, for any, without a weight only.
+        hidden_size: the size N of the last dimension; None for any size, only without a weight.
         eps: added to the mean square, at least 0.
         offset: added to the weight: 1.0 for models that store weight - 1 (Gemma), else 0.
         casting_mode: "llama", "gemma" or "none": see `liger_ops.rms_norm`.
-        elementwise_affine: whether there is a weight.
+        elementwise_affine: whether the module has a weight.
         device, dtype: of the weight.
 
     Attributes:
@@ -132,9 +131,9 @@ class FusedAddRMSNorm(_RMSNormBase):
             dtype of x + residual.
 
     Raises:
-        TypeError: an argument is of another type, or x or residual is not floating point.
-        ValueError: hidden_size is not positive, an option is not as above, or x is of another width
-            than hidden_size, or of another shape than residual.
+        TypeError: an argument has another type, or x or residual is not floating point.
+        ValueError: hidden_size is not positive, an option is not as above, x does not have
+            the width hidden_size, or x and residual differ in shape.
 
     Example:
         >>> y, s = liger_ops.nn.FusedAddRMSNorm(2)(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]))

@@ -10,17 +10,17 @@ from ..ops.rope import rope
 
 
 class Rope(nn.Module):
-    """Rotary position embedding of queries and keys, by `liger_ops.rope`.
+    """Rotary position embedding of queries and keys. Calls `liger_ops.rope`.
 
     It applies the tables cos and sin, or the complex cos + i sin, that a model's rotary embedding
-    makes. Layout, precision and gradient are those of `liger_ops.rope`.
+    computes. See `liger_ops.rope` for layout, precision and gradient.
 
     Args:
         interleaved: whether the elements of a pair are next to each other (GPT-J, GLM4, Cohere), or
             in the two halves of a head (Llama and most others). A complex cos implies it.
-        per_pair: whether the tables have one number for the two elements of a pair (GPT-OSS). A
-            complex cos implies it.
-        sections: how many pairs take their numbers from each of three tables (Qwen2-VL), or None.
+        per_pair: whether the tables have one value per pair of elements (GPT-OSS). A complex cos
+            implies it.
+        sections: the numbers of pairs that use each of three tables (Qwen2-VL), or None.
 
     Shape:
         q: (B, heads, S, D); k: (B, heads of k, S, D); cos, sin: (S, R), (1, S, R) or (B, S, R) with
@@ -28,10 +28,9 @@ class Rope(nn.Module):
             in place of R; with sections, (3, 1, S, R) or (3, B, S, R). The results: as q and k.
 
     Raises:
-        TypeError: a tensor is not floating point (nor, cos, complex), or k is of another dtype than
-            q.
-        ValueError: a shape is not as above, sections do not add up to R/2, or sin is given with a
-            complex cos or is not with a real one.
+        TypeError: a tensor is not floating point (cos may be complex), or q and k differ in dtype.
+        ValueError: a shape is not as above, sections do not add up to R/2, sin is given with a
+            complex cos, or sin is missing with a real one.
 
     Example:
         >>> q = torch.tensor([[[[1.0, 0.0]]]])

@@ -12,11 +12,11 @@ from ..ops.softmax import softmax
 
 
 class Softmax(nn.Softmax):
-    """`torch.nn.Softmax` by `liger_ops.softmax`, whose precision and gradient it has.
+    """`torch.nn.Softmax`. Calls `liger_ops.softmax`; see there for precision and gradient.
 
     Args:
-        dim: the dimension of which each slice sums to one. The last is fast; any other is moved
-            there and back.
+        dim: the dimension along which the result sums to 1. The last dimension is fast; another is
+            transposed to the last, and back.
 
     Shape:
         input: any with this dimension, floating point, any strides; the output: the same.
@@ -41,11 +41,11 @@ class Softmax(nn.Softmax):
 
 
 class LogSoftmax(nn.LogSoftmax):
-    """`torch.nn.LogSoftmax` by `liger_ops.log_softmax`, whose precision and gradient it has.
+    """`torch.nn.LogSoftmax`. Calls `liger_ops.log_softmax`; see there for precision and gradient.
 
     Args:
-        dim: the dimension of which each slice's exponentials sum to one. The last is fast; any
-            other is moved there and back.
+        dim: the dimension along which the exponentials of the result sum to 1. The last dimension
+            is fast; another is transposed to the last, and back.
 
     Shape:
         input: any with this dimension, floating point, any strides; the output: the same.
@@ -75,7 +75,7 @@ def _check_dim(owner: str, dim: int) -> None:
 
 
 def _over_dim(owner: str, op: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """An op of the last dimension, along another."""
+    """Apply an op of the last dimension along dimension `dim`."""
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{owner}: dim must be one of input's {x.dim()} dimensions, got {dim}")
     if dim in (-1, x.dim() - 1):

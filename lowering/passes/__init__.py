@@ -1,4 +1,4 @@
-"""The rewrites of Dynamo's graph, one a file, in the order in which they run."""
+"""The rewrites of Dynamo's graph, one per file, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from . import (
-    causal_mask,
+    causal_attention,
     clamped_swiglu,
     cross_entropy,
     fused_add_rms_norm,
     geglu,
     group_norm,
-    grouped_heads,
+    grouped_attention,
     layer_norm,
     linear_cross_entropy,
     recompute,
@@ -39,13 +39,13 @@ INLINED = {
 }
 
 REWRITES: dict[str, Rewrite] = {
-    "causal_attention": causal_mask.rewrite,
-    # Of the attentions that have no mask.
-    "grouped_attention": grouped_heads.rewrite,
-    # Before rms_norm, which is what follows the subtraction of the mean.
+    "causal_attention": causal_attention.rewrite,
+    # After causal_attention, because it needs attention without a mask.
+    "grouped_attention": grouped_attention.rewrite,
+    # Before rms_norm, which would match the part after the subtraction of the mean.
     "layer_norm": layer_norm.rewrite,
     "rms_norm": rms_norm.rewrite,
-    # Of the norms that the one before it found.
+    # After rms_norm, because it matches the op that rms_norm inserts.
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,
     "group_norm": group_norm.rewrite,
     "clamped_swiglu": clamped_swiglu.rewrite,
@@ -53,7 +53,7 @@ REWRITES: dict[str, Rewrite] = {
     "geglu": geglu.rewrite,
     "relu_squared": relu_squared.rewrite,
     "rope": rope.rewrite,
-    # Before cross_entropy, which takes the losses whose logits are needed.
+    # Before cross_entropy, which takes the losses whose logits are used elsewhere.
     "linear_cross_entropy": linear_cross_entropy.rewrite,
     "cross_entropy": cross_entropy.rewrite,
 }
@@ -62,16 +62,16 @@ REWRITES: dict[str, Rewrite] = {
 def rewrite(
     module: fx.GraphModule, names: Collection[str] | None = None, *, strict: bool | None = None
 ) -> Report:
-    """Run the rewrites of `names`, or all, on `module` and the graphs that it calls, in place.
+    """Run the rewrites `names`, or all, on `module` and the subgraphs that it calls, in place.
 
-    Where one of them raises an exception, `module` is left as it came, with a warning; with
-    `strict`, or LIGER_OPS_STRICT=1 in the environment, the exception is raised.
+    If one raises an exception, `module` is restored and a warning is given; with `strict`, or
+    LIGER_OPS_STRICT=1 in the environment, the exception is raised.
     """
     report = Report()
     graphs = {part: copy.deepcopy(part.graph) for part in inlined(module)}
     try:
         for part in graphs:
-            # What a subgraph is called under, such as torch.no_grad, is not known in it.
+            # A subgraph does not show the modes of its caller, such as torch.no_grad.
             part.meta["is_subgraph"] = part is not module
             _rewrite(part.graph, report, names)
             part.recompile()
@@ -85,10 +85,10 @@ def rewrite(
 
 
 def inlined(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The module, and what it calls as if the code stood in the place of the call.
+    """The module, and the subgraphs that it calls as if their code were inlined.
 
-    The code of autograd functions, of transforms and the like is left alone: how it is run there
-    is theirs.
+    Subgraphs of autograd functions, transforms and the like are excluded: their callers decide how
+    they run.
     """
     found = [module]
     for part in found:

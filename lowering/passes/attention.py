@@ -20,7 +20,7 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gq
 def attentions(
     graph: fx.Graph, rewrite: str, report: Report
 ) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
-    """Each call on tensors of at least two dimensions, with its arguments, for a rewrite."""
+    """Yield each call on tensors of at least two dimensions, with its arguments by name."""
     for node in report.visiting(rewrite, list(graph.nodes)):
         if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
             continue
@@ -31,19 +31,19 @@ def attentions(
 
 
 def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str | None:
-    """Why a call is to stay as it is, whatever its mask and heads are."""
+    """Reason to leave a call unchanged, whatever its mask and heads are, or None."""
     tensors = [one for one in node.all_input_nodes if isinstance(value(one), Tensor)]
     if reason := foreign(tensors):
         return reason
     if state.transformed(node):
-        return "it runs inside of a transform of functions, such as vmap"
+        return "it runs inside of a torch.func transform, such as vmap"
     if value(arguments["dropout_p"]) != 0:
-        return "it drops weights at random, and another kernel would drop others"
+        return "it has dropout, and another kernel would drop other weights"
     return None
 
 
 def set_arguments(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> None:
-    """Give a call these arguments; Refused where its result would not be what it was."""
+    """Set the arguments of a call; raises Refused if its result would change its metadata."""
     tensors = tuple(arguments[name] for name in _POSITIONAL[:3])
     options = {
         name: given

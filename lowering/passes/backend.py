@@ -28,35 +28,34 @@ def liger(
 
         torch.compile(model, backend="liger")
 
-    Before autograd, where the graph still has the operations that the code was written with, every
-    part that computes what an op does is replaced by the op; the rest goes to Inductor, or to
-    another backend. `liger_ops.explain` says what is replaced, and what is not and why;
-    `liger_ops.enable` does the same to every compilation by Inductor.
+    The rewrites run on Dynamo's graph, before autograd, where the operations are still those of the
+    user's code. Each part of the graph that computes an op is replaced by the op, and the graph
+    then goes to Inductor or another backend. `liger_ops.explain` lists what is replaced, and what
+    is not and why. `liger_ops.enable` does the same for every compilation by Inductor.
 
-    `mode`, `dynamic` and `fullgraph` of `torch.compile` mean what they do without this backend. So
-    do its `options`, but for four of this backend's own:
+    `mode`, `dynamic`, `fullgraph` and `options` of `torch.compile` work as usual, and this backend
+    adds four options:
 
-    * "mode": the mode, for those who need both: `torch.compile` takes either it or options.
-    * "inner_backend": what compiles the graph afterwards, by its name or itself; "inductor".
-    * "rewrites": the names of the rewrites to make, of `liger_ops.lowering.passes.REWRITES`, or
-      "all". By default those that pay: before Inductor, all but `chosen.KEPT_BY_INDUCTOR`, and all
-      before another backend.
-    * "strict": whether an exception in a rewrite is raised. By default the graph is then compiled
-      as it came, without any rewrite, with a warning; LIGER_OPS_STRICT=1 in the environment makes
-      True the default.
+    * "mode": the mode, because `torch.compile` does not accept both mode and options.
+    * "inner_backend": the backend that compiles the rewritten graph, a name or a function. Default:
+      "inductor".
+    * "rewrites": names from `liger_ops.lowering.passes.REWRITES`, or "all". Default: before
+      Inductor all but `chosen.KEPT_BY_INDUCTOR`, before another backend all.
+    * "strict": whether an exception in a rewrite is raised. By default the graph is compiled
+      without any rewrite, with a warning; LIGER_OPS_STRICT=1 in the environment makes True the
+      default.
 
-    A rewrite is made only where it is exact: the same equation in the same casting mode, with the
-    same eps and offset, of the same result's dtype, sizes, device and strides, or of strides that
-    nothing can tell from them; no value on the way used elsewhere, none written in place in
-    between, nothing random. What is rounded on the way, within a dtype, may be rounded less often,
-    as by Inductor: rope, the gated activations and the scale and cap of logits compute in float32
-    and round once. A rewrite erases the nodes that it replaces and no other. The code of
-    autograd functions, and what torch.func transforms, is left alone.
+    A rewrite is made only if it is exact: the same equation, casting mode, eps and offset, and a
+    result of the same dtype, sizes, device and strides (or strides that the graph cannot observe).
+    No intermediate value may be used elsewhere or written in place, and nothing may be random.
+    Intermediate rounding may be omitted, as Inductor does: rope, the gated activations and the
+    scale and softcap of logits compute in float32 and round once. A rewrite erases only the nodes
+    that it replaces. Autograd functions and code under torch.func transforms are not rewritten.
 
     Raises:
-        TypeError: options["inner_backend"] is neither a name nor a function, options["rewrites"] no
-            name or list of names, or options["strict"] not a bool.
-        ValueError: a rewrite of options["rewrites"] has no such name.
+        TypeError: options["inner_backend"] is neither a name nor a function, options["rewrites"] is
+            neither a name nor a list of names, or options["strict"] is not a bool.
+        ValueError: options["rewrites"] names a rewrite that does not exist.
     """
     rest = dict(options or {})
     mode = rest.pop("mode", mode)
@@ -80,7 +79,7 @@ def _reset() -> None:
     reset_cudagraph_trees()
 
 
-# torch.compiler.reset calls this, as Inductor's own.
+# torch.compiler.reset calls `reset` of every backend that has one.
 liger.reset = _reset  # type: ignore[attr-defined]
 
 

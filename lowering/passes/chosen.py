@@ -1,4 +1,4 @@
-"""Which rewrites are made: by default those that pay."""
+"""The rewrites to make: by default those that make a training step faster or smaller."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 from . import REWRITES
 
-# What Inductor computes as fast in the midst of a model, where it fuses the sum of the gradients
-# that arrive into a norm's backward, and an activation with its neighbours. Measured on an H200, a
-# training step in bfloat16 (examples/measure_step.py): of a Llama-3.2-1B, 8 x 2048 tokens, 233 ms
-# with linear_cross_entropy and rope, 238 with its norms and activations too, 238 with none of them;
-# of a GPT-NeoX 174 and 176 with layer_norm, 177 and 174 without; of a UNet 60 with group_norm, 63
-# without, channels last 65.5 and 65, and a quarter more memory, for the norm's result is saved.
+# Inductor computes these as fast inside of a model: it fuses the sum of incoming gradients into a
+# norm's backward, and an activation with its neighbours. Training steps in bfloat16 on an H200
+# (examples/measure_step.py):
+# - Llama-3.2-1B, 8 x 2048 tokens: 233 ms with linear_cross_entropy and rope, 238 with norms and
+#   activations too, 238 with none of them.
+# - GPT-NeoX: 174 and 176 ms with layer_norm, 177 and 174 without.
+# - UNet: 60 ms with group_norm, 63 without; channels last 65.5 and 65. Memory grows by a quarter,
+#   because the norm's result is saved.
 KEPT_BY_INDUCTOR = frozenset(
     {
         "rms_norm",
@@ -28,7 +30,10 @@ KEPT_BY_INDUCTOR = frozenset(
 
 
 def chosen(names: Any, before_inductor: bool, argument: str) -> Collection[str]:
-    """The rewrites that `argument` asks for; for None, those that pay before the next backend."""
+    """The rewrites in `names`; None stands for the default before the inner backend.
+
+    `argument` is how error messages name the option.
+    """
     if names is None:
         kept = KEPT_BY_INDUCTOR if before_inductor else ()
         return [name for name in REWRITES if name not in kept]

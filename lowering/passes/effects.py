@@ -1,7 +1,7 @@
-"""The memory that nodes write to, and the memory that their values lie in.
+"""The memory that nodes write to, and the memory that holds their values.
 
-What cannot be known is taken for the worst: an operation of an unknown kind writes everywhere, and
-a tensor of an unknown layout may lie in any memory.
+Unknown cases are treated as the worst case: an unknown operation writes everywhere, and a tensor of
+unknown layout may be in any memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _OPERATORS = (
     *("and", "or", "xor", "lshift", "rshift"),
 )
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
-# Where functions of torch.nn.functional have `inplace` among their arguments.
+# The position of `inplace` among the arguments of functions of torch.nn.functional.
 _INPLACE_POSITION = {"dropout": 3, "silu": 1, "relu": 1, "leaky_relu": 2, "hardtanh": 3, "elu": 2}
-# Whose functions say by their names and arguments what they write to. Those of C++ have no module.
+# Modules whose functions show by name and arguments what they write to. C++ functions have none.
 _KNOWN_MODULES = {"None", "_operator", "builtins", "einops", "functorch", "math", "torch"}
 _KERNELS_OF_USERS = "triton_kernel_wrapper"
 
-# Stands for memory that is not known.
+# Stands for unknown memory.
 ANYWHERE = -1
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether that is a dense tensor of no kind of its own, such as a DTensor or one of vmap's."""
+    """Whether `tensor` is an ordinary dense tensor, not a DTensor, a vmap wrapper or the like."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -43,7 +43,7 @@ def is_plain(tensor: Any) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether `node` writes to a tensor that it did not make."""
+    """Whether `node` writes to a tensor that it did not create."""
     return bool(written(node))
 
 
@@ -57,7 +57,7 @@ def written(node: fx.Node) -> set[int]:
 
 
 def memory(nodes: Iterable[Any]) -> set[int]:
-    """The storages of what the nodes, or tensors among other arguments, are."""
+    """Keys of the storages of `nodes`, which are nodes or tensors; other values are skipped."""
     return {key for node in pytree.tree_leaves(list(nodes)) for key in _storages(value(node), node)}
 
 
@@ -68,12 +68,12 @@ def _storages(known: Any, node: Any) -> set[int]:
         while torch._C._functorch.is_functorch_wrapped_tensor(known):
             known = torch._C._functorch.get_unwrapped(known)
         return {known.untyped_storage()._cdata} if is_plain(known) else {ANYWHERE}
-    # A node whose value Dynamo does not tell may be a tensor.
+    # A node without an example value may be a tensor.
     return {ANYWHERE} if known is None and isinstance(node, fx.Node) else set()
 
 
 def _written_in_subgraphs(node: fx.Node) -> set[int]:
-    """Nothing, or anything: a subgraph that is called twice has the inputs of one call."""
+    """No memory, or ANYWHERE: a subgraph that is called twice shows the inputs of one call only."""
     if _KERNELS_OF_USERS in node.target.name():  # type: ignore[union-attr]
         return {ANYWHERE}
     for part in subgraphs(node):
@@ -84,7 +84,7 @@ def _written_in_subgraphs(node: fx.Node) -> set[int]:
 
 
 def subgraphs(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that a node is given to call."""
+    """The graphs among the arguments of a higher-order operator's node."""
     owner = node.graph.owning_module
     given = [getattr(owner, str(one.target), None) for one in node.all_input_nodes if _is_attr(one)]
     return [one for one in given if isinstance(one, fx.GraphModule)]

@@ -1,4 +1,4 @@
-"""The rewrites in every compilation by Inductor, whoever asks for it."""
+"""Run the rewrites in every compilation by Inductor in this process."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
         liger_ops.enable()
         model = torch.compile(model)
 
-    Models stay untouched, and no backend is named: Trainer, TRL, accelerate and torchtitan get the
-    rewrites by their own switches, such as `TrainingArguments(torch_compile=True)`. What is
-    rewritten, and when a place is left alone, is as for `torch.compile(model, backend="liger")`;
-    `liger_ops.explain` tells of both. An exported model, which AOTInductor compiles, is left as it
-    is: `fuse` it before. Inductor's caches stay usable, and know one set of rewrites
-    from another.
+    Models do not change, and no backend has to be named: Trainer, TRL, accelerate and torchtitan
+    use the rewrites through their own switches, such as `TrainingArguments(torch_compile=True)`.
+    The rewrites are those of `torch.compile(model, backend="liger")`, and `liger_ops.explain`
+    describes them. An exported model, which AOTInductor compiles, is not rewritten: call `fuse`
+    before exporting. Inductor's caches stay valid, and are keyed by the set of rewrites.
 
-    It is Inductor's setting `pre_grad_custom_pass` that is changed. A pass that is there already
-    runs first. `torch.compile(options={"pre_grad_custom_pass": ...})` of a single call takes its
-    place, as of any setting. Functions that were compiled before stay as they are until they are
-    compiled anew, as after `torch.compiler.reset()`.
+    This function sets Inductor's `pre_grad_custom_pass`. A pass that is already set runs first. A
+    single call with `torch.compile(options={"pre_grad_custom_pass": ...})` overrides it, as it does
+    any setting. Functions that are already compiled change only when they are compiled again, as
+    after `torch.compiler.reset()`.
 
-    A second call replaces the first. The result undoes it as a context manager:
+    A second call replaces the first. The result is a context manager that undoes the call:
 
         with liger_ops.enable("all"):
             model(**batch)  # compiles here
 
     Args:
-        rewrites: the names of those to make, of `liger_ops.lowering.passes.REWRITES`, or "all";
-            None for those that pay before Inductor.
-        strict: whether an exception in a rewrite is raised; by default the graph is left as it
-            came, with a warning.
+        rewrites: names from `liger_ops.lowering.passes.REWRITES`, or "all"; None for the default
+            before Inductor.
+        strict: whether an exception in a rewrite is raised; by default the graph stays unchanged,
+            with a warning.
 
     Raises:
-        TypeError: rewrites or strict is of another type.
-        ValueError: there is no such rewrite.
+        TypeError: rewrites or strict has another type.
+        ValueError: rewrites names a rewrite that does not exist.
     """
     before = inductor_config.pre_grad_custom_pass
     names = chosen(rewrites, True, "enable: rewrites")
@@ -56,13 +55,13 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
 
 
 def disable() -> None:
-    """Undo `enable`. Functions that are compiled already stay as they are."""
+    """Undo `enable`. Functions that are already compiled do not change."""
     others = _without_ours(inductor_config.pre_grad_custom_pass)
     inductor_config.pre_grad_custom_pass = others[0] if len(others) == 1 else others or None
 
 
 class Enabled:
-    """The result of `enable`: leaving it as a context puts back what was set before."""
+    """The result of `enable`: as a context manager it restores the previous setting."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
@@ -75,7 +74,7 @@ class Enabled:
 
 
 class Everywhere(CustomGraphPass):
-    """Our pass, for whatever Inductor compiles: an exported model is compiled as it is."""
+    """The pass for every graph that Inductor compiles; it skips exported models."""
 
     def __init__(self, ours: LigerGraphPass) -> None:
         self.ours = ours
@@ -89,7 +88,7 @@ class Everywhere(CustomGraphPass):
 
 
 class Together(CustomGraphPass):
-    """Passes of others, and then ours, as one."""
+    """Other passes, followed by ours, as one pass."""
 
     def __init__(self, others: Sequence[Callable[[fx.Graph], None]], ours: CustomGraphPass) -> None:
         self.others, self.ours = others, ours
@@ -100,7 +99,7 @@ class Together(CustomGraphPass):
         self.ours(graph)
 
     def uuid(self) -> Any:
-        """None where a pass has none, so that nothing is cached, as without ours."""
+        """None if another pass has none: Inductor then caches nothing, as it would without ours."""
         parts = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.others]
         return None if None in parts else str([*parts, self.ours.uuid()])
 

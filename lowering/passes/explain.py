@@ -1,4 +1,4 @@
-"""What the backend `liger` would do with a model."""
+"""Explain what the backend `liger` would do with a model."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .verify import verify as measure
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `print` shows it as a table.
+    """The result of `explain`. `print` shows it as a table.
 
-    The counts are those of `options={"rewrites": "all"}`; the table says of which ops the default
-    leaves the code to Inductor.
+    The counts are those of `options={"rewrites": "all"}`; the table marks the ops that are left to
+    Inductor by default.
 
     Attributes:
-        findings: every place where an op was used, and every one where a pattern came close.
-        graphs: how many graphs Dynamo made of the model.
-        graph_breaks: why it made more than one.
-        verification: with verify=True, what the rewrites change of the loss and the gradients.
+        findings: every place where an op was used, and every place where a pattern almost matched.
+        graphs: the number of graphs that Dynamo captured.
+        graph_breaks: the reasons for more than one graph.
+        verification: with verify=True, the changes of the loss and the gradients.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -42,7 +42,7 @@ class Explanation:
     verification: Verification | None = None
 
     def counts(self) -> dict[str, int]:
-        """How many places there are for each op."""
+        """Number of places where each op was used."""
         return counted(self.findings)
 
     def __str__(self) -> str:
@@ -63,28 +63,28 @@ class Explanation:
 def explain(
     model: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any
 ) -> Explanation:
-    """Say what `torch.compile(model, backend="liger")` would do for these arguments.
+    """Explain what `torch.compile(model, backend="liger")` would do for these arguments.
 
-    The model runs once, eagerly and as it is, while Dynamo traces it; nothing is compiled. Its
-    buffers and the random numbers are afterwards what they were. As `torch._dynamo.explain` does,
-    this empties Dynamo's cache of compiled code.
+    The model runs once, eagerly and unchanged, while Dynamo traces it; nothing is compiled. Buffers
+    and random state are restored. Like `torch._dynamo.explain`, this clears Dynamo's cache of
+    compiled code.
 
-    With `verify` the loss and its gradients are measured too, on just this batch: as the graph
-    came, with every rewrite made, and, for the truth, as it came with all its arithmetic in
-    float64 (float32 where a half-precision model has operations without float64). That is what to
-    run before a long training. It takes the memory of a training step in float64, and no `.grad`
-    changes; a loss is the output's `loss`, the output itself, or a weighted sum of its tensors.
+    With `verify` the loss and its gradients are also measured on this batch: with the unchanged
+    graph, with every rewrite made, and, as the truth, unchanged with all arithmetic in float64
+    (float32 if a half-precision model has operations that float64 lacks). Run it before a long
+    training. It needs the memory of a training step in float64, and changes no `.grad`. The loss is
+    the output's `loss`, the output itself, or a weighted sum of its tensors.
 
     Args:
         model: a module or a function.
-        *args, **kwargs: what it is called with.
+        *args, **kwargs: the arguments of the call.
         verify: whether to measure the loss and the gradients.
 
     Returns:
-        Where an op is used and by which kernel it would run, where a pattern came close and why it
-        is refused, the graph breaks, and `verification`: the largest differences of the loss and
-        of each gradient beside what the dtype itself makes of them, and whether they agree; as
-        data, and printed as a table.
+        An `Explanation`, as data and printed as a table: where an op is used and which kernel would
+        run, where a pattern almost matched and why it was refused, the graph breaks, and
+        `verification`: the largest differences of the loss and of each gradient, with the error of
+        the dtype itself beside them, and whether they agree.
 
     Raises:
         TypeError: verify is not a bool.
@@ -124,7 +124,7 @@ def explain(
 
 @contextlib.contextmanager
 def _state_kept(model: Callable[..., Any]) -> Iterator[None]:
-    """Leave a module's buffers and the random state of the CPU and the current device alone."""
+    """Restore a module's buffers and the random state of the CPU and the current device."""
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     before = [buffer.detach().clone() for buffer in buffers]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -143,7 +143,7 @@ def _state_kept(model: Callable[..., Any]) -> Iterator[None]:
 
 
 def _kernel(finding: Finding) -> str:
-    """What runs an op on its device."""
+    """The implementation that runs an op on its device."""
     kept = ", by default left to Inductor" if finding.op in KEPT_BY_INDUCTOR else ""
     return _implementation(finding) + kept
 
@@ -157,7 +157,7 @@ def _implementation(finding: Finding) -> str:
 
 
 def _table(findings: list[Finding], detail: Callable[[Finding], str | None]) -> list[str]:
-    """One entry for findings that are alike: how many, the op, the kernel or reason, and where."""
+    """One entry for equal findings: their number, the op, the kernel or reason, and the place."""
     width = max(60, shutil.get_terminal_size((100, 24)).columns)
     alike = Counter((finding.op, detail(finding) or "", finding.where) for finding in findings)
     lines = []

@@ -1,4 +1,4 @@
-"""Graphs that the rewrites do not read: those of ATen's operators, in place of the code's."""
+"""Detection of graphs of ATen operators, which the rewrites cannot read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import fx
 
 
 def exported_operator(graph: fx.Graph) -> str | None:
-    """One of the ATen operators that a graph is made of; None for a graph of Dynamo's.
+    """An ATen operator of the graph; None for a graph of Dynamo.
 
-    Dynamo's graphs hold the functions and methods that the code calls, and each node's value as
-    `example_value`. `torch.export` and AOTAutograd make graphs of ATen's operators, with `val`.
+    Dynamo's graphs hold the functions and methods that the code calls, with example values in
+    `example_value`. `torch.export` and AOTAutograd make graphs of ATen operators, with `val`.
     """
     if any("example_value" in node.meta for node in graph.nodes):
         return None
@@ -19,11 +19,7 @@ def exported_operator(graph: fx.Graph) -> str | None:
 
 
 def refuse_exported(graph: fx.Graph) -> None:
-    """Raise for a graph of ATen's operators, in which no pattern would be found.
-
-    Raises:
-        ValueError: the graph is of ATen's operators.
-    """
+    """Raise ValueError for a graph of ATen operators, in which no pattern would match."""
     operator = exported_operator(graph)
     if operator is not None:
         raise ValueError(

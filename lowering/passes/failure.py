@@ -1,4 +1,4 @@
-"""A rewrite that raises an exception is a defect of this package, and is told once."""
+"""What happens if a rewrite raises an exception, which is a bug of this package."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ STRICT = "LIGER_OPS_STRICT"
 
 
 def is_strict(strict: bool | None) -> bool:
-    """Whether an exception in a rewrite is raised: as asked for, or as the environment says."""
+    """Whether an exception in a rewrite is raised: `strict`, or if None the environment's."""
     return os.environ.get(STRICT, "0") not in ("", "0") if strict is None else strict
 
 
 def failed(report: Report, error: Exception) -> Report:
-    """Warn of an error where `report` was at work; the report of a graph left as it came."""
+    """Warn of an error at `report.at`, and return the report of an unchanged graph."""
     rewrite, node = report.at
     where = "" if node is None else source_line(node)
     reason = f"the rewrite failed, {type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
 """A residual addition and the rms_norm of the sum, in one op that returns both.
 
-Runs after rms_norm's own rewrite, on the ops that it put into the graph and on those of the user.
+Runs after the rewrite rms_norm, on the ops that it inserted and on those of the user's code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _fuse(
 ) -> None:
     if not all(same(tuple(value(term).shape), tuple(value(total).shape)) for term in terms):
         raise Refused("the residual is broadcast")
-    # Both results are there from the first use of either on, and all arguments before it.
+    # The op goes before the first use of the sum, so all its arguments must be computed by then.
     first = min(total.users, key=state.order.__getitem__)
     late = [
         argument

@@ -1,4 +1,4 @@
-"""The rewrites as one of Inductor's passes before autograd."""
+"""The rewrites as a `pre_grad_custom_pass` of Inductor."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from .unfused_loss import warn
 def graph_pass(
     rewrites: str | Collection[str] | None = None, *, strict: bool | None = None
 ) -> LigerGraphPass:
-    """The rewrites of the backend `liger`, as a pass for those who compose their own.
+    """The rewrites of the backend `liger`, as a pass to combine with others.
 
         torch.compile(model, options={"pre_grad_custom_pass": liger_ops.graph_pass()})
 
-    Its `uuid()` is a hash of this package, so that Inductor's caches stay usable and notice an
-    upgrade. On a hit they skip the pass along with the compilation.
+    Its `uuid()` contains a hash of this package, so that Inductor's caches work and an upgrade
+    invalidates them. On a cache hit neither the pass nor the compilation runs.
 
     Args:
-        rewrites: the names of those to make, of `liger_ops.lowering.passes.REWRITES`, or "all";
-            None for those that pay before Inductor.
-        strict: whether an exception in a rewrite is raised; by default the graph is left as it
-            came, with a warning.
+        rewrites: names from `liger_ops.lowering.passes.REWRITES`, or "all"; None for the default
+            before Inductor.
+        strict: whether an exception in a rewrite is raised; by default the graph stays unchanged,
+            with a warning.
 
     Returns:
-        The pass, for one configuration of Inductor or, by `liger_ops.enable`, for all.
+        The pass. It applies to the compilations whose configuration names it; `liger_ops.enable`
+        sets it for all.
 
     Raises:
-        TypeError: rewrites or strict is of another type.
-        ValueError: there is no such rewrite. The pass raises it for a graph of ATen's operators, as
-            torch.export makes it: the rewrites read Dynamo's.
+        TypeError: rewrites or strict has another type.
+        ValueError: rewrites names a rewrite that does not exist. The pass itself raises ValueError
+            for a graph of ATen operators, as torch.export makes it.
     """
     return LigerGraphPass(
         chosen(rewrites, True, "graph_pass: rewrites"), checked_strict(strict, "graph_pass: strict")
@@ -59,7 +60,7 @@ class LigerGraphPass(CustomGraphPass):
         declare_ops()
         module, strict = graph.owning_module, self.strict
         if module is None:
-            # There is nothing to put the graph back into, were a rewrite to fail.
+            # Without an owning module the graph cannot be restored if a rewrite fails.
             module, strict = fx.GraphModule(torch.nn.Module(), graph), True
         warn(rewrite(module, self.names, strict=strict).findings)
 
@@ -68,8 +69,10 @@ class LigerGraphPass(CustomGraphPass):
 
 
 def _is_for_a_subgraph() -> bool:
-    """Whether Inductor is at a subgraph. It visits those first, one call of its own within another;
-    what calls a subgraph, and so whether it may be rewritten, is known in the graph around it."""
+    """Whether Inductor is processing a subgraph, which it does in a nested call of its own pass.
+
+    Subgraphs are rewritten with the outer graph, which shows how they are called.
+    """
     depth, frame = 0, sys._getframe()
     while frame is not None:
         depth += frame.f_code.co_name == "_recursive_pre_grad_passes"

@@ -1,4 +1,4 @@
-"""What surrounds the nodes of a graph: their order, writes among them, the modes they run in."""
+"""The context of a graph's nodes: their order, the writes among them, and their modes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .effects import ANYWHERE, memory, written
 
 _TRANSFORM = "_increment_nesting"
 _DUAL = "_enter_dual_level"
-# Settings that hold from one node on, with its arguments.
+# Functions that change a setting for all nodes after them.
 _SETTINGS = ("_set_fwd_grad_enabled", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
 
 
 class _Order(dict[fx.Node, int]):
-    """Where nodes stand; of one that came into the graph since, read again."""
+    """Position of each node. A lookup of a node that was inserted since reads the graph again."""
 
     def __init__(self, read: Callable[[], None]) -> None:
         self._read = read
@@ -32,11 +32,11 @@ class _Order(dict[fx.Node, int]):
 
 
 class GraphState:
-    """A reading of a graph, that stays good while nodes are put into it."""
+    """The order, writes and modes of a graph, valid also after nodes are inserted."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.order = _Order(lambda: self._read(graph))
-        # By node, for it takes time: a node's value stays, and so do the subgraphs that it calls.
+        # Cached per node: neither a node's value nor the subgraphs that it calls change.
         self._memory: dict[fx.Node, set[int]] = {}
         self._written_in_calls: dict[fx.Node, set[int]] = {}
         self._read(graph)
@@ -44,11 +44,11 @@ class GraphState:
     def _read(self, graph: fx.Graph) -> None:
         self.order.clear()
         self._modes: dict[fx.Node, tuple[Any, ...]] = {}
-        # The memory that is written to, and where.
+        # (position, memory that is written to)
         self._writes: list[tuple[int, set[int]]] = []
         self._sharing: dict[int, list[fx.Node]] = defaultdict(list)
         module = graph.owning_module
-        # What a subgraph is called under is not known here.
+        # A subgraph does not show the gradient mode of its caller.
         is_part = module is not None and module.meta.get("is_subgraph", False)
         grad: Any = "the caller's" if is_part else torch.is_grad_enabled()
         settings: dict[str, Any] = {}
@@ -89,16 +89,16 @@ class GraphState:
         return self._memory[node]
 
     def sharing(self, node: fx.Node) -> list[fx.Node]:
-        """The other nodes whose values lie in the memory of that of `node`, as far as is known."""
+        """The other nodes whose values are known to share memory with that of `node`."""
         keys = self._memory_of(node) - {ANYWHERE}
         return [one for key in keys for one in self._sharing[key] if one is not node]
 
     def one_mode(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether all run in the same gradient mode, autocast and function transform."""
+        """Whether all nodes run in the same gradient mode, autocast and torch.func transform."""
         return len({self._modes_of(node) for node in nodes}) <= 1
 
     def transformed(self, node: fx.Node) -> bool:
-        """Whether `node` runs inside of vmap, grad or another transform of functions."""
+        """Whether `node` runs inside of vmap, grad or another torch.func transform."""
         return any(
             isinstance(mode, fx.Node) and _name(mode).endswith((_TRANSFORM, _DUAL))
             for mode in self._modes_of(node)
@@ -124,7 +124,7 @@ class GraphState:
 
     @contextlib.contextmanager
     def modes_of(self, node: fx.Node) -> Iterator[None]:
-        """The autocast that `node` runs under, on top of the ambient one."""
+        """Enter the autocast modes of `node`."""
         with contextlib.ExitStack() as stack:
             for entered in self._modes_of(node)[1:]:
                 if isinstance(entered, fx.Node) and _name(entered) == "_enter_autocast":
@@ -136,11 +136,11 @@ class GraphState:
 
 
 def erase_unused(node: fx.Node, among: Collection[fx.Node]) -> None:
-    """Erase a node that nothing uses any more, and of its inputs those that this leaves unused.
+    """Erase `node` if it is unused, then its inputs that become unused, and so on.
 
-    `among` are nodes that a rewrite matched, which only compute. Nothing else is ever erased: fx's
-    dead code elimination descends into subgraphs, and there takes a method that writes in place for
-    one without effect.
+    Only nodes in `among` are erased: nodes that a rewrite matched, which have no side effects. fx's
+    own dead code elimination is not used, because in subgraphs it also removes methods that write
+    in place.
     """
     waiting = [node]
     while waiting:
@@ -152,8 +152,7 @@ def erase_unused(node: fx.Node, among: Collection[fx.Node]) -> None:
 
 
 def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """The mode of the fake tensors among `values`: it is not the one that is active while a backend
-    runs."""
+    """The fake mode of the tensors in `values`, which is not the one active in a backend."""
     for one in values:
         if isinstance(one, FakeTensor):
             return one.fake_mode
@@ -161,7 +160,7 @@ def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any
 
 
 def _leave(entered: list[fx.Node], name: str) -> None:
-    """Take away the last of `entered` whose name ends so."""
+    """Remove the last node of `entered` whose name ends with `name`."""
     for i in reversed(range(len(entered))):
         if _name(entered[i]).endswith(name):
             del entered[i]

@@ -1,4 +1,4 @@
-"""What Inductor should know of the ops before it meets them."""
+"""Register the ops with Inductor before it compiles them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _STRIDES = {
 
 
 def declare_ops() -> None:
-    """Declare every op to be a call of itself, with the strides that its tag asks for.
+    """Register every op as a fallback, with the stride constraint of its tag.
 
-    That is what Inductor does at the first call of an op that it does not know. Up to torch 2.12 it
-    also writes that call out for its log, with all that the arguments were computed from, once for
-    each way that leads there: through the residual sums of 16 layers, 2**32 of them.
+    Inductor does the same at the first call of an unknown op. Up to torch 2.12 it then also logs
+    the call with the expressions of all its arguments, expanded once for every path: 2**32 paths
+    through the residual sums of 16 layers.
     """
     from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
 

@@ -1,4 +1,4 @@
-"""Values that are laid out in memory otherwise than they were, where nobody can tell."""
+"""Whether a graph can observe that values have other strides than before."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAMESPACES = {"aten", "liger", "prims"}
 
 
 def noticed(results: Mapping[fx.Node, Tensor], state: GraphState) -> str | None:
-    """How the graph would notice that the values of nodes have the strides of other results.
+    """How the graph would observe that nodes have the strides of `results`; None if it would not.
 
-    What is computed from them is run again, without data, until its strides are those of before. On
-    the way nothing may be returned, be written to, or fail; views may become copies and copies
-    views, which without writes is the same. None where it goes unnoticed.
+    The nodes that depend on them run again on fake tensors, until their strides are the same as
+    before. None of these may be returned, be written to, or fail. A view may become a copy and a
+    copy a view, which makes no difference without writes.
     """
     if not results:
         return None
@@ -51,8 +51,10 @@ def noticed(results: Mapping[fx.Node, Tensor], state: GraphState) -> str | None:
 
 
 def _goes_by_memory(node: fx.Node) -> bool:
-    """Whether what a node computes may hang on where the elements of its inputs lie: that of
-    somebody's own operator may, whatever it declares."""
+    """Whether a node's result may depend on the strides of its inputs.
+
+    That of a custom operator may, whatever it declares.
+    """
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         name = str(node.target)
         return name.partition(".")[0] not in _NAMESPACES or "as_strided" in name
@@ -71,7 +73,7 @@ def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _shares(result: Any, arguments: Iterable[Any]) -> bool:
-    """Whether a result may lie in the memory of the arguments: who has it may then matter."""
+    """Whether a result may share memory with the arguments."""
     keys = memory([result])
     return ANYWHERE in keys or bool(keys & memory(arguments))
 

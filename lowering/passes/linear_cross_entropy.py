@@ -1,4 +1,4 @@
-"""The language model's head and its loss, where nothing else needs the logits."""
+"""The head of a language model and its loss, if nothing else uses the logits."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Head:
     """The linear layer that logits come from.
 
     Attributes:
-        nodes: what computes the logits, the last first.
-        views: of the weight.
-        added: a bias that is added after the layer, of one number a class: (V,) or (1, V).
+        nodes: the nodes that compute the logits, the last first.
+        views: the views of the weight that the layer uses.
+        added: a bias that is added after the layer, with one number per class: (V,) or (1, V).
     """
 
     nodes: tuple[fx.Node, ...]
@@ -58,8 +58,7 @@ class Head:
 
 
 def head_of(logits: fx.Node) -> Head | None:
-    """The head that gives `logits`, and None where they are none's; Refused where no op has such a
-    one."""
+    """The head that computes `logits`, or None; raises Refused if the op does not support it."""
     linear, added = canonical(logits), None
     nodes: tuple[fx.Node, ...] = (logits,)
     if linear is not None and linear.op == "add":
@@ -89,7 +88,7 @@ def _linear_first(call: Call) -> tuple[Any, Any]:
 def _check_added(logits: fx.Node, of: fx.Node, added: Any) -> None:
     *leading, classes = value(added).shape or (1,)
     if not same(classes, value(of).shape[-1]) or not all(same(size, 1) for size in leading):
-        raise Refused("what is added to the logits is not one number a class")
+        raise Refused("the tensor added to the logits does not have one number per class")
     dtypes = [value(one).dtype for one in (of, added, logits)]
     if len(set(dtypes)) > 1:
         raise Refused(f"a bias in {dtypes[1]} is added to logits in {dtypes[0]}")
@@ -106,7 +105,7 @@ def _replaced(loss: Loss, head: Head, state: GraphState) -> fx.Node:
 
 
 def _check_users(nodes: tuple[fx.Node, ...], ends: list[fx.Node]) -> None:
-    """Raise Apart where anything but the loss uses what lies between its head and it."""
+    """Raise Apart if anything else uses a value between the head and the loss."""
     for node in nodes:
         for user in node.users:
             if user not in nodes and user not in ends:

@@ -1,4 +1,4 @@
-"""From a loss back to the logits that it is of."""
+"""Follow the input of a loss back to the logits."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SOFTCAPPED = Pattern(softcapped, logits=(2, 3, 8), softcap=30.0)
 
 @dataclass(frozen=True)
 class Chain:
-    """Logits, and what lies between them and their loss.
+    """Logits, and the nodes between them and their loss.
 
     Attributes:
         logits: the first value that is not a cast, a scale, a softcap or a view of another.
-        nodes: the nodes from there to the loss, neither included, the last first.
-        by_rows: whether the loss is of rows, (N, V), whatever shape they had before; otherwise it
-            is of positions, (..., V), whose shape no view on the way may change.
-        slices: the nodes that take some of the positions, in the order in which they do.
-        softcap, scale: as the ops take them.
+        nodes: the nodes between the logits and the loss, the last first.
+        by_rows: whether the loss takes rows, (N, V), so that views may change the shape of the
+            positions; otherwise it takes (..., V), and no view may change that.
+        slices: the nodes that select positions, in the order of the graph.
+        softcap, scale: arguments of the ops.
     """
 
     logits: fx.Node
@@ -45,13 +45,13 @@ class Chain:
     scale: float = 1.0
 
     def from_source(self, source: fx.Node, **changed: Any) -> Chain:
-        """The chain with its logits on the way, and what they are made from in their place."""
+        """The chain one step further back: `source`, from which the logits are computed."""
         changed.setdefault("nodes", (*self.nodes, self.logits))
         return replace(self, logits=source, **changed)
 
 
 def chain_of(chain: Chain) -> Chain:
-    """The same, as far up as the ops know what is done to the logits."""
+    """The chain, followed back as far as the ops support what is done to the logits."""
     check_kinds([chain.logits])
     while (call := canonical(chain.logits)) is not None:
         further = moved(chain, call) or _computed(chain, call)
@@ -62,8 +62,10 @@ def chain_of(chain: Chain) -> Chain:
 
 
 def moved(chain: Chain, call: Call) -> Chain | None:
-    """The chain past a view or a copy of its logits, `call`; None where that is another thing, or
-    does not leave the classes of a position together."""
+    """The chain past `call`, a view or a copy of its logits.
+
+    None if `call` is something else, or separates the classes of a position.
+    """
     source = call.args[0]
     if call.op in (IDENTITY, "contiguous"):
         return chain.from_source(source)
@@ -72,7 +74,7 @@ def moved(chain: Chain, call: Call) -> Chain | None:
             return None
         now, before = value(chain.logits).shape, value(source).shape
         kept = same(now[-1], before[-1]) if chain.by_rows else same(tuple(now), tuple(before))
-        # What is taken of the positions is known of the logits as they were before.
+        # The slices index positions in the shape after the view, so they cannot move past it.
         return chain.from_source(source) if kept and not chain.slices else None
     if call.op == "slice":
         if call.args[1] == -1 or call.through:
@@ -82,7 +84,7 @@ def moved(chain: Chain, call: Call) -> Chain | None:
 
 
 def _computed(chain: Chain, call: Call) -> Chain | None:
-    """The chain past a cast, a scale or the softcap of its logits."""
+    """The chain past `call`, a cast, a scale or a softcap of its logits, or None."""
     node = chain.logits
     if call.op == "cast":
         return chain.from_source(call.args[0]) if widened(call.args[0], node) else None
@@ -100,15 +102,17 @@ def _computed(chain: Chain, call: Call) -> Chain | None:
 
 
 def widened(source: Any, to: Any) -> bool:
-    """Whether the values of `source` are those of `to` in the arithmetic of the ops: it is float32,
-    and float64 for float64 alone. A cast to a narrower dtype rounds, and one to float64 asks for
-    more than the ops would give."""
+    """Whether the ops compute the same for `source` as for `to`, a cast of it.
+
+    The ops compute in float32, and in float64 only for float64. A cast to a narrower dtype rounds,
+    and a cast to float64 asks for more precision than the ops would have.
+    """
     before, after = value(source).dtype, value(to).dtype
     return before == after or (before in NARROW and after == torch.float32)
 
 
 def check_kinds(operands: Sequence[Any]) -> None:
-    """Raise Refused where a tensor is of a class that gives the loss a meaning of its own."""
+    """Raise Refused if a tensor is a DTensor or the like, for which the loss differs."""
     if reason := foreign(operands):
         raise Refused(reason)
 
@@ -123,7 +127,7 @@ def _scale(call: Call) -> float | None:
 
 
 def positions(of: fx.Node, chain: Chain, at: fx.Node) -> fx.Node:
-    """What of `of`, which has the logits' positions, the loss takes, before `at`."""
+    """The positions of `of` that the loss takes, before `at`; `of` has the logits' shape."""
     for node in chain.slices:
         of = derive(at, operator.getitem, of, _index(node))
     flattened = chain.by_rows and value(of).dim() > 2
@@ -131,7 +135,7 @@ def positions(of: fx.Node, chain: Chain, at: fx.Node) -> fx.Node:
 
 
 def _index(taking: fx.Node) -> tuple[Any, ...]:
-    """The index of a node that takes of the positions, with the whole of the last dimension."""
+    """The index of a slicing node, with a full slice for the last dimension."""
     index = taking.args[1]
     parts = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis not in parts:

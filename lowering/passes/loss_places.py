@@ -1,4 +1,4 @@
-"""Where an op may take the place of a loss, and putting it there."""
+"""Find the position for the op that replaces a loss, and insert it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .losses import End, Loss
 from .rewrite import Refused, derive, emit, put_loss
 from .rewrite import replace as put_in_place
 
-# Where the results of the ops that end in _forward have what the ends are made of.
+# Positions among the results of the ops that end in _forward.
 _LOSS, _LSE, _TARGET_LOGIT = 0, 2, 3
 
 
 def place(
     loss: Loss, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], of: str, state: GraphState
 ) -> fx.Node:
-    """Before which node an op for the loss, and the `nodes` that lead to it, is to stand.
+    """The node before which to insert the op that replaces the loss and `nodes`, which lead to it.
 
-    Refused where it would not see what they do; `of` names what the loss is of, and `inputs` are
-    what the op reads but for the target.
+    `inputs` are the op's inputs without the target; `of` is what messages call them. Raises Refused
+    if the op would compute something else there.
     """
     check_kinds([*inputs, loss.target, loss.class_weight])
     ends = sorted((end.node for end in loss.ends), key=state.order.__getitem__)
     if any(state.transformed(end) for end in ends):
-        raise Refused("it is computed inside of a transform of functions, such as vmap")
+        raise Refused("it is computed inside of a torch.func transform, such as vmap")
     if not state.one_mode([*nodes, *ends]):
         raise Refused(f"the loss and its {of} are computed in different gradient or autocast modes")
     first = min([*nodes, *ends], key=state.order.__getitem__)
@@ -56,10 +56,10 @@ def put(
     among: Collection[fx.Node],
     state: GraphState,
 ) -> fx.Node:
-    """Put an op in the place of the loss, and erase of `among` what that leaves unused.
+    """Replace the loss by an op, and erase the nodes of `among` that become unused.
 
-    `before` and `after` are its arguments beside the target: the logits, or what they are made
-    from.
+    `before` and `after` are the op's arguments before and after the target: the logits, or the
+    tensors that they are computed from.
     """
     matched = {*among, *(end.node for end in loss.ends)}
     if loss.ends[0].part == "loss":
@@ -86,11 +86,11 @@ def _parts(
     at: fx.Node,
     state: GraphState,
 ) -> tuple[fx.Node, dict[str, tuple[fx.Node, bool]]]:
-    """The op that gives several parts of a loss, and each part, or -1 times it."""
+    """The op that returns several parts of a loss; for each part its node, and if it is negated."""
     names = {end.part for end in loss.ends}
-    # What this smooths with is the mean of all classes' log-probabilities, and nothing else.
+    # With label_smoothing=1 the loss is minus the mean log-probability over all classes.
     loss = dataclasses.replace(loss, label_smoothing=1.0 if "total" in names else 0.0)
-    # Unlike the op without it, one that ends in _forward knows nothing of autocast.
+    # The ops that end in _forward have no autocast rule, so their inputs are cast here.
     dtype = value(loss.chain.logits).dtype
     before, after = (tuple(_cast(one, dtype, at) for one in some) for some in (before, after))
     args = (*before, target, *after, *loss.options)
@@ -118,7 +118,7 @@ def _inserted(at: fx.Node, op: str, args: tuple[Any, ...], state: GraphState) ->
 
 
 def _as_end(end: End, part: fx.Node, negative: bool, at: fx.Node) -> fx.Node:
-    """The part of a loss, or -1 times it, laid out and rounded as the node whose place it takes."""
+    """A part of the loss with the sign, shape and dtype of the node that it replaces."""
     before = value(end.node)
     if negative != end.negative:
         part = derive(at, torch.neg, part)

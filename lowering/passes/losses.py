@@ -1,8 +1,8 @@
-"""The losses of a graph, however they are written: of logits and the indices of classes.
+"""Find the cross-entropy losses of a graph, in each form in which they are written.
 
-Cross-entropy is written as itself, as nll_loss of log_softmax, or token by token: what `gather`
-takes of log_softmax, or of the logits beside their logsumexp. What is done to the losses of tokens
-afterwards, a mask or a mean, stays as it is.
+The forms are cross_entropy; nll_loss of log_softmax; and per token, `gather` of log_softmax or of
+the logits, together with their logsumexp. What is computed from the losses of tokens afterwards, a
+mask or a mean, does not change.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .canonical import Call, canonical, is_tensor, same, value
 from .loss_chain import Chain, chain_of, moved, widened
 from .rewrite import Refused
 
-# `gather` ignores no target: this is none that it would take.
+# An ignore_index that no target has, because `gather` does not ignore any.
 NO_CLASS = -(2**31)
 
 
 @dataclass(frozen=True)
 class End:
-    """A node that gives a loss, or a part of one.
+    """A node whose value is a loss, or a part of one.
 
     Attributes:
-        node: it.
-        part: "loss", reduced as it is; or of each token "log_prob" of its target, "total", the sum
-            of all classes' log-probabilities, "lse" or "target_logit".
+        node: the node.
+        part: "loss", with its reduction; or, per token: "log_prob" of the target, "total", which is
+            the sum of the log-probabilities of all classes, "lse" or "target_logit".
         negative: whether the part is multiplied by -1.
     """
 
@@ -42,10 +42,10 @@ class Loss:
     """A loss that the ops can compute.
 
     Attributes:
-        ends: what is to be replaced, in no order.
-        chain: from there to the logits.
-        target: the indices of the classes, or of tokens' ends with a last dimension of 1.
-        The others: as the ops take them.
+        ends: the nodes to replace, in no order.
+        chain: the way back from the ends to the logits.
+        target: the class indices; with a last dimension of 1 if the ends are per token.
+        The others are arguments of the ops.
     """
 
     ends: tuple[End, ...]
@@ -62,13 +62,13 @@ class Loss:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """What both ops take last, from the weight of classes to the scale of logits."""
+        """The last arguments of both ops, from class_weight to logit_scale."""
         options = (self.ignore_index, self.reduction, self.label_smoothing)
         return self.class_weight, None, None, *options, 0.0, self.chain.softcap, self.chain.scale
 
 
 def losses(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that may be the last of a loss."""
+    """The nodes that may be the last node of a loss."""
     return [
         node
         for node in graph.nodes
@@ -77,8 +77,7 @@ def losses(graph: fx.Graph) -> list[fx.Node]:
 
 
 def read(node: fx.Node) -> Loss | None:
-    """What the loss is that `node` gives, None where it gives none; Refused where the ops have no
-    such."""
+    """The loss that `node` computes, or None; raises Refused if the ops do not support it."""
     call = canonical(node)
     assert call is not None
     return _READERS[call.op](node, call)
@@ -103,7 +102,7 @@ def _nll_loss(node: fx.Node, call: Call) -> Loss:
     log_probs, target, weight, ignore_index, reduction = call.args
     way = _to_log_softmax(_of_classes(log_probs, target))
     if way is None or way.negative:
-        raise Refused("what the loss takes for log-probabilities is not known to be log_softmax")
+        raise Refused("the loss's input is not known to be log_softmax")
     _check_options(target, weight, ignore_index)
     _check_users(way, [node])
     end, chain = End(node, "loss"), chain_of(way.chain)
@@ -111,11 +110,11 @@ def _nll_loss(node: fx.Node, call: Call) -> Loss:
 
 
 def _of_classes(logits: Any, target: Any) -> Chain:
-    """Where the chain of logits (N, V) with targets (N,) begins, or (N, V, d) with (N, d)."""
+    """The start of the chain, for logits (N, V) with targets (N,), or (N, V, d) with (N, d)."""
     if is_tensor(logits, dim=2) and is_tensor(target, dim=1):
         return Chain(logits)
     if not is_tensor(logits, dim=3) or not is_tensor(target, dim=2):
-        raise Refused("the logits are not rows, of one target each")
+        raise Refused("the logits are not rows with one target each")
     call = canonical(logits)
     if call is None or call.op != "transpose" or call.args[1] != (-2, -1):
         raise Refused("the classes are the second dimension of the logits in memory, not the last")
@@ -126,14 +125,14 @@ def _check_options(target: Any, weight: Any, *numbers: Any) -> None:
     if value(target).is_floating_point():
         raise Refused("the target is probabilities, not the index of a class")
     if not all(isinstance(one, (int, float)) for one in numbers):
-        raise Refused("an option is not known while the graph is compiled")
+        raise Refused("an option is not known at compile time")
     if is_tensor(weight) and value(weight).requires_grad:
         raise Refused("the weight of the classes requires a gradient")
 
 
 @dataclass(frozen=True)
 class _Way:
-    """The way from log-probabilities up to their log_softmax, the last of `nodes`."""
+    """The nodes from log-probabilities back to their log_softmax, which is the last of `nodes`."""
 
     chain: Chain
     nodes: tuple[fx.Node, ...]
@@ -141,7 +140,7 @@ class _Way:
 
 
 def _to_log_softmax(chain: Chain) -> _Way | None:
-    """The chain with the logits of the log_softmax that it leads to."""
+    """Follow the chain to a log_softmax; the result's chain has the logits of that."""
     negative = cast = False
     while (call := canonical(chain.logits)) is not None:
         source = call.args[0]
@@ -149,7 +148,7 @@ def _to_log_softmax(chain: Chain) -> _Way | None:
             if call.args[1] != -1 or not is_tensor(source) or not widened(source, chain.logits):
                 return None
             if cast:
-                # Rounded to bfloat16, say: the op has them in float32.
+                # The op has them in float32, not rounded to the dtype of the cast.
                 raise Refused("the log-probabilities are cast between log_softmax and the loss")
             chain = chain.from_source(source)
             return _Way(chain, chain.nodes, negative)
@@ -173,7 +172,7 @@ def _check_users(way: _Way, ends: Collection[fx.Node]) -> None:
 
 
 def used_by(user: fx.Node) -> str:
-    """How `user` uses values: they "are returned", or "are used by argmax too"."""
+    """How `user` uses a value: "are returned", or for example "are used by argmax too"."""
     node = user
     while (call := canonical(node)) is not None and call.op in _RETURNED_AS:
         if len(node.users) != 1:
@@ -182,7 +181,7 @@ def used_by(user: fx.Node) -> str:
     return "are returned" if node.op == "output" else f"are used by {user.name} too"
 
 
-# What a value may be made into, and be returned.
+# Operations that a value may pass through before it is returned.
 _RETURNED_AS = {"cast", "contiguous", "flatten", "slice", "view"}
 
 
@@ -211,7 +210,7 @@ def _gather(node: fx.Node, call: Call) -> Loss | None:
     if not same(tuple(value(index).shape), (*value(values).shape[:-1], 1)):
         raise Refused("the targets are not one for each position")
     if len({end.part for end in ends}) < len(ends):
-        # One tensor in the place of two would be seen where either is written.
+        # One tensor would replace two, which makes a difference if either is written.
         raise Refused("a part of the loss is computed twice")
     if way is not None:
         _check_users(way, [end.node for end in ends])
@@ -219,7 +218,7 @@ def _gather(node: fx.Node, call: Call) -> Loss | None:
 
 
 def _is(node: fx.Node, op: str, of: fx.Node) -> bool:
-    """Whether `node` is an op of `of` along its last dimension."""
+    """Whether `node` calls `op` on `of` along the last dimension."""
     call = canonical(node)
     if call is None or call.op != op or call.args[0] is not of:
         return False

@@ -1,14 +1,14 @@
-"""Patterns: plain PyTorch functions, sought in a graph.
+"""Patterns: plain PyTorch functions that are searched for in a graph.
 
-A `Pattern` is the code that models contain. It is traced, its operations are brought into the same
-canonical form as the graph's, and the two are unified from the last operation upwards: a parameter
-of the function stands for any value, the same wherever it stands.
+A `Pattern` is code as models contain it. It is traced, its operations are brought into the same
+canonical form as the graph's, and both are unified from the last operation upwards. A parameter of
+the function matches any value, and the same value at each of its uses.
 
-That is done twice. First with the pattern traced in float32, where its casts do nothing, and every
-cast of the graph overlooked: this finds what the parameters may stand for. Then the pattern is
-traced again with just those values, in their dtypes and sizes, and must agree with the graph in
-everything, casts included. What passes the first and fails the second came close, and
-`Match.difference` says how.
+Matching takes two steps. First the pattern is traced in float32, where its casts do nothing, and
+the casts of the graph are ignored: this finds candidate values for the parameters. Then the pattern
+is traced again with those values, in their dtypes and sizes, and must agree with the graph in
+everything, casts included. A match of the first step that fails the second almost matched;
+`Match.difference` says why it does not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor, fx
 from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, same, value
 from .graph_state import fake_mode_of
 
-# More constants than this that differ are another computation, and not one that came close.
+# With more different constants than this, the code is another computation, not a near miss.
 MOST_DIFFERENCES = 1
-# Views and casts of an input: what they make may be used elsewhere too, for it costs nothing.
+# Views and casts of an input. Their results may also be used elsewhere, because they are cheap.
 CHEAP = {
     "cast",
     "chunk",
@@ -43,7 +43,7 @@ CHEAP = {
 
 @dataclass(frozen=True)
 class Match:
-    """What a pattern's parameters stand for, and the nodes of the graph that it covers."""
+    """The values of a pattern's parameters, and the nodes of the graph that it covers."""
 
     root: fx.Node
     values: Mapping[str, Any]
@@ -62,15 +62,13 @@ class _State:
 
 
 class Pattern:
-    """A function of tensors and numbers, to be found in a graph.
+    """A function of tensors and numbers to search for in a graph.
 
-    `examples` gives each of its parameters a value to be traced with: for a tensor its sizes, as a
-    tuple, and any number for a number. The sizes must differ where the function's meaning hangs on
-    that they do.
+    `examples` has a value to trace each parameter with: for a tensor its sizes as a tuple, for a
+    number any number. Sizes must differ where equal sizes would change the function's meaning.
 
-    With `any_casts` the graph may cast wherever it likes, as long as the result has the dtype of
-    the parameter x or a wider one: for an op that computes in float32 and rounds once, however the
-    code rounds.
+    With `any_casts` the graph may contain any casts, if the result has the dtype of the parameter x
+    or a wider one. This is for ops that compute in float32 and round once, however the code rounds.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Pattern:
         assert self._op is not None, f"{function.__name__}: its last operation is unknown"
 
     def match(self, node: fx.Node) -> Match | None:
-        """The pattern with `node` for its last operation; None where it is not even close."""
+        """Match the pattern with `node` as its last operation; None if not even a near miss."""
         if not isinstance(value(node), Tensor) or _last_operation(node) != self._op:
             return None
         close: Match | None = None
@@ -124,7 +122,7 @@ class Pattern:
         return None
 
     def _instance(self, values: Mapping[str, Any]) -> fx.Node | None:
-        """The pattern traced with `values`; once for those that are alike."""
+        """The pattern traced with `values`, cached by their dtypes, sizes and devices."""
         keys = [_key(values[name]) for name in sorted(values)]
         if None in keys:
             return self._traced({**self._examples, **values})
@@ -134,8 +132,10 @@ class Pattern:
         return self._instances[key]
 
     def _traced(self, values: Mapping[str, Any]) -> fx.Node | None:
-        """The last node of the pattern's graph, with the values that its nodes have for `values`;
-        None where the function does not take them."""
+        """The last node of the pattern's graph, with example values for `values`.
+
+        None if the function does not accept them.
+        """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         result = graph.graph_copy(self._graph, copies)
@@ -157,7 +157,7 @@ def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def _last_operation(node: fx.Node) -> str | None:
-    """The name of the operation that `node` is, or a cast of."""
+    """The name of the operation of `node`, ignoring casts and copies of its result."""
     call = canonical(_skip(node, {"cast", "contiguous", IDENTITY})[0])
     return None if call is None else call.op
 
@@ -176,8 +176,10 @@ def _value_of(node: fx.Node, values: Mapping[str, Any], known: Mapping[fx.Node, 
 
 
 def _key(known: Any) -> Any:
-    """What the trace of a pattern depends on, of a value that a parameter stands for; None where
-    that is symbolic, and a trace good for no other value."""
+    """The part of a parameter's value that the trace of a pattern depends on.
+
+    None for a symbolic value, whose trace cannot be used for others.
+    """
     if isinstance(known, Tensor):
         if any(isinstance(size, torch.SymInt) for size in known.shape):
             return None
@@ -209,7 +211,7 @@ class _Unifier:
     def unify(
         self, pattern: Any, found: Any, state: _State, op: str = "an argument"
     ) -> Iterator[_State]:
-        """Every way in which `pattern` stands for `found`, an argument of `op`, from `state` on."""
+        """Yield each way to unify `pattern` with `found`, an argument of `op`, from `state` on."""
         if isinstance(pattern, fx.Node) and pattern.op == "placeholder":
             yield from self._bind(str(pattern.target), found, state)
         elif isinstance(pattern, (fx.Node, Call)):
@@ -262,7 +264,7 @@ class _Unifier:
             yield state
         elif not self.exact:
             text = f"{op} has {_text(found)} where the op has {_text(wanted)}"
-            # A size of the example that the pattern was traced with, or the same node once more.
+            # Sizes of the tracing example differ, and one node may be compared several times.
             if op in ("slice", "a size", "view", "expand") or text in state.differences:
                 yield state
             elif len(state.differences) < MOST_DIFFERENCES:
@@ -274,8 +276,8 @@ class _Unifier:
             found, skipped = _skip(found, {IDENTITY})
             passed = (*passed, *skipped)
             yield from self._bound(name, found, self._covering(state, passed))
-            # The op reads any strides and dtypes: what is cast or copied first may be what is
-            # meant, or the cast is part of the pattern.
+            # The op accepts any strides and dtypes, so the parameter may be the value before or
+            # after a cast or copy.
             call = canonical(found)
             if call is None or call.op not in ("cast", "contiguous"):
                 return
@@ -299,14 +301,14 @@ class _Unifier:
 
 
 def _is_computed(known: Any) -> bool:
-    """Whether that is what an operation on tensors gives, and not a size or a dtype."""
+    """Whether `known` is the result of an operation on tensors, not a size or a dtype."""
     if isinstance(known, (tuple, list)):
         return any(isinstance(part, Tensor) for part in known)
     return isinstance(known, Tensor)
 
 
 def _skip(node: Any, over: set[str]) -> tuple[Any, tuple[fx.Node, ...]]:
-    """What `node` is made from, past operations of the names in `over`; and those nodes."""
+    """Follow `node` back through operations named in `over`; also returns the nodes passed."""
     passed: tuple[fx.Node, ...] = ()
     while isinstance(node, fx.Node):
         call = canonical(node)

@@ -1,7 +1,7 @@
-"""What may be computed again in the backward, and what must not.
+"""Mark which ops may be recomputed in the backward, and which must not.
 
-Under `torch._functorch.config.activation_memory_budget` below 1, the partitioner saves fewer
-activations, and computes again what it takes for cheap. It cannot know of an op what it costs.
+With `torch._functorch.config.activation_memory_budget` below 1, the partitioner saves fewer
+activations and recomputes what it estimates to be cheap. It cannot estimate custom ops.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch._functorch.config as functorch_config
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-# Their forward may have the gradients: to run it again is to multiply all logits again.
+# Their forward may also compute the gradients; recomputing it would recompute all logits.
 SAVED = {
     "linear_cross_entropy",
     "linear_cross_entropy_forward",
@@ -20,8 +20,10 @@ SAVED = {
 
 
 def mark(graph: fx.Graph) -> None:
-    """Mark the ops of this package: the losses to be saved, and with a budget the others, which
-    read and write memory once, to be computed again."""
+    """Mark the losses as saved and, with a budget below 1, the other ops as recomputed.
+
+    The other ops read and write memory once.
+    """
     for node in graph.nodes:
         if node.op != "call_function" or getattr(node.target, "namespace", None) != "liger":
             continue
@@ -30,5 +32,5 @@ def mark(graph: fx.Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif functorch_config.activation_memory_budget < 1 and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-            # One region: with several, what one hands to the next would be saved.
+            # All in one region: values passed from one region to the next would be saved.
             node.meta["ac_graph_id"] = 0

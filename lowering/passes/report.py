@@ -1,4 +1,4 @@
-"""What the rewrites found in a graph, and what they left alone."""
+"""Report of what the rewrites replaced in a graph, and what they refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<func
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where an op was used, or where a pattern came close.
+    """A place where a rewrite was made, or where a pattern almost matched.
 
     Attributes:
         op: the rewrite: an op's name, "causal_attention" or "grouped_attention".
@@ -41,7 +41,7 @@ class Report:
     """The findings of one or several graphs, in the order in which they were made."""
 
     findings: list[Finding] = field(default_factory=list)
-    # Which rewrite is at work, and where: what a report of a failure says.
+    # The rewrite that is running and its node, for the report of a failure.
     at: tuple[str, fx.Node | None] = ("", None)
     _of: dict[fx.Node, Finding] = field(default_factory=dict, repr=False)
 
@@ -50,7 +50,7 @@ class Report:
         self.findings.append(self._of[node])
 
     def superseded(self, node: fx.Node) -> None:
-        """Forget the op that is `node`: another one takes its place."""
+        """Remove the finding of the op `node`, which another op replaces."""
         if node in self._of:
             self.findings.remove(self._of.pop(node))
 
@@ -58,7 +58,7 @@ class Report:
         self.findings.append(Finding(op, reason, source_line(node), device_of(node)))
 
     def visiting(self, rewrite: str, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        """The nodes, each told to be where `rewrite` is at work."""
+        """Yield the nodes, each recorded as the position of `rewrite`."""
         for node in nodes:
             self.at = (rewrite, node)
             yield node
@@ -69,13 +69,15 @@ class Report:
 
 
 def counted(findings: Iterable[Finding]) -> dict[str, int]:
-    """How many of the findings are of each op, but for those that were refused."""
+    """Number of rewrites made, for each op."""
     return dict(Counter(finding.op for finding in findings if finding.used))
 
 
 def source_line(node: fx.Node) -> str:
-    """Where `node` comes from: "modeling_llama.py:73, forward: return self.weight * x". PyTorch's
-    own code is passed over, where there is other."""
+    """Source line of `node`, such as "modeling_llama.py:73, forward: return self.weight * x".
+
+    Frames of PyTorch's own code are skipped unless there are no others.
+    """
     lines = (node.stack_trace or "").rstrip().splitlines()
     frames = [(frame, i) for i, line in enumerate(lines) if (frame := _FRAME.match(line))]
     if not frames:
@@ -87,7 +89,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def device_of(node: fx.Node) -> str:
-    """The type of the device of what `node` computes; "" where that is no tensor."""
+    """Device type of the value of `node`; "" if that is not a tensor."""
     value = node.meta.get("example_value")
     if isinstance(value, (tuple, list)) and value:
         value = value[0]

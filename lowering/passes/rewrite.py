@@ -1,4 +1,4 @@
-"""Put an op in the place of a match, where that changes nothing but the speed."""
+"""Replace a match by an op, if that changes nothing but speed and memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .layout import noticed
 from .pattern import CHEAP, Match, Pattern
 from .report import Report
 
-# What a new node has from the one whose place it takes: where it comes from in the user's code.
+# Metadata copied to a new node: its origin in the user's code.
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
-# Of a match, the op that takes its place and its arguments; Refused where there is none.
+# Returns the op that replaces a match and its arguments, or raises Refused.
 Replacement = Callable[[Match], tuple[Any, tuple[Any, ...]]]
 
 
 class Refused(Exception):
-    """Why a match is left alone: one clause."""
+    """A match cannot be replaced. The text is the reason, one clause."""
 
 
 def replace_all(
@@ -37,10 +37,10 @@ def replace_all(
     spellings: Sequence[tuple[Pattern, Replacement]],
     by_rows: bool = False,
 ) -> None:
-    """Replace every match of the first spelling that fits exactly.
+    """Replace every match by the op of the first spelling that matches exactly.
 
-    `by_rows` says of an op that its first argument's rows, along the last dimension, are computed
-    each for itself: in whatever order they lie.
+    `by_rows`: the op computes each row of its first argument, along the last dimension, on its own,
+    so that the order of the rows does not matter.
     """
     search = Search(graph, report, name)
     for match, replacement in search.matches(spellings):
@@ -57,7 +57,7 @@ def replace_all(
 
 
 class Search:
-    """The matches of one rewrite in a graph, and what becomes of them."""
+    """The matches of one rewrite in a graph, and whether each was used or refused."""
 
     def __init__(self, graph: fx.Graph, report: Report, name: str) -> None:
         self.graph, self.report, self.name = graph, report, name
@@ -68,8 +68,11 @@ class Search:
         self._used: list[fx.Node] = []
 
     def matches(self, spellings: Sequence[tuple[Pattern, Any]]) -> Iterator[tuple[Match, Any]]:
-        """The exact matches, the last of the graph first: a pattern with a further operation is
-        found before one without. A node is the last of one match at most."""
+        """The exact matches, from the end of the graph to its start.
+
+        In this order a pattern with a further operation is found before one without. A node is the
+        last of at most one match.
+        """
         for node in self.report.visiting(self.name, reversed(list(self.graph.nodes))):
             if node in self._covered or node in self._set_aside:
                 continue
@@ -96,11 +99,11 @@ class Search:
             self._refused += close
 
     def set_aside(self, match: Match) -> None:
-        """Seek no other match that ends within this one, whatever becomes of it."""
+        """Do not look for other matches that end within this one, used or not."""
         self._set_aside |= match.nodes
 
     def replace(self, *pairs: tuple[Match, fx.Node]) -> None:
-        """Put each node in the place of its match, or raise Refused."""
+        """Replace each match by its node, or raise Refused."""
         nodes = {node for match, _ in pairs for node in match.nodes}
         replace([(match.root, new) for match, new in pairs], nodes, self.state)
         self._covered |= nodes
@@ -112,7 +115,7 @@ class Search:
         self._refused.append((match, reason))
 
     def finish(self) -> None:
-        """Report, in the order of the graph."""
+        """Write the report, in the order of the graph."""
         for node in reversed(self._used):
             self.report.used(self.name, node)
         told = set(self._covered)
@@ -126,7 +129,10 @@ class Search:
 
 
 def obstacle(match: Match, state: GraphState) -> str | None:
-    """Why an op in the place of `match` would not see, or not leave, what the nodes do."""
+    """Reason this match cannot be replaced, or None.
+
+    A value may be used elsewhere, modes may be mixed, a tensor may be written in place.
+    """
     computed = set()
     for node in match.nodes:
         call = canonical(node)
@@ -150,7 +156,7 @@ def obstacle(match: Match, state: GraphState) -> str | None:
 
 
 def foreign(inputs: Iterable[Any]) -> str | None:
-    """Why the ops do not take the tensors among `inputs`: they are DTensors, or the like."""
+    """Reason the ops do not accept a tensor in `inputs`, such as a DTensor, or None."""
     for one in inputs:
         known = value(one)
         if isinstance(known, Tensor) and not is_plain(known):
@@ -160,7 +166,7 @@ def foreign(inputs: Iterable[Any]) -> str | None:
 
 @contextlib.contextmanager
 def attempt(graph: fx.Graph) -> Iterator[None]:
-    """Erase what is put into the graph meanwhile, where the rewrite is then refused."""
+    """Erase the nodes that were inserted in the context if it raises Refused."""
     before = set(graph.nodes)
     try:
         yield
@@ -174,11 +180,10 @@ def attempt(graph: fx.Graph) -> Iterator[None]:
 def replace(
     pairs: Sequence[tuple[fx.Node, fx.Node]], matched: Collection[fx.Node], state: GraphState
 ) -> None:
-    """Put the second node of each pair in the place of the first, and erase of the nodes that were
-    matched those that this leaves unused.
+    """Replace the first node of each pair by the second; erase matched nodes that become unused.
 
-    Raises Refused, and changes nothing, where a value is not what was there: another dtype,
-    device, sizes, strides that something would notice, or memory that something else shares.
+    Raises Refused, and changes nothing, if a new value has another dtype, device or sizes, strides
+    that the graph would observe, or memory that another node shares.
     """
     check_results({root: value(new) for root, new in pairs}, state)
     for root, _ in pairs:
@@ -191,8 +196,7 @@ def replace(
 
 
 def check_results(results: Mapping[fx.Node, Any], state: GraphState) -> None:
-    """Raise Refused where nodes would have other results than they have, apart from their elements:
-    another dtype, device or sizes, or strides that something would notice."""
+    """Raise Refused if new results differ in dtype, device or sizes, or observably in strides."""
     for node, after in results.items():
         for what in ("dtype", "shape", "device"):
             if not same(getattr(after, what), getattr(value(node), what)):
@@ -210,7 +214,7 @@ def check_results(results: Mapping[fx.Node, Any], state: GraphState) -> None:
 
 
 def _sharing(root: fx.Node, matched: Collection[fx.Node], state: GraphState) -> fx.Node | None:
-    """A node that has the memory of `root` and stays, other than what is made from `root`."""
+    """A node that shares memory with `root`, is kept, and is not computed from `root`."""
     for node in state.sharing(root):
         stays = any(user not in matched for user in node.users)
         if stays and not _is_made_from(node, root, state):
@@ -231,16 +235,18 @@ def _is_made_from(node: fx.Node, root: fx.Node, state: GraphState) -> bool:
 
 
 def emit(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """A call of `target` before `root`, whose place it is to take.
+    """Insert a call of `target` before `root`, which it is to replace.
 
-    What the op's own checks refuse is refused here with their sentence.
+    Raises Refused with the op's own message if the op does not accept the arguments.
     """
     return insert(root, target, args, run(target, args))
 
 
 def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """The same for an op whose result is contiguous, also where x and the result are not: the heads
-    of a projection, seen as (B, heads, S, D)."""
+    """`emit` for an op whose result is contiguous, if x and the old result are transposed.
+
+    An example is the heads of a projection, viewed as (B, heads, S, D).
+    """
     x, before = args[0], value(root)
     swapped = next(
         (
@@ -258,7 +264,7 @@ def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
 
 
 def run(target: Any, args: tuple[Any, ...]) -> Any:
-    """What `target` makes of the values of `args`."""
+    """The result of `target` on the example values of `args`."""
     values = pytree.tree_map(value, args)
     try:
         with fake_mode_of(pytree.tree_leaves(values)):
@@ -268,7 +274,7 @@ def run(target: Any, args: tuple[Any, ...]) -> Any:
 
 
 def insert(before: fx.Node, target: Any, args: tuple[Any, ...], result: Any) -> fx.Node:
-    """A node with a known result, before another and with its origin."""
+    """Insert a node with a known result before another, with the origin of that."""
     graph = before.graph
     with graph.inserting_before(before):
         new = graph.call_function(target, args)
@@ -278,12 +284,12 @@ def insert(before: fx.Node, target: Any, args: tuple[Any, ...], result: Any) -> 
 
 
 def derive(before: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A node for a view of what another node gives."""
+    """Insert a node for a view of another node's value, before `before`."""
     return insert(before, target, args, run(target, args))
 
 
 def items(of: fx.Node, count: int) -> list[fx.Node]:
-    """The first results of a node that has several, each a node after it."""
+    """Insert nodes for the first `count` results of a node that has several."""
     results: list[fx.Node] = []
     after = of
     for i, result in enumerate(of.meta["example_value"][:count]):
@@ -297,31 +303,31 @@ def items(of: fx.Node, count: int) -> list[fx.Node]:
 
 
 def number(argument: Any) -> Any:
-    """A number that an op takes as a float: a constant, or a node of one."""
+    """A number that an op takes as a float: a constant, or a node whose value is a number."""
     known = value(argument)
     if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat, torch.SymInt)):
-        raise Refused(f"{argument} is not a number that is known while the graph is compiled")
+        raise Refused(f"{argument} is not a number that is known at compile time")
     return float(known) if isinstance(known, int) else argument
 
 
 def of_one_shape(a: Any, b: Any) -> None:
-    """Raise Refused where two tensors are broadcast against each other."""
+    """Raise Refused if two tensors are broadcast against each other."""
     shapes = [tuple(value(one).shape) if is_tensor(one) else one for one in (a, b)]
     if not same(*shapes):
         raise Refused(f"{shapes[0]} and {shapes[1]} are broadcast against each other")
 
 
 def not_under_autocast(match: Match) -> None:
-    """Raise Refused where an op that casts to float32 under autocast would not compute as this."""
+    """Raise Refused under autocast, where the op casts to float32 and the code does not."""
     x = value(match["x"])
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
-        raise Refused("under autocast the op computes in float32, and this in x's dtype")
+        raise Refused("under autocast the op computes in float32, but this code in x's dtype")
 
 
 def put_loss(
     at: fx.Node, target: Any, args: tuple[Any, ...], matched: Collection[fx.Node], state: GraphState
 ) -> fx.Node:
-    """Put a loss of the op's own dtype, float32, in the place of one of the logits' dtype."""
+    """Replace a loss by the op, whose float32 result is cast to the old loss's dtype."""
     with state.modes_of(at):
         new = op = emit(at, target, args)
     if value(op).dtype != value(at).dtype:

@@ -23,7 +23,7 @@ def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def t5(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    # Of float32 for the dtype of the variance.
+    # The product is float32, because the variance is.
     wide = x * torch.rsqrt(variance + eps)
     return weight * wide.to(x.dtype)
 
@@ -84,7 +84,7 @@ def _op(casting_mode: str, weighted: bool = True, offset: float = 0.0) -> Any:
 
 def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
     if match["eps"] is None:
-        raise Refused("eps=None is the dtype's own epsilon, and the op has no such")
+        raise Refused("eps=None is the dtype's own epsilon, which the op does not support")
     dimensions = len(value(match["shape"]))
     if dimensions != 1:
         raise Refused(f"it normalises over {dimensions} dimensions, not the last alone")
@@ -109,7 +109,7 @@ _ROWS: dict[str, Any] = {"x": (2, 3, 8), "eps": 1e-6}
 _WEIGHTED = {**_ROWS, "weight": (8,)}
 SPELLINGS = [
     (Pattern(torch_rms_norm, x=(2, 3, 8), shape=[8], weight=(8,), eps=1e-6), _of_torch),
-    # Before llama's, whose weight might be the sum, in float32.
+    # Before llama, whose weight would match the sum, in float32.
     (Pattern(gemma, **_WEIGHTED, offset=1.0), _op("gemma")),
     (Pattern(llama, **_WEIGHTED), _op("llama")),
     (Pattern(t5, **_WEIGHTED), _op("llama")),

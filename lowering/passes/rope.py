@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys, as models write it.
 
-The rotation of one tensor is sought; two that share their tables become one op. It computes in
-float32 and rounds once, wherever the code rounds.
+The patterns match the rotation of one tensor; two rotations with the same tables become one op.
+The op computes in float32 and rounds once, wherever the code rounds.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def llama4(x: Tensor, cos: Tensor, heads: int, shape: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """How a spelling pairs elements and what its tables hold."""
+    """How a spelling pairs elements, and the layout of its tables."""
 
     interleaved: bool = False
     per_pair: bool = False
-    # Whether the spelling reads the first half of its tables only.
+    # Whether the spelling reads only the first half of its tables.
     half_tables: bool = False
-    # Whether it turns the other way, by -sin.
+    # Whether it rotates in the other direction, by -sin.
     back: bool = False
 
 
@@ -128,7 +128,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         if key not in waiting:
             waiting[key] = match
             continue
-        # Backwards through the graph: what was found first stands last.
+        # Matches come from the end of the graph, so the first one found is the later one.
         later = waiting.pop(key)
         try:
             _put((match, later), _place(match, later, search), form, search)
@@ -144,13 +144,13 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def _table(node: fx.Node | None) -> Any:
-    """What a table is, so that what is cast for each of two tensors is the same for both."""
+    """Identifies a table: two casts of one tensor to one dtype are the same table."""
     call = canonical(node)
     return call.args if call is not None and call.op == "cast" else node
 
 
 def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
-    """Put one op, before `at`, in the place of the rotations of one tensor or two."""
+    """Replace the rotations of one tensor or two by one op, inserted before `at`."""
     with attempt(search.graph):
         _put_all(matches, at, form, search)
 
@@ -159,7 +159,7 @@ def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search
     there, back = _views(matches[0])
     tensors = [_seen(at, _as_result(at, match), there) for match in matches]
     if len(tensors) == 1:
-        # No heads: nothing is computed of it.
+        # The op takes two tensors; the second has no heads, so nothing is computed for it.
         none = derive(at, torch.Tensor.detach, tensors[0])
         tensors.append(derive(at, torch.narrow, none, 1, 0, 0))
     tables = [matches[0]["cos"], matches[0].values.get("sin")]
@@ -173,27 +173,27 @@ def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search
     args = (*tensors, *tables, form.interleaved, form.per_pair)
     with search.state.modes_of(at):
         op = emit(at, target, args)
-    # The op gives its results the layout of x, and torch.cat does not.
+    # The op's results have the strides of x; those of torch.cat do not.
     results = [_seen(at, new, back) for new in items(op, len(matches))]
     search.replace(*zip(matches, results, strict=True))
     search.used(op)
 
 
 def _as_result(at: fx.Node, match: Match) -> fx.Node:
-    """The rotated tensor in the result's dtype, which wide tables make wider under autocast."""
+    """x in the result's dtype, which under autocast is wider if the tables are."""
     x, dtype = match["x"], value(match.root).dtype
     return x if value(x).dtype == dtype else derive(at, torch.Tensor.to, x, dtype)
 
 
 def _place(q: Match, k: Match, search: Search) -> fx.Node:
-    """Before which node both results are not used yet, and all that they are made of is there."""
+    """The node before which both results are unused, and all inputs are computed."""
     state = search.state
     at = min([k.root, *q.root.users], key=state.order.__getitem__)
-    # Where k's tables are casts of their own, q's take their place.
+    # If k has its own casts of the tables, those of q replace them.
     inputs = [v for v in {**k.values, **q.values, "k": k["x"]}.values() if isinstance(v, fx.Node)]
     late = [node for node in inputs if state.order[node] >= state.order[at]]
     if late:
-        raise Refused(f"{at.name} uses the first before there is {late[0].name}, of the second")
+        raise Refused(f"{at.name} uses the first before {late[0].name}, of the second, is computed")
     if not state.one_mode([q.root, k.root, at]):
         raise Refused("the two are rotated in different gradient or autocast modes")
     tables = [t for match in (q, k) for t in (match["cos"], match.values.get("sin")) if t]
@@ -209,15 +209,15 @@ View = tuple[Any, ...]
 
 
 def _views(match: Match) -> tuple[list[View], list[View]]:
-    """How what is rotated is seen as (B, heads, S, D), and the result as the code has it."""
+    """The views from x to (B, heads, S, D), and those from the op's result back."""
     rank, heads = value(match["x"]).dim(), match["heads"]
     if rank not in (3, 4):
-        raise Refused(f"what is rotated has {rank} dimensions, not 4")
+        raise Refused(f"the rotated tensor has {rank} dimensions, not 4")
     there: list[View] = []
     back: list[View] = []
     if rank == 3:
         there, back = [(torch.unsqueeze, 0)], [(torch.squeeze, 0)]
-    # The place of the tables' new dimension, counted from the end of those that it makes.
+    # `heads` is the dimension that unsqueeze adds to the tables; negative counts from the end.
     if heads in (2, -2) if rank == 4 else heads in (1, -2):
         there, back = [*there, (torch.transpose, 1, 2)], [(torch.transpose, 1, 2), *back]
     return there, back

@@ -1,7 +1,7 @@
-"""SwiGLU, as models write it; the halves of one projection are views, and are read where they lie.
+"""SwiGLU, as models write it. The halves of a packed projection are views, and are not copied.
 
-The ops of gated activations compute in float32 and round once. Code in a narrower dtype rounds
-the activation before the product; compiled, it does not either.
+The ops of gated activations compute in float32 and round once. Eager code in a narrower dtype
+rounds the activation before the product; compiled by Inductor, it does not either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses of a training step whose head is known, and stays apart from them all the same."""
+"""Warnings about losses of a training step that could not be fused with their head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .losses import Loss
 from .report import Finding, device_of, source_line
 from .rewrite import Refused
 
-# With fewer classes than a vocabulary has, the logits take little memory beside the hidden states.
+# Below this number of classes the logits take little memory compared with the hidden states.
 LEAST_CLASSES = 1024
 
 RETURNED = (
@@ -29,17 +29,17 @@ OTHER = "liger_ops.explain shows what came close, and why it was left."
 
 @dataclass(frozen=True)
 class UnfusedLoss(Finding):
-    """A loss that a training step computes from all of its logits in memory.
+    """A loss that a training step computes with all logits in memory at once.
 
     Attributes:
-        advice: what to do about it.
+        advice: what the user can do about it.
     """
 
     advice: str = OTHER
 
 
 class Apart(Refused):
-    """Why a loss stays apart from its head, and what to do about it."""
+    """A loss cannot be fused with its head. `advice` says what the user can do about it."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ class Apart(Refused):
 
 
 def check_made_here(logits: fx.Node) -> None:
-    """Raise Apart where logits that have a gradient were computed, but not in their graph."""
+    """Raise Apart if logits that need a gradient were computed outside of this graph."""
     known = value(logits)
     given = logits.op == "placeholder" and isinstance(known, Tensor)
     if given and known.requires_grad and not known.is_leaf:
@@ -55,10 +55,10 @@ def check_made_here(logits: fx.Node) -> None:
 
 
 def refusal(op: str, loss: Loss, refused: Refused) -> Finding:
-    """What a report has of a loss whose head is known, and is not fused with it."""
+    """The finding for a loss that could not be fused with its head."""
     node, logits = loss.node, value(loss.chain.logits)
     finding = (op, str(refused), source_line(node), device_of(node))
-    # Without a gradient it is an evaluation, whose logits are wanted or few.
+    # A loss without a gradient is an evaluation, which does not need a warning.
     if value(node).requires_grad and logits.shape[-1] >= LEAST_CLASSES:
         return UnfusedLoss(*finding, getattr(refused, "advice", OTHER))
     return Finding(*finding)
@@ -68,7 +68,7 @@ _told: set[str] = set()
 
 
 def warn(findings: Iterable[Finding]) -> None:
-    """Warn of each line of a user's code whose loss stays unfused in training, once."""
+    """Warn once for each line of user code whose training loss could not be fused."""
     for finding in findings:
         if isinstance(finding, UnfusedLoss) and finding.where not in _told:
             _told.add(finding.where)

@@ -1,7 +1,7 @@
-"""Whether a model's loss and gradients stay what they are when its graph is rewritten.
+"""Measure how a model's loss and gradients change when its graph is rewritten.
 
-The model runs three times on one batch, forward and backward: as it came, rewritten, and as it came
-with all its arithmetic in a wider dtype, which is the truth that both are measured against.
+The model runs three times on one batch, forward and backward: unchanged, rewritten, and unchanged
+with all arithmetic in a wider dtype. The third run is the truth that both others are compared with.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 from . import rewrite
 from .wider import Wide
 
-# Sums in another order may differ by this, in units of float32's epsilon.
+# Allowed difference of sums in another order, in units of float32's epsilon.
 SUMS = 8
-# A gradient that is zero but for rounding, such as that of a key's bias, is measured against this
-# share of the gradient of the whole model.
+# A gradient that is zero up to rounding, such as that of a key's bias, is measured relative to this
+# share of the norm of all gradients.
 SMALLEST_SHARE = 1e-3
-# Without a wider dtype: roundings in units of the dtype's epsilon.
+# Allowed difference without a truth, in units of the dtype's epsilon.
 ROUNDINGS = 64
 
 Run = Callable[..., Any]
@@ -37,10 +37,10 @@ class Difference:
 
     Attributes:
         name: "loss", or the name of the parameter or input whose gradient it is.
-        difference: of the rewritten model's value from that of the model as it came.
-        error: of the rewritten model's from the truth; None where there is no truth.
-        own_error: of the model's as it came from the truth: what its dtype makes of it anyway.
-        eps: the spacing at 1 of the numbers of the narrowest dtype in the graphs.
+        difference: between the rewritten and the unchanged model.
+        error: between the rewritten model and the truth; None without a truth.
+        own_error: between the unchanged model and the truth, which is the error of its dtype.
+        eps: the epsilon of the narrowest dtype in the graphs.
     """
 
     name: str
@@ -51,8 +51,10 @@ class Difference:
 
     @property
     def agrees(self) -> bool:
-        """Whether it is no further from the truth than twice the model as it came, and a rounding;
-        without a truth, within some roundings of the model as it came."""
+        """Whether the error is at most twice that of the unchanged model, plus a rounding.
+
+        Without a truth: whether the difference is within ROUNDINGS of the unchanged model.
+        """
         if self.error is None or self.own_error is None:
             return self.difference <= ROUNDINGS * self.eps
         return self.error <= 2 * self.own_error + self.eps + SUMS * torch.finfo(torch.float32).eps
@@ -63,9 +65,9 @@ class Verification:
     """The measurement that `explain(verify=True)` makes.
 
     Attributes:
-        differences: of the loss and of each gradient, the largest first.
-        truth: the dtype of the truth; None where there is none.
-        why_no_truth: why there is none, one clause.
+        differences: those of the loss and of each gradient, the largest first.
+        truth: the dtype of the truth, or None.
+        why_no_truth: the reason if it is None, one clause.
     """
 
     differences: tuple[Difference, ...]
@@ -93,7 +95,7 @@ class Verification:
 
 
 def verify(model: Run, args: Sequence[Any], kwargs: dict[str, Any], kept: Any) -> Verification:
-    """Measure a model on a batch; `kept(model)` is a context that leaves its state alone."""
+    """Measure a model on a batch; `kept(model)` is a context that restores its state."""
     return _Runs(model, args, kwargs, kept).compared()
 
 
@@ -136,7 +138,7 @@ class _Runs:
 
 
 def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
-    """The floating-point dtypes that the values of a graph have."""
+    """The floating-point dtypes of the values in a graph."""
     values = [
         pytree.tree_leaves(node.meta.get("example_value"))
         for part in module.modules()
@@ -158,7 +160,7 @@ def _random_state() -> list[Tensor]:
 def _results(
     model: Run, run: Run, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """The loss, and the gradient of every leaf that it hangs on."""
+    """The loss, and its gradient for every leaf that it depends on."""
     with torch.enable_grad():
         loss = _loss(run(*args, **kwargs))
     names = _names(model, args, kwargs)
@@ -170,7 +172,7 @@ def _results(
 
 
 def _loss(output: Any) -> Tensor:
-    """The loss that an output has or is, or else a weighted sum of its tensors."""
+    """The output's `loss`, the output itself if scalar, or a weighted sum of its tensors."""
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(named, Tensor):
         return named
@@ -202,14 +204,14 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _names(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, str]:
-    """The names of leaves: parameters have the module's, inputs the call's."""
+    """The names of leaves: parameter names from the module, argument names from the call."""
     modules = [model] if isinstance(model, nn.Module) else _enclosed(model)
     names = {id(p): name for module in modules for name, p in module.named_parameters()}
     return {**names, **{id(x): f"argument {key}" for key, x in [*enumerate(args), *kwargs.items()]}}
 
 
 def _enclosed(function: Any) -> list[nn.Module]:
-    """The modules that a function computes with."""
+    """The modules that a function refers to, in its closure or globals."""
     function = getattr(function, "__func__", function)
     if not inspect.isfunction(function):
         return []

@@ -1,4 +1,4 @@
-"""A graph run with all its floating-point arithmetic in a wider dtype."""
+"""Run a graph with all its floating-point arithmetic in a wider dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 
 class Wide:
-    """A graph whose floating-point arithmetic is in a wider dtype; its results have their own."""
+    """A graph that computes in a wider dtype and returns results in their original dtypes."""
 
     def __init__(
         self, dtype: torch.dtype, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -36,7 +36,7 @@ class Wide:
 
 
 class InWider(TorchFunctionMode):
-    """A wider dtype wherever code asks for a floating-point one."""
+    """Replace every floating-point dtype that code asks for by a wider one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench_points import SHARED, full_house, point
-from liger_ops.bench import records, table
+from liger_ops.bench import records, show
 from liger_ops.bench.command_line import main
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_an_earlier_run_is_shown_without_a_device(
     arguments = ["--from", str(file), "--compare", str(file)]
     assert main([*arguments, "--plot", out["plots"], "--docs", out["page.md"]]) == 0
     printed = capsys.readouterr().out
-    assert table.blocks(full_house()) in printed
+    assert show.blocks(full_house()) in printed
     assert "3 rows within 3%" in printed
     assert (tmp_path / "plots" / "rms_norm_bfloat16.png").is_file()
     assert "](plots/rms_norm_bfloat16.png)" in (tmp_path / "page.md").read_text()

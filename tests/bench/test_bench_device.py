@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from liger_ops.bench.device import Accelerator
+from liger_ops.bench.timing import Accelerator
 
 
 class DeviceModule:

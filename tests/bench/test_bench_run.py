@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from bench_stand_in import CpuStandIn, ManualClock
-from liger_ops.bench import checking, records
-from liger_ops.bench import rates as device_rates
+from liger_ops.bench import measure, records, timing
 from liger_ops.bench.command_line import carried_out
-from liger_ops.bench.measuring import Run
-from liger_ops.bench.points import COPY
+from liger_ops.bench.judge import COPY, failures
+from liger_ops.bench.measure import Run
 from liger_ops.bench.timing import Effort
-from liger_ops.bench.verdicts import failures
 from liger_ops.bench.workloads import ENTRIES
 from liger_ops.bench.workloads.entry import Workload
 
@@ -25,27 +23,27 @@ from liger_ops.bench.workloads.entry import Workload
 def test_the_error_is_the_largest_and_nan_never_passes() -> None:
     truth = [torch.tensor([3.0, 4.0]).double(), torch.zeros(2).double()]
     found = [torch.tensor([3.0, 4.5]), torch.zeros(2)]
-    assert checking.relative_error(found, truth) == pytest.approx(0.1)
+    assert measure.relative_error(found, truth) == pytest.approx(0.1)
     found[1][0] = torch.nan
-    error = checking.relative_error(found, truth)
+    error = measure.relative_error(found, truth)
     assert math.isnan(error)
     for wrong in (error, 0.5):
-        with pytest.raises(checking.Wrong, match="wrong: relative error"):
-            checking.check(wrong, torch.float32)
-    checking.check(1e-6, torch.float32)
+        with pytest.raises(measure.Wrong, match="wrong: relative error"):
+            measure.check(wrong, torch.float32)
+    measure.check(1e-6, torch.float32)
 
 
 def test_another_shape_or_number_of_results_is_wrong() -> None:
     truth = [torch.zeros(2, 3).double()]
-    with pytest.raises(checking.Wrong, match=r"shape \(3, 2\), not \(2, 3\)"):
-        checking.relative_error([torch.zeros(3, 2)], truth)
-    with pytest.raises(checking.Wrong, match="gives 2 outputs and gradients, not 1"):
-        checking.relative_error([torch.zeros(2, 3)] * 2, truth)
+    with pytest.raises(measure.Wrong, match=r"shape \(3, 2\), not \(2, 3\)"):
+        measure.relative_error([torch.zeros(3, 2)], truth)
+    with pytest.raises(measure.Wrong, match="gives 2 outputs and gradients, not 1"):
+        measure.relative_error([torch.zeros(2, 3)] * 2, truth)
 
 
 @pytest.fixture(autouse=True)
 def small_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_rates, "MATRIX", 16)
+    monkeypatch.setattr(timing, "RATE_MATRIX", 16)
 
 
 def run_of(*workloads: Workload, **options: Any) -> tuple[Run, list[str]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench_stand_in import CpuStandIn, ManualClock
-from liger_ops.bench.calls import Call
+from liger_ops.bench.measure import Call
 from liger_ops.bench.timing import (
     BURSTS,
     CALLS_OF_A_BURST,

@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_ops.bench import targets
-from liger_ops.bench.calls import Call
-from liger_ops.bench.checking import relative_error
+from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
@@ -201,21 +199,17 @@ def test_inductor_compiles_what_models_contain(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [entry.eager or entry.aten for entry in ENTRIES.values()]
 
 
-def test_figures_are_the_rows_of_the_targets() -> None:
+def test_figures_are_of_bfloat16_and_one_shape_where_the_host_is_the_limit() -> None:
     figures = selected(None, ["figures"], None)
-    assert {w.dtype_text for w in figures} == {targets.DTYPE}
-    rows = {(w.entry.op, w.shape_text): w for w in figures}
-    kernel, shape, mode = targets.HOST_OF
-    assert mode in rows[kernel, shape].modes and rows[kernel, shape].is_small
-    assert set(rows) - set(targets.SHARES) == {(kernel, shape)}
-    assert set(targets.SHARES) <= set(rows)
-    for row, shares in targets.SHARES.items():
-        assert set(shares) <= set(rows[row].modes)
+    assert {w.row[1] for w in figures} == {"bfloat16"}
+    (small,) = (w for w in figures if w.is_small)
+    assert small.row == ("rms_norm", "bfloat16", "2048x4096") and "full" in small.modes
+    assert {w.entry.op for w in figures} == {op for op, e in ENTRIES.items() if e.figures}
 
 
 def test_selection_takes_models_sizes_and_sets_each_once() -> None:
-    def rows(*arguments: Any) -> list[tuple[str, str, str]]:
-        return [(w.entry.op, w.shape_text, w.dtype_text) for w in selected(*arguments)]
+    def rows(*arguments: Any) -> list[tuple[str, ...]]:
+        return [tuple(str(w).split()) for w in selected(*arguments)]
 
     assert rows(["swiglu"], ["llama-3.1-8b"], ["bfloat16"]) == [
         ("swiglu", "8192x14336", "bfloat16")

@@ -25,56 +25,56 @@ DOCUMENT = HERE.parents[1] / "docs" / "npu.md"
 INTRODUCTION = f"""\
 # The Ascend kernels, without an Ascend device
 
-Written by `make test-npu`, which fails where a kernel is not as described here. It needs Linux on
-x86-64 and Python 3.10 or 3.11, and fetches the rest into the user's cache.
+Written by `make test-npu`, which fails if a kernel differs from this description. It needs Linux on
+x86-64 and Python 3.10 or 3.11, and downloads the rest into the user's cache.
 
-**No kernel here has been run on an Ascend device.** What is shown instead is of {{launches}}
-launches of {{kernels}} kernels, captured from the host code: narrow, odd, model-sized and huge
-shapes, three dtypes, and the options that change the code.
+**No kernel here has run on an Ascend device.** Instead, {{launches}} launches of {{kernels}}
+kernels are captured from the host code and checked: narrow, odd, model-sized and huge shapes, three
+dtypes, and every option that changes the code.
 
-1. Lowered: triton-ascend {TRITON_ASCEND} takes every launch, as the host code specialises it.
-2. Planned: Ascend's own compiler, bishengir-compile as in {{cann}},
-   places every launch in the {UB_BYTES} bytes of Unified Buffer of a vector core of an
-   {ARCH}. It takes 90% of it at most; no optimisation is given up to make it fit; no loop
-   goes over a buffer element by element; whatever a loop loads is double-buffered, except what a
-   row has one of. Grids have one dimension, and at most as many programs as there are vector
-   cores, {VECTOR_CORES}.
-3. Executed: the lowered code of small cases, compiled for the CPU by MLIR and clang, gives outputs
-   and gradients that are no further from float64 than twice the error of the PyTorch definition,
-   and a rounding. Changed code is caught.
-4. Traffic, under Triton's interpreter: a kernel whose row fits the buffer moves each input and
-   output once, one whose row does not fit reads its inputs twice.
+1. Lowering: triton-ascend {TRITON_ASCEND} lowers every launch, as the host code specialises it.
+2. Memory plan: Ascend's own compiler, bishengir-compile of {{cann}},
+   places every launch in the {UB_BYTES} bytes of Unified Buffer (UB) of a vector core of an
+   {ARCH}. A launch uses at most 90% of it; no optimisation is disabled to make it fit; no
+   loop processes a buffer element by element; every load in a loop is double-buffered, except
+   values of which a row has only one. Grids have one dimension, and at most {VECTOR_CORES}
+   programs, the number of vector cores.
+3. Execution: the lowered code of small cases is compiled for the CPU by MLIR and clang. The errors
+   of outputs and gradients against float64 are at most twice those of the PyTorch definition, plus
+   a rounding. A test changes the code and checks that this is detected.
+4. Memory traffic, in Triton's interpreter: a kernel whose row fits in the buffer moves each input
+   and output once; a kernel whose row does not fit reads its inputs twice.
 
-What this does not show: speed; races between cores; the synchronisation within a core; how a
-device rounds, in functions such as exp and where its compiler fuses casts.
+This does not show: speed; races between cores; synchronisation within a core; the rounding of a
+device, in functions such as exp and where its compiler fuses casts.
 
-With a device, torch_npu and triton-ascend, `python -m pytest --device npu` runs the tests of the
-kernels on it, and `python -m liger_ops.bench --device npu` times them.
+With a device, torch_npu and triton-ascend, `python -m pytest --device npu` runs the kernels' tests
+on it, and `python -m liger_ops.bench --device npu` times them.
 """
 
 SUMMARY = """
 ## Every kernel
 
-The most of the Unified Buffer that any launch takes, in every dtype and with every option.
+The largest share of the Unified Buffer used by any launch, over all dtypes and options.
 """
 
 DETAIL = """
 ## By op and shape, in bf16
 
-A tile is rows x columns. Traffic is how often the inputs and outputs that have the batch's rows
-cross the memory bus in the whole call; 1 is the least. Weights are not in it: a kernel whose rows
-fit reads them once a program.
+A tile is rows x columns. Traffic is how often the call moves its inputs and outputs, counting only
+tensors that have the batch's rows; 1 is the minimum. Weights are not counted: a kernel whose rows
+fit reads them once per program.
 """
 
 PEER = """
 ## Beside Liger-Kernel {version}
 
-Its kernels for Ascend, launched by its own host code on bf16 of {rows} rows, lowered and planned in
-the same way. A share of the Unified Buffer is the most of the versions of CANN. It is not better
-for being smaller: a kernel that holds a row reads it once, one whose tile is narrower than a row of
-a norm or a softmax reads it twice. What was found there is what the rules above exclude, with the
-versions of CANN that it was found on; "over 90%" is a rule of this project, and runs.
-Its figures may differ from one machine to another, and no check depends on them.
+Liger-Kernel's Ascend kernels, launched by its own host code on bf16 of {rows} rows, lowered and
+planned in the same way. "UB" is the largest share over the CANN versions. Lower is not better by
+itself: a kernel that holds a whole row reads it once, and a kernel of a norm or a softmax whose
+tile is narrower than a row reads it twice. "found there" lists violations of the rules above, with
+the CANN versions. "over 90%" is this project's own limit; such kernels still run. These figures may
+differ between machines, and no check depends on them.
 """
 
 FOUND = {

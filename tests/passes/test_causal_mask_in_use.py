@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_graphs import attention_options, compiled, qkv, results
 from causal_masks import LENGTH, causal, check, columns, rows, transformers_packed, with_mask
-from liger_ops.lowering.passes import causal_mask
+from liger_ops.lowering.passes import causal_attention
 
 
 def test_a_mask_with_another_use_stays():
@@ -23,7 +23,7 @@ def test_a_mask_with_another_use_stays():
 
 
 def test_the_mask_is_dropped_from_the_graph():
-    rewritten, _, graphs = compiled(with_mask(transformers_packed), [causal_mask.rewrite])
+    rewritten, _, graphs = compiled(with_mask(transformers_packed), [causal_attention.rewrite])
     rewritten(*qkv(LENGTH))
     (graph,) = graphs
     assert [node.op for node in graph.graph.nodes] == 3 * ["placeholder"] + [
@@ -42,7 +42,7 @@ def test_one_mask_for_several_calls():
         y = F.scaled_dot_product_attention(y, key, value, is_causal=True)
         return y
 
-    rewritten, report, graphs = compiled(attention, [causal_mask.rewrite])
+    rewritten, report, graphs = compiled(attention, [causal_attention.rewrite])
     for one, other in zip(
         results(rewritten, qkv(LENGTH)), results(attention, qkv(LENGTH)), strict=True
     ):

@@ -12,7 +12,7 @@ from torch import Tensor
 from attention_graphs import aot_eager, as_it_is, attention_options, compiled
 from causal_masks import OP
 from fused_families import TEXT, VOCABULARY
-from liger_ops.lowering.passes import causal_mask
+from liger_ops.lowering.passes import causal_attention
 
 
 # Models of transformers. Without a cache they make a mask when they are compiled; with one, this
@@ -68,7 +68,7 @@ def test_models(name, options, arguments, dynamic, count):
     expected = losses_and_gradients(loss, llm, tokens)
     # Dynamic shapes are slow to compile: there the graph is only rewritten.
     inner = as_it_is if dynamic else aot_eager
-    rewritten, report, _ = compiled(loss, [causal_mask.rewrite], dynamic, inner)
+    rewritten, report, _ = compiled(loss, [causal_attention.rewrite], dynamic, inner)
     actual = losses_and_gradients(rewritten, llm, tokens)
     assert report.counts().get(OP, 0) == count
     assert len(report.findings) == 2
@@ -88,7 +88,7 @@ def test_a_mask_made_beside_a_cache(dynamic, monkeypatch):
     def loss(tokens: Tensor) -> Tensor:
         return llm(input_ids=tokens, labels=tokens).loss
 
-    rewritten, report, graphs = compiled(loss, [causal_mask.rewrite], dynamic, as_it_is)
+    rewritten, report, graphs = compiled(loss, [causal_attention.rewrite], dynamic, as_it_is)
     torch.testing.assert_close(rewritten(tokens), loss(tokens))
     assert report.counts() == {OP: 2}
     assert all(option["is_causal"] for option in attention_options(graphs))
@@ -103,7 +103,7 @@ def test_a_checkpointed_model():
         return llm(input_ids=tokens, labels=tokens).loss
 
     expected = losses_and_gradients(loss, llm, tokens)
-    rewritten, report, _ = compiled(loss, [causal_mask.rewrite])
+    rewritten, report, _ = compiled(loss, [causal_attention.rewrite])
     actual = losses_and_gradients(rewritten, llm, tokens)
     assert report.counts() == {OP: 2}
     for one, other in zip(actual, expected, strict=True):

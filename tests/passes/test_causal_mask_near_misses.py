@@ -19,8 +19,9 @@ from causal_masks import (
     rows,
     with_mask,
 )
-from liger_ops.lowering.passes import causal_mask
-from liger_ops.lowering.passes.index_algebra import Unknown, affine
+from liger_ops.lowering.passes import causal_attention
+from liger_ops.lowering.passes.causal_mask.algebra import Unknown, affine
+from liger_ops.lowering.passes.causal_mask.proof import visible_keys
 
 NEAR_MISSES: dict[str, Mask] = {
     "shifted later": lambda q, k: columns(k) <= rows(q) + 1,
@@ -68,16 +69,16 @@ def test_a_number_that_leaves_something_after_the_softmax_is_left_alone(name):
     (reason,) = check(with_mask(NOT_LOW_ENOUGH[name]), qkv(LENGTH), 0)
     assert "numbers" in reason
     # Such numbers are not read, and would not be taken for minus infinity if they were.
-    with pytest.raises(Unknown, match="something else than 0 and minus infinity"):
-        causal_mask._visible(affine(float(name)))
+    with pytest.raises(Unknown, match="something other than 0 and minus infinity"):
+        visible_keys(affine(float(name)))
 
 
 def test_what_a_number_in_a_mask_says():
     for number, seen in ((0.0, True), (-1e30, False), (least(), False), (-float("inf"), False)):
-        assert causal_mask._visible(affine(number)) is seen
+        assert visible_keys(affine(number)) is seen
     for number in (1.0, 1e30, float("inf"), -1.0):
         with pytest.raises(Unknown):
-            causal_mask._visible(affine(number))
+            visible_keys(affine(number))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -126,7 +127,7 @@ def test_an_offset_that_is_an_input_is_left_alone():
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     for dynamic, offset, count in ((False, 1, 0), (True, 2, 0), (False, 0, 1)):
-        rewritten, report, _ = compiled(attention, [causal_mask.rewrite], dynamic)
+        rewritten, report, _ = compiled(attention, [causal_attention.rewrite], dynamic)
         inputs = qkv(LENGTH)
         torch.testing.assert_close(rewritten(*inputs, offset), attention(*inputs, offset))
         assert report.counts().get(OP, 0) == count

@@ -13,9 +13,10 @@ from torch import Tensor, fx
 from attention_graphs import as_it_is, compiled, heads
 from causal_masks import OP, causal
 from index_programs import conditions, masks, value_at
-from liger_ops.lowering.passes import causal_mask
-from liger_ops.lowering.passes.index_algebra import Unknown, everywhere, is_condition
-from liger_ops.lowering.passes.index_functions import IndexFunctions
+from liger_ops.lowering.passes import causal_attention
+from liger_ops.lowering.passes.causal_mask.algebra import Unknown, everywhere, is_condition
+from liger_ops.lowering.passes.causal_mask.evaluate import IndexFunctions
+from liger_ops.lowering.passes.causal_mask.proof import departure
 
 
 @settings(max_examples=40)
@@ -27,7 +28,7 @@ def test_a_mask_is_judged_causal_only_if_it_is(program, queries, keys, dynamic):
         mask = program(query.shape[-2], key.shape[-2])
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
-    rewritten, report, _ = compiled(attention, [causal_mask.rewrite], dynamic, as_it_is)
+    rewritten, report, _ = compiled(attention, [causal_attention.rewrite], dynamic, as_it_is)
     with torch.no_grad():
         rewritten(*(heads(2, 3, n, size=4) for n in (queries, keys, keys)))
     if report.counts().get(OP):
@@ -43,7 +44,7 @@ def test_a_mask_is_judged_causal_only_if_it_is(program, queries, keys, dynamic):
 def test_what_is_proved_holds_at_every_index(condition, queries, keys):
     seen = [[value_at(condition, (i, j)) for j in range(keys)] for i in range(queries)]
     is_causal = seen == [[j <= i for j in range(keys)] for i in range(queries)]
-    proved = causal_mask.departure(condition, (2, 3, queries, keys)) is None
+    proved = departure(condition, (2, 3, queries, keys)) is None
     assert is_causal or not proved
     event(f"causal: {is_causal}, proved: {proved}")
 

@@ -42,8 +42,8 @@ def test_a_bias_that_is_added_to_the_logits(add, dtype):
     ("other", "reason"),
     (
         (lambda logits: torch.ones(V, dtype=torch.bfloat16), "bfloat16"),
-        (lambda logits: logits.detach().sin(), "not one number a class"),
-        (lambda logits: torch.ones(S, 1), "not one number a class"),
+        (lambda logits: logits.detach().sin(), "not have one number per class"),
+        (lambda logits: torch.ones(S, 1), "not have one number per class"),
     ),
     ids=("dtype", "residual", "position"),
 )

@@ -97,9 +97,9 @@ def one_row(logits: Tensor, target: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Loss, str]] = {
-    "probabilities": (probabilities, "not rows, of one target each"),
+    "probabilities": (probabilities, "not rows with one target each"),
     "by-channels": (by_channels, "the classes are the second dimension"),
-    "one-row": (one_row, "not rows, of one target each"),
+    "one-row": (one_row, "not rows with one target each"),
 }
 
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import liger_ops
+from liger_ops.bench import training
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_llama.py"
@@ -77,19 +78,21 @@ def test_fifty_steps_in_bfloat16_stay_within_the_bound(
     assert demo.main(arguments) == 0, capsys.readouterr().err
 
 
-def test_the_recorder_counts_again_when_the_compile_cache_is_warm(
-    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_ops_of_a_step_are_counted_again_when_the_compile_cache_is_warm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if missing := demo.missing_for_inductor():
-        pytest.skip(f"Inductor cannot work here: {missing}")
+    if not training.inductor_works():
+        pytest.skip("Inductor cannot build C++ here")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(4, 8, requires_grad=True)
     for _ in range(2):
         torch._dynamo.reset()
-        recorder = demo.GraphRecorder("inductor")
-        compiled = torch.compile(liger_ops.rms_norm, fullgraph=True, backend=recorder)
-        compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
-        assert recorder.forward == Counter(rms_norm=1)
-        assert recorder.backward == Counter(rms_norm_backward=1)
+        compiled = torch.compile(liger_ops.rms_norm, fullgraph=True)
+        step = lambda compiled=compiled: compiled(x).sum().backward()
+        step()
+        ops, peak = training.profiled(step, "cpu")
+        assert ops == Counter(rms_norm=1, rms_norm_backward=1)
+        assert peak > 0
 
 
 def test_the_demo_fails_where_nothing_is_fused(
@@ -169,10 +172,10 @@ def test_a_bad_argument_gets_one_sentence(
     ),
 )
 def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(
-    demo: ModuleType, arguments: tuple[str, ...]
+    arguments: tuple[str, ...],
 ) -> None:
-    if missing := demo.missing_for_inductor():
-        pytest.skip(f"Inductor cannot work here: {missing}")
+    if not training.inductor_works():
+        pytest.skip("Inductor cannot build C++ here")
     result = subprocess.run(
         [sys.executable, ROOT / "examples" / "measure_step.py", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

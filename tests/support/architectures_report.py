@@ -19,28 +19,28 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 INTRODUCTION = """\
 # What `backend="liger"` finds in models of transformers
 
-Written by `python tests/support/architectures_report.py`; `tests/models/test_architectures.py`
-fails where it is not so.
+Written by `python tests/support/architectures_report.py`, and checked by
+`tests/models/test_architectures.py`.
 
-Each model is as transformers has it, made small (two layers) with random weights, and compiled as
-one step of training, `torch.compile(lambda **batch: model(**batch).loss, backend="liger")`, on full
-sequences without padding. A number is of places: "4" of which all are found, "3 of 4" of which
-three are. What is to be found was counted by reading the models' code.
+Each model is transformers' own, made small (two layers) with random weights. It is compiled as one
+training step, `torch.compile(lambda **batch: model(**batch).loss, backend="liger")`, on sequences
+without padding. The numbers count places in the code: "4" means that all 4 are found, "3 of 4" that
+three are. The places to find were counted by reading the models' code.
 
-The test holds these numbers, in float32 and in bfloat16; and in bfloat16 the loss and every
-gradient, which are no further from float64 than twice the error of the same model compiled without
-the rewrites, and a rounding. [models.md](models.md) has the figures of float32.
+The test checks these numbers in float32 and in bfloat16. In bfloat16 it also checks that the errors
+of the loss and of every gradient against float64 are at most twice those of the same model compiled
+without the rewrites, plus a rounding. [models.md](models.md) has the results in float32.
 
-Where the inner backend is Inductor, it does as well with some, which by default are left to it,
-found or not; `options={{"rewrites": "all"}}` makes them too:
+With Inductor as the inner backend, these rewrites are off by default, because Inductor is as fast;
+`options={{"rewrites": "all"}}` turns them on:
 {left}.
 
 Not counted: attention that is not causal (a sliding window shorter than the sequence, chunks,
 encoders), and attention that the model writes out instead of calling
 `scaled_dot_product_attention` (Gemma 2, GPT-OSS, GPT-J).
 
-[models.md](models.md) has a step of training of every causal language model that transformers has,
-with their default configurations, with checkpoints and without.
+[models.md](models.md) compares a training step of every causal language model of transformers, in
+its default configuration, with and without checkpointing.
 """
 
 COLUMNS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from liger_ops.bench.points import COPY, MATRIX_PRODUCT, UNITS, Point, Points
+from liger_ops.bench.judge import COPY, MATRIX_PRODUCT, UNITS, Point, Points
 from liger_ops.bench.providers import LOW_MEMORY, PROVIDERS
 from liger_ops.bench.timing import Spread
 

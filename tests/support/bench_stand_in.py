@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from liger_ops.bench.device import Accelerator
+from liger_ops.bench.timing import Accelerator
 
 
 class ManualClock:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention_graphs import checked
-from liger_ops.lowering.passes import causal_mask
+from liger_ops.lowering.passes import causal_attention
 
 OP = "causal_attention"
 LENGTH = 6
@@ -68,7 +68,7 @@ def check(
     Gradients are looked at where a call is rewritten, at fixed sizes.
     """
     gradients = bool(count) and not dynamic
-    report, options = checked(function, causal_mask.rewrite, inputs, dynamic, gradients)
+    report, options = checked(function, causal_attention.rewrite, inputs, dynamic, gradients)
     assert report.counts().get(OP, 0) == count
     assert len(report.findings) == attentions
     assert sum(option.get("is_causal", False) for option in options) == count

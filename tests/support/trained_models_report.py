@@ -31,22 +31,24 @@ INTRODUCTION = """\
 Written by `python tests/support/trained_models_report.py`:
 torch {torch}, transformers {transformers}.
 
-Every causal language model and encoder-decoder that transformers' auto classes list, and models of
-images and sound: made small (a layer of each kind), with random weights in float32, on the CPU. A
-model keeps its default configuration but for its sizes and for dropout; `use_cache` among it. A
-batch has what a collator makes, labels and an `attention_mask` with padding in one row.
+The models are every causal language model and encoder-decoder in transformers' auto classes, and
+models of images and sound. They are made small (one layer of each kind) with random weights in
+float32, and run on the CPU. Except for sizes and dropout, a model has its default configuration,
+including `use_cache`. A batch is what a collator makes: labels, and an `attention_mask` with
+padding in one row.
 
-Each takes a step "plain", compiled as a function, `torch.compile(lambda **batch:
-model(**batch).loss)`; "checkpointed", the model itself compiled, after
-`gradient_checkpointing_enable({{"use_reentrant": False}})`; and "reentrant", with `True`. All
-rewrites are made (`options={{"rewrites": "all"}}`) and the graphs run as they are (`aot_eager`).
-"{equal}" says that the loss and the gradient of every parameter are those of the model without the
-rewrites, each within {near:.0e} as a norm: sums in another order.
+Each model takes one training step in three ways. "plain" compiles a function,
+`torch.compile(lambda **batch: model(**batch).loss)`. "checkpointed" compiles the model itself
+after `gradient_checkpointing_enable({{"use_reentrant": False}})`, and "reentrant" the same with
+`True`. All rewrites are on (`options={{"rewrites": "all"}}`), and the graphs run without Inductor
+(`aot_eager`).
+"{equal}" means that the loss and the gradient of every parameter differ from those of the model
+without rewrites by at most {near:.0e}, as a relative norm; sums have another order.
 
 {summary}
 
-The ops are those in the graphs, the most of the three ways. `tests/models/test_trained_models.py`
-holds some of these rows.
+The column "ops" counts the ops in the graphs, the maximum over the three ways.
+`tests/models/test_trained_models.py` checks some of these rows.
 
 | model | ops | {modes} |
 | --- | --- | {dashes} |
@@ -112,9 +114,9 @@ def document(known: dict[str, Row]) -> str:
     equal = sum(row.equal for row in known.values())
     wrong = sum("**wrong**" in str(row) for row in known.values())
     summary = (
-        f"{len(known)} of {len(MODELS)} models were trained. In all three ways, {equal} are equal;"
-        f"\n{wrong} are wrong in one; {len(known) - equal - wrong} cannot be trained or compiled in"
-        " one without rewrites."
+        f"{len(known)} of {len(MODELS)} models were trained. {equal} are equal in all three ways;"
+        f"\n{wrong} are wrong in at least one way; {len(known) - equal - wrong} cannot be trained"
+        "\nor compiled in at least one way, with or without rewrites."
     )
     introduction = INTRODUCTION.format(
         torch=torch.__version__.split("+")[0],

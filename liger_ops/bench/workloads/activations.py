@@ -8,8 +8,8 @@ from torch import Tensor
 
 import liger_ops
 
-from . import models
-from .entry import Draw, Entry, Shape, passes
+from .entry import Entry, leaves, moved
+from .models import intermediate
 
 ALPHA, LIMIT = 1.702, 7.0
 
@@ -20,68 +20,46 @@ def gpt_oss_activation(gate_and_up: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(gate * ALPHA)
 
 
-def _gate_and_up(draw: Draw, shape: Shape) -> list[Tensor]:
-    return [draw.leaf(*shape), draw.leaf(*shape)]
-
-
-def _like_gate(draw: Draw, tensors: list[Tensor]) -> list[Tensor]:
-    return draw.like(tensors[0])
-
-
-def _gated_work(shape: Shape) -> dict[str, int]:
-    return passes(3 * shape[0] * shape[1], 5 * shape[0] * shape[1])
-
-
 ENTRIES = (
     Entry(
         op="swiglu",
-        dims=("M", "N"),
-        inputs=_gate_and_up,
-        upstream=_like_gate,
-        ours=lambda gate, up: liger_ops.swiglu(gate, up),
+        ours=liger_ops.swiglu,
         eager=lambda gate, up: F.silu(gate) * up,
-        peers={"liger-kernel": lambda liger: lambda gate, up: liger.liger_swiglu(gate, up)},
-        work=_gated_work,
+        peers={"liger-kernel": "liger_swiglu"},
+        inputs=leaves(2),
+        passes=moved(3, 5),
         figures=((16384, 14336),),
-        models=models.of_activation("swiglu"),
+        models=intermediate("swiglu"),
         small=(1024, 4096),
     ),
     Entry(
         op="geglu",
-        dims=("M", "N"),
-        inputs=_gate_and_up,
-        upstream=_like_gate,
-        ours=lambda gate, up: liger_ops.geglu(gate, up),
+        ours=liger_ops.geglu,
         eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-        peers={"liger-kernel": lambda liger: lambda gate, up: liger.liger_geglu(gate, up)},
-        work=_gated_work,
+        peers={"liger-kernel": "liger_geglu"},
+        inputs=leaves(2),
+        passes=moved(3, 5),
         figures=((16384, 14336),),
-        models=models.of_activation("geglu"),
+        models=intermediate("geglu"),
         small=(1024, 4096),
     ),
     Entry(
         op="clamped_swiglu",
-        dims=("M", "N"),
-        inputs=lambda draw, shape: [draw.leaf(shape[0], 2 * shape[1])],
-        upstream=lambda draw, tensors: [draw.normal(tensors[0].shape[0], tensors[0].shape[1] // 2)],
-        ours=lambda gate_and_up: liger_ops.clamped_swiglu(
-            gate_and_up, None, ALPHA, LIMIT, 1.0, True
-        ),
+        ours=lambda x: liger_ops.clamped_swiglu(x, None, ALPHA, LIMIT, 1.0, True),
         eager=gpt_oss_activation,
-        work=_gated_work,
-        models=models.of_activation("clamped_swiglu"),
+        inputs=lambda draw, shape: [draw.leaf(shape[0], 2 * shape[1])],
+        passes=moved(3, 5),
+        models=intermediate("clamped_swiglu"),
         small=(1024, 2880),
     ),
     Entry(
         op="relu_squared",
-        dims=("M", "N"),
-        inputs=lambda draw, shape: [draw.leaf(*shape)],
-        upstream=_like_gate,
-        ours=lambda x: liger_ops.relu_squared(x),
+        ours=liger_ops.relu_squared,
         eager=lambda x: F.relu(x).square(),
-        peers={"liger-kernel": lambda liger: lambda x: liger.liger_relu_squared(x)},
-        work=lambda shape: passes(2 * shape[0] * shape[1], 3 * shape[0] * shape[1]),
-        models=models.of_activation("relu_squared"),
+        peers={"liger-kernel": "liger_relu_squared"},
+        inputs=leaves(1),
+        passes=moved(2, 3),
+        models=intermediate("relu_squared"),
         small=(1024, 4096),
     ),
 )

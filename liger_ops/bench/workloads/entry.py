@@ -1,7 +1,8 @@
-"""What the bench has to know of an op, and an op at one shape and dtype: a workload."""
+"""What the bench knows of an op, and an op at one shape and dtype: a workload."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +28,9 @@ class Draw:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
-    def like(self, *tensors: Tensor) -> list[Tensor]:
-        """Of the same shapes and strides."""
-        return [torch.empty_like(t).copy_(self.normal(*t.shape)) for t in tensors]
+    def like(self, tensor: Tensor) -> Tensor:
+        """The same shape and strides."""
+        return torch.empty_like(tensor, device=self.device).copy_(self.normal(*tensor.shape))
 
     def leaf(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (self.normal(*shape) * scale).requires_grad_()
@@ -52,32 +53,45 @@ def truth_at_once(
     return [*(y.detach() for y in outputs), *grads]
 
 
+def leaves(tensors: int, vectors: int = 0) -> Callable[[Draw, Shape], list[Tensor]]:
+    """The inputs of an op: tensors of the whole shape, then vectors of its second size."""
+
+    def inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+        return [draw.leaf(*size) for size in (*[shape] * tensors, *[shape[1:2]] * vectors)]
+
+    return inputs
+
+
+def moved(forward: int, backward: int) -> dict[str, int]:
+    """How often each mode reads or writes as many elements as the op's shape has."""
+    return {"forward": forward, "backward": backward, "full": forward + backward}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """An op in the bench."""
 
     op: str
-    # The names of a shape's numbers.
-    dims: tuple[str, ...]
-    # The arguments, of which those that require gradients are differentiated.
-    inputs: Callable[[Draw, Shape], list[Tensor]]
-    # The gradients of the outputs, given the arguments.
-    upstream: Callable[[Draw, list[Tensor]], list[Tensor]]
     ours: Function
-    # Ours with its options for less memory, where it has any.
+    # ours with its options for less memory, where it has any.
     low_memory: Function | None = None
     # The code that models contain; where that is a call of ATen's fused op, `aten` has it alone.
     eager: Function | None = None
     aten: Function | None = None
-    # Provider to a function that makes its call from the imported package.
-    peers: Mapping[str, Callable[[Any], Function]] = field(default_factory=dict)
-    # Mode to the least elements to move, or to the least operations, at a shape.
-    work: Callable[[Shape], dict[str, int]]
+    # Provider to the name of its function, or to what makes its call from the imported package.
+    peers: Mapping[str, str | Callable[[Any], Function]] = field(default_factory=dict)
+    # The names of a shape's numbers.
+    dims: tuple[str, ...] = ("M", "N")
+    # The arguments. Those that require gradients are differentiated.
+    inputs: Callable[[Draw, Shape], list[Tensor]]
+    # Mode to the least number of times that every element is moved, or takes part in an operation.
+    passes: Mapping[str, int]
+    elements: Callable[[Shape], int] = math.prod
     is_matrix_product: bool = False
-    # The shapes of the table of figures, and those of named models.
+    # The shapes of docs/benchmarks.md, and those of named models.
     figures: tuple[Shape, ...] = ()
-    models: Mapping[str, Shape] = field(default_factory=dict)
-    # The host is timed here, where it is the limit.
+    models: Mapping[str, Shape]
+    # Where the host is the limit: its time is measured here.
     small: Shape
     truth: Truth = truth_at_once
 
@@ -86,6 +100,19 @@ class Entry:
         definition = self.eager or self.aten
         assert definition is not None, f"{self.op} has neither eager nor aten"
         return definition
+
+    @torch.no_grad()
+    def upstream(self, draw: Draw, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the outputs: random, and 1 for a loss."""
+        empty = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        return [
+            draw.like(y) if y.dim() else torch.ones((), device=draw.device)
+            for y in as_tuple(self.definition(*empty))
+        ]
+
+    def work(self, shape: Shape) -> dict[str, int]:
+        """Mode to the least elements to move, or to the least operations."""
+        return {mode: times * self.elements(shape) for mode, times in self.passes.items()}
 
 
 @dataclass(frozen=True)
@@ -98,8 +125,7 @@ class Workload:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        work = self.entry.work(self.shape)
-        return tuple(mode for mode in MODES if mode in work)
+        return tuple(mode for mode in MODES if mode in self.entry.passes)
 
     @property
     def is_small(self) -> bool:
@@ -115,12 +141,17 @@ class Workload:
         return "x".join(map(str, self.shape))
 
     @property
-    def dtype_text(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+    def row(self) -> tuple[str, str, str]:
+        """The names of op, dtype and shape in the figures."""
+        return self.entry.op, dtype_name(self.dtype), self.shape_text
+
+    def __str__(self) -> str:
+        op, dtype, shape = self.row
+        return f"{op} {shape} {dtype}"
 
 
-def passes(forward: int, backward: int) -> dict[str, int]:
-    return {"forward": forward, "backward": backward, "full": forward + backward}
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import liger_ops
 
-from . import models
 from .entry import Draw, Entry, Function, Shape, wide
+from .models import HEAD, VOCABULARY
 
-# Of the logits that the truth holds in float64 at once: a gigabyte.
+# The truth holds at most this many logits in float64 at once: a gigabyte.
 LOGITS_AT_ONCE = 2**27
 
 
@@ -32,7 +32,7 @@ def truth_by_rows(
 ) -> list[Tensor]:
     """The mean loss and its gradients in float64, a part of the rows at a time.
 
-    Of (rows, weights..., target) the first and the last are divided; no token is ignored.
+    The first tensor and the last, the target, are divided; no token is ignored.
     """
     *floats, target = tensors
     leaves = [t.detach().double().requires_grad_() for t in floats]
@@ -49,29 +49,11 @@ def truth_by_rows(
     return [total, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def _one(draw: Draw, tensors: list[Tensor]) -> list[Tensor]:
-    return [torch.ones((), device=draw.device)]
-
-
-def _logits_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
-    return [draw.leaf(*shape), draw.classes(*shape)]
-
-
 def _x_weight_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
     rows, width, classes = shape
     # Logits of deviation 1.
     weight = draw.leaf(classes, width, scale=width**-0.5)
     return [draw.leaf(rows, width), weight, draw.classes(rows, classes)]
-
-
-def _logits_read_and_gradient_written(shape: Shape) -> dict[str, int]:
-    """The gradient needs the sums of the forward, so that its mode reads the logits again."""
-    return {"forward": shape[0] * shape[1], "full": 3 * shape[0] * shape[1]}
-
-
-def _three_products(shape: Shape) -> dict[str, int]:
-    """The logits, the gradient of x and that of the weight."""
-    return {"full": 6 * shape[0] * shape[1] * shape[2]}
 
 
 def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -83,48 +65,38 @@ def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def _quack_linear(package: Any) -> Function:
     module = importlib.import_module(f"{package.__name__}.linear_cross_entropy")
-    return lambda x, weight, target: module.chunked_linear_cross_entropy(x, weight, target)
+    return module.chunked_linear_cross_entropy
 
 
 ENTRIES = (
     Entry(
         op="cross_entropy",
-        dims=("M", "V"),
-        inputs=_logits_and_target,
-        upstream=_one,
-        ours=lambda logits, target: liger_ops.cross_entropy(logits, target),
+        ours=liger_ops.cross_entropy,
         eager=model_loss,
-        aten=lambda logits, target: F.cross_entropy(logits, target),
-        peers={
-            "liger-kernel": lambda liger: (
-                lambda logits, target: liger.liger_cross_entropy(logits, target)
-            ),
-            "quack": lambda quack: lambda logits, target: quack.cross_entropy(logits, target),
-        },
-        work=_logits_read_and_gradient_written,
+        aten=F.cross_entropy,
+        peers={"liger-kernel": "liger_cross_entropy", "quack": "cross_entropy"},
+        dims=("M", "V"),
+        inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
+        # The gradient needs the sums of the forward, so that its mode reads the logits again.
+        passes={"forward": 1, "full": 3},
         figures=((8192, 32768), (8192, 128256)),
-        models=models.of_vocabulary(),
+        models=VOCABULARY,
         small=(256, 32768),
         truth=truth_by_rows,
     ),
     Entry(
         op="linear_cross_entropy",
-        dims=("M", "D", "V"),
-        inputs=_x_weight_and_target,
-        upstream=_one,
-        ours=lambda x, weight, target: liger_ops.linear_cross_entropy(x, weight, target),
+        ours=liger_ops.linear_cross_entropy,
         low_memory=_summed_in_its_dtype,
         eager=model_head_and_loss,
-        peers={
-            "liger-kernel": lambda liger: (
-                lambda x, weight, target: liger.liger_fused_linear_cross_entropy(x, weight, target)
-            ),
-            "quack": _quack_linear,
-        },
-        work=_three_products,
+        peers={"liger-kernel": "liger_fused_linear_cross_entropy", "quack": _quack_linear},
+        dims=("M", "D", "V"),
+        inputs=_x_weight_and_target,
+        # Three products: the logits, the gradient of x and that of the weight.
+        passes={"full": 6},
         is_matrix_product=True,
         figures=((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),
-        models=models.of_head(),
+        models=HEAD,
         small=(256, 512, 8192),
         truth=truth_by_rows,
     ),

@@ -34,28 +34,18 @@ MODELS = {
 }
 
 
-def of_hidden() -> dict[str, tuple[int, ...]]:
-    return {name: (TOKENS, model.hidden) for name, model in MODELS.items()}
+HIDDEN = {name: (TOKENS, model.hidden) for name, model in MODELS.items()}
+VOCABULARY = {name: (TOKENS_OF_VOCABULARY, model.vocabulary) for name, model in MODELS.items()}
+HEAD = {
+    name: (TOKENS_OF_VOCABULARY, model.hidden, model.vocabulary) for name, model in MODELS.items()
+}
+ROPE = {name: (2, TOKENS // 2, *model.heads) for name, model in MODELS.items()}
 
 
-def of_activation(activation: str) -> dict[str, tuple[int, ...]]:
+def intermediate(activation: str) -> dict[str, tuple[int, int]]:
+    """The models with this activation."""
     return {
         name: (TOKENS, model.intermediate)
         for name, model in MODELS.items()
         if model.activation == activation
     }
-
-
-def of_vocabulary() -> dict[str, tuple[int, ...]]:
-    return {name: (TOKENS_OF_VOCABULARY, model.vocabulary) for name, model in MODELS.items()}
-
-
-def of_head() -> dict[str, tuple[int, ...]]:
-    return {
-        name: (TOKENS_OF_VOCABULARY, model.hidden, model.vocabulary)
-        for name, model in MODELS.items()
-    }
-
-
-def of_rope() -> dict[str, tuple[int, ...]]:
-    return {name: (2, TOKENS // 2, *model.heads) for name, model in MODELS.items()}

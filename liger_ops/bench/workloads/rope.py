@@ -10,8 +10,8 @@ from torch import Tensor
 
 import liger_ops
 
-from . import models
-from .entry import Draw, Entry, Function, Shape, passes
+from .entry import Draw, Entry, Function, Shape, moved
+from .models import ROPE
 
 THETA = 10000.0
 
@@ -39,10 +39,9 @@ def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     return [q, k, angles.cos().to(draw.dtype), angles.sin().to(draw.dtype)]
 
 
-def _work(shape: Shape) -> dict[str, int]:
+def _elements(shape: Shape) -> int:
     batch, length, heads, kv_heads, width = shape
-    elements = batch * length * (heads + kv_heads) * width
-    return passes(2 * elements, 2 * elements)
+    return batch * length * (heads + kv_heads) * width
 
 
 def _quack(package: Any) -> Function:
@@ -61,18 +60,15 @@ def _quack(package: Any) -> Function:
 ENTRIES = (
     Entry(
         op="rope",
+        ours=liger_ops.rope,
+        eager=llama_rope,
+        peers={"liger-kernel": "liger_rope", "quack": _quack},
         dims=("batch", "S", "heads", "heads of k", "D"),
         inputs=_inputs,
-        upstream=lambda draw, tensors: draw.like(tensors[0], tensors[1]),
-        ours=lambda q, k, cos, sin: liger_ops.rope(q, k, cos, sin),
-        eager=llama_rope,
-        peers={
-            "liger-kernel": lambda liger: lambda q, k, cos, sin: liger.liger_rope(q, k, cos, sin),
-            "quack": _quack,
-        },
-        work=_work,
+        passes=moved(2, 2),
+        elements=_elements,
         figures=((4, 4096, 32, 8, 128),),
-        models=models.of_rope(),
+        models=ROPE,
         small=(1, 512, 32, 8, 64),
     ),
 )

@@ -1,9 +1,9 @@
-"""Tensors as functions of their indices: what they hold, and what can be proved of it.
+"""Tensors as functions of their indices, and proofs about such functions.
 
-An axis is counted from the right, -1 being the last, so that broadcasting leaves it where it is. An
-integer tensor is `Affine` in its indices, a boolean one a tree of comparisons (a `Condition`), and
-a tensor whose numbers hang on such a tree a `Choice`. Sizes may be symbolic: whatever is proved
-holds for every size that the graph is compiled for, and no guard is added to prove it.
+Axes are counted from the right, -1 being the last, because broadcasting keeps that count. An
+integer tensor is `Affine` in its indices, a boolean tensor is a tree of comparisons (`Condition`),
+and a tensor whose numbers depend on a condition is a `Choice`. Sizes may be symbolic: a proof holds
+for every size that the graph is compiled for, and adds no guard.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LEAVES = 16
 
 
 class Unknown(Exception):
-    """A tensor is not known as a function of its indices; the text says why."""
+    """A tensor cannot be evaluated as a function of its indices; the text says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """constant + the sum over the axes of slopes[axis] * index[axis]."""
+    """constant + sum(slopes[axis] * index[axis] for each axis)."""
 
     constant: Size | float
     slopes: Mapping[int, int]
@@ -62,7 +62,7 @@ def index(axis: int) -> Affine:
 
 @dataclass(frozen=True, eq=False)
 class NonNegative:
-    """That an integer is zero or more."""
+    """The condition value >= 0."""
 
     value: Affine
 
@@ -97,7 +97,7 @@ def is_condition(value: Value) -> TypeIs[Condition]:
 
 
 def known(fact: bool | torch.SymBool) -> bool:
-    """Whether it holds at every size; a guard is never added to find out."""
+    """Whether `fact` holds at every size. Adds no guard."""
     return bool(statically_known_true(fact))
 
 
@@ -129,7 +129,7 @@ def choose(condition: Condition, yes: Any, no: Any) -> Any:
     if is_condition(yes):
         return either(both(condition, yes), both(negation(condition), no))
     if sum(1 for _ in itertools.chain(leaves(yes), leaves(no))) > LEAVES:
-        raise Unknown(f"its numbers are chosen from more than {LEAVES} cases")
+        raise Unknown(f"its numbers depend on more than {LEAVES} cases")
     return Choice(condition, yes, no)
 
 
@@ -142,7 +142,7 @@ def leaves(value: Number) -> Iterator[Affine]:
 
 
 def lift(function: Callable[..., Any], *values: Number) -> Any:
-    """The function of the numbers, case by case."""
+    """Apply `function` to each combination of the values' cases."""
     for place, value in enumerate(values):
         if isinstance(value, Choice):
             before, after = values[:place], values[place + 1 :]
@@ -161,7 +161,7 @@ def number(value: Value) -> Number:
 
 
 def at_least(left: Affine, right: Affine) -> Condition:
-    """left >= right. A float is a constant, and is compared with constants alone."""
+    """left >= right. A float can be compared with constants only."""
     if isinstance(left.constant, float) or isinstance(right.constant, float):
         sides = (left.constant, right.constant)
         if left.slopes or right.slopes or any(isinstance(side, torch.SymInt) for side in sides):
@@ -178,14 +178,14 @@ def equal(left: Affine, right: Affine) -> Condition:
 
 
 def truth(value: Value) -> Condition:
-    """Whether it is not 0."""
+    """The condition value != 0."""
     if is_condition(value):
         return value
     return negation(lift(lambda x: equal(x, affine(0)), value))
 
 
 def at(value: Value, places: Mapping[int, Affine]) -> Any:
-    """The value with each axis's index replaced, all at once."""
+    """The value with the index of each axis in `places` replaced, simultaneously."""
     done: dict[int, Any] = {}
 
     def replaced(part: Any) -> Any:
@@ -231,9 +231,9 @@ def axes_of(value: Value) -> set[int]:
 
 @dataclass(frozen=True)
 class Frame:
-    """A way to write the indices of a region: each by variables of their own, and their ranges.
+    """A region's indices, written as affine functions of variables with ranges.
 
-    A variable has its lowest value and upper bounds, of which each holds.
+    The range of a variable is its lowest value and a tuple of upper bounds, all of which hold.
     """
 
     indices: Mapping[int, Affine]
@@ -251,12 +251,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Region:
-    """A set of indices, in one frame or several: what any of them proves holds."""
+    """A set of indices, described by one frame or several. A proof in any frame is valid."""
 
     frames: Sequence[Frame]
 
     def decide(self, condition: Condition) -> bool | None:
-        """Whether the condition holds in the whole region, or nowhere in it; None is not known."""
+        """True if the condition holds in the whole region, False if nowhere, None if unknown."""
         done: dict[int, bool | None] = {}
 
         def decided(part: Condition) -> bool | None:
@@ -286,7 +286,7 @@ class Region:
         return any(frame.proves_nonnegative(value) for frame in self.frames)
 
     def simplified(self, value: Number) -> Number:
-        """The value without the choices that the region leaves none of."""
+        """The value without choices that are decided in the whole region."""
         if not isinstance(value, Choice):
             return value
         decision = self.decide(value.condition)

@@ -1,4 +1,4 @@
-"""Views, copies, and what puts tensors together and takes them apart."""
+"""Views, copies, concatenation and splitting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spelling import (
+from .call import (
     IDENTITY,
     Call,
     as_tuple,
@@ -29,7 +29,7 @@ def _contiguous(input: Any) -> Call:
 
 @spelled(torch.clone, "clone")
 def _clone(input: Any, *, memory_format: Any = None) -> Call:
-    # A copy, so that a write into it would not be one into its source: rewrites look for writes.
+    # A copy differs from its source only after one is written in place, which rewrites check.
     return Call("contiguous", (input,))
 
 
@@ -97,7 +97,7 @@ def _view_as_real(input: Any) -> Call:
 def _cat(tensors: Any, dim: Any = 0) -> Call | None:
     if not isinstance(tensors, (tuple, list)) or not all(is_tensor(one) for one in tensors):
         return None
-    # A tensor of the sizes (0,) may stand among those of more dimensions, as in a new cache.
+    # torch.cat accepts a tensor of shape (0,) among those of more dimensions, as in a new cache.
     whole = [one for one in tensors if not same(tuple(value(one).shape), (0,))]
     if not whole:
         return None
@@ -109,7 +109,7 @@ def _cat(tensors: Any, dim: Any = 0) -> Call | None:
 
 
 def _changes_nothing(empty: Any, x: Any) -> bool:
-    """Whether x keeps its dtype and device beside an empty tensor."""
+    """Whether x keeps its dtype and device when concatenated with an empty tensor."""
     a, b = value(empty), value(x)
     return bool(a.device == b.device and torch.promote_types(a.dtype, b.dtype) == b.dtype)
 
@@ -167,7 +167,7 @@ def _getitem(input: Any, index: Any) -> Call | None:
 
 
 def _part(parts: Any, index: Any) -> Call | None:
-    """One of the pieces that a tensor is cut into, as a slice."""
+    """One piece of a split tensor, as a slice."""
     call = calls(parts, "chunk") or calls(parts, "split")
     if call is None or not isinstance(index, int):
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention_graphs import as_it_is, checked, compiled, heads, qkv, results
 from fused_families import TEXT, VOCABULARY
-from liger_ops.lowering.passes import causal_mask, grouped_heads
+from liger_ops.lowering.passes import causal_attention, grouped_attention
 
 OP = "grouped_attention"
 LENGTH = 6
@@ -75,7 +75,7 @@ def check(
     gradients: bool | None = None,
 ) -> list[str | None]:
     gradients = bool(count) and not dynamic if gradients is None else gradients
-    report, options = checked(function, grouped_heads.rewrite, inputs, dynamic, gradients)
+    report, options = checked(function, grouped_attention.rewrite, inputs, dynamic, gradients)
     assert report.counts().get(OP, 0) == count
     assert len(report.findings) == (count if findings is None else findings)
     assert sum(option.get("enable_gqa", False) for option in options) == count
@@ -94,7 +94,7 @@ def test_repeated_heads_are_found(name, dynamic):
 
 def test_the_copies_are_dropped_from_the_graph():
     function = attention_of(repeat_kv, repeat_kv, is_causal=True)
-    rewritten, _, graphs = compiled(function, [grouped_heads.rewrite])
+    rewritten, _, graphs = compiled(function, [grouped_attention.rewrite])
     rewritten(*qkv(LENGTH, grouped=2))
     (graph,) = graphs
     assert len(graph.graph.nodes) == 5
@@ -126,7 +126,7 @@ def test_repeats_that_differ_are_refused():
     inputs = [heads(2, 4, LENGTH), heads(2, 2, LENGTH, seed=1), heads(2, 1, LENGTH, seed=2)]
     four = lambda x: repeat_kv(x, 4)
     assert check(attention_of(repeat_kv, four, is_causal=True), inputs, 0, findings=1) == [
-        "its keys and values are not repeated alike"
+        "its keys and values are not repeated the same number of times"
     ]
     unrepeated = attention_of(repeat_kv, lambda x: torch.cat([x, x], 1))
     check(unrepeated, qkv(LENGTH, grouped=2), 0, findings=1)
@@ -207,7 +207,7 @@ def test_what_flash_attention_does_not_run_keeps_its_copies(options, reason, mon
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: enabled)
     given = {name: _Gpu() for name in ("query", "key", "value", "result")}
     given.update({"is_causal": True, **options})
-    assert grouped_heads.not_flash(**given) == reason
+    assert grouped_attention.not_flash(**given) == reason
 
 
 @settings(max_examples=20)
@@ -238,7 +238,7 @@ def test_random_programs_give_equal_results(groups, times, steps):
         return F.scaled_dot_product_attention(query[..., : key.shape[-1]], key, value)
 
     inputs = [heads(2, n, LENGTH, seed=n) for n in (groups * times, groups, groups)]
-    rewritten, report, _ = compiled(attention, [grouped_heads.rewrite])
+    rewritten, report, _ = compiled(attention, [grouped_attention.rewrite])
     for one, other in zip(results(rewritten, inputs), results(attention, inputs), strict=True):
         torch.testing.assert_close(one, other)
     plain = not {"turn", "narrow"} & set(steps)
@@ -265,12 +265,12 @@ def test_models(name):
         value.backward()
         return [value.detach()] + [p.grad.clone() for p in llm.parameters() if p.grad is not None]
 
-    masked, report, _ = compiled(loss, [grouped_heads.rewrite], inner=as_it_is)
+    masked, report, _ = compiled(loss, [grouped_attention.rewrite], inner=as_it_is)
     masked(tokens)
     assert report.counts() == {}
     assert ["mask" in finding.reason for finding in report.findings] == [True, True]
 
-    rewritten, report, _ = compiled(loss, [causal_mask.rewrite, grouped_heads.rewrite])
+    rewritten, report, _ = compiled(loss, [causal_attention.rewrite, grouped_attention.rewrite])
     actual = gradients(rewritten)
     assert report.counts() == {"causal_attention": 2, OP: 2}
     for one, other in zip(actual, gradients(loss), strict=True):

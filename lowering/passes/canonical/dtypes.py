@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spelling import IDENTITY, METHODS, Call, spelled, value
+from .call import IDENTITY, METHODS, Call, spelled, value
 
 
 def _cast(input: Any, dtype: Any) -> Call | None:

@@ -1,4 +1,4 @@
-"""The order of a run: the device's rates, every workload, and last what the host costs."""
+"""A run: every provider's call of a workload is checked against float64, then measured."""
 
 from __future__ import annotations
 
@@ -10,22 +10,96 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from . import rates
-from .calls import Call, copied
-from .checking import Wrong, check, relative_error
-from .device import MB, Accelerator
-from .points import COPY, MATRIX_PRODUCT, UNITS, Point, Points
+from .judge import COPY, MATRIX_PRODUCT, UNITS, Point, Points
 from .providers import MODULES, PROVIDERS, Peers, functions, one_line
-from .timing import Clock, Effort, Spread, host_microseconds, interleaved
-from .workloads.entry import MODES, Draw, Workload
+from .timing import (
+    MB,
+    Accelerator,
+    Clock,
+    Effort,
+    Spread,
+    copy_rate,
+    host_microseconds,
+    interleaved,
+    matrix_rate,
+    timed,
+)
+from .workloads.entry import MODES, Draw, Function, Workload, as_tuple, dtype_name
 
-# Of the host: what a user calls, and what training does.
+# The host's time is that of what a user calls, and of what training does.
 HOST_MODES = ("forward", "full")
+# Bounds of the relative error in norm. bfloat16: one rounding is 1.7e-3, and peers sum the gradient
+# of a weight in bfloat16, part by part; float32: sums in another order, and fast exponentials.
+BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 class DeviceLost(Exception):
     """The device answers nothing any more, as after an illegal access."""
+
+
+class Wrong(Exception):
+    """A provider does not compute the op."""
+
+
+@dataclass
+class Call:
+    """A provider's function, its arguments, and the gradients of what it returns."""
+
+    function: Function
+    tensors: Sequence[Tensor]
+    dys: Sequence[Tensor]
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """A forward in training: autograd records it."""
+        return as_tuple(self.function(*self.tensors))
+
+    def backward(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [tensor for tensor in self.tensors if tensor.requires_grad]
+        return torch.autograd.grad(outputs, leaves, self.dys)
+
+    def full(self) -> tuple[Tensor, ...]:
+        return self.backward(self.forward())
+
+    def results(self) -> list[Tensor]:
+        """The outputs and the gradients. From here on `dys` have the dtypes of the outputs."""
+        outputs = self.forward()
+        self.dys = [dy.to(y.dtype) for dy, y in zip(self.dys, outputs, strict=True)]
+        return [*(y.detach() for y in outputs), *self.backward(outputs)]
+
+    def prepared(self, mode: str) -> Callable[[], Any]:
+        """What is to be timed. The forward of a backward has run, once for every time."""
+        if mode != "backward":
+            return {"forward": self.forward, "full": self.full}[mode]
+        outputs = self.forward()
+        return lambda: self.backward(outputs)
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Clones, which require a gradient where the tensors do."""
+    return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def relative_error(found: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
+    """The largest, over outputs and gradients, of |found - truth| / |truth| in norm; NaN if any."""
+    if len(found) != len(truths):
+        raise Wrong(f"wrong: it gives {len(found)} outputs and gradients, not {len(truths)}")
+    errors = []
+    for value, truth in zip(found, truths, strict=True):
+        if value.shape != truth.shape:
+            raise Wrong(f"wrong: it gives shape {tuple(value.shape)}, not {tuple(truth.shape)}")
+        scale = float(truth.norm())
+        distance = float((value.double() - truth).norm())
+        errors.append(distance / scale if scale else distance)
+    return max(errors, key=lambda error: float("inf") if error != error else error)
+
+
+def check(error: float, dtype: torch.dtype) -> None:
+    """Raise Wrong for a relative error above the bound, and for NaN."""
+    bound = BOUNDS[dtype]
+    if not error <= bound:
+        raise Wrong(f"wrong: relative error {error:.1e}, allowed {bound:.0e}")
 
 
 @dataclass
@@ -44,7 +118,7 @@ class Run:
     clock: Clock = time.perf_counter
     peers: Peers = field(default_factory=Peers)
     points: Points = field(default_factory=Points)
-    # What the budget did not suffice for.
+    # What was not begun, as the budget was spent.
     left: list[str] = field(default_factory=list)
 
     def steps(self) -> Iterator[Workload | None]:
@@ -65,11 +139,11 @@ class Run:
         yield None
         small: list[tuple[Workload, list[str]]] = []
         for i, workload in enumerate(self.workloads):
-            if self.clock() - began > self.budget:
-                self.left.append(_label(workload))
-                continue
             seconds = self.clock() - began
-            self.say(f"[{i + 1}/{len(self.workloads)}] {seconds:4.0f} s  {_label(workload)}")
+            if seconds > self.budget:
+                self.left.append(str(workload))
+                continue
+            self.say(f"[{i + 1}/{len(self.workloads)}] {seconds:4.0f} s  {workload}")
             right = self._measured(workload, self._measure)
             if workload.is_small and right:
                 small.append((workload, right))
@@ -78,9 +152,9 @@ class Run:
         for measure, what in ((self._measure_host, "host"), (self._measure_graphs, "graph")):
             for workload, right in small:
                 if self.clock() - began > self.budget:
-                    self.left.append(f"{_label(workload)} {what}")
+                    self.left.append(f"{workload} {what}")
                     continue
-                self.say(f"{what}: {_label(workload)}")
+                self.say(f"{what}: {workload}")
                 self._measured(workload, partial(measure, names=right))
                 yield workload if what == "graph" else None
 
@@ -93,10 +167,9 @@ class Run:
         finally:
             torch._dynamo.reset()
             self._recover()
-        row = (workload.entry.op, workload.dtype_text, workload.shape_text)
         for name in functions(workload.entry, self.providers, self.peers):
             for mode in self._modes(workload):
-                if self.points.get(*row, mode, name) is None:
+                if self.points.get(*workload.row, mode, name) is None:
                     self._add(workload, name, "speed", mode, None, text)
         return []
 
@@ -108,14 +181,10 @@ class Run:
             raise DeviceLost(one_line(error)) from None
 
     def _measure_rates(self) -> None:
-        copied_at = rates.copy_rate(self.accelerator)
-        facts = json.dumps(self.facts)
-        self.points.add([_rate(COPY, copied_at, "GB/s", "float32", facts)])
+        self._add_rate(COPY, "GB/s", torch.float32, copy_rate(self.accelerator))
         dtypes = {w.dtype for w in self.workloads if w.entry.is_matrix_product}
         for dtype in sorted(dtypes, key=str):
-            name = str(dtype).removeprefix("torch.")
-            rate = rates.matrix_rate(self.accelerator, dtype)
-            self.points.add([_rate(MATRIX_PRODUCT, rate, "TFLOP/s", name, facts)])
+            self._add_rate(MATRIX_PRODUCT, "TFLOP/s", dtype, matrix_rate(self.accelerator, dtype))
 
     def _calls(self, workload: Workload, names: Sequence[str]) -> dict[str, Call]:
         draw = Draw(self.accelerator.kind, workload.dtype)
@@ -149,7 +218,7 @@ class Run:
         if some is None:
             return {}
         entry = workload.entry
-        # Of the first provider's inputs, before any has run.
+        # From the first provider's inputs, before any has run.
         truths = entry.truth(entry.definition, some.tensors, some.dys)
         gradients = sum(t.nbytes for t in some.tensors if t.requires_grad) / MB
         right = {}
@@ -162,17 +231,14 @@ class Run:
                 text = str(failure) if isinstance(failure, Wrong) else one_line(failure)
                 for mode in self._modes(workload):
                     self._add(workload, name, "speed", mode, None, text)
-                self._recover_from(failure)
+                # The frames of the failure hold its tensors.
+                failure.__traceback__ = None
+                self._recover()
                 continue
             if entry.is_matrix_product:
                 self._add(workload, name, "gradients", "full", Spread(*[gradients] * 3))
             right[name] = call
         return right
-
-    def _recover_from(self, failure: Exception) -> None:
-        # The frames of the failure hold its tensors.
-        failure.__traceback__ = None
-        self._recover()
 
     def _measure_host(self, workload: Workload, names: Sequence[str]) -> None:
         for name, call in self._calls(workload, names).items():
@@ -194,32 +260,21 @@ class Run:
     def _graph(self, call: Call) -> Spread:
         call.results()
         replay = self.accelerator.capture(call.full)
-        times, failures = interleaved(
-            self.accelerator, {"graph": lambda: replay}, self.effort, self.clock
-        )
-        if failures:
-            raise RuntimeError(failures["graph"])
-        return times["graph"]
+        return timed(self.accelerator, replay, self.effort, self.clock)
 
     def _peak(self, call: Call) -> Spread:
-        peak = self.accelerator.peak_memory(call.full)
-        return Spread(peak, peak, peak)
+        return Spread(*[self.accelerator.peak_memory(call.full)] * 3)
+
+    def _modes(self, workload: Workload) -> list[str]:
+        return [mode for mode in workload.modes if mode in self.modes]
 
     def _attempt(
-        self,
-        workload: Workload,
-        name: str,
-        metric: str,
-        mode: str,
-        measure: Callable[[], Spread],
+        self, workload: Workload, name: str, metric: str, mode: str, measure: Callable[[], Spread]
     ) -> None:
         try:
             self._add(workload, name, metric, mode, measure())
         except Exception as error:
             self._add(workload, name, metric, mode, None, one_line(error))
-
-    def _modes(self, workload: Workload) -> list[str]:
-        return [mode for mode in workload.modes if mode in self.modes]
 
     def _add_speed(self, workload: Workload, name: str, mode: str, ms: Spread) -> None:
         self._add(workload, name, "speed", mode, ms)
@@ -227,13 +282,8 @@ class Run:
         unit, scale = ("TFLOP/s", 1e9) if products else ("GB/s", 1e6)
         rate = ms.map(lambda value: work / value / scale)
         self._add(workload, name, "throughput", mode, rate, unit=unit)
-        peak = self.points.value(
-            *((MATRIX_PRODUCT, workload.dtype_text) if products else (COPY, "float32")),
-            "",
-            "",
-            "torch",
-            "throughput",
-        )
+        of_device = (MATRIX_PRODUCT, workload.row[1]) if products else (COPY, "float32")
+        peak = self.points.value(*of_device, "", "", "torch", "throughput")
         if peak:
             self._add(workload, name, "share", mode, rate.map(lambda value: 100 * value / peak))
 
@@ -247,27 +297,11 @@ class Run:
         note: str = "",
         unit: str = "",
     ) -> None:
-        self.points.add(
-            [
-                Point(
-                    kernel=workload.entry.op,
-                    provider=name,
-                    metric=metric,
-                    unit=unit or UNITS[metric],
-                    mode=mode,
-                    dims=" x ".join(workload.entry.dims),
-                    shape=workload.shape_text,
-                    value=value,
-                    dtype=workload.dtype_text,
-                    note=note,
-                )
-            ]
-        )
+        op, dtype, shape = workload.row
+        dims = " x ".join(workload.entry.dims)
+        unit = unit or UNITS[metric]
+        self.points.add([Point(op, name, metric, unit, mode, dims, shape, value, dtype, note)])
 
-
-def _rate(kernel: str, value: Spread, unit: str, dtype: str, facts: str) -> Point:
-    return Point(kernel, "torch", "throughput", unit, "", "", "", value, dtype, facts=facts)
-
-
-def _label(workload: Workload) -> str:
-    return f"{workload.entry.op} {workload.shape_text} {workload.dtype_text}"
+    def _add_rate(self, kernel: str, unit: str, dtype: torch.dtype, value: Spread) -> None:
+        where = (kernel, "torch", "throughput", unit, "", "", "")
+        self.points.add([Point(*where, value, dtype_name(dtype), facts=json.dumps(self.facts))])

@@ -1,15 +1,8 @@
-"""One form for the many spellings of an operation.
-
-`canonical(node)` is a `Call` of a name and arguments, the same for a method, a function and an
-operator, for a default that is written or not, for dimensions counted from either end. What it does
-not know is None, and matches nothing.
-
-A spelling is a Python function with the signature of what it stands for, so that Python binds the
-arguments; a call that it cannot bind, or whose further arguments change the result, is unknown.
-"""
+"""`Call`, the registry of spellings, and what spellings are written with."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +12,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 class Call(NamedTuple):
-    """An operation: its arguments are nodes, other calls, constants, and tuples of those.
+    """An operation. Its arguments are nodes, other calls, constants, and tuples of those.
 
-    Where one call stands for several nodes, `through` has those before the last.
+    If one call stands for several nodes, `through` has all but the last of them.
     """
 
     op: str
@@ -30,8 +23,17 @@ class Call(NamedTuple):
 
 
 COMMUTATIVE = {"add", "mul"}
-# What gives its first argument again: the same elements, in the same dtype.
+# An operation that returns its first argument: the same elements in the same dtype.
 IDENTITY = "identity"
+
+OPERATORS = {
+    operator.and_: "and",
+    operator.or_: "or",
+    operator.xor: "xor",
+    operator.invert: "not",
+    operator.getitem: "getitem",
+    getattr: "getattr",
+}
 
 Spelling = Callable[..., "Call | None"]
 FUNCTIONS: dict[Any, Spelling] = {}
@@ -39,7 +41,7 @@ METHODS: dict[str, Spelling] = {}
 
 
 def value(argument: Any) -> Any:
-    """What an argument was while the graph was traced: a tensor without data, or a number."""
+    """The example value of an argument from tracing: a fake tensor, or a number."""
     return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
 
 
@@ -90,8 +92,11 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _same_number(a: Any, b: Any) -> bool:
-    """Of numbers that Dynamo keeps symbolic with dynamic=True, math.pi among them. Where they are
-    equal now, the compiled code is for equal ones, and compiled anew for others."""
+    """Whether two numbers are equal, one of which Dynamo keeps symbolic with dynamic=True.
+
+    Dynamo does that even to constants such as math.pi. Comparing them adds a guard: if they are
+    equal now, the code is compiled again for numbers that are not.
+    """
     if not all(isinstance(one, (int, float, torch.SymFloat, torch.SymInt)) for one in (a, b)):
         return False
     hints = [one if isinstance(one, (int, float)) else one.node.hint for one in (a, b)]
@@ -99,7 +104,7 @@ def _same_number(a: Any, b: Any) -> bool:
 
 
 def spelled(*targets: Any) -> Callable[[Spelling], Spelling]:
-    """Declare what a spelling stands for: functions, and the names of methods."""
+    """Register a spelling for `targets`: functions, and names of methods."""
 
     def decorate(spelling: Spelling) -> Spelling:
         for target in targets:
@@ -110,7 +115,7 @@ def spelled(*targets: Any) -> Callable[[Spelling], Spelling]:
 
 
 def dimension(x: Any, dim: Any) -> Any:
-    """A dimension of x counted from the end, so that -1 is always the last."""
+    """The dimension `dim` of x, counted from the end."""
     tensor = value(x)
     if isinstance(dim, int) and isinstance(tensor, Tensor):
         return dim - tensor.dim() if dim >= 0 else dim
@@ -135,3 +140,18 @@ def is_float32(x: Any) -> bool:
 def calls(x: Any, op: str) -> Call | None:
     call = canonical(x)
     return call if call is not None and call.op == op else None
+
+
+def operation(node: fx.Node) -> str | None:
+    """The name of the method or PyTorch function that a node calls; None for other functions."""
+    if node.op == "call_method":
+        name = str(node.target)
+        name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+        return "not" if name == "invert" else name
+    if node.op != "call_function":
+        return None
+    if node.target in OPERATORS:
+        return OPERATORS[node.target]
+    name = getattr(node.target, "__name__", "")
+    owners = (operator, torch, torch.nn.functional)
+    return name if any(getattr(owner, name, None) is node.target for owner in owners) else None

@@ -1,21 +1,21 @@
-"""The nodes of a graph that are known functions of their indices: masks, and what they are made of.
+"""Evaluate the nodes of a graph as functions of their indices: masks, and their operands.
 
-`IndexFunctions().value(node)` is such a function; `Unknown` is raised, with its reason, where
-there is none: at inputs of the graph, at operations of which there is no rule, and where arithmetic
-in the dtype could differ from that of whole numbers.
+`IndexFunctions().value(node)` returns that function. It raises `Unknown`, with the reason, for an
+input of the graph, for an operation without a rule, and where arithmetic in the node's dtype could
+differ from integer arithmetic.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .canonical import value as traced
-from .index_algebra import (
+from ..canonical import operation
+from ..canonical import value as traced
+from .algebra import (
     Affine,
     Size,
     Unknown,
@@ -29,28 +29,18 @@ from .index_algebra import (
     number,
     truth,
 )
+from .rules import RULES
 
-# A mask of transformers is some 12 nodes deep; a model's residual stream is deeper than Python's
-# stack.
+# The masks of transformers are about 12 nodes deep. The limit keeps the recursion from following a
+# model's residual stream, which is deeper than Python's stack.
 DEPTH = 60
-
-Rule = Callable[..., Value]
-RULES: dict[Any, Rule] = {}
-OPERATORS = {
-    operator.and_: "and",
-    operator.or_: "or",
-    operator.xor: "xor",
-    operator.invert: "not",
-    operator.getitem: "getitem",
-    getattr: "getattr",
-}
 
 
 class IndexFunctions:
-    """The functions of one graph.
+    """The functions of one graph's nodes, each evaluated once.
 
-    A subgraph's placeholders are what `outer`, the functions of the graph that calls it, knows of
-    the call's operands.
+    For a subgraph, `outer` holds the functions of the graph that calls it, and `operands` maps the
+    subgraph's placeholders to the operands of the call.
     """
 
     def __init__(
@@ -78,7 +68,7 @@ class IndexFunctions:
         return value
 
     def read(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The nodes whose values make that of `node`, itself first."""
+        """`node`, and every node that its value was computed from."""
         found: set[fx.Node] = set()
         waiting = [node]
         while waiting:
@@ -92,7 +82,7 @@ class IndexFunctions:
                 yield from self.outer.read(self.operands[part])
 
     def shaped(self, argument: Any, shape: Sequence[Size]) -> Value:
-        """An operand as a function of the indices of a tensor that it is broadcast to."""
+        """An operand as a function of the indices of `shape`, to which it is broadcast."""
         example = traced(argument)
         if isinstance(example, Tensor):
             return broadcast(self.value(argument), example.shape, shape)
@@ -100,53 +90,38 @@ class IndexFunctions:
             return example
         if isinstance(example, (int, float, torch.SymInt)):
             return affine(example)
-        raise Unknown(f"{argument} is not a number that is known while the graph is compiled")
+        raise Unknown(f"{argument} is not a number that is known at compile time")
 
     def _found(self, node: fx.Node) -> Value:
         if self._depth > DEPTH:
-            raise Unknown(f"it hangs on more than {DEPTH} operations")
+            raise Unknown(f"it depends on more than {DEPTH} operations")
         if node.op == "placeholder" and self.outer is not None and node in self.operands:
             return self.outer.value(self.operands[node])
         if node.op in ("placeholder", "get_attr"):
-            raise Unknown(f"it depends on the values of {node.name}, which the graph is given")
+            raise Unknown(f"it depends on the values of {node.name}, an input of the graph")
         example = traced(node)
         if not isinstance(example, Tensor) or example.layout is not torch.strided:
             raise Unknown(f"{node.name} is not a dense tensor")
         rule = RULES.get(operation(node))
         if rule is None:
-            raise Unknown(f"it depends on {node.name}, which is not made from its indices alone")
+            raise Unknown(f"it depends on {node.name}, which is not computed from indices alone")
         try:
             value = rule(self, node, *node.args, **node.kwargs)
         except TypeError:
-            raise Unknown(f"{node.name} has arguments that are not known here") from None
+            raise Unknown(f"{node.name} has arguments that its rule does not take") from None
         return settled(value, example)
 
 
-def operation(node: fx.Node) -> str | None:
-    """The name of what a node does; of a function only where it is PyTorch's own."""
-    if node.op == "call_method":
-        name = str(node.target)
-        name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
-        return "not" if name == "invert" else name
-    if node.op != "call_function":
-        return None
-    if node.target in OPERATORS:
-        return OPERATORS[node.target]
-    name = getattr(node.target, "__name__", "")
-    owners = (operator, torch, torch.nn.functional)
-    return name if any(getattr(owner, name, None) is node.target for owner in owners) else None
-
-
 def broadcast(value: Value, shape: Sequence[Size], to: Sequence[Size]) -> Value:
-    """The same function, where it is one: the indices that matter have the same range in both."""
+    """`value`, if every axis that it depends on has the same size in both shapes."""
     for axis in axes_of(value):
         if -axis > len(to) or not known(shape[axis] == to[axis]):
-            raise Unknown(f"the sizes {tuple(shape)} and {tuple(to)} are not known to agree")
+            raise Unknown(f"the sizes {tuple(shape)} and {tuple(to)} may differ")
     return value
 
 
 def settled(value: Value, example: Tensor) -> Value:
-    """The value as the tensor holds it: in its dtype, and free of the indices that are always 0."""
+    """The value in the tensor's dtype, without the indices of dimensions of size 1."""
     alone = {
         axis: affine(0)
         for axis in axes_of(value)
@@ -161,9 +136,10 @@ def settled(value: Value, example: Tensor) -> Value:
 
 
 def held(leaf: Affine, dtype: torch.dtype) -> Affine:
-    """A number as the dtype holds it; Unknown where rounding or overflow might change it.
+    """The number in `dtype`; raises Unknown where rounding or overflow might change it.
 
-    Floats are 0, 1 or -1, infinite, or so large that only their sign matters.
+    The floats that are accepted are 0, 1, -1, infinities, and those so large that only their sign
+    matters.
     """
     constant, slopes = leaf.constant, leaf.slopes
     if dtype.is_floating_point:
@@ -184,35 +160,3 @@ def held(leaf: Affine, dtype: torch.dtype) -> Affine:
     elif not slopes and not isinstance(constant, torch.SymInt) and constant in (0, 1):
         return leaf
     raise Unknown(f"it holds numbers that {dtype} may round or overflow")
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    def decorate(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return decorate
-
-
-def shape_of(node: Any) -> Sequence[Size]:
-    return traced(node).shape
-
-
-def axis_of(node: fx.Node, dim: Any) -> int:
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise Unknown(f"a dimension of {node.name} is not a constant")
-    return dim - traced(node).dim() if dim >= 0 else dim
-
-
-def size(argument: Any) -> Size:
-    """A whole number that is known, as itself or by its symbol."""
-    example = traced(argument)
-    if isinstance(example, bool) or not isinstance(example, (int, torch.SymInt)):
-        raise Unknown(f"{argument} is not a whole number that is known")
-    return example
-
-
-def accept(options: Mapping[str, Any], *names: str) -> None:
-    """Refuse options other than those that say where and how a tensor is kept."""
-    if set(options) - {*names, "device", "layout", "requires_grad", "pin_memory"}:
-        raise Unknown(f"the options {sorted(options)} are not known here")

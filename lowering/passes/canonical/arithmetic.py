@@ -1,4 +1,4 @@
-"""Arithmetic, element by element, and sums over dimensions."""
+"""Elementwise arithmetic, and reductions over dimensions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..spelling import IDENTITY, Call, calls, dimensions, is_float32, same, spelled, value
+from .call import IDENTITY, Call, calls, dimensions, is_float32, same, spelled, value
 
 
 @spelled(operator.add, torch.add, "add", "__add__", "__radd__")
@@ -28,14 +28,14 @@ def _mul(input: Any, other: Any) -> Call:
     if _alike(input, other):
         return Call("square", (input,))
     for a, b in ((input, other), (other, input)):
-        # In a narrower dtype the sigmoid is rounded before the product, and silu's is not.
+        # In a narrower dtype this code rounds the sigmoid before the product, and silu does not.
         if (gate := calls(b, "sigmoid")) and _alike(gate.args[0], a) and is_float32(a):
             return Call("silu", (a,), (b,))
     return Call("mul", (input, other))
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two factors are one tensor, or the same cast of one."""
+    """Whether two factors are the same tensor, or the same cast of one tensor."""
     a, b = _source(a), _source(b)
     if a is b:
         return isinstance(a, fx.Node)

@@ -1,4 +1,4 @@
-"""Losses of classes, and what they are made of."""
+"""Classification losses, and the operations that they are composed of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..spelling import Call, dimension, dimensions, spelled, value
+from .call import Call, dimension, dimensions, spelled, value
 
 
 @spelled(F.cross_entropy)
@@ -43,7 +43,7 @@ def _nll_loss(
 
 @spelled(torch.log_softmax, torch.special.log_softmax, "log_softmax")
 def _log_softmax(input: Any, dim: Any, dtype: Any = None) -> Call:
-    # Its dtype is that of its value, whether the call or autocast asks for it.
+    # The dtype is taken from the result's value, whether the call or autocast sets it.
     return Call("log_softmax", (input, dimension(input, dim)))
 
 

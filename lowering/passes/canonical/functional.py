@@ -1,4 +1,4 @@
-"""Activations, norms and matrix products, as torch.nn.functional has them."""
+"""Activations, norms and matrix products of torch.nn.functional."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..spelling import IDENTITY, Call, as_tuple, calls, is_tensor, spelled
+from .call import IDENTITY, Call, as_tuple, calls, is_tensor, spelled
 
 
 @spelled(F.silu)

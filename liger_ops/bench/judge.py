@@ -1,0 +1,148 @@
+"""The points of a run, and what they say: where another provider is faster, and what changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .providers import LOW_MEMORY, OURS, PROVIDERS
+from .timing import Spread
+
+# Metric to its unit: speed is the device's time, host the host's, graph that of a captured graph,
+# memory the peak beyond what was allocated before, and share that of the device's rate.
+UNITS = {
+    "speed": "ms",
+    "share": "%",
+    "memory": "MB",
+    "gradients": "MB",
+    "host": "us",
+    "graph": "ms",
+    "error": "relative",
+}
+# The rates of the device, in the place of an op.
+COPY, MATRIX_PRODUCT = "copy", "matrix_product"
+# Times that differ by less count as equal.
+NOISE = 0.03
+
+# kernel, dtype, shape, mode.
+Row = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured number with its percentiles, and what was measured."""
+
+    kernel: str
+    provider: str
+    metric: str
+    unit: str
+    mode: str
+    # The names of the shape's numbers, and the numbers.
+    dims: str
+    shape: str
+    # None where the call failed; `note` then says how.
+    value: Spread | None
+    dtype: str
+    note: str = ""
+    # More of the configuration, as JSON: the versions, with the device's rates.
+    facts: str = "{}"
+
+    @property
+    def row(self) -> Row:
+        return self.kernel, self.dtype, self.shape, self.mode
+
+
+class Points:
+    """The points of a run, in the order in which they were measured."""
+
+    def __init__(self, points: Iterable[Point] = ()) -> None:
+        self._points: list[Point] = []
+        self._index: dict[tuple[str, ...], Point] = {}
+        self.add(points)
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._points)
+
+    def add(self, points: Iterable[Point]) -> None:
+        for point in points:
+            self._points.append(point)
+            self._index[point.row + (point.provider, point.metric)] = point
+
+    def get(
+        self, kernel: str, dtype: str, shape: str, mode: str, provider: str, metric: str = "speed"
+    ) -> Point | None:
+        return self._index.get((kernel, dtype, shape, mode, provider, metric))
+
+    def value(
+        self, kernel: str, dtype: str, shape: str, mode: str, provider: str, metric: str = "speed"
+    ) -> float | None:
+        point = self.get(kernel, dtype, shape, mode, provider, metric)
+        return None if point is None or point.value is None else point.value.p50
+
+    def rows(self, metric: str = "speed") -> list[Row]:
+        """Every row that was measured, once."""
+        return list(dict.fromkeys(point.row for point in self if point.metric == metric))
+
+    def workloads(self) -> list[tuple[str, str, str]]:
+        """(kernel, dtype, shape) of every row, once."""
+        return list(dict.fromkeys(row[:3] for row in self.rows()))
+
+    def providers(self) -> list[str]:
+        """Those that have measured anything, in the order of PROVIDERS."""
+        seen = {point.provider for point in self if point.metric in UNITS}
+        return [name for name in PROVIDERS if name in seen]
+
+    def rate(self, kernel: str) -> float | None:
+        """The device's rate, that of bfloat16 where there are several."""
+        found = [p for p in self if p.kernel == kernel and p.value is not None]
+        found.sort(key=lambda p: p.dtype != "bfloat16")
+        return found[0].value.p50 if found and found[0].value else None
+
+    def facts(self) -> dict[str, str]:
+        """What the run was measured with."""
+        found = (json.loads(point.facts) for point in self if point.kernel == COPY)
+        return next(found, {})
+
+
+def losses(points: Points) -> dict[Row, str]:
+    """The rows in which another provider is faster than liger_ops by more than NOISE."""
+    found = {}
+    for row in points.rows():
+        ours = points.value(*row, OURS)
+        others = {
+            name: ms
+            for name in points.providers()
+            if name not in (OURS, LOW_MEMORY) and (ms := points.value(*row, name)) is not None
+        }
+        if ours is None or not others:
+            continue
+        winner = min(others, key=others.__getitem__)
+        best = others[winner]
+        if ours > best * (1 + NOISE):
+            found[row] = f"{winner} {best:.3f} ms, liger_ops {ours:.3f}: {ours / best - 1:.0%} more"
+    return found
+
+
+def failures(points: Points) -> list[str]:
+    """What of liger_ops itself failed."""
+    return [
+        f"{p.kernel} {p.shape} {p.dtype} {p.mode}: {p.note}"
+        for p in points
+        if p.provider in (OURS, LOW_MEMORY) and p.value is None and p.note
+    ]
+
+
+def changes(points: Points, earlier: Points) -> tuple[dict[Row, tuple[float, float]], int]:
+    """liger_ops' time then and now in each row that changed by more than NOISE, and the number of
+    the other rows that both runs have."""
+    changed, same = {}, 0
+    for row in points.rows():
+        then, now = earlier.value(*row, OURS), points.value(*row, OURS)
+        if then is None or now is None:
+            continue
+        if abs(now / then - 1) <= NOISE:
+            same += 1
+        else:
+            changed[row] = (then, now)
+    return changed, same

@@ -1,0 +1,149 @@
+"""Two trainings of a model on the same batches, untouched and with liger_ops, side by side."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from .. import library
+from .timing import MB, Accelerator
+
+# The largest difference between two loss curves that passes, up to step EARLY_STEPS and after.
+# Training magnifies a difference in rounding. Measured with examples/train_llama.py, tiny: float32
+# on a CPU 1e-6 to step 100 and 1e-3 to step 200 at a constant rate; bfloat16 on an H200 1e-2 and
+# 2e-2. llama-3.2-1b there: 2e-2.
+EARLY_STEPS = 100
+LOSS_BOUND = {torch.float32: (1e-4, 5e-2), torch.bfloat16: (5e-2, 2e-1)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Losses and seconds step by step, the first of which compiles, and what a step runs: its liger
+    ops, and its peak of memory in MB beside parameters and the optimizer's state."""
+
+    losses: Tensor
+    seconds: list[float]
+    ops: Counter[str]
+    peak: float
+
+    def __str__(self) -> str:
+        text = f"loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
+        text += f", first step {self.seconds[0]:.1f} s"
+        if len(self.seconds) > 1:
+            text += f", then {1e3 * statistics.median(self.seconds[1:]):.1f} ms a step"
+        return text
+
+
+def profiled(step: Callable[[], Any], device: str) -> tuple[Counter[str], float]:
+    """The liger ops that a step runs, and its peak of memory in MB beyond what was allocated.
+
+    What it compiles has to be compiled already: a trace runs every op once more.
+    """
+    # The profiler writes two lines to the standard error otherwise.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    on_cpu = device == "cpu"
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=on_cpu) as profiler:
+        peak = step() if on_cpu else Accelerator(device).peak_memory(step)
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    names = (event.name().split("::") for event in events)
+    ops = Counter(name[1] for name in names if name[0] == library.NAMESPACE)
+    if on_cpu:
+        held = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+        peak = max(held, default=0) / MB
+    return ops, peak
+
+
+@dataclass(frozen=True)
+class Comparison:
+    untouched: Training
+    changed: Training
+
+    @property
+    def difference(self) -> Tensor:
+        return (self.untouched.losses - self.changed.losses).abs()
+
+    @property
+    def forward(self) -> Counter[str]:
+        return self.changed.ops - self.backward
+
+    @property
+    def backward(self) -> Counter[str]:
+        ops = self.changed.ops.items()
+        return Counter({op: count for op, count in ops if op.endswith("_backward")})
+
+    def rows(self) -> dict[str, str]:
+        """What to print."""
+        peaks = (f"{run.peak:,.1f} MiB" for run in (self.untouched, self.changed))
+        return {
+            "forward graph": counted(self.forward),
+            "backward graph": counted(self.backward),
+            "untouched": str(self.untouched),
+            "with liger_ops": str(self.changed),
+            "peak memory": " untouched, ".join(peaks) + ", beside parameters and optimizer",
+            "difference": f"at most {self.difference.max():.1e}",
+        }
+
+    def checks(self, forward: Counter[str], dtype: torch.dtype) -> dict[str, bool]:
+        """Sentence to whether it holds: the graphs hold these ops of a forward and their gradients,
+        and the losses of each step differ by no more than its bound."""
+        bounds = torch.where(torch.arange(len(self.difference)) < EARLY_STEPS, *LOSS_BOUND[dtype])
+        gradients = {f"{op.removesuffix('_forward')}_backward": n for op, n in forward.items()}
+        return {
+            f"the forward graph must hold {counted(forward)} and no other liger op": (
+                self.forward == forward
+            ),
+            "the backward graph must hold the gradient of each once and no other liger op": (
+                self.backward == gradients
+            ),
+            "the loss curves must not differ by more than the bound": bool(
+                (self.difference <= bounds).all()
+            ),
+        }
+
+    def plot(self, path: Path) -> None:
+        """Both loss curves, and below them their difference."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 6), layout="constrained")
+        curves, differences = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+        curves.plot(self.untouched.losses, linewidth=5, alpha=0.5, label="untouched")
+        curves.plot(self.changed.losses, label="liger_ops")
+        curves.set_ylabel("loss")
+        curves.legend()
+        # A logarithmic axis leaves out the steps where the two are equal to the last bit.
+        differences.plot(self.difference, ".")
+        differences.set_yscale("log", nonpositive="mask")
+        differences.set(xlabel="step", ylabel="|difference|")
+        figure.savefig(path, dpi=150)
+
+
+def counted(ops: Counter[str]) -> str:
+    return ", ".join(f"{count} x liger.{op}" for op, count in sorted(ops.items())) or "no liger op"
+
+
+def reported(rows: Mapping[str, object], checks: Mapping[str, bool], program: str) -> int:
+    """Print the rows, and on the standard error the checks that fail: the exit status."""
+    print("\n".join(f"{name:16}{value}" for name, value in rows.items()))
+    failures = [sentence for sentence, holds in checks.items() if not holds]
+    for sentence in failures:
+        print(f"{program}: {sentence}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def inductor_works() -> bool:
+    """Whether Inductor finds what it needs to build C++ for a CPU."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()

@@ -1,0 +1,40 @@
+"""One form for the many spellings of an operation.
+
+`canonical(node)` is a `Call` of a name and arguments, the same for a method, a function and an
+operator, for a default that is written or omitted, and for dimensions counted from either end. It
+is None for an operation without a spelling; None matches nothing.
+
+A spelling is a Python function with the signature of the operation, so that Python binds the
+arguments. A call that Python cannot bind, or whose further arguments change the result, is None.
+Importing the modules of this package registers their spellings.
+"""
+
+from . import arithmetic, dtypes, functional, losses, views
+from .call import (
+    COMMUTATIVE,
+    IDENTITY,
+    Call,
+    canonical,
+    dimension,
+    is_tensor,
+    operation,
+    same,
+    value,
+)
+
+__all__ = [
+    "COMMUTATIVE",
+    "IDENTITY",
+    "Call",
+    "arithmetic",
+    "canonical",
+    "dimension",
+    "dtypes",
+    "functional",
+    "is_tensor",
+    "losses",
+    "operation",
+    "same",
+    "value",
+    "views",
+]

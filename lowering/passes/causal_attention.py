@@ -1,0 +1,132 @@
+"""Attention with a mask that is proved causal becomes causal attention.
+
+With is_causal=True query i sees the keys j <= i, both counted from 0, for any number of queries and
+keys. A mask is replaced if every element is proved to mean that: a boolean mask is j <= i, a mask
+that is added to the scores is 0 for j <= i, and elsewhere so low that the softmax gives 0. Every
+query sees key 0, so there is no row without a key, where masked and causal attention could differ.
+Attention with dropout is not changed: another kernel would draw other random numbers.
+
+On an H200, 8 x 32 heads x 2048 x 64 in bfloat16 with 8 heads of keys, forward and backward: 3.9 ms
+with the mask, 1.6 ms causal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .attention import attentions, obstacle, set_arguments
+from .canonical import value
+from .causal_mask.algebra import Unknown, known
+from .causal_mask.evaluate import IndexFunctions
+from .causal_mask.proof import departure, visible_keys
+from .graph_state import GraphState, erase_unused
+from .report import Report
+from .rewrite import Refused
+
+OP = "causal_attention"
+# Marks a call in a subgraph that was already judged with the outer graph.
+_JUDGED = "liger_ops.causal_mask"
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    """Rewrite the attention calls of a graph, and of the checkpointed blocks that it calls.
+
+    A block's mask is computed outside of the block, so the outer graph is rewritten first.
+    """
+    parts = graph.owning_module.modules() if graph.owning_module is not None else ()
+    graphs = [part.graph for part in parts if isinstance(part, fx.GraphModule)]
+    states = {one: GraphState(one) for one in (graph, *graphs)}
+    for functions, scope in _scopes(graph, IndexFunctions()):
+        for node, arguments in attentions(scope, OP, report):
+            mask = arguments["attn_mask"]
+            if mask is None or arguments["is_causal"] is not False or node.meta.get(_JUDGED):
+                continue
+            node.meta[_JUDGED] = True
+            try:
+                _make_causal(node, arguments, functions, states, scope)
+            except Refused as refused:
+                report.refused(OP, node, str(refused))
+                continue
+            report.used(OP, node)
+            erase_unused(mask, set(functions.read(mask)))
+
+
+def _make_causal(
+    node: fx.Node,
+    arguments: dict[str, Any],
+    functions: IndexFunctions,
+    states: Mapping[fx.Graph, GraphState],
+    scope: fx.Graph,
+) -> None:
+    reason = (
+        obstacle(node, arguments, states[scope])
+        or _difference(functions, arguments)
+        or _write(functions, arguments["attn_mask"], states.values())
+    )
+    if reason is not None:
+        raise Refused(reason)
+    set_arguments(node, {**arguments, "attn_mask": None, "is_causal": True}, states[scope])
+
+
+def _scopes(
+    graph: fx.Graph, functions: IndexFunctions
+) -> Iterator[tuple[IndexFunctions, fx.Graph]]:
+    """The graph, and each subgraph that it calls once, with the functions of its operands."""
+    yield functions, graph
+    calls = _calls(graph)
+    called = Counter(module for _, module in calls)
+    for node, module in calls:
+        inputs = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
+        if called[module] > 1 or len(inputs) != len(node.args) - 1:
+            continue
+        operands = dict(zip(inputs, node.args[1:], strict=True))
+        operands = {inner: outer for inner, outer in operands.items() if isinstance(outer, fx.Node)}
+        yield from _scopes(module.graph, IndexFunctions(functions, operands))
+
+
+def _calls(graph: fx.Graph) -> list[tuple[fx.Node, fx.GraphModule]]:
+    """The calls of checkpointed blocks, each with the block's module."""
+    calls = []
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and (
+            node.target.name() == "tag_activation_checkpoint"
+        ):
+            module = getattr(graph.owning_module, str(node.args[0].target), None)
+            if isinstance(module, fx.GraphModule):
+                calls.append((node, module))
+    return calls
+
+
+def _difference(functions: IndexFunctions, arguments: dict[str, Any]) -> str | None:
+    """How the mask may differ from the causal mask; None if it is the causal mask."""
+    mask, query = arguments["attn_mask"], value(arguments["query"])
+    keys = value(arguments["key"]).shape[-2]
+    shape = (*query.shape[:-1], keys)
+    if not isinstance(value(mask), Tensor) or not isinstance(mask, fx.Node):
+        return "its mask is not a tensor of the graph"
+    if not known(keys >= 1):
+        return "it may have no keys"
+    mask_shape = value(mask).shape
+    if len(mask_shape) > len(shape) or not all(
+        known(size == 1) or known(size == shape[axis])
+        for axis, size in enumerate(mask_shape, start=-len(mask_shape))
+    ):
+        return f"its mask of {tuple(mask_shape)} may not fit its scores of {shape}"
+    try:
+        return departure(visible_keys(functions.value(mask)), shape)
+    except Unknown as unknown:
+        return f"its mask cannot be analysed: {unknown}"
+
+
+def _write(functions: IndexFunctions, mask: fx.Node, states: Iterable[GraphState]) -> str | None:
+    """Reason to keep the mask if any tensor that it was computed from is written in place."""
+    read = set(functions.read(mask))
+    for state in states:
+        if state.ever_written(read):
+            return "its mask, or a tensor that it is computed from, is written in place"
+    return None
