@@ -1,11 +1,16 @@
 """cross_entropy, by a device's row functions.
 
-A device's `loss_and_gradient`, `gradient` and `reduce` are given the op's call for its options.
+They are given the op's call, for its options, and what there is of each token:
+
+    loss_and_gradient(call, logits, tokens, gradient, plan)
+    gradient(call, upstream, logits, tokens, lse, dlogits, plan)
+    reduce(call, V, tokens, loss, z_loss, total_weight)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +18,32 @@ from torch import Tensor
 from .. import library
 from ..ops.cross_entropy import upstream
 from .tensors import flat
+
+
+class Tokens(NamedTuple):
+    """The tensors of tokens, each (M,) and contiguous, and the classes' weight, (V,)."""
+
+    weight: Tensor | None
+    target: Tensor
+    token_weight: Tensor | None
+    loss: Tensor | None = None
+    z_loss: Tensor | None = None
+    lse: Tensor | None = None
+    target_logit: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def chunk(self, rows: slice) -> Tokens:
+        return Tokens(self.weight, *(None if x is None else x[rows] for x in self[1:]))
+
+
+def tokens_of(call, weight, *outputs):
+    """What a call has of each token; of outputs that are reduced, memory for each token's own."""
+    loss, z_loss, lse, target_logit, _, predicted_tokens, entropy = outputs
+    if call.reduction != "none":
+        loss, z_loss = torch.empty_like(lse), torch.empty_like(lse)
+    results = (loss, z_loss, lse, target_logit, predicted_tokens, entropy)
+    return Tokens(*map(flat, (weight, call.target, call.token_weight, *results)))
 
 
 def register(
@@ -27,44 +58,20 @@ def register(
     module = loss_and_gradient.__module__
 
     @library.kernel("cross_entropy_forward", device, module=module)
-    def cross_entropy_forward(
-        call, loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy, plan
-    ):
-        losses, z_losses = loss, z_loss
-        if call.reduction != "none":
-            losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
-        targets, weight, token_weights = map(flat, (call.target, call.weight, call.token_weight))
-        losses, z_losses = flat(losses), flat(z_losses)
-        loss_and_gradient(
-            call,
-            rows(call.logits),
-            targets,
-            weight,
-            token_weights,
-            loss=losses,
-            z_loss=z_losses,
-            lse=flat(lse),
-            target_logit=flat(target_logit),
-            predicted_tokens=flat(predicted_tokens),
-            entropy=flat(entropy),
-            gradient=False,
-            plan=plan,
-        )
-        sums = (loss, z_loss, total_weight)
-        V = call.logits.shape[-1]
-        reduce(call, V, losses, z_losses, targets, weight, token_weights, *sums)
+    def cross_entropy_forward(call, *outputs_and_plan):
+        *outputs, plan = outputs_and_plan
+        tokens = tokens_of(call, call.weight, *outputs)
+        loss_and_gradient(call, rows(call.logits), tokens, False, plan)
+        loss, z_loss, _, _, total_weight, _, _ = outputs
+        reduce(call, call.logits.shape[-1], tokens, loss, z_loss, total_weight)
 
     @library.kernel("cross_entropy_backward", device, module=module)
     def cross_entropy_backward(call, dlogits, plan):
         reduction = (call.lse, call.total_weight, call.num_items_in_batch, call.reduction)
         dloss, dz_loss = (upstream(grad, *reduction) for grad in (call.dloss, call.dz_loss))
         grads = (dloss, dz_loss, call.dlse, call.dtarget_logit)
-        gradient(
-            call,
-            # They may have any stride, 0 too.
-            *(None if grad is None else grad.reshape(-1) for grad in grads),
-            rows(call.logits),
-            *map(flat, (call.target, call.weight, call.token_weight, call.lse)),
-            dlogits.view(-1, call.logits.shape[-1]),
-            plan,
-        )
+        # They may have any stride, 0 too.
+        grads = [None if grad is None else grad.reshape(-1) for grad in grads]
+        tokens = Tokens(*map(flat, (call.weight, call.target, call.token_weight)))
+        dlogits = dlogits.view(-1, call.logits.shape[-1])
+        gradient(call, grads, rows(call.logits), tokens, flat(call.lse), dlogits, plan)

@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import library
+from .elementwise import as_rows, parts
 
-# The activation as kernels name it, its scalars, and whether a packed gate is interleaved.
-OPTIONS: dict[str, Callable[[Any], tuple[str, tuple[float, float, float], bool]]] = {
-    "swiglu": lambda call: ("swiglu", (call.gate_multiplier, call.down_multiplier, 0.0), False),
-    "clamped_swiglu": lambda call: (
-        "clamped_swiglu",
-        (call.alpha, call.limit, call.up_offset),
-        call.interleaved,
+
+class Activation(NamedTuple):
+    """An activation as kernels name it, its scalars, and whether a packed gate is interleaved."""
+
+    name: str
+    scalars: tuple[float, float, float]
+    interleaved: bool = False
+
+
+ACTIVATIONS: dict[str, Callable[[Any], Activation]] = {
+    "swiglu": lambda call: Activation("swiglu", (call.gate_multiplier, call.down_multiplier, 0.0)),
+    "clamped_swiglu": lambda call: Activation(
+        "clamped_swiglu", (call.alpha, call.limit, call.up_offset), call.interleaved
     ),
-    "geglu": lambda call: (f"geglu_{call.approximate}", (0.0, 0.0, 0.0), False),
+    "geglu": lambda call: Activation(f"geglu_{call.approximate}", (0.0, 0.0, 0.0)),
 }
 
 
-def register(device: str, forward: Callable[..., None], backward: Callable[..., None]) -> None:
-    """Register the launches of a device's kernels: of gate, up and y, and of dy, gate, up, dgate
-    and dup, followed by OPTIONS and the plan."""
-    for name in OPTIONS:
-        _register(name, device, forward, backward)
+def register(
+    device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
+) -> None:
+    """Register a device's launches: of an activation, of y, gate and up, or of dy, gate, up, dgate
+    and dup, each (M, N), and of a plan."""
+    for name in ACTIVATIONS:
+        _register(name, device, launch, launch_backward)
 
 
 def _register(
-    name: str, device: str, forward: Callable[..., None], backward: Callable[..., None]
+    name: str, device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
 ) -> None:
-    @library.kernel(name, device, module=forward.__module__)
-    def launch_forward(call, y, plan):
-        forward(call.gate, call.up, y, *OPTIONS[name](call), plan)
+    module = launch.__module__
 
-    @library.kernel(f"{name}_backward", device, module=backward.__module__)
-    def launch_backward(call, dgate, dup, plan):
-        backward(call.dy, call.gate, call.up, dgate, dup, *OPTIONS[name](call), plan)
+    @library.kernel(name, device, module=module)
+    def forward(call, y, plan):
+        activation = ACTIVATIONS[name](call)
+        gate, up = parts(call.gate, call.up, activation.interleaved)
+        launch(activation, *as_rows(y, gate, up), plan)
+
+    @library.kernel(f"{name}_backward", device, module=module)
+    def backward(call, dgate, dup, plan):
+        activation = ACTIVATIONS[name](call)
+        gate, up = parts(call.gate, call.up, activation.interleaved)
+        if call.up is None:
+            dgate, dup = parts(dgate, None, activation.interleaved)
+        launch_backward(activation, *as_rows(call.dy, gate, up, dgate, dup), plan=plan)

@@ -17,12 +17,12 @@ from ..ops.head import (
     both,
     divisor,
     factors_of,
-    flattened,
     still_missing,
     upstream_of_tokens,
 )
+from .cross_entropy import Tokens, tokens_of
 from .sizes import cdiv
-from .tensors import contiguous, flat
+from .tensors import flat
 
 
 @dataclass(frozen=True)
@@ -158,49 +158,17 @@ def register(device: str, kernels: Any, scale: Callable[..., None], alignment: i
 
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
     *outputs, dx, dweight, dbias = library.allocate("linear_cross_entropy_forward", call)
-    loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy = outputs
-    rows, targets, token_weights = flattened(call.x, call.target, call.token_weight)
-    targets, token_weights = contiguous(targets), contiguous(token_weights)
-    class_weight = contiguous(call.class_weight)
+    rows = call.x.reshape(-1, call.x.shape[-1])
+    tokens = tokens_of(call, call.class_weight, *outputs)
     head = head_of(call, rows, dweight, alignment)
     gradients = Gradients(head, dx, dweight, dbias)
     del dweight
-    losses, z_losses = loss, z_loss
-    if call.reduction != "none":
-        losses, z_losses = torch.empty_like(lse), torch.empty_like(lse)
-    per_token = {
-        "loss": losses,
-        "z_loss": z_losses,
-        "lse": lse,
-        "target_logit": target_logit,
-        "predicted_tokens": predicted_tokens,
-        "entropy": entropy,
-    }
-    per_token = {name: flat(values) for name, values in per_token.items()}
     for chunk, logits in head.logits():
-        kernels.loss_and_gradient(
-            call,
-            logits,
-            targets[chunk],
-            class_weight,
-            _of(token_weights, chunk),
-            gradient=any(call.gradient_mask),
-            **{name: _of(values, chunk) for name, values in per_token.items()},
-        )
+        kernels.loss_and_gradient(call, logits, tokens.chunk(chunk), any(call.gradient_mask))
         gradients.add(chunk, logits)
     del logits
-    kernels.reduce(
-        call,
-        call.weight.shape[0],
-        per_token["loss"],
-        per_token["z_loss"],
-        targets,
-        class_weight,
-        token_weights,
-        loss,
-        z_loss,
-        total_weight,
-    )
+    loss, z_loss, _, _, total_weight, _, _ = outputs
+    kernels.reduce(call, call.weight.shape[0], tokens, loss, z_loss, total_weight)
     return (*outputs, *gradients.rounded())
 
 
@@ -219,9 +187,8 @@ def _backward(
                 finished[i] = result
     if not any(still_missing(call.output_mask, finished)):
         return finished[0], finished[1], finished[2]
-    rows, targets, token_weights = flattened(call.x, call.target, call.token_weight)
-    targets, token_weights = contiguous(targets), contiguous(token_weights)
-    class_weight, lse = contiguous(call.class_weight), flat(call.lse)
+    rows, lse = call.x.reshape(-1, call.x.shape[-1]), flat(call.lse)
+    tokens = Tokens(*map(flat, (call.class_weight, call.target, call.token_weight)))
     upstream = upstream_of_tokens(
         call.dloss,
         call.dz_loss,
@@ -237,20 +204,8 @@ def _backward(
     gradients = Gradients(head, *unfinished)
     del results, unfinished
     for chunk, logits in head.logits():
-        kernels.gradient(
-            call,
-            *(_of(grad, chunk) for grad in upstream),
-            logits,
-            targets[chunk],
-            class_weight,
-            _of(token_weights, chunk),
-            lse[chunk],
-            logits,
-        )
+        grads = [None if grad is None else grad[chunk] for grad in upstream]
+        kernels.gradient(call, grads, logits, tokens.chunk(chunk), lse[chunk], logits)
         gradients.add(chunk, logits)
     del logits
     return both(finished, gradients.rounded())
-
-
-def _of(values: Tensor | None, chunk: slice) -> Tensor | None:
-    return None if values is None else values[chunk]

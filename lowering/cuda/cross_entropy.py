@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cross_entropy import register
+from ..cross_entropy import Tokens, register
 from ..sizes import cdiv, next_power_of_2
 from .cross_entropy_kernels import (
     cross_entropy_backward_kernel,
@@ -49,44 +50,19 @@ def plan_backward(logits: Tensor) -> Plan:
 
 
 def loss_and_gradient(
-    call: Any,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    *,
-    loss: Tensor,
-    z_loss: Tensor,
-    lse: Tensor,
-    target_logit: Tensor,
-    predicted_tokens: Tensor | None,
-    entropy: Tensor | None,
-    gradient: bool,
-    plan: Plan | None = None,
+    call: Any, logits: Tensor, tokens: Tokens, gradient: bool, plan: Plan | None = None
 ) -> None:
     """Fill what is given of each token, and with `gradient` write d(sum of loss) / dlogits over the
     logits.
 
-    logits: (M, V) with unit stride in the last dimension; everything else of a token, and weight,
-    contiguous.
+    logits: (M, V) with unit stride in the last dimension.
     """
     M, V = logits.shape
     if M == 0:
         return
     plan = plan or plan_forward(logits, gradient)
-    arguments = (
-        logits,
-        target,
-        weight,
-        _class_weight_sum(weight, call.label_smoothing),
-        token_weight,
-        loss,
-        z_loss,
-        lse,
-        target_logit,
-        predicted_tokens,
-        entropy,
-    )
+    weight, target, *others = tokens
+    arguments = (logits, target, weight, _class_weight_sum(call, weight), *others)
     scalars = (
         V,
         logits.stride(0),
@@ -127,14 +103,9 @@ def loss_and_gradient(
 
 def gradient(
     call: Any,
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
+    upstream: Sequence[Tensor | None],
     logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
+    tokens: Tokens,
     lse: Tensor,
     dlogits: Tensor,
     plan: Plan | None = None,
@@ -142,23 +113,22 @@ def gradient(
     """Fill dlogits, which may be the logits themselves.
 
     The incoming gradients: (M,) of any stride, 0 too, with the reduction's factor in them. logits
-    and dlogits: (M, V) with unit stride in the last dimension. The others are contiguous.
+    and dlogits: (M, V) with unit stride in the last dimension. lse is contiguous.
     """
     M, V = logits.shape
     if M == 0:
         return
     plan = plan or plan_backward(logits)
-    upstream = (dloss, dz_loss, dlse, dtarget_logit)
     launch(
         cross_entropy_backward_kernel,
         (cdiv(M, plan.BLOCK_M), min(cdiv(V, plan.BLOCK_N), max(1, plan.programs))),
         logits,
         *upstream,
         logits,
-        target,
-        weight,
-        _class_weight_sum(weight, call.label_smoothing),
-        token_weight,
+        tokens.target,
+        tokens.weight,
+        _class_weight_sum(call, tokens.weight),
+        tokens.token_weight,
         lse,
         dlogits,
         M,
@@ -179,51 +149,43 @@ def gradient(
 
 
 def reduce(
-    call: Any,
-    V: int,
-    losses: Tensor,
-    z_losses: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    loss: Tensor,
-    z_loss: Tensor,
-    total_weight: Tensor,
+    call: Any, V: int, tokens: Tokens, loss: Tensor, z_loss: Tensor, total_weight: Tensor
 ) -> None:
     """Fill total_weight, and but for the reduction "none" loss and z_loss, of the tokens' own.
 
-    It is here that a target out of range stops the GPU. All contiguous.
+    It is here that a target out of range stops the GPU.
     """
+    M = tokens.target.numel()
     launch(
         reduce_kernel,
         (1,),
-        losses,
-        losses,
-        z_losses,
-        target,
-        weight,
-        token_weight,
+        tokens.loss,
+        tokens.loss,
+        tokens.z_loss,
+        tokens.target,
+        tokens.weight,
+        tokens.token_weight,
         call.num_items_in_batch,
         loss,
         z_loss,
         total_weight,
-        target.numel(),
+        M,
         V,
         call.ignore_index,
         REDUCTION=call.reduction,
         # 8192 tokens take one round of loads: 7 us on an H200, 13 in rounds of 1024.
-        BLOCK_M=min(8192, next_power_of_2(max(1, target.numel()))),
+        BLOCK_M=min(8192, next_power_of_2(max(1, M))),
         num_warps=1024 // WARP_SIZE,
-        **dependent_launch(losses),
+        **dependent_launch(tokens.loss),
         # The assertion is compiled under debug, which would check integers for overflow too.
         debug=True,
         sanitize_overflow=False,
     )
 
 
-def _class_weight_sum(weight: Tensor | None, label_smoothing: float) -> Tensor | None:
+def _class_weight_sum(call: Any, weight: Tensor | None) -> Tensor | None:
     """sum_c weight_c, where it is needed."""
-    if weight is None or label_smoothing == 0:
+    if weight is None or call.label_smoothing == 0:
         return None
     return weight.sum(dtype=torch.float32)
 

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..elementwise import as_rows, parts, row_stride
-from ..gated import register
+from ..elementwise import row_stride
+from ..gated import Activation, register
 from ..triton_math import gated, gated_gradients
 from .elementwise import columns, launch_tiles, place
 from .launch import Plan
@@ -109,18 +109,8 @@ def _gated_backward_kernel(
 
 
 def launch_gated(
-    gate: Tensor,
-    up: Tensor | None,
-    y: Tensor,
-    activation: str,
-    scalars: tuple[float, float, float],
-    interleaved: bool,
-    plan: Plan | None,
+    activation: Activation, y: Tensor, gate: Tensor, up: Tensor | None, plan: Plan | None
 ) -> None:
-    """Launch the forward of a gated activation."""
-    gate, up = parts(gate, up, interleaved)
-    y, gate, up = as_rows(y, gate, up)
-    M, N = y.shape
     launch_tiles(
         _gated_kernel,
         plan,
@@ -128,46 +118,31 @@ def launch_gated(
         gate,
         up,
         y,
-        M,
-        N,
+        *y.shape,
         row_stride(gate),
         row_stride(up),
-        *scalars,
-        ACTIVATION=activation,
-        INTERLEAVED=interleaved,
+        *activation.scalars,
+        ACTIVATION=activation.name,
+        INTERLEAVED=activation.interleaved,
     )
 
 
 def launch_gated_backward(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    dgate: Tensor | None,
-    dup: Tensor | None,
-    activation: str,
-    scalars: tuple[float, float, float],
-    interleaved: bool,
-    plan: Plan | None,
+    activation: Activation, dy: Tensor, *others: Tensor | None, plan: Plan | None
 ) -> None:
-    """Launch the backward of a gated activation."""
-    if up is None:
-        gate, up = parts(gate, None, interleaved)
-        dgate, dup = parts(dgate, None, interleaved)
-    pointers = as_rows(dy, gate, up, dgate, dup)
-    M, N = pointers[0].shape
+    tensors = (dy, *others)
     launch_tiles(
         _gated_backward_kernel,
         plan,
-        pointers[0],
-        *pointers,
-        M,
-        N,
-        *map(row_stride, pointers),
-        *scalars,
-        ACTIVATION=activation,
-        INTERLEAVED=interleaved,
-        NEEDS_DGATE=dgate is not None,
-        NEEDS_DUP=dup is not None,
+        dy,
+        *tensors,
+        *dy.shape,
+        *map(row_stride, tensors),
+        *activation.scalars,
+        ACTIVATION=activation.name,
+        INTERLEAVED=activation.interleaved,
+        NEEDS_DGATE=others[-2] is not None,
+        NEEDS_DUP=others[-1] is not None,
     )
 
 

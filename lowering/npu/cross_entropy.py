@@ -5,6 +5,7 @@ The kernels pass over the logits; what there is one of a token is plain PyTorch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import cross_entropy as definition
-from ..cross_entropy import register
+from ..cross_entropy import Tokens, register
 from ..loss_math import effective, logit_gradient
 from ..sizes import cdiv
 from ..triton_math import LOWEST
@@ -167,30 +168,19 @@ def _gradient_kernel(
 
 
 def loss_and_gradient(
-    call: Any,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    *,
-    loss: Tensor,
-    z_loss: Tensor,
-    lse: Tensor,
-    target_logit: Tensor,
-    predicted_tokens: Tensor | None,
-    entropy: Tensor | None,
-    gradient: bool,
-    plan: Plan | None = None,
+    call: Any, logits: Tensor, tokens: Tokens, gradient: bool, plan: Plan | None = None
 ) -> None:
     """Fill what is given of each token, and with `gradient` write d(sum of loss) / dlogits over the
     logits.
 
-    logits: (M, V), contiguous; everything else of a token, and weight, contiguous. The loss of a
-    target out of range is NaN.
+    logits: (M, V), contiguous. The loss of a target out of range is NaN.
     """
     M, V = logits.shape
     if M == 0:
         return
+    weight, target, token_weight, loss, z_loss, lse, target_logit, predicted_tokens, entropy = (
+        tokens
+    )
     weighted_x = torch.empty_like(lse) if call.label_smoothing != 0 else None
     predicted = None if predicted_tokens is None else lse.new_empty(M, dtype=torch.int32)
     extras = (weighted_x, call.softcap, predicted, entropy)
@@ -258,14 +248,9 @@ def loss_and_gradient(
 
 def gradient(
     call: Any,
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
+    upstream: Sequence[Tensor | None],
     logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
+    tokens: Tokens,
     lse: Tensor,
     dlogits: Tensor,
     plan: Plan | None = None,
@@ -273,17 +258,15 @@ def gradient(
     """Fill dlogits, which may be the logits themselves.
 
     The incoming gradients: (M,) of any stride, 0 too, with the reduction's factor in them. logits
-    and dlogits: (M, V). All contiguous but the incoming gradients.
+    and dlogits: (M, V), contiguous, as is lse.
     """
     M, V = logits.shape
     if M == 0:
         return
+    weight, target, token_weight, *_ = tokens
     inside = _inside(target, V, call.ignore_index)
     factors = definition.gradient_factors(
-        dloss,
-        dz_loss,
-        dlse,
-        dtarget_logit,
+        *upstream,
         lse,
         *definition.token_weights(target, inside, weight, token_weight, torch.float32),
         inside,
@@ -345,18 +328,10 @@ def _class_sum(weight: Tensor | None, V: int, label_smoothing: float) -> Tensor 
 
 
 def reduce(
-    call: Any,
-    V: int,
-    losses: Tensor,
-    z_losses: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    loss: Tensor,
-    z_loss: Tensor,
-    total_weight: Tensor,
+    call: Any, V: int, tokens: Tokens, loss: Tensor, z_loss: Tensor, total_weight: Tensor
 ) -> None:
     """Fill total_weight, and but for the reduction "none" loss and z_loss, of the tokens' own."""
+    weight, target, token_weight, losses, z_losses, *_ = tokens
     inside = _inside(target, V, call.ignore_index)
     _, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)
     total_weight.copy_(counts.sum())

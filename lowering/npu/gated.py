@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..elementwise import as_rows, parts, row_stride
-from ..gated import register
+from ..elementwise import row_stride
+from ..gated import Activation, register
 from ..triton_math import gated, gated_gradients
 from .elementwise import launch_tiles, load, place, store, tiles
 from .tiling import COSTS, Cost, Plan
@@ -130,63 +130,42 @@ def _gated_backward_kernel(
                 store(dup_ptr, row, col, M, N, stride_dup, dup, BLOCK_M, BLOCK_N)
 
 
-def _cost(activation: str, interleaved: bool) -> str:
+def _cost(activation: Activation) -> str:
     """The name of what a tile of the forward takes of the buffer."""
-    return f"interleaved_{activation}" if interleaved else activation
+    return f"interleaved_{activation.name}" if activation.interleaved else activation.name
 
 
 def launch_gated(
-    gate: Tensor,
-    up: Tensor | None,
-    y: Tensor,
-    activation: str,
-    scalars: tuple[float, float, float],
-    interleaved: bool,
-    plan: Plan | None,
+    activation: Activation, y: Tensor, gate: Tensor, up: Tensor | None, plan: Plan | None
 ) -> None:
-    """Launch the forward of a gated activation."""
-    gate, up = parts(gate, up, interleaved)
-    y, gate, up = as_rows(y, gate, up)
     launch_tiles(
-        _cost(activation, interleaved),
+        _cost(activation),
         _gated_kernel,
         plan,
         [y, gate, up],
         row_stride(gate),
         row_stride(up),
-        *scalars,
-        ACTIVATION=activation,
-        INTERLEAVED=interleaved,
+        *activation.scalars,
+        ACTIVATION=activation.name,
+        INTERLEAVED=activation.interleaved,
     )
 
 
 def launch_gated_backward(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    dgate: Tensor | None,
-    dup: Tensor | None,
-    activation: str,
-    scalars: tuple[float, float, float],
-    interleaved: bool,
-    plan: Plan | None,
+    activation: Activation, dy: Tensor, *others: Tensor | None, plan: Plan | None
 ) -> None:
-    """Launch the backward of a gated activation."""
-    if up is None:
-        gate, up = parts(gate, None, interleaved)
-        dgate, dup = parts(dgate, None, interleaved)
-    tensors = as_rows(dy, gate, up, dgate, dup)
+    tensors = [dy, *others]
     launch_tiles(
-        f"{_cost(activation, interleaved)}_backward",
+        f"{_cost(activation)}_backward",
         _gated_backward_kernel,
         plan,
         tensors,
         *map(row_stride, tensors),
-        *scalars,
-        ACTIVATION=activation,
-        INTERLEAVED=interleaved,
-        NEEDS_DGATE=dgate is not None,
-        NEEDS_DUP=dup is not None,
+        *activation.scalars,
+        ACTIVATION=activation.name,
+        INTERLEAVED=activation.interleaved,
+        NEEDS_DGATE=others[-2] is not None,
+        NEEDS_DUP=others[-1] is not None,
     )
 
 

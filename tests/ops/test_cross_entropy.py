@@ -14,6 +14,7 @@ import op_checks
 import strategies
 from cross_entropy_cases import LossCase
 from liger_ops import library
+from liger_ops.lowering.cross_entropy import Tokens
 from liger_ops.lowering.passes.losses import NO_CLASS
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
@@ -107,18 +108,9 @@ def test_loss_and_gradient_in_one_call(folder: str, case: LossCase) -> None:
     chunk = logits.clone()
     module = importlib.import_module(f"liger_ops.lowering.{folder}.cross_entropy")
     args = cross_entropy_cases.forward_args(case, tensors)
-    module.loss_and_gradient(
-        library.OPS[OP.name].arguments(*args),
-        chunk,
-        target,
-        weight,
-        token_weight,
-        **outputs,
-        predicted_tokens=None,
-        entropy=None,
-        gradient=True,
-        plan=plan(folder, OP, case),
-    )
+    tokens = Tokens(weight, target, token_weight, **outputs)
+    call = library.OPS[OP.name].arguments(*args)
+    module.loss_and_gradient(call, chunk, tokens, True, plan(folder, OP, case))
     kernel = op_checks.run_kernel(OP, folder, False, case, args)
     for name, expected in zip(("loss", "z_loss", "lse", "target_logit"), kernel[:4], strict=True):
         torch.testing.assert_close(outputs[name], expected, equal_nan=True)

@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 import liger_ops.lowering.cuda as cuda
 from liger_ops import library
+from liger_ops.lowering.cross_entropy import Tokens
 from liger_ops.lowering.cuda import cross_entropy
 from liger_ops.lowering.cuda.launch import WARP_SIZE
 
@@ -165,10 +166,8 @@ def cross_entropy_calls(
         yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)
         yield lambda args=args: cross_entropy.loss_and_gradient(
             library.OPS["cross_entropy_forward"].arguments(*args),
-            *args[:4],
-            **dict.fromkeys(("loss", "z_loss", "lse", "target_logit"), row),
-            predicted_tokens=None,
-            entropy=None,
+            args[0],
+            Tokens(args[2], args[1], args[3], row, row, row, row),
             gradient=True,
         )
 
