@@ -101,7 +101,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         token_weight: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> Tensor | CrossEntropyOutput:
-        wants_predicted = self.return_predicted_tokens or self.return_token_accuracy
         loss, z_loss, _, _, _, predicted_tokens, entropy = cross_entropy_forward(
             input,
             target,
@@ -114,11 +113,30 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             self.lse_square_scale,
             self.softcap,
             self.logit_scale,
-            wants_predicted,
+            self.wants_predicted,
             self.return_entropy,
         )
-        if not (self.return_z_loss or wants_predicted or self.return_entropy):
+        if not self.has_parts:
             return loss
+        return self._output(target, loss, z_loss, predicted_tokens, entropy)
+
+    @property
+    def wants_predicted(self) -> bool:
+        return self.return_predicted_tokens or self.return_token_accuracy
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the result is a CrossEntropyOutput."""
+        return self.return_z_loss or self.wants_predicted or self.return_entropy
+
+    def _output(
+        self,
+        target: Tensor,
+        loss: Tensor,
+        z_loss: Tensor,
+        predicted_tokens: Tensor | None,
+        entropy: Tensor | None,
+    ) -> CrossEntropyOutput:
         accuracy = None
         if self.return_token_accuracy and predicted_tokens is not None:
             accuracy = token_accuracy(predicted_tokens, target, self.ignore_index)

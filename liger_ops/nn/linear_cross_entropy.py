@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.head import cast_as_linear, needed_gradients
 from ..ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
-from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, items_on, token_accuracy
+from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, items_on
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
@@ -84,24 +84,14 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
             self.accum_dtype,
             self.chunk_bytes,
         )
-        wants_predicted = self.return_predicted_tokens or self.return_token_accuracy
-        if not (self.return_z_loss or wants_predicted or self.return_entropy):
+        if not self.has_parts:
             return linear_cross_entropy(x, weight, target, bias, *options)
         x, weight, bias = cast_as_linear(x, weight, bias)
         mask = needed_gradients(x, weight, bias, self.reduction)
-        options = (*options, wants_predicted, self.return_entropy, mask)
+        options = (*options, self.wants_predicted, self.return_entropy, mask)
         outputs = linear_cross_entropy_forward(x, weight, target, bias, *options)
         loss, z_loss, _, _, _, predicted_tokens, entropy, _, _, _ = outputs
-        accuracy = None
-        if self.return_token_accuracy and predicted_tokens is not None:
-            accuracy = token_accuracy(predicted_tokens, target, self.ignore_index)
-        return CrossEntropyOutput(
-            loss,
-            z_loss if self.return_z_loss else None,
-            accuracy,
-            predicted_tokens if self.return_predicted_tokens else None,
-            entropy,
-        )
+        return self._output(target, loss, z_loss, predicted_tokens, entropy)
 
     def extra_repr(self) -> str:
         given = [super().extra_repr()]
