@@ -23,7 +23,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
 		END { for (i = 1; i <= NR; i++) if (i in n) printf "make %-" w "s  %s\n", n[i], t[i] }' Makefile
 
-demo: $(READY) ## train a small Llama as it is and fused, and compare; ARGS="--device cpu --steps 50"
+demo: $(READY) ## train a small Llama untouched and fused, and compare; ARGS="--device cpu --steps 50"
 	$(PY) examples/train_llama.py $(ARGS)
 
 # One thread a process: PyTorch's own threads would compete with the other workers for the same cores.

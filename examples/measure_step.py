@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -34,74 +33,80 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
-from step_models import CONFIGS, SHAPES, make
-from torch import Tensor
+from torch import Tensor, nn
 
-WAYS = [
-    *("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs"),
-    "liger-kernel",
-]
+from liger_ops.bench.timing import Accelerator, spread
+
+WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
+WAYS += ("liger-kernel",)
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("vocab_size", "max_position_embeddings", "num_key_value_heads")
+LLAMAS = {
+    "llama-3.2-1b": (2048, 8192, 16, 32, 128256, 8192, 8),
+    "tiny": (64, 128, 2, 4, 256, 256, 2),
+}
+GPT_NEOXS = {"gpt-neox-1b": (2048, 8192, 16, 16, 50304, 2048)}
+TEXT = LLAMAS | GPT_NEOXS
+# Channels of each level, and pixels of a side.
+UNETS = {"unet": ((320, 640, 1280), 128), "unet-tiny": ((32,), 8)}
+CHANNELS_LAST = "-channels-last"
+SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
 # The shapes that a way is for, where it is not for all.
-FOR = {"causal": CONFIGS, "liger-kernel": ("llama-3.2-1b", "tiny")}
+FOR = {"causal": TEXT, "liger-kernel": LLAMAS}
 WARM_UP = 4
 # bfloat16 steps that round in other places; measured on an H200, llama-3.2-1b: 1e-3.
 LOSS_BOUND = 2e-2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = make_parser().parse_args(arguments)
-    if options.one:
-        print(json.dumps(measure(options)))
-        return 0
-    timed = torch.cuda.is_available()
-    if not timed:
-        print("no GPU: a small model's losses are compared, and nothing is timed", flush=True)
-    results: dict[str, dict[str, Any]] = {}
-    failed = False
-    for way in options.ways:
-        if options.shape is not None and options.shape not in FOR.get(way, SHAPES):
-            continue
-        if way == "liger-kernel" and importlib.util.find_spec("liger_kernel") is None:
-            print(f"{way:14} is not installed", flush=True)
-            continue
-        result = in_a_fresh_process(way, options)
-        wrong = "error" in result or differs(result, results.get("eager"))
-        failed |= wrong
-        results[way] = result
-        print(line(way, result, wrong, results.get("causal")), flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
-    return 1 if failed else 0 if timed else 2
-
-
-def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ways", nargs="*", default=WAYS[:-1], metavar="WAY", help=f"of {WAYS}")
-    parser.add_argument(
-        "--shape", choices=SHAPES, help="of the model; default: llama-3.2-1b, tiny on a CPU"
-    )
+    parser.add_argument("--shape", choices=SHAPES, help="default: llama-3.2-1b, tiny on a CPU")
     parser.add_argument("--batch-size", type=int, help="default: 8, 2 on a CPU")
     parser.add_argument("--sequence-length", type=int, help="default: 2048, 32 on a CPU")
     parser.add_argument("--steps", type=int, default=20, help="timed; default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    return parser
+    options = parser.parse_args(arguments)
+    on_gpu = torch.cuda.is_available()
+    options.shape = options.shape or ("llama-3.2-1b" if on_gpu else "tiny")
+    options.batch_size = options.batch_size or (8 if on_gpu else 2)
+    options.sequence_length = options.sequence_length or (2048 if on_gpu else 32)
+    if options.one:
+        print(json.dumps(measure(options)))
+        return 0
+    if not on_gpu:
+        print("no GPU: a small model's losses are compared, and nothing is timed", flush=True)
+    results: dict[str, dict[str, Any]] = {}
+    failed = False
+    for way in options.ways:
+        if options.shape not in FOR.get(way, SHAPES):
+            continue
+        if way == "liger-kernel" and importlib.util.find_spec("liger_kernel") is None:
+            print(f"{way:14} is not installed", flush=True)
+            continue
+        result = results[way] = in_a_fresh_process(way, options)
+        wrong = "error" in result or differs(result, results.get("eager"))
+        failed |= wrong
+        print(line(way, result, wrong, results.get("causal")), flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+    return 1 if failed else 0 if on_gpu else 2
 
 
 def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, way, "--one", "--steps", str(options.steps)]
-    for name in ("shape", "batch_size", "sequence_length"):
-        if (value := getattr(options, name)) is not None:
-            command += [f"--{name.replace('_', '-')}", str(value)]
+    command = [sys.executable, __file__, way, "--one"]
+    for name in ("shape", "batch_size", "sequence_length", "steps"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode != 0:
         return {"error": (run.stderr.strip().splitlines() or ["no message"])[-1]}
-    result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    return result
+    return json.loads(run.stdout.strip().splitlines()[-1])
 
 
 def differs(result: dict[str, Any], eager: dict[str, Any] | None) -> bool:
@@ -119,52 +124,44 @@ def line(way: str, result: dict[str, Any], wrong: bool, causal: dict[str, Any] |
         return f"{way:14} is not eager's: {losses}"
     if "ms" not in result:
         return f"{way:14} {losses}"
+    times = f"{result['ms']:6.1f} ms ({result['ms_20']:.1f} to {result['ms_80']:.1f})"
     share = ""
     if causal is not None and "ms" in causal:
         share = f"  {result['ms'] / causal['ms']:.3f} of causal"
-    low, high = result["ms_20"], result["ms_80"]
-    return (
-        f"{way:14} {result['ms']:6.1f} ms ({low:.1f} to {high:.1f}), "
-        f"{result['gib']:5.1f} GiB{share}; {losses}"
-    )
+    return f"{way:14} {times}, {result['gib']:5.1f} GiB{share}; {losses}"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One way, in this process."""
     (way,) = options.ways
-    on_gpu = torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
-    shape = options.shape or ("llama-3.2-1b" if on_gpu else "tiny")
-    batch_size = options.batch_size or (8 if on_gpu else 2)
-    length = options.sequence_length or (2048 if on_gpu else 32)
-
     if way == "liger-kernel":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    attention = causal_by_hand() if way == "causal" else None
-    trained = make(shape, device, batch_size, length, attention)
-    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-5, fused=True)
-    loss_of = compiled(way, trained.loss)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.shape in TEXT:
+        attention = causal_by_hand() if way == "causal" else None
+        model, loss_of, batch = text_model(options, device, attention)
+    else:
+        model, loss_of, batch = unet(options, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    loss_of = compiled(way, loss_of)
 
     def step() -> Tensor:
         if way.endswith("graphs"):
             torch.compiler.cudagraph_mark_step_begin()
-        loss = loss_of(trained.batch)
+        loss = loss_of(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach().clone()
 
     started = time.perf_counter()
-    losses = [step() for _ in range(WARM_UP)]
-    result: dict[str, Any] = {"losses": [loss.item() for loss in losses]}
+    result: dict[str, Any] = {"losses": [loss.item() for loss in [step() for _ in range(WARM_UP)]]}
     result["warm_up_s"] = time.perf_counter() - started
-    if on_gpu:
+    if torch.cuda.is_available():
         result |= timed(step, options.steps)
-        # What CUDA graphs allocate is in pools that the allocator's own peak leaves out.
-        free, total = torch.cuda.mem_get_info()
-        result["held_gib"] = (total - free) / 2**30
-        result["device"] = torch.cuda.get_device_name()
     result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     return result
 
@@ -200,19 +197,109 @@ def compiled(way: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor
     return torch.compile(function, fullgraph=True, backend="liger", options=options)
 
 
-def timed(step: Callable[[], Tensor], steps: int) -> dict[str, float]:
-    torch.cuda.synchronize()
+def timed(step: Callable[[], Tensor], steps: int) -> dict[str, Any]:
+    gpu = Accelerator("cuda")
+    gpu.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events = [gpu.event() for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
         step()
         event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
-    low, *_, high = statistics.quantiles(times, n=5)
-    gib = torch.cuda.max_memory_allocated() / 2**30
-    return {"ms": statistics.median(times), "ms_20": low, "ms_80": high, "gib": gib}
+    gpu.synchronize()
+    ms = spread([a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)])
+    free, total = torch.cuda.mem_get_info()
+    return {
+        **{"ms": ms.p50, "ms_20": ms.p20, "ms_80": ms.p80},
+        "gib": torch.cuda.max_memory_allocated() / 2**30,
+        # What CUDA graphs allocate is in pools that the allocator's own peak leaves out.
+        "held_gib": (total - free) / 2**30,
+        "device": gpu.name,
+    }
+
+
+Made = tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]
+
+
+def text_model(options: argparse.Namespace, device: str, attention: str | None) -> Made:
+    """A language model in bfloat16, its loss, and a batch of texts."""
+    sizes = dict(zip(SIZES, TEXT[options.shape], strict=False))
+    if options.shape in LLAMAS:
+        config = transformers.LlamaConfig(**sizes, use_cache=False, tie_word_embeddings=True)
+    else:
+        sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+        config = transformers.GPTNeoXConfig(**sizes, use_cache=False)
+    if attention is not None:
+        config._attn_implementation = attention
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config).train()
+    torch.set_default_dtype(torch.float32)
+    size = (options.batch_size, options.sequence_length)
+    tokens = torch.randint(0, config.vocab_size, size, device=device)
+    return model, lambda tokens: model(input_ids=tokens, labels=tokens).loss, tokens
+
+
+def unet(options: argparse.Namespace, device: str) -> Made:
+    """A UNet in bfloat16, its loss, and a batch of images."""
+    channels, side = UNETS[options.shape.removesuffix(CHANNELS_LAST)]
+    layout = torch.contiguous_format
+    if options.shape.endswith(CHANNELS_LAST):
+        layout = torch.channels_last
+    with torch.device(device):
+        model = UNet(channels).to(torch.bfloat16).to(memory_format=layout)
+        images = torch.randn(options.batch_size, 4, side, side, dtype=torch.bfloat16)
+    images = images.to(memory_format=layout)
+    return model, lambda images: F.mse_loss(model(images).float(), images.float()), images
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(32, inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm2 = nn.GroupNorm(32, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        hidden = self.conv2(F.silu(self.norm2(hidden)))
+        return self.skip(x) + hidden
+
+
+class UNet(nn.Module):
+    """Two blocks a level on the way down, and two with the level's own result on the way up."""
+
+    def __init__(self, channels: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, channels[0], 3, padding=1)
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        width = channels[0]
+        for size in channels:
+            halve = nn.Conv2d(size, size, 3, stride=2, padding=1)
+            self.down.append(nn.ModuleList([Block(width, size), Block(size, size), halve]))
+            width = size
+        self.middle = nn.Sequential(Block(width, width), Block(width, width))
+        for size in reversed(channels):
+            double = nn.Conv2d(width, size, 3, padding=1)
+            self.up.append(nn.ModuleList([double, Block(2 * size, size), Block(size, size)]))
+            width = size
+        self.norm = nn.GroupNorm(32, width)
+        self.last = nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        results = []
+        for one, two, halve in self.down:
+            x = two(one(x))
+            results.append(x)
+            x = halve(x)
+        x = self.middle(x)
+        for (double, one, two), result in zip(self.up, reversed(results), strict=True):
+            x = double(F.interpolate(x, scale_factor=2.0))
+            x = two(one(torch.cat([x, result], 1)))
+        return self.last(F.silu(self.norm(x)))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ from .timing import (
 )
 from .workloads.entry import MODES, Draw, Function, Workload, as_tuple, dtype_name
 
+# What was measured, or why nothing was.
+Found = Spread | float | str
+
 # The host's time is that of what a user calls, and of what training does.
 HOST_MODES = ("forward", "full")
 # Bounds of the relative error in norm. bfloat16: one rounding is 1.7e-3, and peers sum the gradient
@@ -170,7 +173,7 @@ class Run:
         for name in functions(workload.entry, self.providers, self.peers):
             for mode in self._modes(workload):
                 if self.points.get(*workload.row, mode, name) is None:
-                    self._add(workload, name, "speed", mode, None, text)
+                    self._add(workload, name, "speed", mode, text)
         return []
 
     def _recover(self) -> None:
@@ -205,11 +208,12 @@ class Run:
             for name, value in times.items():
                 self._add_speed(workload, name, mode, value)
             for name, text in failures.items():
-                self._add(workload, name, "speed", mode, None, text)
+                self._add(workload, name, "speed", mode, text)
                 self.accelerator.release_memory()
         if "full" in self._modes(workload):
             for name, call in calls.items():
-                self._attempt(workload, name, "memory", "full", partial(self._peak, call))
+                peak = partial(self.accelerator.peak_memory, call.full)
+                self._attempt(workload, name, "memory", "full", peak)
         return list(calls)
 
     def _right(self, workload: Workload, calls: dict[str, Call]) -> dict[str, Call]:
@@ -225,18 +229,18 @@ class Run:
         for name, call in calls.items():
             try:
                 error = relative_error(call.results(), truths)
-                self._add(workload, name, "error", "full", Spread(error, error, error))
+                self._add(workload, name, "error", "full", error)
                 check(error, workload.dtype)
             except Exception as failure:
                 text = str(failure) if isinstance(failure, Wrong) else one_line(failure)
                 for mode in self._modes(workload):
-                    self._add(workload, name, "speed", mode, None, text)
+                    self._add(workload, name, "speed", mode, text)
                 # The frames of the failure hold its tensors.
                 failure.__traceback__ = None
                 self._recover()
                 continue
             if entry.is_matrix_product:
-                self._add(workload, name, "gradients", "full", Spread(*[gradients] * 3))
+                self._add(workload, name, "gradients", "full", gradients)
             right[name] = call
         return right
 
@@ -260,45 +264,39 @@ class Run:
     def _graph(self, call: Call) -> Spread:
         call.results()
         replay = self.accelerator.capture(call.full)
-        return timed(self.accelerator, replay, self.effort, self.clock)
-
-    def _peak(self, call: Call) -> Spread:
-        return Spread(*[self.accelerator.peak_memory(call.full)] * 3)
+        return timed(self.accelerator, replay, self.effort)
 
     def _modes(self, workload: Workload) -> list[str]:
         return [mode for mode in workload.modes if mode in self.modes]
 
     def _attempt(
-        self, workload: Workload, name: str, metric: str, mode: str, measure: Callable[[], Spread]
+        self, workload: Workload, name: str, metric: str, mode: str, measure: Callable[[], Found]
     ) -> None:
         try:
-            self._add(workload, name, metric, mode, measure())
+            found = measure()
         except Exception as error:
-            self._add(workload, name, metric, mode, None, one_line(error))
+            found = one_line(error)
+        self._add(workload, name, metric, mode, found)
 
     def _add_speed(self, workload: Workload, name: str, mode: str, ms: Spread) -> None:
         self._add(workload, name, "speed", mode, ms)
         work, products = workload.work(mode), workload.entry.is_matrix_product
         unit, scale = ("TFLOP/s", 1e9) if products else ("GB/s", 1e6)
         rate = ms.map(lambda value: work / value / scale)
-        self._add(workload, name, "throughput", mode, rate, unit=unit)
+        self._add(workload, name, "throughput", mode, rate, unit)
         of_device = (MATRIX_PRODUCT, workload.row[1]) if products else (COPY, "float32")
         peak = self.points.value(*of_device, "", "", "torch", "throughput")
         if peak:
             self._add(workload, name, "share", mode, rate.map(lambda value: 100 * value / peak))
 
     def _add(
-        self,
-        workload: Workload,
-        name: str,
-        metric: str,
-        mode: str,
-        value: Spread | None,
-        note: str = "",
-        unit: str = "",
+        self, workload: Workload, name: str, metric: str, mode: str, found: Found, unit: str = ""
     ) -> None:
         op, dtype, shape = workload.row
         dims = " x ".join(workload.entry.dims)
+        value, note = (None, found) if isinstance(found, str) else (found, "")
+        if isinstance(value, float):
+            value = Spread(value, value, value)
         unit = unit or UNITS[metric]
         self.points.add([Point(op, name, metric, unit, mode, dims, shape, value, dtype, note)])
 

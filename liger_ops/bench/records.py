@@ -7,13 +7,18 @@ that failed has a record of its own, whose values are null and whose configurati
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from .judge import Point, Points
 from .timing import Spread
+
+# In the order of Spread.
+COLUMNS = ("y_values_50", "y_values_20", "y_values_80")
 
 
 def write(path: Path, points: Iterable[Point], gpu_name: str, timestamp: str, version: str) -> None:
@@ -45,9 +50,7 @@ def as_records(
                 "x_name": "shape",
                 "x_label": point.dims,
                 "x_values": [],
-                "y_values_50": [],
-                "y_values_20": [],
-                "y_values_80": [],
+                **{column: [] for column in COLUMNS},
                 "kernel_operation_mode": point.mode,
                 "extra_benchmark_config_str": text,
                 "timestamp": timestamp,
@@ -55,15 +58,11 @@ def as_records(
             },
         )
         record["x_values"].append(point.shape)
-        for percentile in ("50", "20", "80"):
-            value = None if point.value is None else getattr(point.value, f"p{percentile}")
-            record[f"y_values_{percentile}"].append(_finite(value))
+        values = astuple(point.value) if point.value else [None] * len(COLUMNS)
+        for column, value in zip(COLUMNS, values, strict=True):
+            # JSON has no NaN.
+            record[column].append(value if value is not None and math.isfinite(value) else None)
     return list(records.values())
-
-
-def _finite(value: float | None) -> float | None:
-    # JSON has no NaN.
-    return value if value is not None and abs(value) < float("inf") else None
 
 
 def read(path: Path) -> tuple[Points, dict[str, str]]:
@@ -85,7 +84,7 @@ def read(path: Path) -> tuple[Points, dict[str, str]]:
 def _points(record: dict[str, Any]) -> list[Point]:
     config = json.loads(record["extra_benchmark_config_str"])
     dtype, note = config.pop("dtype"), config.pop("note", "")
-    columns = [record[name] for name in ("y_values_50", "y_values_20", "y_values_80")]
+    columns = [record[column] for column in COLUMNS]
     return [
         Point(
             kernel=record["kernel_name"],

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ HEAD_START_CYCLES = 4_000_000
 # Where there is no sleep on the device, it writes: some 0.2 ms each.
 HEAD_START_FLUSHES = 10
 MB = 2**20
-
 
 Clock = Callable[[], float]
 # It prepares, and returns what is timed.
@@ -43,12 +42,6 @@ class NoAccelerator(Exception):
     """Why nothing can be measured, in one sentence."""
 
 
-class Event(Protocol):
-    def record(self) -> None: ...
-
-    def elapsed_time(self, end: Any) -> float: ...
-
-
 class Accelerator:
     """A GPU through torch.cuda, or an Ascend NPU through torch.npu, which has the same interface.
 
@@ -64,7 +57,7 @@ class Accelerator:
     def name(self) -> str:
         return str(self.module.get_device_name())
 
-    def event(self) -> Event:
+    def event(self) -> Any:
         return self.module.Event(enable_timing=True)
 
     def synchronize(self) -> None:
@@ -120,11 +113,9 @@ def find(kind: str | None) -> Accelerator:
     Raises:
         NoAccelerator: there is none.
     """
-    best = infer_device()
-    if kind is None:
-        if best not in KINDS:
-            raise NoAccelerator("PyTorch finds no GPU and no NPU on this machine")
-        return Accelerator(best)
+    kind = kind or infer_device()
+    if kind not in KINDS:
+        raise NoAccelerator("PyTorch finds no GPU and no NPU on this machine")
     module = getattr(torch, kind, None)
     if module is None or not module.is_available():
         raise NoAccelerator(f"PyTorch finds no {kind} device on this machine")
@@ -215,7 +206,7 @@ def _warm_up(accelerator: Accelerator, prepare: Prepare) -> None:
     accelerator.synchronize()
 
 
-def _sample(accelerator: Accelerator, prepare: Prepare) -> tuple[Event, Event]:
+def _sample(accelerator: Accelerator, prepare: Prepare) -> tuple[Any, Any]:
     timed = prepare()
     start, end = accelerator.event(), accelerator.event()
     accelerator.flush_cache()
@@ -248,18 +239,13 @@ def host_microseconds(
     return spread(times)
 
 
-def timed(
-    accelerator: Accelerator,
-    call: Callable[[], Any],
-    effort: Effort,
-    clock: Clock = time.perf_counter,
-) -> Spread:
+def timed(accelerator: Accelerator, call: Callable[[], Any], effort: Effort) -> Spread:
     """Milliseconds of one call on the device.
 
     Raises:
         RuntimeError: it failed.
     """
-    times, failures = interleaved(accelerator, {"call": lambda: call}, effort, clock)
+    times, failures = interleaved(accelerator, {"call": lambda: call}, effort)
     if failures:
         raise RuntimeError(failures["call"])
     return times["call"]

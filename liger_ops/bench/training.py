@@ -125,7 +125,8 @@ class Comparison:
         curves.legend()
         # A logarithmic axis leaves out the steps where the two are equal to the last bit.
         differences.plot(self.difference, ".")
-        differences.set_yscale("log", nonpositive="mask")
+        if self.difference.any():
+            differences.set_yscale("log", nonpositive="mask")
         differences.set(xlabel="step", ylabel="|difference|")
         figure.savefig(path, dpi=150)
 

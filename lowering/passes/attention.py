@@ -43,7 +43,7 @@ def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str
 
 
 def set_arguments(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> None:
-    """Set the arguments of a call; raises Refused if its result would change its metadata."""
+    """Set the arguments of a call; raises Refused if its result would have other metadata."""
     tensors = tuple(arguments[name] for name in _POSITIONAL[:3])
     options = {
         name: given

@@ -22,9 +22,9 @@ def failed(report: Report, error: Exception) -> Report:
     reason = f"the rewrite failed, {type(error).__name__}: {error}"
     warnings.warn(
         f"liger_ops: the rewrite {rewrite!r} failed{f' at {where}' if where else ''}"
-        f" ({type(error).__name__}: {error}). This graph is compiled as it came, without any"
-        " rewrite. Please report this with the output of `python -m liger_ops` and the traceback"
-        f" that options={{'strict': True}}, or {STRICT}=1 in the environment, raises.",
+        f" ({type(error).__name__}: {error}). This graph is compiled without any rewrite."
+        " Please report this with the output of `python -m liger_ops` and the traceback of a run"
+        f" with options={{'strict': True}}, or with {STRICT}=1 in the environment.",
         stacklevel=2,
     )
     return Report([Finding(rewrite, reason, where, "" if node is None else device_of(node))])

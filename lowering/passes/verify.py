@@ -83,13 +83,13 @@ class Verification:
         verdict = "agree" if self.agrees else "DO NOT AGREE"
         lines = [f"loss and {len(self.differences) - 1} gradients {verdict}"]
         if self.truth is None:
-            lines.append(f"  there is no run in a wider dtype to compare with: {self.why_no_truth}")
+            lines.append(f"  no run in a wider dtype to compare with: {self.why_no_truth}")
         wrong = [one for one in self.differences if not one.agrees]
         loss = [one for one in self.differences if one.name == "loss" and one.agrees]
         for one in (*loss, *(wrong or [x for x in self.differences if x.name != "loss"][:3])):
-            lines.append(f"  {one.name}: {one.difference:.1e} from the model as it came")
+            lines.append(f"  {one.name}: differs by {one.difference:.1e} from the unchanged model")
             if one.error is not None:
-                lines[-1] += f"; from {self.truth}: {one.error:.1e}, before {one.own_error:.1e}"
+                lines[-1] += f"; from {self.truth} by {one.error:.1e}, before {one.own_error:.1e}"
             lines[-1] += f"; eps {one.eps:.1e}"
         return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Masks that are causal but for one thing, or that depend on an input, are left alone."""
+"""Masks that are almost causal, or that depend on an input, do not change."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _written(mask: Tensor) -> Tensor:
     return mask
 
 
-# With their numbers in the code: one of a closure is an input of the graph, that proves nothing.
+# The numbers are in the code, because a number of a closure is an input of the graph.
 NOT_LOW_ENOUGH: dict[str, Mask] = {
     "-1e3": lambda q, k: torch.zeros(q, k).masked_fill(~causal(q, k), -1e3),
     "-1e4": lambda q, k: torch.where(causal(q, k), 0.0, -1e4),
@@ -68,7 +68,7 @@ NOT_LOW_ENOUGH: dict[str, Mask] = {
 def test_a_number_that_leaves_something_after_the_softmax_is_left_alone(name):
     (reason,) = check(with_mask(NOT_LOW_ENOUGH[name]), qkv(LENGTH), 0)
     assert "numbers" in reason
-    # Such numbers are not read, and would not be taken for minus infinity if they were.
+    # Such numbers have no rule, and would not be treated as minus infinity if they had one.
     with pytest.raises(Unknown, match="something other than 0 and minus infinity"):
         visible_keys(affine(float(name)))
 

@@ -1,4 +1,4 @@
-"""Whatever program makes the mask, what was proved of it holds."""
+"""Proofs about masks hold for random programs that compute the mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from liger_ops.lowering.passes.causal_mask.proof import departure
 @settings(max_examples=40)
 @given(masks(), st.integers(2, 5), st.integers(2, 5), st.booleans())
 def test_a_mask_is_judged_causal_only_if_it_is(program, queries, keys, dynamic):
-    """Under dynamic shapes, also at the sizes that were not traced."""
+    """With dynamic shapes, also at sizes that were not traced."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = program(query.shape[-2], key.shape[-2])
@@ -52,7 +52,7 @@ def test_what_is_proved_holds_at_every_index(condition, queries, keys):
 @settings(max_examples=60)
 @given(masks(), st.integers(1, 4), st.integers(1, 4))
 def test_a_function_of_indices_is_what_the_graph_computes(program, queries, keys):
-    """Every node that is known, at every index; and every decision about it."""
+    """For every node with a function, at every index; and every decision about it."""
     captured: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:

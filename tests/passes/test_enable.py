@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("empty_caches")
 
 @pytest.fixture
 def reports(monkeypatch) -> Iterator[list[Report]]:
-    """What the pass finds. Nothing is read from caches."""
+    """The findings of the pass. No cache is read."""
     found: list[Report] = []
 
     def recorded(*args: Any, **options: Any) -> Report:
@@ -74,7 +74,7 @@ def test_as_a_context_with_every_rewrite(reports):
         y.sum().backward()
     assert inductor_config.pre_grad_custom_pass is before
     torch.testing.assert_close(y, function(*inputs()))
-    # Those of the block with those of the graph around it, in one report.
+    # One report has the findings of the block and of the outer graph.
     assert [report.counts() for report in reports] == [{"rms_norm": 2, "swiglu": 2}]
 
 
@@ -87,7 +87,7 @@ def test_an_exported_model_is_left_as_it_is(reports):
 
 
 class Renaming(pass_module.CustomGraphPass):
-    """Somebody's own pass."""
+    """A user's own pass."""
 
     def __init__(self) -> None:
         self.calls = 0

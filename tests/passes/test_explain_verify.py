@@ -1,4 +1,4 @@
-"""`explain(verify=True)` measures what the rewrites change, and sees what is wrong."""
+"""`explain(verify=True)` measures what the rewrites change, and detects a wrong rewrite."""
 
 from __future__ import annotations
 

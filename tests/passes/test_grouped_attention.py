@@ -1,4 +1,4 @@
-"""Which repeated keys and values go into attention as they are, and which do not."""
+"""Which repeated keys and values are replaced by grouped heads, and which are not."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_copies_with_another_use_stay_for_it():
 
 
 class _Gpu:
-    """What of a tensor the choice of a kernel looks at."""
+    """The properties of a tensor that select a kernel."""
 
     def __init__(self, length: int = 64, size: int = 64, dtype: torch.dtype = torch.bfloat16):
         self.shape, self.dtype = torch.Size((2, 8, length, size)), dtype
@@ -217,7 +217,7 @@ def test_what_flash_attention_does_not_run_keeps_its_copies(options, reason, mon
     st.lists(st.sampled_from(["merge", "swap", "contiguous", "turn", "narrow"]), max_size=4),
 )
 def test_random_programs_give_equal_results(groups, times, steps):
-    """Copies made and moved in any way: the attention is the same."""
+    """Attention is the same for copies that are made and transposed in any way."""
 
     def moved(x: Tensor) -> Tensor:
         heads_at = 1
@@ -247,7 +247,7 @@ def test_random_programs_give_equal_results(groups, times, steps):
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_models(name):
-    """The heads are repeated where there is a mask, which goes first."""
+    """transformers repeats heads only with a mask, so the mask is replaced first."""
     config = getattr(transformers, f"{name}Config")(**TEXT)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -125,7 +125,7 @@ def test_inductor_gets_the_mode_and_its_options(given_to_inductor):
     assert mode["max_autotune"] is True
     assert options["epilogue_fusion"] is False
     assert "rewrites" not in options
-    # By default the norms and activations stay as they are written.
+    # By default norms and activations do not change.
     counts = [sum("liger" in str(target) for target in call["nodes"]) for call in given_to_inductor]
     assert counts == [0, 0, 2]
 
@@ -177,7 +177,7 @@ def test_dynamic():
 
 @needs_compiler
 def test_inductor():
-    """For real, with gradients, and after that a mode that the same function has not seen."""
+    """With Inductor and gradients, then in a mode that the function has not been compiled in."""
     x, weight = inputs()
     ours, theirs = inputs()
     options = {"rewrites": "all"}

@@ -1,4 +1,4 @@
-"""The whole of a graph: its subgraphs are rewritten too, and writes that nothing uses are kept."""
+"""Whole graphs: subgraphs are rewritten too, and unused writes are kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_checkpointed_block_is_rewritten(dtype):
 
 
 def test_a_checkpointed_block_under_no_grad():
-    """What a block is called under is not known in it, and does not change in it either."""
+    """A block does not show the modes of its caller, and they do not change inside of it."""
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():

@@ -59,7 +59,7 @@ def test_a_pass_in_inductor(monkeypatch):
 
 @pytest.mark.parametrize("how", ["backend", "pass"])
 def test_inductor_knows_every_op_before_it_meets_one(monkeypatch, how):
-    """Up to torch 2.12 it would write out for its log what each op's arguments were made of."""
+    """Up to torch 2.12 Inductor would log the expressions of each op's arguments."""
     import torch._inductor.compile_fx as compile_fx
     from torch._inductor.lowering import lowerings
 
@@ -82,7 +82,7 @@ def test_inductor_knows_every_op_before_it_meets_one(monkeypatch, how):
 
 
 def test_the_uuid_of_a_pass():
-    """The same for the same rewrites, whatever their order, and another for others."""
+    """Equal for the same rewrites in any order, different for other rewrites."""
     uuid = lambda names=None: liger_ops.graph_pass(names).uuid()
     assert uuid() == uuid()
     assert uuid(["rope", "rms_norm"]) == uuid(["rms_norm", "rope"])
@@ -118,7 +118,7 @@ print(json.dumps([
 
 @needs_compiler
 def test_a_second_start_is_warm(tmp_path):
-    """And a first one again after any source of the package has changed."""
+    """And a cache miss after any source file of the package has changed."""
     package = tmp_path / "package"
     shutil.copytree(ROOT / "liger_ops", package / "liger_ops", symlinks=False)
     cache = str(tmp_path / "cache")

@@ -102,7 +102,7 @@ def centred_in_place(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def standard_deviation(x: Tensor, weight: Tensor) -> Tensor:
-    # Of N - 1, as MPT's predecessors and Annotated Transformer have it.
+    # With N - 1, as in MPT's predecessors and the Annotated Transformer.
     return weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + EPS)
 
 
@@ -124,7 +124,7 @@ NO_LAYER_NORM = {
 
 @pytest.mark.parametrize(("function", "reason"), NO_LAYER_NORM.values(), ids=NO_LAYER_NORM)
 def test_near_misses_of_layer_norm(function, reason):
-    """What follows the subtraction of the mean may still be an rms_norm."""
+    """The code after the subtraction of the mean may still be an rms_norm."""
     counts = {"rms_norm": 1} if function is centred_also_used else {}
     x = values(3, 3, 8)
     refused(function, x, values(8), op="layer_norm", reason=reason, counts=counts)

@@ -60,7 +60,7 @@ def test_linear_cross_entropy(loss, dtype):
     (call,) = found.calls("linear_cross_entropy")
     assert (call["ignore_index"], call["label_smoothing"]) == (-100, 0.0)
     assert (call["softcap"], call["logit_scale"], call["bias"]) == (None, 1.0, None)
-    # Nothing of the size of the logits is left.
+    # No tensor of the size of the logits is in the graph.
     made = [node.meta.get("example_value") for node in found.nodes() if node.op != "placeholder"]
     assert not [one for one in made if isinstance(one, Tensor) and V in one.shape]
 
@@ -148,7 +148,7 @@ def test_a_weight_of_each_class(head, dtype):
         check(loss, *inputs(dtype), class_weight, counts={"cross_entropy": 1})
 
 
-# What is done to the logits, and the softcap and scale that it is.
+# What the code does to the logits, and the softcap and scale of the op.
 SCALES: dict[str, tuple[Callable[[Tensor], Tensor], float | None, float]] = {
     "gemma2": (lambda logits: torch.tanh(logits / 30.0) * 30.0, 30.0, 1.0),
     "gemma2-in-place-of-names": (lambda logits: 2.0 * (logits / 2.0).tanh(), 2.0, 1.0),
@@ -184,7 +184,7 @@ def test_losses_of_any_length(loss):
 
 
 def test_two_heads():
-    """Multi-token prediction: each head has its loss."""
+    """Multi-token prediction: each head has its own loss."""
 
     def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return plain(F.linear(x, weight), target) + sliced(F.linear(x * 2, weight), target)

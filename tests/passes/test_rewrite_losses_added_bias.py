@@ -57,7 +57,7 @@ def test_what_is_added_and_is_no_bias(other, reason):
 
 
 def test_a_bias_that_autocast_does_not_cast():
-    """The op would cast it, as the head casts its own."""
+    """The op would cast the added bias, as the head casts its own bias."""
 
     def function(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -70,7 +70,7 @@ def test_a_bias_that_autocast_does_not_cast():
 
 @pytest.mark.skipif(not NEW, reason="Dynamo does not trace this BART whole, rewritten or not")
 def test_bart():
-    """Its bias of the logits is a buffer, (1, V); its labels are no shifted ones."""
+    """The added bias is a buffer, (1, V), and the labels are not shifted."""
     torch.manual_seed(0)
     sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 40}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0}

@@ -1,4 +1,4 @@
-"""Losses of log-probabilities: nll_loss, and token by token, with what is done to them left."""
+"""Losses of log-probabilities: nll_loss, and per-token losses with the code that follows them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def by_gather(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def by_shifted_gather(logits: Tensor, target: Tensor) -> Tensor:
-    """As TRL computes the log-probabilities of a completion, each of which is wanted."""
+    """TRL's code for the log-probabilities of a completion; each of them is used."""
     logits, target = logits[:, :-1, :].float() / 0.7, target[:, 1:]
     index = target.clamp(min=0)[..., None]
     per_token = torch.gather(logits.log_softmax(-1), dim=2, index=index).squeeze(2)
@@ -72,7 +72,7 @@ def by_shifted_gather(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def by_written_labels(logits: Tensor, target: Tensor) -> Tensor:
-    """As DPO's code has it: labels are written, between the head and the loss."""
+    """DPO's code writes labels in place between the head and the loss."""
     labels = target.clone()
     labels[labels == -100] = 0
     per_token = torch.take_along_dim(logits.log_softmax(-1), labels[..., None], dim=-1)
@@ -128,7 +128,7 @@ def test_losses_of_log_probabilities(head, loss, dtype):
     op = "linear_cross_entropy" if head else "cross_entropy"
     function, arguments = (with_head(loss), head_inputs) if head else (loss, inputs)
     found = check(function, *arguments(dtype), counts={op: 1})
-    # Nothing of the size of the logits is left.
+    # No tensor of the size of the logits is in the graph.
     made = [node.meta.get("example_value") for node in found.nodes() if node.op != "placeholder"]
     wide = [one for one in made if isinstance(one, Tensor) and V in one.shape]
     assert not (wide if head else [one for one in wide if one.dtype != dtype])
@@ -162,7 +162,7 @@ def test_losses_of_tokens_under_autocast(loss):
             return loss(F.linear(x, weight), target)
 
     found = check(function, *head_inputs(), counts={"linear_cross_entropy": 1})
-    # As autocast would have cast them for the head.
+    # Autocast would cast them like this for the head.
     (read,) = [node for node in found.nodes() if "cross_entropy" in str(node.target)]
     if read.target is torch.ops.liger.linear_cross_entropy_forward.default:
         assert [one.meta["example_value"].dtype for one in read.args[:2]] == [torch.bfloat16] * 2
@@ -190,7 +190,7 @@ def test_parts_of_losses_are_saved_and_not_computed_again():
 
 
 def test_ignored_targets_of_gather_are_out_of_range():
-    """What gather would not take is not taken for the op's ignore_index."""
+    """An index that gather rejects is not treated as the op's ignore_index."""
     x, weight, target = head_inputs()
     unmasked = lambda logits, target: logits.log_softmax(-1).gather(-1, target.unsqueeze(-1))
     function = with_head(unmasked)

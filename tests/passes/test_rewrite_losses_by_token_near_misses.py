@@ -1,4 +1,4 @@
-"""What is a loss of log-probabilities but for one thing, and stays as it is."""
+"""Near misses of losses of log-probabilities, which do not change."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def of_the_three_largest(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def of_some_positions(logits: Tensor, target: Tensor) -> Tensor:
-    """gather takes an index of fewer positions than there are."""
+    """gather accepts an index with fewer positions than its input."""
     return F.log_softmax(logits, -1).gather(-1, target[:, 1:].clamp(min=0).unsqueeze(-1)).mean()
 
 
@@ -80,7 +80,7 @@ def used_before_its_targets(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def computed_twice(logits: Tensor, target: Tensor) -> Tensor:
-    """And one of the two is written."""
+    """One of two equal parts is written in place."""
     chosen = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     first, second = logits.logsumexp(-1), logits.logsumexp(-1)
     return (first.detach().zero_() + second - chosen).mean()
@@ -125,7 +125,7 @@ def test_labels_that_are_written_between_the_parts():
 
 
 def test_positions_that_are_regrouped_after_the_head():
-    """The op is of the logits, whose positions the targets have; the head's are others."""
+    """The targets have the positions of the logits, and the head has others."""
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         index = target.clamp(min=0).view(S, B, 1)
@@ -135,7 +135,7 @@ def test_positions_that_are_regrouped_after_the_head():
 
 
 def picked(logits: Tensor, target: Tensor) -> Tensor:
-    """One logit of each token is no loss; nor is logsumexp alone."""
+    """One logit per token is not a loss, and neither is logsumexp alone."""
     return (
         logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).sum()
         + logits.tanh().logsumexp(-1).sum()
@@ -153,7 +153,7 @@ def test_what_is_no_loss(function):
 
 
 def test_what_is_refused_leaves_the_graph_as_it_came():
-    """Even where nodes were already put in."""
+    """Also after nodes were inserted."""
     found = check(with_head(summed_in_float64), *head_inputs(), counts={})
     untouched = Rewriter(["rope"])
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Losses that stay as they are: of tensors that the ops do not know, and apart from their head."""
+"""Losses that are not rewritten: of tensor subclasses, and separate from their head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("layout", [None, Shard(-1)], ids=["product", "redistributed"])
 def test_loss_parallel(mesh, layout):
-    """A vocabulary that lies on several devices: PyTorch's own loss knows how to sum over them."""
+    """A vocabulary that is sharded over devices; PyTorch's own loss sums over the shards."""
     x, _, target = head_inputs()
     model = Model(11)
     before = model(x, target)
@@ -55,7 +55,7 @@ def test_loss_parallel(mesh, layout):
 
 
 def warned(function: Callable[..., Any], *inputs: Any) -> list[str]:
-    """What the user is warned of for a function's graphs."""
+    """The warnings for a function's graphs."""
     torch._dynamo.reset()
     found = Rewriter()
     torch.compile(function, backend=found)(*inputs)
@@ -122,7 +122,7 @@ def test_a_loss_outside_of_the_compiled_model():
 
 
 def test_what_is_not_warned_of():
-    """A loss that is fused, one of few classes, an evaluation, frozen weights, logits of nobody."""
+    """A fused loss, few classes, an evaluation, frozen weights, logits that are inputs."""
     model, x, target = Model(), torch.randn(2, 5, D), labels()
     assert warned(model, x, target) == []
     assert warned(lambda x, target: and_logits(Model(11), x, target), x, target) == []

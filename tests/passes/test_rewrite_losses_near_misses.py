@@ -1,4 +1,4 @@
-"""What is a loss of logits, or of a head, but for one thing: left, or rewritten in part."""
+"""Near misses of losses of logits or of a head: not rewritten, or only in part."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ USED_ELSEWHERE = {
 @each_dtype
 @pytest.mark.parametrize(("function", "reason"), USED_ELSEWHERE.values(), ids=USED_ELSEWHERE)
 def test_logits_that_are_needed(function, reason, dtype):
-    """Their loss is cross_entropy's, and the head stays."""
+    """The loss becomes cross_entropy, and the head stays."""
     found = check(function, *head_inputs(dtype), counts={"cross_entropy": 1})
     (given,) = found.reasons("linear_cross_entropy")
     assert reason in given
@@ -88,7 +88,7 @@ def probabilities(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def by_channels(logits: Tensor, target: Tensor) -> Tensor:
-    """(B, V, S), as PyTorch has it for images."""
+    """(B, V, S), PyTorch's layout for images."""
     return F.cross_entropy(logits.view(B, V, S), target)
 
 
@@ -112,7 +112,7 @@ def test_losses_that_are_refused(loss, reason):
 
 
 def capped_then_scaled(logits: Tensor, target: Tensor) -> Tensor:
-    """Of the op the cap comes last: here it is another function."""
+    """In the op the softcap comes last, so this is another function."""
     return transformers(torch.tanh(logits / 3.0) * 3.0 * 0.5, target)
 
 
@@ -138,7 +138,7 @@ def rounded(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def in_float64(logits: Tensor, target: Tensor) -> Tensor:
-    """Which the op of such logits computes in, and that of narrower ones not."""
+    """The op computes in float64 for float64 logits only."""
     return plain(logits.double(), target)
 
 
@@ -211,7 +211,7 @@ BROKEN: dict[str, tuple[Loss, int]] = {
 
 @pytest.mark.parametrize(("loss", "head"), BROKEN.values(), ids=BROKEN)
 def test_chains_that_do_not_reach_the_head(loss, head):
-    """What is done to the logits beside is done; the loss is cross_entropy's all the same."""
+    """Other uses of the logits stay, and the loss still becomes cross_entropy."""
     found = check(loss, *inputs(), counts={"cross_entropy": 1})
     (call,) = found.calls("cross_entropy")
     assert call["softcap"] in (None, 2.0)

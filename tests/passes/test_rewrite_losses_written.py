@@ -1,4 +1,4 @@
-"""Losses of logits, heads and labels that are written in place: what comes in between is seen."""
+"""Losses of logits, heads and labels with writes in place between the nodes of a match."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_written_logits():
     logits, target = inputs()
     found = check(masked_logits, logits.detach(), target, counts={})
     assert "written in place" in found.reasons("cross_entropy")[0]
-    # A view of what is written has what was written.
+    # A view of a tensor sees what is written to the tensor.
     assert_right_without_head(written_logits)
 
 
@@ -58,7 +58,7 @@ def test_a_written_head():
 
 
 def test_written_labels():
-    """Before the head and after the loss."""
+    """Writes before the head and after the loss."""
 
     def function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
         target = target.clone()

@@ -1,4 +1,4 @@
-"""rms_norm, found in the code of models however it is spelled."""
+"""rms_norm, found in the code of models in every spelling."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_rms_norm(function, mode, offset, weighted, dtype):
     (call,) = found.calls("rms_norm")
     assert (call["eps"], call["offset"]) == (EPS, offset)
     assert (call["weight"] is not None) == weighted
-    # In float32 the modes are one.
+    # In float32 the casting modes are the same.
     assert dtype == torch.float32 or call["casting_mode"] == mode
 
 
@@ -77,7 +77,7 @@ def test_rms_norm_module(dtype):
 
 
 def test_rms_norm_of_a_narrow_x_and_a_wide_weight():
-    """Llama's product with a float32 weight is float32, and stays; what it is of is rounded."""
+    """Llama's product with a float32 weight is float32 and stays; its other factor is rounded."""
     x, weight = values(2, 3, 8, dtype=torch.bfloat16), values(8)
     (call,) = check(llama, x, weight, counts={"rms_norm": 1}).calls("rms_norm")
     assert call["weight"] is None and call["casting_mode"] == "gemma"
@@ -159,7 +159,7 @@ def test_rms_norm_of_any_rank(shape):
 
 
 def test_rms_norm_of_heads_seen_transposed():
-    """The rows of a projection, (B, S, heads, D), seen as (B, heads, S, D)."""
+    """The rows of a projection, (B, S, heads, D), viewed as (B, heads, S, D)."""
     check(
         lambda x, w: llama(x.transpose(1, 2), w),
         *(values(2, 3, 4, 8, dtype=torch.bfloat16), values(8, dtype=torch.bfloat16)),
@@ -176,7 +176,7 @@ def test_rms_norm_of_expanded_rows():
 @pytest.mark.parametrize("function", [llama, olmo2])
 @pytest.mark.parametrize("shape", [(3, 8), (1, 8), ()])
 def test_rms_norm_of_a_weight_that_is_no_row(function, shape, dtype):
-    """The product with it stays what it is."""
+    """The product with the weight does not change."""
     x, weight = values(2, 3, 8, dtype=dtype), values(*shape, dtype=dtype)
     found = check(function, x, weight, counts={"rms_norm": 1})
     assert found.calls("rms_norm")[0]["weight"] is None
@@ -187,14 +187,14 @@ def gemma_with_a_narrow_offset(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_rms_norm_of_an_offset_weight_that_is_rounded():
-    """Rounded, the sum is a weight like any other."""
+    """After rounding, the sum is an ordinary weight."""
     x, weight = values(2, 3, 8, dtype=torch.bfloat16), values(8, dtype=torch.bfloat16)
     found = check(gemma_with_a_narrow_offset, x, weight, counts={"rms_norm": 1})
     assert found.calls("rms_norm")[0]["offset"] == 0.0
 
 
 def weight_written_afterwards(x: Tensor, weight: Tensor) -> Tensor:
-    """A write after the norm does not keep it from being found."""
+    """A write after the norm does not prevent the match."""
     weight = weight * 1.0
     y = llama(x, weight)
     weight.add_(1)

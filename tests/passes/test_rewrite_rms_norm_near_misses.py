@@ -1,4 +1,4 @@
-"""What is rms_norm but for one thing, left as it is."""
+"""Near misses of rms_norm, which do not change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def all_dimensions(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def keepdim_missing(x: Tensor, weight: Tensor) -> Tensor:
-    # Of (3, 3, 8): the mean of one row scales another.
+    # For (3, 3, 8) the mean of one row scales another row.
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1) + EPS).unsqueeze(0).transpose(0, 2))
 
 

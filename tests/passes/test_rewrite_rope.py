@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rewriting import check, each_dtype, values
 
-# All different: sizes that are equal are one symbol when shapes are dynamic.
+# All different, because equal sizes become one symbol when shapes are dynamic.
 B, HEADS, KV_HEADS, S, D = 2, 6, 3, 5, 16
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -125,12 +125,12 @@ def tables(
 
 
 def used(rotated: Tensor) -> Tensor:
-    """What takes a tensor of any strides."""
+    """A consumer that accepts any strides."""
     return rotated.reshape(*rotated.shape[:2], -1).flip(1)
 
 
 def applied(rotation: Rotation) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The rotation of both, of heads seen as (B, heads, S, D)."""
+    """The rotation of both, with heads viewed as (B, heads, S, D)."""
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -189,7 +189,7 @@ def test_rope_under_casts(rotation, casts):
 @pytest.mark.parametrize("dim", [2, -2])
 @pytest.mark.parametrize("neighbours", [False, True])
 def test_rope_of_heads_before_the_last_dimension(dtype, dim, neighbours):
-    """As T5Gemma, ESM and Gemma3n have it: (B, S, heads, D), never transposed."""
+    """The layout of T5Gemma, ESM and Gemma3n: (B, S, heads, D), never transposed."""
     turned = rotate_neighbours_by_reshape if neighbours else rotate_half
 
     def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def test_rope_of_two_layers():
 ANY_LENGTH = {
     name: (rotation, columns)
     for name, (rotation, columns, _, _) in SPELLINGS.items()
-    # Of a symbol it is not known that it is even, and chunk's halves then differ.
+    # A symbol is not known to be even, and for odd sizes chunk's halves differ.
     if rotation is not llama_by_chunk
 }
 
@@ -248,7 +248,7 @@ def test_rope_of_any_length(rotation, columns):
     )
 
 
-# What is almost that
+# Near misses
 
 
 def turned_the_other_way(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -357,7 +357,7 @@ def partly_under_autocast(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any
         return rotated, llama(k, cos, sin)
 
 
-# How many ops: the two apart, or one of them.
+# Number of ops: both tensors separately, or only one of them.
 NO_PAIRS: dict[str, tuple[Callable[..., Any], int]] = {
     "two-tables": (of_two_tables, 2),
     "one-alone": (of_one_alone, 1),
@@ -370,7 +370,7 @@ NO_PAIRS: dict[str, tuple[Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize(("function", "count"), NO_PAIRS.values(), ids=NO_PAIRS)
 def test_rotations_that_are_no_pair(function, count):
-    """Each is an op of its own, with no heads for its keys."""
+    """Each tensor becomes an op of its own, with keys of no heads."""
     found = check(function, *heads(), *tables(D), counts={"rope": count})
     for call in found.calls("rope"):
         assert call["k"].meta["example_value"].shape[1] == 0
@@ -403,7 +403,7 @@ def test_writes_between_two_rotations(function, count):
 
 @pytest.mark.parametrize("rotation", [phi3, gpt_oss])
 def test_a_result_whose_strides_are_needed(rotation):
-    """The op's are those of x, and those of torch.cat are not."""
+    """The op's strides are those of x; the strides of torch.cat are not."""
     columns = D // 2
     function = lambda x, cos, sin: rotation(x.transpose(1, 2), cos, sin)
     returned = check(function, heads()[0], *tables(columns), counts={})
@@ -413,7 +413,7 @@ def test_a_result_whose_strides_are_needed(rotation):
 
 
 def test_rope_that_is_wider_than_its_heads():
-    """A bfloat16 x times a float32 table is float32, as under autocast: the op is given that."""
+    """bfloat16 x times a float32 table is float32, as under autocast; the op gets float32."""
     found = check(applied(llama), *heads(torch.bfloat16), *tables(D), counts={"rope": 1})
     assert found.calls("rope")[0]["q"].meta["example_value"].dtype == torch.float32
 
@@ -428,6 +428,6 @@ def test_rope_under_autocast():
 
 
 def test_rope_of_tables_with_gradients():
-    """Where tables are learned they have gradients, the op's too."""
+    """Learned tables have gradients, with the op too."""
     cos, sin = (table.requires_grad_() for table in tables(D))
     check(applied(llama), *heads(), cos, sin, counts={"rope": 1})

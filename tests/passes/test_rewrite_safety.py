@@ -1,4 +1,4 @@
-"""What a rewrite may not do: erase or move what it did not match, change its surroundings, fail."""
+"""A rewrite does not erase or move unmatched nodes, change its surroundings, or fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("empty_caches")
 
 
 def graph_of(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
-    """What Dynamo makes of a function."""
+    """The graph that Dynamo captures of a function."""
     found: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Any:
@@ -35,7 +35,7 @@ def graph_of(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
 
 
 def test_no_dead_code_is_eliminated(monkeypatch):
-    """fx's elimination drops writes in subgraphs, and nodes that a rewrite knows nothing of."""
+    """fx's dead code elimination drops writes in subgraphs, and nodes that no rewrite matched."""
 
     def block(x: Tensor, weight: Tensor) -> Tensor:
         y = model(x, weight)
@@ -59,7 +59,7 @@ def test_no_dead_code_is_eliminated(monkeypatch):
 
 
 def test_writes_in_blocks_stay():
-    """W1: a write in a checkpointed block, or in the backward of an autograd function."""
+    """A write in a checkpointed block, or in the backward of an autograd function."""
 
     def block(x: Tensor) -> Tensor:
         y = x * 2
@@ -160,14 +160,14 @@ def rotated_and(then: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def test_another_layout_that_nothing_notices():
-    """The op keeps the layout of x, where torch.cat makes its own; attention takes either."""
+    """The op keeps the strides of x and torch.cat does not; attention accepts both."""
     found = check(applied(phi3), *heads(), *tables(16), counts={"rope": 1})
     (op,) = (node for node in found.nodes() if "rope" in str(node.target))
     assert op.meta["example_value"][0].stride() != torch.empty(2, 6, 5, 16).stride()
 
 
 def written_copy(q: Tensor) -> Tensor:
-    """A write through `contiguous`, which is a copy of a transposed tensor alone."""
+    """A write through `contiguous`, which copies only if the tensor is transposed."""
     q.contiguous().mul_(2)
     return q * 1
 
@@ -188,13 +188,13 @@ def strided(q: Tensor) -> Tensor:
     ids=["written copy", "written view", "strided", "returned", "viewed"],
 )
 def test_another_layout_that_is_noticed(then):
-    """So that the queries stay; of the keys only the sum is seen."""
+    """The queries are returned; of the keys only the sum is."""
     function = rotated_and(then)
     refused(function, *heads(), *tables(16), op="rope", reason="strides", counts={"rope": 1})
 
 
 def test_a_user_kernel_between_is_a_write():
-    """What a function does that nobody knows may be anything."""
+    """An unknown function may do anything."""
 
     @torch._dynamo.allow_in_graph
     def unknown(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The demo, on few and small batches."""
+"""The demo and the timed step, on few and small batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal masks, and attention with a mask held to what it computes without the pass."""
+"""Causal masks, and a check of attention with a mask against attention without the pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def causal(q: int, k: int) -> Tensor:
 
 
 def transformers_packed(q: int, k: int) -> Tensor:
-    """As transformers makes it without a cache: positions that it numbered itself may be packed."""
+    """transformers' mask without a cache, where its own position ids may be packed."""
     positions = torch.arange(q)[None].expand(2, -1)
     first = positions[:, :1] - 1
     sequence = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
@@ -44,7 +44,7 @@ def float_mask(kept: Callable[[int, int], Tensor], low: float) -> Mask:
 
 
 def least() -> float:
-    """In place of a global number, which under dynamic shapes is an input of the graph."""
+    """A function instead of a global, because with dynamic shapes a global is a graph input."""
     return torch.finfo(torch.float32).min
 
 

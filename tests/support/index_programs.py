@@ -21,14 +21,14 @@ from liger_ops.lowering.passes.causal_mask.algebra import (
     negation,
 )
 
-# What a program is: from the number of queries and of keys to a tensor that (queries, keys) fits.
+# A program maps the numbers of queries and keys to a tensor that broadcasts to (queries, keys).
 Program = Callable[[int, int], Tensor]
 
 COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne]
 
 
 def value_at(value: Any, place: Sequence[int]) -> Any:
-    """A function of indices at one of them."""
+    """The value of a function of indices at `place`."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Affine):
@@ -102,7 +102,7 @@ def _full(function: Callable[[Tensor], Tensor], program: Program) -> Program:
 COMPARED = st.builds(
     lambda compare, x, y: _of(compare, x, y), st.sampled_from(COMPARISONS), NUMBERS, NUMBERS
 )
-# So that what is drawn is causal often enough.
+# Makes causal masks frequent enough among the drawn programs.
 PLAIN = st.builds(
     lambda n, place: lambda q, k: (_second(q, k) + n) <= (_first(q, k) + n + place),
     SMALL,
@@ -114,7 +114,7 @@ TRUE = st.builds(
 
 
 def masks() -> st.SearchStrategy[Program]:
-    """Programs whose mask is (queries, keys), boolean, and causal now and then."""
+    """Programs whose mask is (queries, keys), boolean, and sometimes causal."""
     atoms = st.one_of(PLAIN, PLAIN, TRUE, COMPARED)
     near = st.builds(lambda x, y: _of(operator.and_, x, y), PLAIN, st.one_of(TRUE, atoms))
     return st.one_of(PLAIN, near, st.recursive(atoms, _truths, max_leaves=4)).map(
@@ -123,7 +123,7 @@ def masks() -> st.SearchStrategy[Program]:
 
 
 def conditions() -> st.SearchStrategy[Any]:
-    """Conditions on a query's and a key's place, as programs leave them."""
+    """Conditions on the indices of a query and a key, as programs produce them."""
     slopes = st.fixed_dictionaries({-2: st.integers(-2, 2), -1: st.integers(-2, 2)})
     any_atom = st.builds(lambda n, slope: NonNegative(affine(n, slope)), st.integers(-6, 6), slopes)
     near = st.builds(lambda n: NonNegative(affine(n, {-2: 1, -1: -1})), st.integers(-1, 1))

@@ -39,21 +39,19 @@ def selected(
     for dtype in dtypes or ():
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    entries = [ENTRIES[op] for op in ops or ENTRIES]
-    found: dict[tuple[str, Shape, torch.dtype], Workload] = {}
-    for entry in entries:
-        for choice in shapes:
-            names = dtypes or (("bfloat16",) if choice == "figures" else tuple(DTYPES))
-            for shape in _shapes(entry, choice):
-                for name in names:
-                    workload = Workload(entry, shape, DTYPES[name])
-                    found.setdefault((entry.op, shape, workload.dtype), workload)
+    found = dict.fromkeys(
+        (op, shape, dtype)
+        for op in ops or ENTRIES
+        for choice in shapes
+        for shape in _shapes(ENTRIES[op], choice)
+        for dtype in dtypes or (["bfloat16"] if choice == "figures" else DTYPES)
+    )
     if not found:
         raise ValueError(
             f"no op here has a shape {', '.join(shapes)}; shapes are {', '.join(SETS)}, a model"
             f" ({', '.join(_model_names())}), or sizes such as 8192x4096"
         )
-    return list(found.values())
+    return [Workload(ENTRIES[op], shape, DTYPES[dtype]) for op, shape, dtype in found]
 
 
 def _shapes(entry: Entry, choice: str) -> list[Shape]:

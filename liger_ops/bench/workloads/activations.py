@@ -57,8 +57,6 @@ ENTRIES = (
         ours=liger_ops.relu_squared,
         eager=lambda x: F.relu(x).square(),
         peers={"liger-kernel": "liger_relu_squared"},
-        inputs=leaves(1),
-        passes=moved(2, 3),
         models=intermediate("relu_squared"),
         small=(1024, 4096),
     ),

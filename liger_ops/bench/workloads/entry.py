@@ -83,16 +83,17 @@ class Entry:
     # The names of a shape's numbers.
     dims: tuple[str, ...] = ("M", "N")
     # The arguments. Those that require gradients are differentiated.
-    inputs: Callable[[Draw, Shape], list[Tensor]]
+    inputs: Callable[[Draw, Shape], list[Tensor]] = leaves(1)
     # Mode to the least number of times that every element is moved, or takes part in an operation.
-    passes: Mapping[str, int]
+    # By default x is read and y written, then x and dy are read and dx is written.
+    passes: Mapping[str, int] = field(default_factory=lambda: moved(2, 3))
     elements: Callable[[Shape], int] = math.prod
     is_matrix_product: bool = False
     # The shapes of docs/benchmarks.md, and those of named models.
     figures: tuple[Shape, ...] = ()
     models: Mapping[str, Shape]
     # Where the host is the limit: its time is measured here.
-    small: Shape
+    small: Shape = (2048, 4096)
     truth: Truth = truth_at_once
 
     @property

@@ -55,13 +55,11 @@ ENTRIES = (
             "quack": lambda quack: lambda x, weight: quack.rmsnorm(x, weight, eps=EPS),
         },
         inputs=leaves(1, 1),
-        passes=moved(2, 3),
         figures=(
             *((32768, 1024), (32768, 4096), (16384, 8192)),
             *((8192, 16384), (4096, 32768), (2048, 65536)),
         ),
         models=HIDDEN,
-        small=(2048, 4096),
     ),
     Entry(
         op="fused_add_rms_norm",
@@ -72,7 +70,6 @@ ENTRIES = (
         passes=moved(4, 4),
         figures=((32768, 4096), (8192, 16384)),
         models=HIDDEN,
-        small=(2048, 4096),
     ),
     Entry(
         op="layer_norm",
@@ -84,10 +81,8 @@ ENTRIES = (
             )
         },
         inputs=leaves(1, 2),
-        passes=moved(2, 3),
         figures=((32768, 4096), (8192, 16384)),
         models=HIDDEN,
-        small=(2048, 4096),
     ),
     Entry(
         op="group_norm",
@@ -102,7 +97,6 @@ ENTRIES = (
         },
         dims=("batch", "C", "H", "W"),
         inputs=leaves(1, 2),
-        passes=moved(2, 3),
         figures=((64, 512, 64, 64), (16, 1280, 32, 32)),
         # The widths of the U-Net, at 1024 x 1024 pixels.
         models={

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import liger_ops
 
-from .entry import Entry, leaves, moved
+from .entry import Entry
 from .models import VOCABULARY
 
 ENTRIES = (
@@ -15,19 +15,13 @@ ENTRIES = (
         ours=liger_ops.softmax,
         aten=lambda x: F.softmax(x, -1),
         peers={"liger-kernel": "liger_softmax", "quack": "softmax"},
-        inputs=leaves(1),
-        passes=moved(2, 3),
         figures=((8192, 4096), (8192, 32768)),
         models=VOCABULARY,
-        small=(2048, 4096),
     ),
     Entry(
         op="log_softmax",
         ours=liger_ops.log_softmax,
         aten=lambda x: F.log_softmax(x, -1),
-        inputs=leaves(1),
-        passes=moved(2, 3),
         models=VOCABULARY,
-        small=(2048, 4096),
     ),
 )
