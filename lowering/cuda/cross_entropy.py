@@ -14,8 +14,8 @@ from .cross_entropy_kernels import (
     cross_entropy_backward_kernel,
     cross_entropy_kernel,
     cross_entropy_wide_kernel,
-    reduce_kernel,
 )
+from .cross_entropy_reduction import reduce_kernel
 from .launch import WARP_SIZE, Plan, dependent_launch, launch, pipeline_stages, processors, rows
 
 
