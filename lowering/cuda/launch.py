@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton.runtime import driver
+
+from .compiled import launch_compiled
 
 # 1024 threads make the largest block, which is 32 warps of NVIDIA and 16 of AMD's data-centre GPUs.
 WARP_SIZE = 64 if torch.version.hip else 32
@@ -114,65 +114,6 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constant
     device = x.device.index
     if x.is_cuda and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _launch(kernel, grid, device, args, constants)
+            launch_compiled(kernel, grid, device, args, constants)
     else:
-        _launch(kernel, grid, device, args, constants)
-
-
-# By everything that Triton compiles a kernel for: what it compiled, its grid, and the constants to
-# pass after the arguments.
-_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
-
-# Every size of a batch is a form of its own.
-MOST_COMPILED = 4096
-# Of an address; Triton tells apart the multiples of 16.
-ALIGNMENT = 64
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: int | None,
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-) -> None:
-    """`kernel[grid](*args, **constants)`, which takes 12 us to find what it has compiled, in 7.
-
-    Triton compiles a kernel for the dtypes of tensors and whether they are aligned, for the types
-    of numbers and some of their values, for constants, and for its settings. Here all values of
-    numbers and of settings are told apart.
-    """
-    passed, form = list(args), list(map(type, args))
-    for i, arg in enumerate(args):
-        if isinstance(arg, Tensor):
-            passed[i] = address = arg.data_ptr()
-            form[i] = arg.dtype
-            form.append(address % ALIGNMENT)
-        else:
-            form.append(arg)
-    key = (kernel.fn, grid, device, *form, *constants, *constants.values())
-    if vars(knobs.runtime) or vars(knobs.compilation):
-        key += (*vars(knobs.runtime).items(), *vars(knobs.compilation).items())
-    known = _COMPILED.get(key)
-    if known is not None and not _hooked(kernel):
-        compiled, grid, others = known
-        stream = driver.active.get_current_stream(device)
-        loaded = (compiled.function, compiled.packed_metadata)
-        compiled.run(*grid, stream, *loaded, None, None, None, *passed, *others)
-        return
-    compiled = kernel[grid](*args, **constants)
-    # The interpreter compiles nothing. On AMD's GPUs Triton tells apart the sizes of tensors too.
-    if compiled is None or torch.version.hip:
-        return
-    if len(_COMPILED) >= MOST_COMPILED:
-        _COMPILED.clear()
-    others = [constants[name] for name in kernel.arg_names[len(args) :]]
-    _COMPILED[key] = (compiled, (*grid, 1, 1)[:3], others)
-
-
-def _hooked(kernel: Any) -> bool:
-    """Whether somebody, such as a profiler, asked to be called at launches: Triton does that."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(
-        kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-    )
+        launch_compiled(kernel, grid, device, args, constants)
