@@ -7,27 +7,25 @@ from collections.abc import Callable
 from .. import library
 
 
-def register(device: str, forward: Callable[..., None], backward: Callable[..., None]) -> None:
-    """Register the launches of a device's kernels, which take a residual and its gradient or None:
-    of x, residual, weight, y, s, eps, offset, casting_mode and plan; and of dy, ds, x or s, weight,
-    dx, dweight, eps, offset and plan."""
+def register(
+    device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
+) -> None:
+    """Register a device's launches: of a call, residual, y, s and plan, and of a call, ds, x or s,
+    dx, dweight and plan. The residual, s and ds are None in rms_norm."""
+    module = launch.__module__
 
-    @library.kernel("rms_norm", device, module=forward.__module__)
+    @library.kernel("rms_norm", device, module=module)
     def rms_norm(call, y, plan):
-        options = (call.eps, call.offset, call.casting_mode)
-        forward(call.x, None, call.weight, y, None, *options, plan)
+        launch(call, None, y, None, plan)
 
-    @library.kernel("fused_add_rms_norm", device, module=forward.__module__)
+    @library.kernel("fused_add_rms_norm", device, module=module)
     def fused_add_rms_norm(call, y, s, plan):
-        options = (call.eps, call.offset, call.casting_mode)
-        forward(call.x, call.residual, call.weight, y, s, *options, plan)
+        launch(call, call.residual, y, s, plan)
 
-    @library.kernel("rms_norm_backward", device, module=backward.__module__)
+    @library.kernel("rms_norm_backward", device, module=module)
     def rms_norm_backward(call, dx, dweight, plan):
-        options = (call.eps, call.offset)
-        backward(call.dy, None, call.x, call.weight, dx, dweight, *options, plan)
+        launch_backward(call, None, call.x, dx, dweight, plan)
 
-    @library.kernel("fused_add_rms_norm_backward", device, module=backward.__module__)
+    @library.kernel("fused_add_rms_norm_backward", device, module=module)
     def fused_add_rms_norm_backward(call, dx, dweight, plan):
-        options = (call.eps, call.offset)
-        backward(call.dy, call.ds, call.s, call.weight, dx, dweight, *options, plan)
+        launch_backward(call, call.ds, call.s, dx, dweight, plan)

@@ -7,22 +7,24 @@ from collections.abc import Callable
 from .. import library
 
 
-def register(device: str, forward: Callable[..., None], backward: Callable[..., None]) -> None:
+def register(
+    device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
+) -> None:
     """Register the launches of a device's kernels: of x and y, and of dy, y and dx; then whether of
     log_softmax, and the plan."""
     for name in ("softmax", "log_softmax"):
-        _register(name, device, forward, backward)
+        _register(name, device, launch, launch_backward)
 
 
 def _register(
-    name: str, device: str, forward: Callable[..., None], backward: Callable[..., None]
+    name: str, device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
 ) -> None:
-    log = name == "log_softmax"
+    log, module = name == "log_softmax", launch.__module__
 
-    @library.kernel(name, device, module=forward.__module__)
-    def launch_forward(call, y, plan):
-        forward(call.x, y, log, plan)
+    @library.kernel(name, device, module=module)
+    def forward(call, y, plan):
+        launch(call.x, y, log, plan)
 
-    @library.kernel(f"{name}_backward", device, module=backward.__module__)
-    def launch_backward(call, dx, plan):
-        backward(call.dy, call.y, dx, log, plan)
+    @library.kernel(f"{name}_backward", device, module=module)
+    def backward(call, dx, plan):
+        launch_backward(call.dy, call.y, dx, log, plan)

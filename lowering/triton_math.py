@@ -20,16 +20,16 @@ def flushed_exp(x):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """value as storing it in dtype would leave it."""
+    """value rounded to dtype, as float32."""
     return value.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def widened_again(x):
-    """x.to(float32) once more, by a road that the compiler does not merge with the first.
+    """Convert to float32 again, by bit shift if x is bfloat16, so that the compiler cannot reuse an
+    earlier x.to(float32).
 
-    A row between its two uses then stays in registers as it is stored: a bfloat16 row in half of
-    them.
+    Between its two uses a row then stays in registers as it is stored: bfloat16 takes half of them.
     """
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
@@ -39,7 +39,7 @@ def widened_again(x):
 
 @triton.jit
 def rms_square(x, dtype: tl.constexpr, CASTING_MODE: tl.constexpr):
-    """What rms_norm sums over a row."""
+    """The squares that rms_norm sums over a row."""
     square = x * x
     if CASTING_MODE == "none":
         square = rounded(square, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,47 +14,74 @@ from ..sizes import cdiv, next_power_of_2
 from .cross_entropy_kernels import (
     cross_entropy_backward_kernel,
     cross_entropy_kernel,
-    cross_entropy_wide_kernel,
-    reduce_kernel,
+    cross_entropy_online_kernel,
 )
-from .launch import WARP_SIZE, Plan, dependent_launch, launch, pipeline_stages, processors, rows
+from .cross_entropy_reduction import reduce_kernel
+from .launch import (
+    WARP_SIZE,
+    Plan,
+    WholeRow,
+    dependent_launch,
+    launch,
+    launch_whole_rows,
+    pipeline_stages,
+    plan_whole_rows,
+    processors,
+    rows,
+)
 
 
-def plan_forward(logits: Tensor, gradient: bool = False) -> Plan:
+@dataclass(frozen=True)
+class Online(Plan):
+    """A program reads its row in tiles and keeps a running maximum and sum: online softmax.
+
+    It loads `num_stages` tiles ahead. If it writes the gradient, it reads the row a second time.
+    """
+
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class SplitRows(Plan):
+    """`programs` programs share BLOCK_M rows."""
+
+    BLOCK_M: int = 1
+    programs: int = 1
+
+
+def plan_forward(logits: Tensor, gradient: bool = False) -> WholeRow | Online:
     V = logits.shape[1]
-    BLOCK_N = next_power_of_2(V)
-    if BLOCK_N <= 8192:
-        BLOCK_M = max(1, 2048 // BLOCK_N)
-        return Plan(BLOCK_M, BLOCK_N, threads=min(1024, max(128, BLOCK_M * BLOCK_N // 16)))
+    if V <= 8192:
+        return plan_whole_rows(V, 1024)
     if not gradient:
         # 95% of the copy rate for (8192, 32768) in bfloat16 on an H200.
-        stages = pipeline_stages(logits, 8192 * logits.element_size())
-        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=256, stages=stages)
-    # Where the row is walked again, no stage of it waits in shared memory: 91% for (8192, 32768),
-    # with 3 stages 86%; 77% for (2092, 128256), of which all rows at work leave the L2 cache.
-    return Plan(BLOCK_M=1, BLOCK_N=8192 if V <= 65536 else 16384, threads=512)
+        num_stages = pipeline_stages(logits, 8192 * logits.element_size())
+        return Online(8192, 256, num_stages)
+    # A second pass finds more of the row in the caches if no stage waits in shared memory: 91% for
+    # (8192, 32768), and 86% with 3 stages; 77% for (2092, 128256), where the rows under way do not
+    # fit in the L2 cache.
+    return Online(8192 if V <= 65536 else 16384, 512)
 
 
-def plan_backward(logits: Tensor) -> Plan:
+def plan_backward(logits: Tensor) -> SplitRows:
     M, V = logits.shape
     BLOCK_N = min(4096 if V <= 32768 else 8192, next_power_of_2(V))
     BLOCK_M = max(1, 2048 // BLOCK_N)
     threads = max(128, BLOCK_M * BLOCK_N // 16)
     if V > BLOCK_N:
-        # 16 bytes a thread: 94% of the H200's copy rate for (8192, 32768) in bfloat16, of 32 bytes
-        # 90%; 94% for (4096, 128256), in tiles of 4096 93%, there of 32 bytes 90%.
+        # 16 bytes a thread: 94% of the H200's copy rate for (8192, 32768) in bfloat16, and 90% with
+        # 32 bytes. For (4096, 128256) 94%, in tiles of 4096 93%, and in those with 32 bytes 90%.
         threads = min(1024, BLOCK_N * logits.element_size() // 16)
     # As many programs to a row as keep every processor busy with short batches.
     splits = cdiv(8 * processors(logits), cdiv(M, BLOCK_M))
-    programs = min(cdiv(V, BLOCK_N), splits)
-    return Plan(BLOCK_M, BLOCK_N, threads, programs)
+    return SplitRows(BLOCK_N, threads, BLOCK_M, min(cdiv(V, BLOCK_N), splits))
 
 
 def loss_and_gradient(
     call: Any, logits: Tensor, tokens: Tokens, gradient: bool, plan: Plan | None = None
 ) -> None:
-    """Fill what is given of each token, and with `gradient` write d(sum of loss) / dlogits over the
-    logits.
+    """Fill the results of each token that are given; with `gradient` write d(sum of loss) / dlogits
+    over the logits.
 
     logits: (M, V) with unit stride in the last dimension.
     """
@@ -72,32 +100,25 @@ def loss_and_gradient(
         call.softcap,
         None if call.logit_scale == 1 else call.logit_scale,
     )
-    options = {"GRADIENT": gradient, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
-    if plan.BLOCK_N >= V:
-        launch(
-            cross_entropy_kernel,
-            (cdiv(M, plan.BLOCK_M),),
-            logits,
-            *arguments,
-            M,
-            *scalars,
-            BLOCK_M=plan.BLOCK_M,
-            **options,
-        )
+    if isinstance(plan, WholeRow):
+        args = (*arguments, M, *scalars)
+        launch_whole_rows(cross_entropy_kernel, plan, logits, *args, GRADIENT=gradient)
     else:
         # The weights of label smoothing would be prefetched too, and take as much again.
         weighted = weight is not None and call.label_smoothing != 0
-        # What a thread loads at once.
+        # A thread loads 16 bytes at once.
         fold = min(plan.BLOCK_N, 16 // logits.element_size())
         launch(
-            cross_entropy_wide_kernel,
+            cross_entropy_online_kernel,
             (M,),
             logits,
             *arguments,
             *scalars,
+            GRADIENT=gradient,
+            BLOCK_N=plan.BLOCK_N,
             FOLD=fold,
-            STAGES=1 if weighted else plan.stages,
-            **options,
+            STAGES=1 if weighted else plan.num_stages,
+            num_warps=plan.num_warps,
         )
 
 
@@ -121,7 +142,7 @@ def gradient(
     plan = plan or plan_backward(logits)
     launch(
         cross_entropy_backward_kernel,
-        (cdiv(M, plan.BLOCK_M), min(cdiv(V, plan.BLOCK_N), max(1, plan.programs))),
+        (cdiv(M, plan.BLOCK_M), min(cdiv(V, plan.BLOCK_N), plan.programs)),
         logits,
         *upstream,
         logits,
@@ -143,7 +164,7 @@ def gradient(
         None if call.logit_scale == 1 else call.logit_scale,
         BLOCK_M=plan.BLOCK_M,
         BLOCK_N=plan.BLOCK_N,
-        STAGES=plan.stages,
+        STAGES=1,
         num_warps=plan.num_warps,
     )
 

@@ -1,14 +1,12 @@
-"""The kernels of cross_entropy. M tokens, V classes."""
+"""The Triton kernels of cross_entropy. M tokens, V classes."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from ..loss_math import effective, logit_gradient
 from ..triton_math import LOWEST, flushed_exp
-from .row_sums import four_totals
 from .token_loss import gradient_factors, token_loss, token_weights
 
 
@@ -23,7 +21,7 @@ def _class_sum(classes_ptr, V):
 
 @triton.jit
 def _class_weights(weight_ptr, cols, V, HAS_SMOOTHING: tl.constexpr):
-    """What label smoothing weights the classes with."""
+    """The weights of the classes in label smoothing."""
     if weight_ptr is None or not HAS_SMOOTHING:
         return 1.0
     else:
@@ -97,7 +95,7 @@ def cross_entropy_kernel(
     tl.store(lse_ptr + rows, lse, mask=row_mask)
     tl.store(target_logit_ptr + rows, target_logit, mask=row_mask)
     if entropy_ptr is not None:
-        # Of exponential 0, the product is 0 for -inf as well.
+        # Where the exponential is 0, the product is 0 for -inf too.
         expectation = tl.sum(exp * tl.maximum(x, LOWEST), 1) / sum
         tl.store(entropy_ptr + rows, tl.where(ignored, 0.0, lse - expectation), mask=row_mask)
     if predicted_ptr is not None:
@@ -143,8 +141,8 @@ def _lanes_updated(
     HAS_ENTROPY: tl.constexpr,
     HAS_PREDICTED: tl.constexpr,
 ):
-    """Add one tile to what every lane has of its row so far. x is -inf where there is no column,
-    and class_weights 0."""
+    """Add one tile to the running values of every lane. Past the last column x is -inf and
+    class_weights is 0."""
     LANES: tl.constexpr = maxima.numel
     FOLD: tl.constexpr = x.numel // LANES
     lanes = tl.reshape(x, (LANES, FOLD))
@@ -156,7 +154,7 @@ def _lanes_updated(
         term = tl.where(cols < V, x * class_weights, 0.0)
         weighted_xs += tl.sum(tl.reshape(term, (LANES, FOLD)), 1)
     if HAS_ENTROPY:
-        # Of exponential 0, the product is 0 for -inf as well.
+        # Where the exponential is 0, the product is 0 for -inf too.
         products = exp * tl.maximum(lanes, LOWEST)
         expectations = expectations * rescaled + tl.sum(products, 1)
     if HAS_PREDICTED:
@@ -170,7 +168,7 @@ def _lanes_updated(
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
-def cross_entropy_wide_kernel(
+def cross_entropy_online_kernel(
     logits_ptr,
     target_ptr,
     weight_ptr,
@@ -194,10 +192,10 @@ def cross_entropy_wide_kernel(
     FOLD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # A row a program, in tiles. A lane is FOLD neighbours of each tile, which one thread holds: it
-    # keeps its maximum so far and its sum of exponentials relative to that, and nothing is
-    # exchanged before the row's end. An exponential more for FOLD elements rescales the sum.
-    # With a gradient to write, the first walk asks that the row be kept in the L2 cache.
+    # A program has one row. A lane is FOLD neighbours of each tile, which one thread holds. A lane
+    # keeps its maximum so far and its sum of exponentials relative to that (online softmax); lanes
+    # exchange nothing before the row's end. Rescaling the sum takes one exponential more for FOLD
+    # elements. To write a gradient, the first pass asks the L2 cache to keep the row.
     POLICY: tl.constexpr = "evict_last" if GRADIENT else ""
     LANES: tl.constexpr = BLOCK_N // FOLD
     HAS_SMOOTHING: tl.constexpr = label_smoothing is not None
@@ -206,7 +204,7 @@ def cross_entropy_wide_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     ignored = target == ignore_index
     within = (target >= 0) & (target < V) & (target != ignore_index)
-    # Before any thread writes a gradient over it.
+    # The target's logit is loaded before any thread writes a gradient over it.
     target_logit = tl.load(logits_ptr + target, mask=within, other=0.0).to(tl.float32)
     target_logit = effective(target_logit, logit_scale, softcap)
 
@@ -294,8 +292,8 @@ def cross_entropy_wide_kernel(
         first = tl.min(tl.where(best == tl.max(best, 0), predictions, V - 1), 0)
         tl.store(predicted_ptr + row, first.to(tl.int64))
     if GRADIENT:
-        # The second walk, backwards, finds the row in the L2 cache. It does not read that of a
-        # token that does not count, and makes zeros of it.
+        # The second pass goes backwards and finds the row in the L2 cache. It does not read the row
+        # of a token that does not count, and writes zeros.
         soft, smoothed, hard = gradient_factors(
             1.0, 0.0, lse, classes, weights, counts, within, V, label_smoothing, lse_square_scale
         )
@@ -326,7 +324,7 @@ def cross_entropy_wide_kernel(
 
 @triton.jit
 def _upstream(ptr, rows, stride, row_mask):
-    """The gradient of each token's own result; 0 where there is none."""
+    """The incoming gradient of each token's result, or 0 without one."""
     if ptr is None:
         return 0.0
     else:
@@ -363,7 +361,7 @@ def cross_entropy_backward_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # The programs of the grid's second dimension deal the tiles of their rows among them.
+    # The programs along the grid's second dimension share the tiles of the same rows.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < M
     target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
@@ -418,57 +416,3 @@ def cross_entropy_backward_kernel(
         )
         dx = dx.to(dlogits_ptr.dtype.element_ty)
         tl.store(dlogits_ptr + cols, dx, mask=mask & row_mask[:, None])
-
-
-@triton.jit(do_not_specialize=["M", "ignore_index"])
-def reduce_kernel(
-    losses_ptr,
-    z_losses_ptr,
-    target_ptr,
-    weight_ptr,
-    token_weight_ptr,
-    items_ptr,
-    loss_ptr,
-    z_loss_ptr,
-    total_weight_ptr,
-    M,
-    V,
-    ignore_index,
-    REDUCTION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    # One program, in one order.
-    if DEPENDENT:
-        gdc_wait()
-    losses = tl.zeros((BLOCK_M,), tl.float32)
-    z_losses = tl.zeros((BLOCK_M,), tl.float32)
-    totals = tl.zeros((BLOCK_M,), tl.float32)
-    outside = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, M, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M).to(tl.int64)
-        mask = rows < M
-        target = tl.load(target_ptr + rows, mask=mask, other=0).to(tl.int64)
-        counted = mask & (target != ignore_index)
-        within = counted & (target >= 0) & (target < V)
-        outside += (counted & ~within).to(tl.float32)
-        _, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
-        totals += counts
-        if REDUCTION != "none":
-            losses += tl.load(losses_ptr + rows, mask=mask, other=0.0)
-            z_losses += tl.load(z_losses_ptr + rows, mask=mask, other=0.0)
-    loss, z_loss, total, missing = four_totals(losses, z_losses, totals, outside)
-    tl.device_assert(
-        missing == 0,
-        "cross_entropy: a target is neither ignore_index nor from 0 to V - 1",
-    )
-    tl.store(total_weight_ptr, total)
-    if REDUCTION != "none":
-        if REDUCTION == "mean":
-            items = total
-            if items_ptr is not None:
-                items = tl.load(items_ptr).to(tl.float32)
-            loss /= items
-            z_loss /= items
-        tl.store(loss_ptr, loss)
-        tl.store(z_loss_ptr, z_loss)

@@ -1,4 +1,4 @@
-"""What the elementwise kernels share: a tile a program, of M rows and N columns."""
+"""Elementwise kernels of (M, N) tensors, where a program has one tile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import cdiv, next_power_of_2
-from .launch import Plan, launch
+from .launch import Plan, Tile, launch
 
 
 @triton.jit
@@ -24,15 +24,15 @@ def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def columns(col, rows, M, N, BLOCK_N: tl.constexpr):
-    """BLOCK_N columns from `col` on, and which of them and of the rows there are."""
+    """BLOCK_N columns from `col` on, and the mask of the elements that are inside (M, N)."""
     cols = col + tl.arange(0, BLOCK_N)[None, :]
     return cols, (rows < M) & (cols < N)
 
 
-def plan_tiles(N: int) -> Plan:
+def plan_tiles(N: int) -> Tile:
     """1024 elements a tile: 128 threads of 8 elements, 16 bytes in half precision."""
     BLOCK_N = min(1024, next_power_of_2(N))
-    return Plan(BLOCK_M=1024 // BLOCK_N, BLOCK_N=BLOCK_N)
+    return Tile(BLOCK_N, BLOCK_M=1024 // BLOCK_N)
 
 
 def launch_tiles(kernel: Any, plan: Plan | None, x: Tensor, *args: Any, **constants: Any) -> None:

@@ -1,160 +1,58 @@
-"""group_norm.
-
-A group that fits in a tile is one program's, in one pass over memory; for others see group_walk
-and group_pieces.
-"""
+"""group_norm."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from torch import Tensor
 
 from ... import library
 from ..tensors import contiguous
-from . import group_pieces, group_walk
-from .group_plan import grouped, per_channel
-from .launch import launch
+from .group_pieces import Pieces, launch_channel_gradients, launch_pieces, plan_pieces
+from .group_plan import Groups
+from .group_walk import Walk, launch_walk, plan_walk
+from .group_whole import WholeGroup, launch_whole_group, plan_whole_group
 from .partial_sums import partial_sums, summed
 
 
-@triton.jit
-def _group_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    group = tl.program_id(0).to(tl.int64)
-    channels = tl.arange(0, BLOCK_C)[:, None]
-    positions = tl.arange(0, BLOCK_S)[None, :]
-    mask = (channels < C_G) & (positions < S)
-    offsets = (group * C_G + channels) * S + positions
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    centred = tl.where(mask, x - tl.sum(x) / length, 0.0)
-    y = centred * tl.rsqrt(tl.sum(centred * centred) / length + eps)
-    if HAS_WEIGHT:
-        y *= per_channel(weight_ptr, channels, group, G, C_G)
-    if HAS_BIAS:
-        y += per_channel(bias_ptr, channels, group, G, C_G)
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _group_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    group = tl.program_id(0).to(tl.int64)
-    channels = tl.arange(0, BLOCK_C)[:, None]
-    positions = tl.arange(0, BLOCK_S)[None, :]
-    mask = (channels < C_G) & (positions < S)
-    offsets = (group * C_G + channels) * S + positions
-    dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    sums = group * C_G + channels
-    if NEEDS_DBIAS:
-        tl.store(dbias_ptr + sums, tl.sum(dy, 1)[:, None], mask=channels < C_G)
-    if NEEDS_DX or NEEDS_DWEIGHT:
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        centred = tl.where(mask, x - tl.sum(x) / length, 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred) / length + eps)
-        xhat = centred * rstd
-        if NEEDS_DWEIGHT:
-            tl.store(dweight_ptr + sums, tl.sum(dy * xhat, 1)[:, None], mask=channels < C_G)
-        if NEEDS_DX:
-            g = dy
-            if HAS_WEIGHT:
-                g = dy * per_channel(weight_ptr, channels, group, G, C_G)
-            dx = rstd * (g - tl.sum(g) / length - xhat * (tl.sum(g * xhat) / length))
-            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+def plan_group(x: Tensor, shape: Groups, backward: bool) -> WholeGroup | Walk | Pieces:
+    return (
+        plan_whole_group(shape, backward)
+        or plan_walk(x, shape, backward)
+        or plan_pieces(x, shape, backward)
+    )
 
 
 @library.kernel("group_norm", "cuda")
 def group_norm(call, y, plan):
     x, weight, bias = map(contiguous, (call.x, call.weight, call.bias))
-    shape = grouped(x, call.num_groups, plan, False)
-    if shape.plan.ahead:
-        group_pieces.run(None, x, weight, bias, y, shape, call.eps)
+    shape = Groups.of(x, call.num_groups)
+    plan = plan or plan_group(x, shape, False)
+    if isinstance(plan, Pieces):
+        launch_pieces(plan, shape, None, x, weight, bias, y, call.eps)
         return
-    kernel, options = _group_norm_kernel, {}
-    if shape.walked:
-        kernel, options = group_walk.group_walk_kernel, group_walk.options(x, shape, False)
-    launch(
-        kernel,
-        (shape.programs,),
-        x,
-        x,
-        weight,
-        bias,
-        y,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        call.eps,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        **options,
-        **shape.tile,
-    )
+    arguments = (x, weight, bias, y, *shape.arguments, call.eps)
+    options = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    launch_group = launch_whole_group if isinstance(plan, WholeGroup) else launch_walk
+    launch_group(plan, shape, x, False, *arguments, **options)
 
 
 @library.kernel("group_norm_backward", "cuda")
 def group_norm_backward(call, dx, dweight, dbias, plan):
     x, dy, weight = map(contiguous, (call.x, call.dy, call.weight))
-    shape = grouped(x, call.num_groups, plan, True)
-    if shape.plan.ahead:
-        parts = group_pieces.run(dy, x, weight, None, dx, shape, call.eps)
-        group_pieces.channel_gradients(parts, dweight, dbias, shape)
+    shape = Groups.of(x, call.num_groups)
+    plan = plan or plan_group(x, shape, True)
+    if isinstance(plan, Pieces):
+        moments = launch_pieces(plan, shape, dy, x, weight, None, dx, call.eps)
+        launch_channel_gradients(moments, dweight, dbias, shape)
         return
-    kernel, options = _group_norm_backward_kernel, {}
-    if shape.walked:
-        kernel, options = group_walk.group_walk_backward_kernel, group_walk.options(x, shape, True)
     dweights = partial_sums(dweight, x.shape[0])
     dbiases = partial_sums(dbias, x.shape[0])
-    launch(
-        kernel,
-        (shape.programs,),
-        x,
-        dy,
-        x,
-        weight,
-        dx,
-        dweights,
-        dbiases,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        call.eps,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
-        **options,
-        **shape.tile,
-    )
+    arguments = (dy, x, weight, dx, dweights, dbiases, *shape.arguments, call.eps)
+    options = {
+        "HAS_WEIGHT": weight is not None,
+        "NEEDS_DX": dx is not None,
+        "NEEDS_DWEIGHT": dweight is not None,
+        "NEEDS_DBIAS": dbias is not None,
+    }
+    launch_group = launch_whole_group if isinstance(plan, WholeGroup) else launch_walk
+    launch_group(plan, shape, x, True, *arguments, **options)
     summed((dweights, dweight), (dbiases, dbias))

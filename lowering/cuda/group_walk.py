@@ -1,27 +1,30 @@
-"""group_norm of groups that fit in the L2 cache but not in registers: a program walks each twice.
+"""group_norm of groups that fit in the L2 cache but not in registers: a program reads each twice.
 
-The first walk asks that the group be kept in the caches; the second goes backwards, has the last
-KEPT tiles in registers, and asks that nothing be kept. More than one tile fills the registers of a
-processor, whose one program then walks one group after the other.
+The first walk through the group asks the caches to keep it. The second goes backwards, finds the
+last KEPT tiles in registers, and asks to keep nothing. More than one kept tile fills the registers
+of a processor, whose only program then walks one group after the other.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sizes import cdiv
+from ..sizes import cdiv, next_power_of_2
 from ..triton_math import folded, widened_again
-from .group_plan import Groups, per_channel
-from .launch import on_nvidia
+from .group_plan import GroupPlan, Groups, per_channel
+from .launch import Table, launch, on_nvidia, plan_for, processors
 from .row_sums import four_sums, mean_and_rstd, near_mean, two_totals
 
 
 @triton.jit
 def _tile(tile, C_G, S, PARTS, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    # The channels, offsets in the group, and mask of a tile. Offsets are int32: a walked group is
-    # small, and int64 ones would cost a third of the speed.
+    # The channels of a tile, its offsets in the group, and its mask. Offsets are int32, which a
+    # walked group is small enough for; int64 ones would cost a third of the speed.
     channels = tile // PARTS * BLOCK_C + tl.arange(0, BLOCK_C)[:, None]
     positions = tile % PARTS * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
     mask = (channels < C_G) & (positions < S)
@@ -36,8 +39,8 @@ def _add(x, shift, sums, squares, FOLD: tl.constexpr):
 
 @triton.jit
 def _store_y(x, mean, rstd, affine, y_ptr, place, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    # One multiplication and addition an element. Two programs of 1024 threads fit a processor:
-    # 64 x 512 x 64 x 64 takes 0.145 ms on an H200, 0.160 where registers leave room for one.
+    # One multiplication and one addition an element. So two programs of 1024 threads fit on a
+    # processor: 64 x 512 x 64 x 64 takes 0.145 ms on an H200, and 0.160 if registers allow one.
     weight_ptr, bias_ptr, group, G, C_G = affine
     channels, offsets, mask = place
     scale = rstd
@@ -113,7 +116,7 @@ def group_walk_kernel(
 
 @triton.jit
 def _lane_sums(x, dy, shift, FOLD: tl.constexpr):
-    # Of every FOLD neighbours, which a thread holds.
+    # The sums over every FOLD neighbours, which one thread holds.
     shape: tl.constexpr = (x.shape[0], x.shape[1] // FOLD, FOLD)
     x = tl.reshape(x.to(tl.float32) - shift, shape)
     dy = tl.reshape(dy.to(tl.float32), shape)
@@ -153,10 +156,10 @@ def group_walk_backward_kernel(
     UNROLL: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    # A tile is all channels of the group at some positions. The sums of channels, of which the
-    # group's are made, are exchanged between threads once, at the end of the first walk. What is
-    # kept are x's tiles, and dy's where it is one: of 4, 64 x 512 x 64 x 64 takes 0.218 ms on an
-    # H200, 0.226 with one of dy's beside them, 0.259 with one of each.
+    # A tile is all channels of the group at some positions. Threads exchange the sums of channels,
+    # which the group's sums are made of, once, at the end of the first walk. Kept tiles are x's,
+    # and dy's too if only one is kept: 64 x 512 x 64 x 64 takes 0.218 ms on an H200 with 4 of x,
+    # 0.226 with one of dy beside them, and 0.259 with one of each.
     program = tl.program_id(0).to(tl.int64)
     rounds = 1 if KEPT == 1 else tl.cdiv(GROUPS - program, tl.num_programs(0))
     DY_POLICY: tl.constexpr = "evict_first" if KEPT == 1 else "evict_last"
@@ -229,21 +232,111 @@ def group_walk_backward_kernel(
                 _store_dx(dy, x, factor, slope, level, dx_group, offsets, mask)
 
 
-def options(x: Tensor, shape: Groups, backward: bool) -> dict[str, int]:
-    """The parameters that the kernels of a walk have, and those of a group in one tile have not."""
-    plan = shape.plan
+@dataclass(frozen=True)
+class Walk(GroupPlan):
+    """A program walks through a group twice, `unroll` tiles a turn, and keeps the last `kept`.
+
+    A tile of the backward has all the group's channels.
+    """
+
+    unroll: int = 1
+    kept: int = 1
+
+
+class WalkTile(NamedTuple):
+    """A Walk whose tile has so many elements."""
+
+    elements: int
+    threads: int
+    unroll: int = 1
+    kept: int = 1
+
+
+# By the elements of a group. Larger groups do not fit in the L2 cache together: forward, 256 of
+# 262144 take 0.095 ms walked and in pieces; backward, of 163840 0.106 walked and 0.100 in pieces.
+WALKS: Table[WalkTile] = {
+    # 512 groups of 20480 0.014 ms, of 40960 0.028, 2048 of 65536 0.144, 256 of 131072 0.042, 512 of
+    # 163840 0.105.
+    2: (
+        (32768, WalkTile(4096, 512, unroll=2)),
+        (61440, WalkTile(8192, 1024, unroll=2)),
+        (65536, WalkTile(8192, 1024, unroll=4)),
+        (98304, WalkTile(8192, 1024, unroll=2)),
+        (131072, WalkTile(8192, 1024, kept=6)),
+        (163840, WalkTile(16384, 1024, kept=2)),
+        (262144, WalkTile(16384, 1024, unroll=4)),
+    ),
+    # 512 groups of 20480 0.030 ms, of 40960 0.052, 2048 of 65536 0.286, 256 of 131072 0.091.
+    4: (
+        (32768, WalkTile(4096, 512, unroll=2)),
+        (49152, WalkTile(8192, 512, unroll=2)),
+        (65536, WalkTile(8192, 1024, kept=4)),
+        (163840, WalkTile(16384, 1024, kept=2)),
+    ),
+}
+BACKWARD_WALKS: Table[WalkTile] = {
+    # 512 groups of 20480 0.030 ms, 2048 of 32768 0.124, 512 of 40960 0.049, 2048 of 65536 0.222,
+    # 512 of 131072 0.144.
+    2: (
+        (24576, WalkTile(4096, 512, unroll=2)),
+        (32768, WalkTile(16384, 1024)),
+        (49152, WalkTile(8192, 1024, unroll=2)),
+        (65536, WalkTile(8192, 1024, kept=4)),
+        (131072, WalkTile(16384, 1024, kept=2)),
+    ),
+    # 512 groups of 20480 0.049 ms, of 40960 0.086, 2048 of 65536 0.491, 256 of 131072 0.158.
+    4: (
+        (8192, WalkTile(4096, 512, unroll=2)),
+        (32768, WalkTile(8192, 512)),
+        (131072, WalkTile(16384, 1024)),
+    ),
+}
+# The fewest positions of a backward's tile: 64 bytes of bfloat16.
+LEAST_POSITIONS = 32
+
+
+def plan_walk(x: Tensor, shape: Groups, backward: bool) -> Walk | None:
+    """A walk, or None if groups are too large for it, or too few.
+
+    32 groups of 65536 take 0.009 ms, in pieces 0.013; backward, in float32, 0.021 and 0.019.
+    """
+    few = 5 * shape.groups < processors(x) * (1 if not backward and shape.size <= 65536 else 2)
+    tile = plan_for(x, BACKWARD_WALKS if backward else WALKS, shape.size)
+    if few or tile is None:
+        return None
+    BLOCK_C = next_power_of_2(shape.C_G)
+    if backward:
+        BLOCK_S = tile.elements // BLOCK_C
+        if BLOCK_S < LEAST_POSITIONS:
+            return None
+    else:
+        BLOCK_S = min(next_power_of_2(shape.S), tile.elements)
+        BLOCK_C = min(BLOCK_C, tile.elements // BLOCK_S)
+    return Walk(BLOCK_C, BLOCK_S, tile.threads, tile.unroll, tile.kept)
+
+
+def launch_walk(
+    plan: Walk, shape: Groups, x: Tensor, backward: bool, *args: Any, **options: Any
+) -> None:
     parts = cdiv(shape.S, plan.BLOCK_S)
     tiles = parts * cdiv(shape.C_G, plan.BLOCK_C)
     lane = plan.BLOCK_S if backward else plan.BLOCK_C * plan.BLOCK_S
-    constants = {
-        "GROUPS": shape.groups,
+    if not backward:
+        options["PARTS"] = parts
+    launch(
+        group_walk_backward_kernel if backward else group_walk_kernel,
+        (shape.groups if plan.kept == 1 else min(shape.groups, processors(x)),),
+        x,
+        *args,
+        GROUPS=shape.groups,
         # AMD's compiler unrolls a walk of a length it knows, and hoists its loads until it spills
-        # 1224 bytes a thread; for NVIDIA's, not to know it costs up to a tenth of the speed.
-        "tiles": tiles,
-        "TILES": tiles,
-        "KNOWN": on_nvidia(x),
-        "KEPT": min(plan.kept, tiles),
-        "UNROLL": plan.unroll,
-        "FOLD": min(8, lane),
-    }
-    return constants if backward else constants | {"PARTS": parts}
+        # 1224 bytes a thread. NVIDIA's loses up to a tenth of the speed if it does not know it.
+        tiles=tiles,
+        TILES=tiles,
+        KNOWN=on_nvidia(x),
+        KEPT=min(plan.kept, tiles),
+        UNROLL=plan.unroll,
+        FOLD=min(8, lane),
+        **options,
+        **plan.options,
+    )

@@ -1,4 +1,4 @@
-"""Weight gradients: every program's partial sums, and their sum in one fixed order."""
+"""Gradients of weights: programs store partial sums, and a kernel adds them in a fixed order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _column_sums_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Of one gradient, or of two in one launch.
+    # One gradient, or two in one launch.
     if DEPENDENT:
         gdc_wait()
     if second_partial_ptr is None:
@@ -49,7 +49,7 @@ def _column_sums_kernel(
 
 
 def partial_sums(dweight: Tensor | None, programs: int) -> Tensor | None:
-    """A float32 row for each program to store its part of dweight in, once."""
+    """A float32 row for each program, which stores its part of dweight there once."""
     if dweight is None:
         return None
     return dweight.new_empty((programs, dweight.numel()), dtype=torch.float32)
@@ -58,15 +58,15 @@ def partial_sums(dweight: Tensor | None, programs: int) -> Tensor | None:
 def summed(*gradients: tuple[Tensor | None, Tensor | None]) -> None:
     """Sum the programs' rows into the gradients, in float32 and deterministically.
 
-    One or two pairs of `partial_sums` and what they are the parts of, both None where not wanted.
+    Takes one or two pairs: the `partial_sums`, and the gradient; both None if it is not wanted.
     """
     wanted = [(parts, out) for parts, out in gradients if parts is not None and out is not None]
     if not wanted:
         return
     parts = wanted[0][0]
     P, N = parts.shape
-    # 132 x 16384 in 8 us, 528 x 4096 in 9; torch.sum and a cast take 15 and 26. Wide rows come in
-    # few parts, and fill the GPU in wider blocks.
+    # 132 x 16384 takes 8 us and 528 x 4096 takes 9; torch.sum and a cast take 15 and 26. Wider rows
+    # have fewer parts, and fill the GPU with wider blocks.
     BLOCK_N = 8 if N < 4096 else 16 if N < 32768 else 64
     launch(
         _column_sums_kernel,

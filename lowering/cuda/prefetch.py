@@ -1,4 +1,4 @@
-"""A hint that Triton has no word for: bring to the L2 cache what will be loaded soon."""
+"""Prefetch to the L2 cache, which Triton has no function for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def prefetch_row(row_ptr, N, ROW: tl.constexpr):
-    """Ask for N elements. NVIDIA's GPUs alone know the instruction; ROW is a power of 2 from N."""
+    """Prefetch a row of N elements, on NVIDIA's GPUs only. ROW is the power of 2 from N up."""
     # 64 bytes an instruction.
     STEP: tl.constexpr = 512 // row_ptr.dtype.element_ty.primitive_bitwidth
     at = tl.minimum(tl.arange(0, ROW // STEP) * STEP, N - 1)

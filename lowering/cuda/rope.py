@@ -66,12 +66,12 @@ def _store_pairs(ptrs, inside, first, HALF, a, b, INTERLEAVED: tl.constexpr, BLO
 
 @triton.jit
 def _section_offsets(pairs, stride, end_0, end_1, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr):
-    # Of the table that the section of each pair takes its numbers from.
+    # The offsets of the table that belongs to the section of each pair.
     if HAS_SECTIONS:
         table = (pairs >= end_0).to(tl.int64) + (pairs >= end_1).to(tl.int64)
         offsets = table * stride
         if EIGHTS:
-            # So that a thread's numbers are loaded as a vector.
+            # Lets a thread load its numbers as a vector.
             offsets = tl.max_constancy(offsets, [1, 1, 8])
     else:
         offsets = 0
@@ -256,11 +256,11 @@ def _rope_kernel(
 def plan_tile(heads: int, half: int, itemsize: int, table_numbers: int) -> RopePlan:
     """`table_numbers` is how many a load of a table takes for a pair, 1 or 2."""
     pairs = min(256, max(16, next_power_of_2(half)))
-    # A table that is loaded by more threads than it has numbers, Triton loads in the layout of q
-    # and k; any other goes through shared memory.
+    # If a table has fewer numbers than threads, Triton loads it in the layout of q and k. Any other
+    # table goes through shared memory.
     threads = max(64, 2 * table_numbers * pairs)
     most_heads = max(1, 8192 // (pairs * itemsize))
-    # Of interleaved pairs, and of padded ones, smaller tiles take up to 1.4 times as long.
+    # With interleaved or padded pairs, smaller tiles take up to 1.4 times as long.
     if table_numbers == 1 and pairs == half:
         if pairs >= 128 and itemsize == 2:
             # 8 + 4 heads of 256, 2 x 4096 positions: 0.032 ms on an H200, 0.036 with all heads of

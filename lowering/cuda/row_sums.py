@@ -1,4 +1,4 @@
-"""Several sums in one round through shared memory: a program waits for its warps once."""
+"""Several sums in one exchange through shared memory: the warps of a program wait once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def two_sums(a, b):
 
 @triton.jit
 def two_row_sums(a, b):
-    """two_sums of tiles as they are loaded: first over neighbours, which a thread holds."""
+    """two_sums of tiles as they are loaded: first over neighbours, which one thread holds."""
     FOLD: tl.constexpr = 8 if a.shape[1] >= 8 else a.shape[1]
     shape: tl.constexpr = (a.shape[0], a.shape[1] // FOLD, FOLD)
     return two_sums(tl.sum(tl.reshape(a, shape), 2), tl.sum(tl.reshape(b, shape), 2))
@@ -49,9 +49,9 @@ def _four(a, b, c, d, AXIS: tl.constexpr):
 
 @triton.jit
 def near_mean(x_ptr, N):
-    """The mean of the first 32 of N elements, as x holds it.
+    """The mean of the first 32 of N elements, rounded to x's dtype.
 
-    Sums of squares about it lose little precision, wherever the mean of all is.
+    Sums of squares about it lose little precision, whatever the mean of all elements is.
     """
     near = tl.arange(0, 32)
     x = tl.load(x_ptr + near, mask=near < N, other=0.0).to(tl.float32)
@@ -59,10 +59,21 @@ def near_mean(x_ptr, N):
 
 
 @triton.jit
-def mean_and_rstd(sum, square, shift, length, eps):
-    """The mean of `length` elements and 1 / deviation, of their sums about a shift.
+def first_mean(x_ptr, N, BLOCK_N: tl.constexpr):
+    """The mean of the first of the T tiles of a row.
 
-    And the mean's distance from the shift.
+    Sums of squares about it lose at most a factor of T in precision, whatever the row's mean is.
+    """
+    cols = tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    return tl.sum(x, 0) / tl.minimum(N, BLOCK_N)
+
+
+@triton.jit
+def mean_and_rstd(sum, square, shift, length, eps):
+    """The mean of `length` elements, 1 / their deviation, and the mean's distance from `shift`.
+
+    sum and square are the sums of the elements minus `shift`, and of the squares of that.
     """
     step = sum / length
     variance = tl.maximum(square / length - step * step, 0.0)

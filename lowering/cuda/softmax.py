@@ -8,10 +8,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sizes import cdiv, next_power_of_2
+from ..sizes import cdiv
 from ..softmax import register
 from ..triton_math import LOWEST, flushed_exp, widened_again
-from .launch import Plan, Tiles, launch, rows, walk_plan
+from .launch import (
+    Plan,
+    Table,
+    TwoPass,
+    WholeRow,
+    launch,
+    launch_whole_rows,
+    plan_for,
+    plan_whole_rows,
+    rows,
+)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -37,7 +47,7 @@ def _softmax_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _softmax_wide_kernel(
+def _softmax_two_pass_kernel(
     x_ptr,
     y_ptr,
     M,
@@ -49,12 +59,12 @@ def _softmax_wide_kernel(
     UNROLL: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    # A row a program, in tiles. A lane is FOLD neighbours of each tile, which one thread holds: it
-    # keeps its maximum so far and its sum of exponentials relative to that, and nothing is
-    # exchanged before the row's end. The second walk, backwards, finds the row in the L2 cache, for
-    # the first asks that it be kept, and the second that it and y be not. A pipeline through shared
-    # memory costs a quarter. 8192 x 32768 takes 0.259 ms in bfloat16 on an H200, 0.271 with one
-    # maximum for the row, exchanged with every tile, and 0.30 with the row in registers.
+    # A program has one row. A lane is FOLD neighbours of each tile, which one thread holds. A lane
+    # keeps its maximum so far and its sum of exponentials relative to that (online softmax); lanes
+    # exchange nothing before the row's end. The first pass asks the L2 cache to keep the row. The
+    # second goes backwards, finds the row there, and asks to keep neither it nor y. A pipeline
+    # through shared memory costs a quarter. 8192 x 32768 takes 0.259 ms in bfloat16 on an H200,
+    # 0.271 with one maximum for the row, exchanged with every tile, and 0.30 with whole rows.
     LANES: tl.constexpr = BLOCK_N // FOLD
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
@@ -73,8 +83,8 @@ def _softmax_wide_kernel(
         maxima = higher
     maximum = tl.max(maxima, 0)
     sum = tl.sum(sums * flushed_exp(maxima - maximum), 0)
-    for walked in tl.range(0, TILES, num_stages=1, loop_unroll_factor=UNROLL):
-        cols = (TILES - 1 - walked) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for done in tl.range(0, TILES, num_stages=1, loop_unroll_factor=UNROLL):
+        cols = (TILES - 1 - done) * BLOCK_N + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_first")
         x = x.to(tl.float32) - maximum
         y = x - tl.log(sum) if LOG else flushed_exp(x) * (1.0 / sum)
@@ -103,7 +113,7 @@ def _softmax_backward_kernel(
     if not LOG:
         term *= y.to(tl.float32)
     sum = tl.sum(term, 1)[:, None]
-    # 8192 x 32768 takes 0.375 ms on an H200; 0.388 where both rows stay in registers as float32.
+    # 8192 x 32768 takes 0.375 ms on an H200, and 0.388 if both rows stay in registers as float32.
     dy = widened_again(dy)
     y = widened_again(y)
     dx = dy - tl.exp(y) * sum if LOG else y * (dy - sum)
@@ -111,7 +121,7 @@ def _softmax_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _softmax_wide_backward_kernel(
+def _softmax_two_pass_backward_kernel(
     dy_ptr,
     y_ptr,
     dx_ptr,
@@ -152,76 +162,71 @@ def _row_tile(row_ptr, cols, mask, policy: tl.constexpr):
     return tl.load(row_ptr + cols, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
 
 
-# Shares of the H200's copy rate; stages is how many tiles of a walk are unrolled.
-TILES: Tiles = {
+# Shares of the H200's copy rate.
+TILES: Table[TwoPass] = {
     # 10240 wide 96%, 12288 98%, 16384 99%, 20480 94%, 24576 99%, 32768 97%, 65536 91%, 131072 76%.
     2: (
-        (10240, Plan(1, 4096, 256, stages=4)),
-        (20480, Plan(1, 4096, 512, stages=2)),
-        (24576, Plan(1, 8192, 1024, stages=2)),
-        (32768, Plan(1, 8192, 1024, stages=4)),
-        (65536, Plan(1, 16384, 512, stages=2)),
-        (math.inf, Plan(1, 16384, 1024, stages=2)),
+        (10240, TwoPass(4096, 256, unroll=4)),
+        (20480, TwoPass(4096, 512, unroll=2)),
+        (24576, TwoPass(8192, 1024, unroll=2)),
+        (32768, TwoPass(8192, 1024, unroll=4)),
+        (65536, TwoPass(16384, 512, unroll=2)),
+        (math.inf, TwoPass(16384, 1024, unroll=2)),
     ),
     # 10240 wide 99%, 12288 and 16384 100%, 20480 and 24576 99%, 32768 97%, 65536 90%, 131072 75%.
     4: (
-        (10240, Plan(1, 4096, 512, stages=2)),
-        (24576, Plan(1, 8192, 1024, stages=2)),
-        (32768, Plan(1, 16384, 512, stages=4)),
-        (65536, Plan(1, 16384, 512, stages=2)),
-        (math.inf, Plan(1, 16384, 1024, stages=4)),
+        (10240, TwoPass(4096, 512, unroll=2)),
+        (24576, TwoPass(8192, 1024, unroll=2)),
+        (32768, TwoPass(16384, 512, unroll=4)),
+        (65536, TwoPass(16384, 512, unroll=2)),
+        (math.inf, TwoPass(16384, 1024, unroll=4)),
     ),
 }
 
 
-def plan_forward(x: Tensor) -> Plan:
-    N = x.shape[1]
-    return _whole_rows(N, 1024) if N <= 8192 else walk_plan(x, TILES)
+def plan_forward(x: Tensor) -> WholeRow | TwoPass:
+    if x.shape[1] <= 8192:
+        return plan_whole_rows(x.shape[1], 1024)
+    return plan_for(x, TILES, x.shape[1])
 
 
-def plan_backward(N: int) -> Plan:
-    # Of 65536 columns a thread of sm_90 spills: 61% of the copy rate.
+def plan_backward(N: int) -> WholeRow | TwoPass:
+    # With whole rows of 65536 a thread of sm_90 spills: 61% of the copy rate.
     if N > 32768:
-        return Plan(BLOCK_M=1, BLOCK_N=8192, threads=512)
+        return TwoPass(BLOCK_N=8192, threads=512)
     # 8192 x 32768 in float32 takes 0.79 ms with 512 threads, 1.06 with 1024.
-    return _whole_rows(N, 512)
+    return plan_whole_rows(N, 512)
 
 
-def _whole_rows(N: int, most_threads: int) -> Plan:
-    BLOCK_N = next_power_of_2(N)
-    BLOCK_M = max(1, 2048 // BLOCK_N)
-    return Plan(BLOCK_M, BLOCK_N, threads=min(most_threads, max(128, BLOCK_M * BLOCK_N // 16)))
-
-
-def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
+def launch_softmax(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
     """Launch the forward of softmax, or of log_softmax."""
     x = rows(x)
     M, N = x.shape
     plan = plan or plan_forward(x)
     arguments = (x, y, M, N, x.stride(0))
-    options = {"LOG": log, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
-    if plan.BLOCK_N >= N:
-        grid = (cdiv(M, plan.BLOCK_M),)
-        launch(_softmax_kernel, grid, x, *arguments, BLOCK_M=plan.BLOCK_M, **options)
+    if isinstance(plan, WholeRow):
+        launch_whole_rows(_softmax_kernel, plan, x, *arguments, LOG=log)
     else:
-        # What a thread loads at once.
+        options = {"LOG": log, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
+        # A thread loads 16 bytes at once.
         fold = min(plan.BLOCK_N, 16 // x.element_size())
-        options |= {"TILES": cdiv(N, plan.BLOCK_N), "UNROLL": plan.stages, "FOLD": fold}
-        launch(_softmax_wide_kernel, (M,), x, *arguments, **options)
+        options |= {"TILES": cdiv(N, plan.BLOCK_N), "UNROLL": plan.unroll, "FOLD": fold}
+        launch(_softmax_two_pass_kernel, (M,), x, *arguments, **options)
 
 
-def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) -> None:
+def launch_softmax_backward(
+    dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None
+) -> None:
     """Launch the backward of softmax, or of log_softmax."""
     dy, y = rows(dy), rows(y)
     M, N = y.shape
     plan = plan or plan_backward(N)
     arguments = (dy, y, dx, M, N, dy.stride(0), y.stride(0))
-    options = {"LOG": log, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
-    if plan.BLOCK_N >= N:
-        grid = (cdiv(M, plan.BLOCK_M),)
-        launch(_softmax_backward_kernel, grid, y, *arguments, BLOCK_M=plan.BLOCK_M, **options)
+    if isinstance(plan, WholeRow):
+        launch_whole_rows(_softmax_backward_kernel, plan, y, *arguments, LOG=log)
     else:
-        launch(_softmax_wide_backward_kernel, (M,), y, *arguments, **options)
+        options = {"LOG": log, "BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
+        launch(_softmax_two_pass_backward_kernel, (M,), y, *arguments, **options)
 
 
-register("cuda", forward, backward)
+register("cuda", launch_softmax, launch_softmax_backward)

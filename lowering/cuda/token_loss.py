@@ -10,8 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def token_weights(target, within, rows, weight_ptr, token_weight_ptr):
-    """What a token's weight is, and with its class's: what it counts. Both are 0 where the target
-    is not one of the classes."""
+    """A token's weight, and that times its class's weight, by which the loss counts it. Both are 0
+    if the target is not one of the classes."""
     weights = within.to(tl.float32)
     if token_weight_ptr is not None:
         loaded = tl.load(token_weight_ptr + rows, mask=within, other=0.0)
@@ -64,8 +64,8 @@ def gradient_factors(
     label_smoothing,
     lse_square_scale,
 ):
-    """What the gradient of x_c is made of: soft * p_c - smoothed * weight_c, less hard for the
-    target's class. All are 0 for a token that does not count."""
+    """The factors of the gradient of x_c, soft * p_c - smoothed * weight_c, less hard if c is the
+    target. All are 0 for a token that does not count."""
     hard = dloss * counts
     soft = hard
     smoothed = 0.0

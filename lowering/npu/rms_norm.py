@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -235,19 +237,10 @@ def _rms_norm_statistics_kernel(
             tl.store(projection_ptr + row + rows, projection, mask=row_mask)
 
 
-def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    y: Tensor,
-    s: Tensor | None,
-    eps: float,
-    offset: float,
-    casting_mode: str,
-    plan: Plan | None,
+def launch_rms_norm(
+    call: Any, residual: Tensor | None, y: Tensor, s: Tensor | None, plan: Plan | None
 ) -> None:
-    """Launch the forward of rms_norm, and of fused_add_rms_norm where there is a residual."""
-    x, residual, weight = tiling.rows(x), tiling.rows(residual), contiguous(weight)
+    x, residual, weight = tiling.rows(call.x), tiling.rows(residual), contiguous(call.weight)
     M, N = x.shape
     if plan is None:
         plan = tiling.plan("rms_norm" if residual is None else "fused_add_rms_norm", N, x, residual)
@@ -262,32 +255,23 @@ def forward(
         s,
         M,
         N,
-        eps,
-        offset,
-        CASTING_MODE=casting_mode,
+        call.eps,
+        call.offset,
+        CASTING_MODE=call.casting_mode,
         HAS_RESIDUAL=residual is not None,
         HAS_WEIGHT=weight is not None,
     )
 
 
-def backward(
-    dy: Tensor,
+def launch_rms_norm_backward(
+    call: Any,
     ds: Tensor | None,
     x: Tensor,
-    weight: Tensor | None,
     dx: Tensor | None,
     dweight: Tensor | None,
-    eps: float,
-    offset: float,
     plan: Plan | None,
 ) -> None:
-    """Launch the backward of rms_norm, and of fused_add_rms_norm where there is a ds."""
-    dy, ds, x, weight = (
-        tiling.rows(dy),
-        tiling.rows(ds),
-        tiling.rows(x),
-        contiguous(weight),
-    )
+    dy, ds, x, weight = *map(tiling.rows, (call.dy, ds, x)), contiguous(call.weight)
     M, N = x.shape
     op = "add_rms_norm_backward_dx" if dweight is None and ds is not None else "rms_norm_backward"
     forced, plan = plan, plan or tiling.plan(op, N, x, dy)
@@ -305,13 +289,13 @@ def backward(
             projection,
             M,
             N,
-            eps,
-            offset,
+            call.eps,
+            call.offset,
             HAS_WEIGHT=weight is not None,
             NEEDS_DX=dx is not None,
         )
         statistics = wide_backward.Statistics(rstd=rstd, projection=projection)
-        wide_backward.run(dy, ds, x, weight, dx, dweight, None, offset, statistics, forced)
+        wide_backward.run(dy, ds, x, weight, dx, dweight, None, call.offset, statistics, forced)
         return
     partial = partial_sums(dweight, plan.programs(tiles))
     launch(
@@ -326,8 +310,8 @@ def backward(
         partial,
         M,
         N,
-        eps,
-        offset,
+        call.eps,
+        call.offset,
         HAS_DS=ds is not None,
         HAS_WEIGHT=weight is not None,
         NEEDS_DX=dx is not None,
@@ -336,4 +320,4 @@ def backward(
     summed(partial, dweight)
 
 
-register("npu", forward, backward)
+register("npu", launch_rms_norm, launch_rms_norm_backward)

@@ -152,7 +152,7 @@ def _softmax_wide_backward_kernel(
             tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
+def launch_softmax(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
     """Launch the forward of softmax, or of log_softmax."""
     x = tiling.rows(x)
     M, N = x.shape
@@ -161,7 +161,9 @@ def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
     launch(kernel, plan, cdiv(M, plan.BLOCK_M), x, y, M, N, LOG=log)
 
 
-def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) -> None:
+def launch_softmax_backward(
+    dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None
+) -> None:
     """Launch the backward of softmax, or of log_softmax."""
     dy, y = tiling.rows(dy), tiling.rows(y)
     M, N = y.shape
@@ -170,4 +172,4 @@ def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) ->
     launch(kernel, plan, cdiv(M, plan.BLOCK_M), dy, y, dx, M, N, LOG=log)
 
 
-register("npu", forward, backward)
+register("npu", launch_softmax, launch_softmax_backward)

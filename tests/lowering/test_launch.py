@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import jit
 
 import liger_ops
-from liger_ops.lowering.cuda import launch as launching
+from liger_ops.lowering.cuda import compiled as launching
 from liger_ops.lowering.cuda.launch import launch
 from op_under_test import DEVICE
 
@@ -31,13 +34,14 @@ class Kernel:
         self.compiles = compiles
         self.compiled: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.result = SimpleNamespace(run=self.launch, function=1, packed_metadata=(4,))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*args: Any, **constants: Any) -> Any:
             self.compiled.append((grid, args, constants))
             if not self.compiles:
                 return None
-            return SimpleNamespace(run=self.launch, function=1, packed_metadata=(4,))
+            return self.result
 
         return run
 
@@ -49,6 +53,7 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launching, "_COMPILED", {})
+    monkeypatch.setattr(launching, "_direct", True)
     if DEVICE == "cpu":
         streams = SimpleNamespace(get_current_stream=lambda device: STREAM)
         monkeypatch.setattr(launching, "driver", SimpleNamespace(active=streams))
@@ -156,6 +161,83 @@ def test_the_interpreter_compiles_nothing() -> None:
     run(kernel)
     assert len(kernel.compiled) == 2
     assert not launching._COMPILED
+
+
+SURPRISES: dict[str, tuple[str, Any]] = {
+    "no compiled function": ("compiled", SimpleNamespace(run=None, packed_metadata=(4,))),
+    "another signature": (
+        "compiled",
+        SimpleNamespace(run=lambda grid, stream: None, function=1, packed_metadata=(4,)),
+    ),
+    "no stream": ("driver", SimpleNamespace()),
+    "no settings": ("triton", SimpleNamespace(__version__="9.9.0")),
+    "no names of arguments": ("arg_names", None),
+    "no hooks": ("pre_run_hooks", None),
+}
+
+
+@pytest.mark.parametrize(("what", "instead"), SURPRISES.values(), ids=SURPRISES.keys())
+def test_any_surprise_leaves_all_launches_to_triton(
+    what: str, instead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, other = Kernel(), Kernel()
+    if what == "compiled":
+        kernel.result = instead
+    elif instead is None:
+        monkeypatch.delattr(*((Kernel, what) if what == "arg_names" else (kernel, what)))
+    else:
+        monkeypatch.setattr(launching, what, instead)
+    with pytest.warns(UserWarning, match="launches all kernels from now on") as warned:
+        for _ in range(3):
+            run(kernel)
+            run(other)
+    assert len(warned) == 1
+    assert len(kernel.compiled) == 3
+    assert len(other.compiled) + len(other.launched) == 3 and len(other.launched) <= 1
+    assert not launching._direct and not launching._COMPILED
+
+
+def test_versions_that_were_not_run_with_are_left_to_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launching.was_run_with("3.6.0") and launching.was_run_with("3.6.1+rocm7")
+    assert not any(map(launching.was_run_with, ("3.5.1", "3.60.0", "3.7.0", "4.0", "main")))
+    monkeypatch.setattr(launching, "_direct", False)
+    kernel = Kernel()
+    run(kernel)
+    run(kernel)
+    assert len(kernel.compiled) == 2 and not kernel.launched
+
+
+def two_vectors(x_ptr, y_ptr, M, scale, FLAG, BLOCK: tl.constexpr):
+    """The signature of `Kernel`."""
+
+
+def test_the_installed_triton_passes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch from here has the arguments of Triton's own, in its order."""
+    seen: list[tuple[Any, ...]] = []
+    compiled = SimpleNamespace(
+        run=lambda *passed: seen.append(passed),
+        function=1,
+        packed_metadata=(4,),
+        launch_metadata=lambda *args: None,
+    )
+    active = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: STREAM,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    for module in (jit, launching):
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", lambda *args, **kwargs: compiled)
+    kernel: Any = jit.JITFunction(two_vectors)
+    run(kernel)
+    run(kernel)
+    (*tritons, _metadata, _enter, _leave), ours = seen[0][:9], seen[1]
+    assert ours[:9] == (*tritons, None, None, None)
+    arguments = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in seen[0][9:]]
+    assert [type(arg) for arg in ours[9:]] == [type(arg) for arg in arguments]
+    assert list(ours[11:]) == arguments[2:]
 
 
 def test_forms_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

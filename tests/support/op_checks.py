@@ -50,7 +50,7 @@ def run_kernel(
 ) -> tuple[Tensor | None, ...]:
     kernel = op.kernel(folder, backward)
     with poisoned_memory():
-        outputs = as_tuple(kernel(*args, plan=plan(folder, op, case)))
+        outputs = as_tuple(kernel(*args, plan=plan(folder, op, case, backward)))
     assert_own_memory(args, outputs)
     return outputs
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from liger_ops.lowering.sizes import next_power_of_2
 from op_under_test import Case, OpUnderTest
 
 
-def plan(folder: str, op: OpUnderTest, case: Case) -> Any:
+def plan(folder: str, op: OpUnderTest, case: Case, backward: bool = False) -> Any:
     """A plan of few programs with the case's tile, or None for the host code's own choice."""
     if case.tile is None:
         return None
@@ -18,17 +19,46 @@ def plan(folder: str, op: OpUnderTest, case: Case) -> Any:
 
         return Plan(rows, columns, cores=2)
     if op.name == "group_norm":
-        from liger_ops.lowering.cuda.group_plan import GroupPlan
-
-        # A program to a group has all its channels in a tile: rows are how many tiles it keeps.
-        if rows > 2:
-            return GroupPlan(rows, columns, threads=128, ahead=2)
-        channels = next_power_of_2(case.shape[1] // case.num_groups)
-        return GroupPlan(channels, columns, threads=128, unroll=2, kept=rows)
+        return plan_of_groups(case, rows, columns)
     if op.name == "rope":
         from liger_ops.lowering.cuda.rope import RopePlan
 
         return RopePlan(rows, 2, columns)
-    from liger_ops.lowering.cuda.launch import Plan
+    return plan_of_rows(op.name, rows, columns, case.shape[-1], backward)
 
-    return Plan(rows, columns, threads=128, programs=2)
+
+def plan_of_groups(case: Case, rows: int, columns: int) -> Any:
+    from liger_ops.lowering.cuda.group_pieces import Pieces
+    from liger_ops.lowering.cuda.group_walk import Walk
+    from liger_ops.lowering.cuda.group_whole import WholeGroup
+
+    C_G, S = case.shape[1] // case.num_groups, math.prod(case.shape[2:])
+    if rows > 2:
+        return Pieces(rows, columns, ahead=2)
+    # A tile has all channels of the group: rows are how many tiles a program keeps.
+    channels = next_power_of_2(C_G)
+    if columns >= S:
+        return WholeGroup(channels, columns)
+    return Walk(channels, columns, unroll=2, kept=rows)
+
+
+def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -> Any:
+    """The algorithm of an op of cuda that has tiles of rows and columns."""
+    from liger_ops.lowering.cuda import cross_entropy
+    from liger_ops.lowering.cuda.launch import Tile, TwoPass, WholeRow
+    from liger_ops.lowering.cuda.norm_backward_two_kernel import TwoKernel
+    from liger_ops.lowering.cuda.norm_backward_two_pass import TwoPassBackward
+
+    loss = op == "cross_entropy_forward"
+    if loss and backward:
+        return cross_entropy.SplitRows(columns, BLOCK_M=rows, programs=2)
+    if not loss and "norm" not in op and "softmax" not in op:
+        return Tile(columns, BLOCK_M=rows)
+    if columns >= width:
+        return WholeRow(columns, BLOCK_M=rows, programs=2)
+    if loss:
+        return cross_entropy.Online(columns)
+    if "norm" in op and backward:
+        two_pass = TwoPassBackward(columns, programs=2)
+        return two_pass if rows == 1 else TwoKernel(columns, programs=2, BLOCK_M=rows)
+    return TwoPass(columns)

@@ -1,10 +1,12 @@
-"""The backward of rows that one program walks twice, of rms_norm and layer_norm alike.
+"""The backward of rms_norm and layer_norm, where a program reads each row twice.
 
-A row does not fit in a program's registers beside the sums of its columns, the gradients of weight
-and bias. So the sums stay there, and the row is read again, from the caches.
+A row and the sums of its columns, which become the gradients of weight and bias, do not fit in a
+program's registers together. The sums stay there, and the row is read again from the caches.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -12,14 +14,14 @@ from torch import Tensor
 
 from ..sizes import cdiv, next_power_of_2
 from ..triton_math import folded, widened_again
-from .launch import Plan, Tiles, launch, on_nvidia, plan_for, processors
-from .partial_sums import partial_sums, summed
+from .launch import Plan, Table, on_nvidia, plan_for, processors
+from .norm_backward import NormBackward, launch_norm_backward
 from .prefetch import prefetch_row
 from .row_sums import four_totals, mean_and_rstd, near_mean, two_totals
 
 
 @triton.jit(do_not_specialize=["M"])
-def walked_backward_kernel(
+def two_pass_backward_kernel(
     dy_ptr,
     ds_ptr,
     x_ptr,
@@ -46,9 +48,9 @@ def walked_backward_kernel(
     FOLD: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    # The first walk asks the L1 cache to keep the row. The second goes backwards, and has the last
-    # tile in registers: layer_norm of 8192 x 16384 takes 0.235 ms on an H200, 0.241 where it is
-    # loaded again. Between the two the program asks for its next row: without that, 0.287 ms.
+    # The first pass asks the L1 cache to keep the row. The second goes backwards and finds the last
+    # tile in registers: layer_norm of 8192 x 16384 takes 0.235 ms on an H200, and 0.241 if the tile
+    # is loaded again. Between the passes the program prefetches its next row: without that, 0.287.
     program = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_N)
     dweight = ()
@@ -142,68 +144,77 @@ def walked_backward_kernel(
             tl.store(dbias_ptr + program * N + cols, dbias[tile], mask=cols < N)
 
 
-def plan(x: Tensor, tiles: Tiles) -> Plan | None:
-    """The plan for rows as wide as x's, if there is one; of 2 stages it prefetches the next row."""
-    found = plan_for(x, tiles, x.shape[1])
-    if found is None:
+@dataclass(frozen=True)
+class TwoPassBackward(Plan):
+    """`programs` persistent programs; with `prefetch` each brings its next row to the L2 cache."""
+
+    programs: int = 1
+    prefetch: bool = False
+
+
+# The figures are ms on an H200: of this kernel, and of the two kernels for wider rows.
+RMS_NORM: Table[TwoPassBackward] = {
+    # 4096 rows of 20480 0.150 and 0.209, of 24576 0.191 and 0.248, of 32768 0.242 and 0.326.
+    2: (
+        (20480, TwoPassBackward(4096, 512, prefetch=True)),
+        (32768, TwoPassBackward(8192, 512)),
+    ),
+    # 8192 rows of 12288 0.312 and 0.476, of 16384 0.391 and 0.631, 4096 of 24576 0.356 and 0.479,
+    # of 28672 0.486 and 0.561, but of 32768 0.903 and 0.712.
+    4: (
+        (12288, TwoPassBackward(4096, 256, prefetch=True)),
+        (24576, TwoPassBackward(8192, 256)),
+        (28672, TwoPassBackward(4096, 256)),
+    ),
+}
+RMS_NORM_WITH_DS: Table[TwoPassBackward] = {
+    # 4096 rows of 20480 0.209 and 0.249, of 28672 0.325 and 0.343, but of 32768 0.538 and 0.388.
+    2: (
+        (20480, TwoPassBackward(4096, 512)),
+        (24576, TwoPassBackward(8192, 512)),
+        (28672, TwoPassBackward(4096, 512)),
+    ),
+    # 8192 rows of 16384 0.522 and 0.752, 4096 of 20480 0.385 and 0.481, of 24576 0.480 and 0.569.
+    4: (
+        (16384, TwoPassBackward(8192, 256)),
+        (20480, TwoPassBackward(4096, 256)),
+        (24576, TwoPassBackward(8192, 256)),
+    ),
+}
+LAYER_NORM: Table[TwoPassBackward] = {
+    # 8192 rows of 10240 0.174 and 0.211, of 12288 0.185 and 0.248, of 16384 0.234 and 0.326.
+    2: ((16384, TwoPassBackward(4096, 512, prefetch=True)),),
+    # 8192 rows of 10240 0.254 and 0.399, of 12288 0.314 and 0.476, of 16384 0.499 and 0.634.
+    4: (
+        (12288, TwoPassBackward(2048, 256, prefetch=True)),
+        (16384, TwoPassBackward(2048, 256)),
+    ),
+}
+
+
+def plan_two_pass_backward(x: Tensor, table: Table[TwoPassBackward]) -> TwoPassBackward | None:
+    """The table's plan for rows as wide as x's, or None if they are too wide for it."""
+    plan = plan_for(x, table, x.shape[1])
+    if plan is None:
         return None
     # As many programs as finish together.
-    programs = cdiv(x.shape[0], cdiv(x.shape[0], processors(x)))
-    return found._replace(programs=programs)
+    return replace(plan, programs=cdiv(x.shape[0], cdiv(x.shape[0], processors(x))))
 
 
-def walks(plan: Plan, N: int) -> bool:
-    """Whether the plan is for this kernel, whose tile is a part of one row."""
-    return plan.BLOCK_M == 1 and plan.BLOCK_N < N
-
-
-def run(
-    dy: Tensor,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    eps: float,
-    offset: float,
-    plan: Plan,
-    *,
-    has_mean: bool,
-) -> None:
-    M, N = x.shape
-    dweights = partial_sums(dweight, plan.programs)
-    dbiases = partial_sums(dbias, plan.programs)
-    launch(
-        walked_backward_kernel,
+def launch_two_pass_backward(plan: TwoPassBackward, norm: NormBackward) -> None:
+    N = norm.x.shape[1]
+    launch_norm_backward(
+        two_pass_backward_kernel,
         (plan.programs,),
-        x,
-        dy,
-        ds,
-        x,
-        weight,
-        dx,
-        dweights,
-        dbiases,
-        M,
-        N,
-        dy.stride(0),
-        0 if ds is None else ds.stride(0),
-        x.stride(0),
-        eps,
-        offset,
-        HAS_DS=ds is not None,
-        HAS_MEAN=has_mean,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
+        norm,
+        (norm.dy, norm.ds, norm.x, norm.weight),
+        (*norm.strides, norm.eps, norm.offset),
+        **norm.options,
         BLOCK_N=plan.BLOCK_N,
         TILES=cdiv(N, plan.BLOCK_N),
         ROW=next_power_of_2(N),
-        # What a thread loads at once.
-        FOLD=min(plan.BLOCK_N, 16 // x.element_size()),
-        PREFETCH=on_nvidia(x) and plan.stages > 1,
+        # A thread loads 16 bytes at once.
+        FOLD=min(plan.BLOCK_N, 16 // norm.x.element_size()),
+        PREFETCH=on_nvidia(norm.x) and plan.prefetch,
         num_warps=plan.num_warps,
     )
-    summed((dweights, dweight), (dbiases, dbias))

@@ -1,0 +1,116 @@
+"""Launch what Triton compiled before, without Triton's lookup of it.
+
+`kernel[grid](...)` takes 12 us to find the compiled kernel, this takes 7. It calls private parts of
+Triton, so any surprise hands this and all later launches back to Triton.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+# The versions of Triton that this was run with on a GPU. Others launch their kernels themselves.
+VERSIONS = ("3.6",)
+
+# The key holds every number, so each batch size has an entry of its own.
+MOST_COMPILED = 4096
+# Bytes. Triton specialises a kernel on pointers that are multiples of 16.
+ALIGNMENT = 64
+
+# The compiled kernel, the grid, and the constants to pass after the arguments, by `_key`.
+_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
+
+
+def was_run_with(version: str) -> bool:
+    return version.split(".")[:2] in [known.split(".") for known in VERSIONS]
+
+
+# AMD's backend also specialises on the sizes of tensors, which the key does not hold.
+_direct = was_run_with(triton.__version__) and not torch.version.hip
+
+
+def launch_compiled(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: int | None,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Run `kernel[grid](*args, **constants)`; `device` is the index of the current device."""
+    key = None
+    if _direct:
+        try:
+            key, passed = _key(kernel, grid, device, args, constants)
+            found = _COMPILED.get(key)
+            if found is not None and not _hooked(kernel):
+                compiled, blocks, others = found
+                stream = driver.active.get_current_stream(device)
+                loaded = (compiled.function, compiled.packed_metadata)
+                compiled.run(*blocks, stream, *loaded, None, None, None, *passed, *others)
+                return
+        except Exception as surprise:
+            _leave_to_triton(surprise)
+    compiled = kernel[grid](*args, **constants)
+    # The interpreter compiles nothing.
+    if not _direct or key is None or compiled is None:
+        return
+    try:
+        others = [constants[name] for name in kernel.arg_names[len(args) :]]
+    except Exception as surprise:
+        _leave_to_triton(surprise)
+        return
+    if len(_COMPILED) >= MOST_COMPILED:
+        _COMPILED.clear()
+    _COMPILED[key] = (compiled, (*grid, 1, 1)[:3], others)
+
+
+def _key(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: int | None,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """Everything that Triton compiles a kernel for, and the arguments with addresses for tensors.
+
+    Triton specialises on the dtypes of tensors and whether they are aligned, on the types of
+    numbers and some of their values, on constants, and on its settings. The key holds every value.
+    """
+    passed, form = list(args), list(map(type, args))
+    for i, arg in enumerate(args):
+        if isinstance(arg, Tensor):
+            passed[i] = address = arg.data_ptr()
+            form[i] = arg.dtype
+            form.append(address % ALIGNMENT)
+        else:
+            form.append(arg)
+    key = (kernel.fn, grid, device, *form, *constants, *constants.values())
+    runtime, compilation = vars(triton.knobs.runtime), vars(triton.knobs.compilation)
+    if runtime or compilation:
+        key += (*runtime.items(), *compilation.items())
+    return key, passed
+
+
+def _hooked(kernel: Any) -> bool:
+    """Whether hooks, such as a profiler's, are set, which only Triton's own launch calls."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    )
+
+
+def _leave_to_triton(surprise: Exception) -> None:
+    global _direct
+    _direct = False
+    _COMPILED.clear()
+    warnings.warn(
+        f"liger_ops: Triton {triton.__version__} launches all kernels from now on, some "
+        f"microseconds slower: {type(surprise).__name__}: {surprise}",
+        stacklevel=4,
+    )

@@ -1,0 +1,142 @@
+"""layer_norm of whole rows: a program reads them once and holds them in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..triton_math import widened_again
+from .launch import WholeRow
+from .norm_backward import NormBackward, launch_norm_backward
+from .row_sums import two_row_sums
+
+
+@triton.jit
+def affine(xhat, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    if HAS_WEIGHT:
+        xhat *= tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        xhat += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    return xhat
+
+
+@triton.jit(do_not_specialize=["M"])
+def layer_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_x,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = cols < N
+    if BLOCK_M > 1:
+        mask &= rows < M
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
+    if BLOCK_N > 8192:
+        # One round of sums about the mean of the row's first elements: 8192 x 16384 takes 0.136
+        # ms, and 0.145 with two rounds.
+        near = tl.arange(0, 32)[None, :]
+        first = tl.load(x_ptr + rows * stride_x + near, mask=near < N, other=0.0)
+        shift = tl.sum(first.to(tl.float32), 1)[:, None] / tl.minimum(N, 32)
+        shifted = tl.where(mask, x.to(tl.float32) - shift, 0.0)
+        sums, squares = two_row_sums(shifted, shifted * shifted)
+        step = sums / N
+        mean = shift + step
+        variance = tl.maximum(squares / N - step * step, 0.0)
+        centred = widened_again(x) - mean
+    else:
+        mean = tl.sum(x.to(tl.float32), 1)[:, None] / N
+        centred = tl.where(mask, widened_again(x) - mean, 0.0)
+        variance = tl.sum(centred * centred, 1)[:, None] / N
+    rstd = tl.rsqrt(variance + eps)
+    y = affine(centred * rstd, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT, HAS_BIAS)
+    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def layer_norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_x,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+        rows = (start + tl.arange(0, BLOCK_M))[:, None]
+        mask = (rows < M) & (cols < N)
+        dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        if NEEDS_DBIAS:
+            dbias += dy
+        if NEEDS_DX or NEEDS_DWEIGHT:
+            x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+            g = dy
+            if HAS_WEIGHT:
+                g = dy * weight
+            mean = tl.sum(x, 1)[:, None] / N
+            mean_g = tl.sum(g, 1)[:, None] / N
+            centred = tl.where(mask, x - mean, 0.0)
+            variance = tl.sum(centred * centred, 1)[:, None] / N
+            if BLOCK_M > 1:
+                # Rows past M are zeros, which eps = 0 would turn into 0 * inf in dweight.
+                variance = tl.where(rows < M, variance, 1.0)
+            rstd = tl.rsqrt(variance + eps)
+            projection = tl.sum(g * centred, 1)[:, None] / N * rstd
+            xhat = centred * rstd
+            if NEEDS_DWEIGHT:
+                dweight += dy * xhat
+            if NEEDS_DX:
+                dx = rstd * (g - mean_g - xhat * projection)
+                tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEEDS_DWEIGHT:
+        sums = tl.sum(dweight, 0)[None, :]
+        tl.store(dweight_ptr + program * N + cols, sums, mask=cols < N)
+    if NEEDS_DBIAS:
+        sums = tl.sum(dbias, 0)[None, :]
+        tl.store(dbias_ptr + program * N + cols, sums, mask=cols < N)
+
+
+def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
+    stride_dy, _, stride_x = norm.strides
+    launch_norm_backward(
+        layer_norm_backward_kernel,
+        (plan.programs,),
+        norm,
+        (norm.dy, norm.x, norm.weight),
+        (stride_dy, stride_x, norm.eps),
+        HAS_WEIGHT=norm.weight is not None,
+        NEEDS_DX=norm.dx is not None,
+        NEEDS_DWEIGHT=norm.dweight is not None,
+        NEEDS_DBIAS=norm.dbias is not None,
+        BLOCK_M=plan.BLOCK_M,
+        BLOCK_N=plan.BLOCK_N,
+        STAGES=plan.num_stages,
+        num_warps=plan.num_warps,
+    )

@@ -1,0 +1,231 @@
+"""The backward of rms_norm and layer_norm by two kernels, for rows too wide for one program.
+
+The first kernel finds the statistics of every row. The rest is elementwise: a program of the second
+owns a tile of columns, goes down the rows, and keeps the sums of its columns in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..sizes import cdiv
+from ..triton_math import folded
+from .launch import Plan, launch, pipeline_stages, processors
+from .norm_backward import NormBackward, launch_norm_backward
+from .row_sums import first_mean, mean_and_rstd
+
+
+@triton.jit(do_not_specialize=["M"])
+def rms_norm_statistics_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    projection_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_x,
+    eps,
+    offset,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Each row's rstd and mean(g * xhat), the projection of g on xhat.
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    products = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = cols < N
+        x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
+        squares += x * x
+        products += g * x
+    rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    tl.store(rstd_ptr + row, rstd)
+    tl.store(projection_ptr + row, tl.sum(products, 0) * rstd / N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def layer_norm_statistics_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    statistics_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_x,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    # Each row's mean, rstd, mean(g) and mean(g * xhat), in one pass.
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    dy_ptr += row * stride_dy
+    shift = first_mean(x_ptr, N, BLOCK_N)
+    sums = tl.zeros((BLOCK_N // FOLD,), tl.float32)
+    squares = tl.zeros((BLOCK_N // FOLD,), tl.float32)
+    sums_g = tl.zeros((BLOCK_N // FOLD,), tl.float32)
+    products = tl.zeros((BLOCK_N // FOLD,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = cols < N
+        x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(mask, x - shift, 0.0)
+        sums += folded(x, FOLD)
+        squares += folded(x * x, FOLD)
+        sums_g += folded(g, FOLD)
+        products += folded(g * x, FOLD)
+    mean, rstd, step = mean_and_rstd(tl.sum(sums, 0), tl.sum(squares, 0), shift, N, eps)
+    mean_g = tl.sum(sums_g, 0) / N
+    tl.store(statistics_ptr + row, mean)
+    tl.store(statistics_ptr + M.to(tl.int64) + row, rstd)
+    tl.store(statistics_ptr + 2 * M.to(tl.int64) + row, mean_g)
+    projection = (tl.sum(products, 0) / N - step * mean_g) * rstd
+    tl.store(statistics_ptr + 3 * M.to(tl.int64) + row, projection)
+
+
+@triton.jit(do_not_specialize=["M"])
+def two_kernel_backward_kernel(
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    mean_g_ptr,
+    projection_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_ds,
+    stride_x,
+    offset,
+    HAS_DS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    group = tl.program_id(1).to(tl.int64)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
+    dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The rows that the first kernel read last come first: they may still be in the L2 cache.
+    tiles = tl.cdiv(M, BLOCK_M)
+    for tile in tl.range(group, tiles, tl.num_programs(1), num_stages=STAGES):
+        rows = ((tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        mask = (rows < M) & (cols < N)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_MEAN:
+            x -= tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
+        xhat = x * rstd
+        if NEEDS_DWEIGHT:
+            dweight += dy * xhat
+        if NEEDS_DBIAS:
+            dbias += dy
+        if NEEDS_DX:
+            g = dy
+            if HAS_WEIGHT:
+                g = dy * weight
+            if HAS_MEAN:
+                g -= tl.load(mean_g_ptr + rows, mask=rows < M, other=0.0)
+            dx = rstd * (g - xhat * tl.load(projection_ptr + rows, mask=rows < M, other=0.0))
+            if HAS_DS:
+                dx += tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEEDS_DWEIGHT:
+        sums = tl.sum(dweight, 0)[None, :]
+        tl.store(dweight_ptr + group * N + cols, sums, mask=cols < N)
+    if NEEDS_DBIAS:
+        sums = tl.sum(dbias, 0)[None, :]
+        tl.store(dbias_ptr + group * N + cols, sums, mask=cols < N)
+
+
+# A program of the second kernel owns this many columns, and takes this many rows at a time. A
+# 4096 x 32768 backward of rms_norm takes 0.325 ms so, and 0.330 ms without prefetch and with twice
+# the programs.
+OWNED_COLUMNS = 1024
+OWNED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class TwoKernel(Plan):
+    """BLOCK_N and threads are the first kernel's; the second has `programs` groups of rows."""
+
+    programs: int = 1
+    BLOCK_M: int = OWNED_ROWS
+    num_stages: int = 1
+
+
+def plan_two_kernel(x: Tensor) -> TwoKernel:
+    """Two programs a processor in all."""
+    M, N = x.shape
+    groups = max(1, 2 * processors(x) // cdiv(N, OWNED_COLUMNS))
+    num_stages = pipeline_stages(x, 3 * OWNED_ROWS * OWNED_COLUMNS * x.element_size())
+    return TwoKernel(2048, 256, min(cdiv(M, OWNED_ROWS), groups), num_stages=num_stages)
+
+
+def launch_two_kernel(plan: TwoKernel, norm: NormBackward) -> None:
+    columns = min(OWNED_COLUMNS, plan.BLOCK_N)
+    launch_norm_backward(
+        two_kernel_backward_kernel,
+        (cdiv(norm.x.shape[1], columns), plan.programs),
+        norm,
+        (norm.dy, norm.ds, norm.x, norm.weight, *_statistics(plan, norm)),
+        (*norm.strides, norm.offset),
+        **norm.options,
+        BLOCK_M=plan.BLOCK_M,
+        BLOCK_N=columns,
+        STAGES=plan.num_stages,
+        num_warps=4,
+    )
+
+
+def _statistics(plan: TwoKernel, norm: NormBackward) -> tuple[Tensor | None, ...]:
+    """Each row's mean, rstd, mean(g) and mean(g * xhat): (M,) float32, or None if not used."""
+    M, N = norm.x.shape
+    stride_dy, _, stride_x = norm.strides
+    inputs = (norm.dy, norm.x, norm.weight)
+    sizes = (M, N, stride_dy, stride_x, norm.eps)
+    options = {
+        "HAS_WEIGHT": norm.weight is not None,
+        "BLOCK_N": plan.BLOCK_N,
+        "num_warps": plan.num_warps,
+    }
+    if norm.has_mean:
+        statistics = norm.x.new_empty((4, M), dtype=torch.float32)
+        fold = min(8, plan.BLOCK_N)
+        kernel = layer_norm_statistics_kernel
+        launch(kernel, (M,), norm.x, *inputs, statistics, *sizes, FOLD=fold, **options)
+        return statistics.unbind()
+    rstd, projection = norm.x.new_empty((2, M), dtype=torch.float32)
+    outputs = (rstd, projection)
+    kernel = rms_norm_statistics_kernel
+    launch(kernel, (M,), norm.x, *inputs, *outputs, *sizes, norm.offset, **options)
+    return None, rstd, None, projection
