@@ -225,7 +225,7 @@ def plot(points: Points, folder: Path) -> list[Path]:
         for panel, mode in zip(panels, modes, strict=True):
             _draw(panel, points, kernel, dtype, mode, shapes)
         panels[0].set_ylabel("% of the device's rate")
-        panels[-1].legend(fontsize="small")
+        panels[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
         figure.suptitle(f"{kernel}, {dtype}")
         files.append(folder / plot_name(kernel, dtype))
         figure.savefig(files[-1], dpi=100)
@@ -246,7 +246,7 @@ def _draw(
     panel.grid(alpha=0.3)
 
 
-def _size(shape: str) -> tuple[int, ...]:
-    """By elements, then by width."""
+def _size(shape: str) -> tuple[int, int]:
+    """By width, then by elements."""
     sizes = [int(size) for size in shape.split("x")]
-    return (math.prod(sizes), *reversed(sizes))
+    return sizes[-1], math.prod(sizes)
