@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -36,8 +37,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-
-from liger_ops.bench.timing import Accelerator, spread
 
 WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
 WAYS += ("liger-kernel",)
@@ -198,23 +197,23 @@ def compiled(way: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor
 
 
 def timed(step: Callable[[], Tensor], steps: int) -> dict[str, Any]:
-    gpu = Accelerator("cuda")
-    gpu.synchronize()
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    events = [gpu.event() for _ in range(steps + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
         step()
         event.record()
-    gpu.synchronize()
-    ms = spread([a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)])
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    low, *_, high = statistics.quantiles(times, n=5)
     free, total = torch.cuda.mem_get_info()
     return {
-        **{"ms": ms.p50, "ms_20": ms.p20, "ms_80": ms.p80},
+        **{"ms": statistics.median(times), "ms_20": low, "ms_80": high},
         "gib": torch.cuda.max_memory_allocated() / 2**30,
         # What CUDA graphs allocate is in pools that the allocator's own peak leaves out.
         "held_gib": (total - free) / 2**30,
-        "device": gpu.name,
+        "device": torch.cuda.get_device_name(),
     }
 
 

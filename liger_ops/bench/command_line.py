@@ -139,7 +139,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Points,
 def carried_out(
     run: Run, accelerator: Accelerator, file: Path | None
 ) -> tuple[Points, dict[str, str]]:
-    """Print each workload when it is done, and keep what there is in the file."""
+    """Print each workload when it is done, and keep the points in the file."""
     shared = {
         "gpu": accelerator.name,
         "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),

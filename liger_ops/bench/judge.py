@@ -74,10 +74,9 @@ class Points:
     ) -> Point | None:
         return self._index.get((kernel, dtype, shape, mode, provider, metric))
 
-    def value(
-        self, kernel: str, dtype: str, shape: str, mode: str, provider: str, metric: str = "speed"
-    ) -> float | None:
-        point = self.get(kernel, dtype, shape, mode, provider, metric)
+    def value(self, *key: str) -> float | None:
+        """The median of the point that `get` finds."""
+        point = self.get(*key)
         return None if point is None or point.value is None else point.value.p50
 
     def rows(self, metric: str = "speed") -> list[Row]:

@@ -69,7 +69,7 @@ def read(path: Path) -> tuple[Points, dict[str, str]]:
     """The points of a file, and what all its records share: GPU, time, version.
 
     Raises:
-        ValueError: the file is none of this form.
+        ValueError: the file holds no such records.
         OSError: it cannot be read.
     """
     try:

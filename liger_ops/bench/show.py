@@ -1,4 +1,4 @@
-"""The figures of a run: a table for a terminal, a page, plots, and a file of records."""
+"""The figures of a run: a table for a terminal, a page, and plots."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ NEW_PAGE = f"""# Benchmarks
 {END}
 """
 HOW = """\
-Times are of the device, by its events, in milliseconds: the median, the cache flushed before every
-call, the providers in turn. Beside them is the share of the rate at which the same device copied
-memory in the same run, counted from the fewest bytes that the op must move, or of the rate at which
-it multiplied matrices, from the fewest operations. More than 100% is possible: a copy is not the
-fastest that there is. `forward` records the gradient, as in training. `eager` is the code that
-models contain, `aten` the fused op that PyTorch has, `inductor` what `torch.compile` makes of that
-code for fixed sizes; `low-memory` is liger_ops with the gradient of weight summed in its own dtype,
-not in float32. Every provider is first compared with float64, and not timed where it is wrong. Peak
-memory is what a forward and its backward allocate beyond their inputs, and host the time that the
-host takes to issue them.
+Times are device times from its events, in milliseconds: medians, with the cache flushed before
+every call and the providers taking turns. The percentage beside a time is the achieved bandwidth
+relative to the copy bandwidth that the same device reached in the same run, counted from the fewest
+bytes that the op must move; for `linear_cross_entropy` it is the achieved rate of operations
+relative to one large matrix product. It can exceed 100%, because a copy is not the fastest memory
+access. `forward` records the gradient, as in training. `eager` is the code that models contain,
+`aten` PyTorch's own fused op, `inductor` what `torch.compile` makes of the models' code for fixed
+sizes, and `low-memory` liger_ops with the gradient of weight summed in its own dtype, not in
+float32. Every provider is first compared with float64, and is not timed where it is wrong. Peak
+memory is what forward and backward allocate beyond their inputs. Host is the time that the CPU
+takes to issue the calls.
 """
 
 # A provider has its colour in every plot.
@@ -225,7 +226,7 @@ def plot(points: Points, folder: Path) -> list[Path]:
         for panel, mode in zip(panels, modes, strict=True):
             _draw(panel, points, kernel, dtype, mode, shapes)
         panels[0].set_ylabel("% of the device's rate")
-        panels[-1].legend(fontsize="small")
+        panels[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
         figure.suptitle(f"{kernel}, {dtype}")
         files.append(folder / plot_name(kernel, dtype))
         figure.savefig(files[-1], dpi=100)
@@ -246,7 +247,7 @@ def _draw(
     panel.grid(alpha=0.3)
 
 
-def _size(shape: str) -> tuple[int, ...]:
-    """By elements, then by width."""
+def _size(shape: str) -> tuple[int, int]:
+    """By width, then by elements."""
     sizes = [int(size) for size in shape.split("x")]
-    return (math.prod(sizes), *reversed(sizes))
+    return sizes[-1], math.prod(sizes)

@@ -86,13 +86,13 @@ class Comparison:
 
     def rows(self) -> dict[str, str]:
         """What to print."""
-        peaks = (f"{run.peak:,.1f} MiB" for run in (self.untouched, self.changed))
+        peaks = f"{self.untouched.peak:,.1f} MiB untouched, {self.changed.peak:,.1f} with liger_ops"
         return {
             "forward graph": counted(self.forward),
             "backward graph": counted(self.backward),
             "untouched": str(self.untouched),
             "with liger_ops": str(self.changed),
-            "peak memory": " untouched, ".join(peaks) + ", beside parameters and optimizer",
+            "peak memory": f"{peaks}, beside parameters and optimizer",
             "difference": f"at most {self.difference.max():.1e}",
         }
 
@@ -100,7 +100,8 @@ class Comparison:
         """Sentence to whether it holds: the graphs hold these ops of a forward and their gradients,
         and the losses of each step differ by no more than its bound."""
         bounds = torch.where(torch.arange(len(self.difference)) < EARLY_STEPS, *LOSS_BOUND[dtype])
-        gradients = {f"{op.removesuffix('_forward')}_backward": n for op, n in forward.items()}
+        names = {op: f"{op.removesuffix('_forward')}_backward" for op in forward}
+        gradients = Counter({names[op]: count for op, count in forward.items()})
         return {
             f"the forward graph must hold {counted(forward)} and no other liger op": (
                 self.forward == forward
