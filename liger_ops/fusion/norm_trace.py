@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..lowering.passes.recognise import Recognised, recognise
-from ..lowering.passes.rewrite import Refused
-from ..lowering.passes.spelling import calls
+from ..lowering.passes.rewrite import Refused, before_widening
 from .probing import NotAnOp, dtype_name, first_line, own_attributes
 from .trace import Trace
 
@@ -203,7 +202,7 @@ class _Norm:
         for name in ("x", "weight", "bias"):
             given = options.pop(name, None)
             if name != "x" and options.get("casting_mode", "gemma") == "gemma":
-                given = _widened(given)
+                given = before_widening(given)
             wanted = name if name == "x" or name in self.parameters else None
             if given is None and wanted is None:
                 continue
@@ -223,9 +222,3 @@ class _Norm:
             return copy.deepcopy(self.module, memo)
         except Exception as error:
             raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
-
-
-def _widened(node: Any) -> Any:
-    """What is cast to float32 for an op that computes in it anyhow."""
-    call = calls(node, "cast")
-    return call.args[0] if call is not None and call.args[1] is torch.float32 else node

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..lowering.passes.effects import writes
+from ..lowering.passes.spelling import IDENTITY, canonical
 from .probing import DEVICE
 
 # What code reads of a tensor without computing.
@@ -33,6 +34,9 @@ TURNED = {
     "__rdiv__": operator.truediv,
     "__rpow__": operator.pow,
 }
+
+# Operations that give the elements of their first argument.
+UNCHANGED = {IDENTITY, "contiguous"}
 
 
 class Trace(TorchFunctionMode):
@@ -128,6 +132,13 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def unchanged(node: fx.Node) -> fx.Node:
+    """What a node is a copy of, or the node itself."""
+    while (call := canonical(node)) is not None and call.op in UNCHANGED:
+        node = call.args[0]
+    return node
 
 
 def _in_another_mode(*args: Any, **kwargs: Any) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 from torch import fx
 
 from ...library import OPS
-from . import rewrite
+from . import clamped_swiglu, rewrite
+from .pattern import CHEAP
 from .rewrite import Refused
+from .spelling import IDENTITY, canonical
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ def recognise(module: fx.GraphModule, rewrites: Collection[str]) -> Recognised:
         Refused: its result is no op's, or it does more than compute its result; the text says why.
     """
     report = rewrite(module, rewrites, strict=True)
+    if "clamped_swiglu" in rewrites:
+        clamped_swiglu.rewrite_unlimited(module.graph, report)
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     needed: set[fx.Node] = set()
     waiting = [output]
@@ -56,14 +60,20 @@ def recognise(module: fx.GraphModule, rewrites: Collection[str]) -> Recognised:
         raise Refused(
             reasons[0] if reasons else f"it computes none of {', '.join(names)} and {last}"
         )
-    more = [node for node in module.graph.nodes if node not in needed and node.op != "placeholder"]
-    if more:
-        raise Refused(f"it does more than compute its result: {more[0].name}")
+    for node in module.graph.nodes:
+        if node not in needed and node.op != "placeholder" and not _is_cheap(node):
+            raise Refused(f"it does more than compute its result: {node.name}")
     (op,) = found
     name: str = op.target._opname  # type: ignore[union-attr]
     bound = inspect.signature(OPS[name].definition).bind(*op.args, **op.kwargs)
     bound.apply_defaults()
     return Recognised(name, dict(bound.arguments), op)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether a node without users is a view or a cast, which have no effect."""
+    call = canonical(node)
+    return call is not None and call.op in {*CHEAP, IDENTITY}
 
 
 def _is_result(node: Any, op: fx.Node) -> bool:

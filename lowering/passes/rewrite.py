@@ -18,6 +18,7 @@ from .graph_state import GraphState, erase_unused, fake_mode_of
 from .layout import noticed
 from .pattern import CHEAP, Match, Pattern
 from .report import Report
+from .spelling import calls
 
 # What a new node has from the one whose place it takes: where it comes from in the user's code.
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
@@ -302,6 +303,12 @@ def number(argument: Any) -> Any:
     if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat, torch.SymInt)):
         raise Refused(f"{argument} is not a number that is known while the graph is compiled")
     return float(known) if isinstance(known, int) else argument
+
+
+def before_widening(argument: Any) -> Any:
+    """What is cast to float32 for an op that computes in it anyhow."""
+    call = calls(argument, "cast")
+    return call.args[0] if call is not None and call.args[1] is torch.float32 else argument
 
 
 def of_one_shape(a: Any, b: Any) -> None:
