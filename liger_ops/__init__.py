@@ -22,7 +22,6 @@ from .ops.cross_entropy import cross_entropy, cross_entropy_forward
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from . import meta, lowering
 from . import nn
-from .fusion import fuse, unfuse
 from .compile_cache import tag_compile_caches
 
 __version__ = "0.1.0"
@@ -30,6 +29,8 @@ __version__ = "0.1.0"
 tag_compile_caches()
 
 if TYPE_CHECKING:
+    from . import fusion
+    from .fusion import fuse, unfuse
     from .lowering.passes.backend import liger as backend
     from .lowering.passes.enable import disable, enable
     from .lowering.passes.explain import explain
@@ -37,18 +38,20 @@ if TYPE_CHECKING:
 
 # Where the names are that load Dynamo: importing liger_ops does not.
 _COMPILER = {
-    "backend": ("backend", "liger"),
-    "disable": ("enable", "disable"),
-    "enable": ("enable", "enable"),
-    "explain": ("explain", "explain"),
-    "graph_pass": ("graph_pass", "graph_pass"),
+    "backend": "lowering.passes.backend:liger",
+    "disable": "lowering.passes.enable:disable",
+    "enable": "lowering.passes.enable:enable",
+    "explain": "lowering.passes.explain:explain",
+    "fuse": "fusion:fuse",
+    "fusion": "fusion",
+    "graph_pass": "lowering.passes.graph_pass:graph_pass",
+    "unfuse": "fusion:unfuse",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _COMPILER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    from pkgutil import resolve_name
 
-    module, attribute = _COMPILER[name]
-    return getattr(import_module(f"{__name__}.lowering.passes.{module}"), attribute)
+    return resolve_name(f"{__name__}.{_COMPILER[name]}")

@@ -91,11 +91,10 @@ def _is_sharded(cls: type) -> bool:
 
 
 def in_place_of(original: Any, forward: Any) -> Any:
-    """`forward`, a function of self and x, under the name and with the argument of `original`."""
+    """`forward`, a function of self and a tensor, with the name and the argument of `original`."""
     (argument,) = list(inspect.signature(original).parameters)[1:]
-    names = tuple(argument if name == "x" else name for name in forward.__code__.co_varnames)
-    forward.__code__ = forward.__code__.replace(co_varnames=names)
-    return functools.wraps(original)(forward)
+    source = f"lambda self, {argument}: forward(self, {argument})"
+    return functools.wraps(original)(eval(source, {"forward": forward}))
 
 
 def restore(model: nn.Module) -> int:

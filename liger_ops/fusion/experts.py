@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .. import library
 from . import classes
-from .activation_probe import Activation, find
+from .activation_trace import Activation, find
 from .planning import Plan
 from .probing import (
     NotAnOp,
@@ -26,13 +26,13 @@ from .probing import (
     first_line,
     has_hooks,
     leaf_key,
-    numbers_of,
 )
+from .trace import Trace
 
 KIND = "experts"
 METHOD = "_apply_gate"
 
-# Of the projections in a probe.
+# Of the projections in a trace.
 WIDTH = 48
 
 
@@ -53,7 +53,7 @@ def plan(model: nn.Module) -> Plan:
             raise NotAnOp(obstacle)
         children = tuple(leaf_key(child) for child in module._modules.values())
         key = cls, attributes_key(module), children
-        activation = probes.once(key, lambda: _probed(module))
+        activation = probes.once(key, lambda: _found(module))
         plan.fuse(name, module, activation.op, dict(activation.options))
         plan.changes.append(lambda: classes.override(module, KIND, activation))
 
@@ -89,22 +89,25 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def _probed(module: nn.Module) -> Activation:
-    copied = object.__new__(classes.class_of(module))
+def _found(module: nn.Module) -> Activation:
+    copied: Any = object.__new__(classes.class_of(module))
     try:
         children = copy.deepcopy(module._modules)
     except Exception as error:
         raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
     vars(copied).update(vars(module), _modules=children, _parameters={}, _buffers={})
-    return find(functools.partial(_run, copied), [WIDTH], numbers_of(module))
 
+    def traced(dtype: torch.dtype, training: bool) -> fx.GraphModule:
+        trace = Trace()
+        gate_up = trace.input("gate_up", (2, 3, WIDTH), dtype)
+        copied.train(training)
+        try:
+            with trace.running():
+                y = getattr(copied, METHOD)(gate_up)
+        except Exception as error:
+            raise NotAnOp(f"its {METHOD} fails on fake tensors: {first_line(error)}") from None
+        if not isinstance(y, Tensor):
+            raise NotAnOp(f"its {METHOD} returns {type(y).__name__}, not a tensor")
+        return trace.module(y)
 
-def _run(copied: Any, projections: Sequence[Tensor], training: bool) -> Tensor:
-    copied.train(training)
-    try:
-        y = getattr(copied, METHOD)(*projections)
-    except Exception as error:
-        raise NotAnOp(f"its {METHOD} fails on the CPU: {first_line(error)}") from None
-    if not isinstance(y, torch.Tensor):
-        raise NotAnOp(f"its {METHOD} returns {type(y).__name__}, not a tensor")
-    return y
+    return find(traced, ["gate_up"])

@@ -11,17 +11,18 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from .. import library
+from ..lowering.passes.canonical import canonical
 from . import classes
-from .activation_probe import Activation, find
+from .activation_trace import Activation, find
 from .planning import Plan
 from .probing import (
     NotAnOp,
@@ -30,10 +31,9 @@ from .probing import (
     first_line,
     has_hooks,
     leaf_key,
-    numbers_of,
     own_attributes,
-    uniform,
 )
+from .trace import UNCHANGED, Trace, unchanged
 
 KIND = "gated MLP"
 
@@ -81,7 +81,7 @@ def _found(probes: Probes, module: nn.Module) -> MLP:
     obstacle = _obstacle(module)
     if obstacle is not None:
         raise NotAnOp(obstacle)
-    return probes.once(_probe_key(module), lambda: _Copy(module).probe())
+    return probes.once(_trace_key(module), lambda: _Copy(module).mlp())
 
 
 @classes.kind(KIND)
@@ -139,8 +139,8 @@ def _looks_gated(module: nn.Module) -> bool:
     return width is not None and halves == 2 * width
 
 
-def _probe_key(module: nn.Module) -> Any:
-    """What a probe can depend on."""
+def _trace_key(module: nn.Module) -> Any:
+    """What a trace can depend on."""
     projections = _projections(module)
     children = tuple(
         (name, None if name in projections else leaf_key(child))
@@ -207,7 +207,6 @@ class _Copy:
     """A copy of a module whose projections are stand-ins."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.numbers = numbers_of(module)
         self.width, self.widths = _widths(_projections(module))
         self.calls: list[tuple[str, Tensor]] = []
         self.copy = object.__new__(classes.class_of(module))
@@ -219,58 +218,68 @@ class _Copy:
         except Exception as error:
             raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
         vars(self.copy).update(vars(module), _modules=children)
-        self.projections: tuple[str, ...] = ()
-        self.down = ""
-        self.multiplier = 1.0
 
-    def probe(self) -> MLP:
-        x = uniform((2, 3, self.width), seed=8)
-        values = {name: uniform((2, 3, n), seed=9) for name, n in self.widths.items()}
-        self.called(x, values, training=False)
+    def mlp(self) -> MLP:
+        self.traced(torch.bfloat16, False)
+        names = [name for name, _ in self.calls]
+        *projections, down = names
+        activation = find(self.traced, projections)
+        return MLP(tuple(projections), activation, down, self.multiplier)
+
+    def traced(self, dtype: torch.dtype, training: bool) -> fx.GraphModule:
+        """The graph of what reaches the last projection, from what the first return."""
+        trace = Trace()
+        x = trace.input("_input", (2, 3, self.width), dtype)
+        for name, width in self.widths.items():
+            getattr(self.copy, name).value = trace.input(name, (2, 3, width), dtype)
+        self.calls.clear()
+        before = own_attributes(self.copy)
+        try:
+            with trace.running():
+                # Not called as a module: that would run its hooks.
+                result = self.copy.train(training).forward(x)
+        except NotAnOp:
+            raise
+        except Exception as error:
+            raise NotAnOp(f"it fails on fake tensors: {first_line(error)}") from None
+        if list(map(id, before.values())) != list(map(id, own_attributes(self.copy).values())):
+            raise NotAnOp("its forward changes its attributes")
+        if not isinstance(result, Tensor):
+            raise NotAnOp(f"it returns {type(result).__name__}, not a tensor")
         names = [name for name, _ in self.calls]
         if len(names) not in (2, 3) or len(set(names)) < len(names):
             raise NotAnOp(
                 f"it calls {', '.join(names) or 'nothing'}, not one or two projections and a third"
             )
-        *projections, self.down = names
-        self.projections = tuple(projections)
-        before = own_attributes(self.copy)
-        activation = find(self.run, [self.widths[name] for name in projections], self.numbers)
-        after = own_attributes(self.copy)
-        if list(map(id, before.values())) != list(map(id, after.values())):
-            raise NotAnOp("its forward changes its attributes")
-        return MLP(self.projections, activation, self.down, self.multiplier)
-
-    def run(self, projections: Sequence[Tensor], training: bool) -> Tensor:
-        """What reaches the last projection, when the first return the given tensors."""
-        rows, dtype = projections[0].shape[:-1], projections[0].dtype
-        x = uniform((*rows, self.width), seed=8).to(dtype)
-        values = dict(zip(self.projections, projections, strict=True))
-        values[self.down] = uniform((*rows, self.widths[self.down]), seed=9).to(dtype)
-        result = self.called(x, values, training)
-        *before, (last, y) = self.calls
-        if (*(name for name, _ in before), last) != (*self.projections, self.down):
-            raise NotAnOp("it does not call its projections in one order")
-        if not all(given.dtype is dtype and torch.equal(given, x) for _, given in before):
+        *projections, (down, y) = self.calls
+        if any(unchanged(trace.node(given)) is not trace.node(x) for _, given in projections):
             raise NotAnOp("it changes its input before it projects it")
-        for multiplier in (1.0, *self.numbers):
-            expected = values[self.down] * multiplier
-            if result.dtype is dtype and torch.equal(result, expected):
-                self.multiplier = multiplier
-                return y
-        raise NotAnOp(f"it changes what {self.down} returns")
+        multiplier = _taken_off(trace, result, getattr(self.copy, down).value)
+        if multiplier is None:
+            raise NotAnOp(f"it changes what {down} returns")
+        self.multiplier = multiplier
+        return trace.module(y)
 
-    def called(self, x: Tensor, values: dict[str, Tensor], training: bool) -> Tensor:
-        self.calls.clear()
-        for name, value in values.items():
-            getattr(self.copy, name).value = value
-        try:
-            # Not called as a module: that would run its hooks.
-            result = self.copy.train(training).forward(x)
-        except NotAnOp:
-            raise
-        except Exception as error:
-            raise NotAnOp(f"it fails on the CPU: {first_line(error)}") from None
-        if not isinstance(result, Tensor):
-            raise NotAnOp(f"it returns {type(result).__name__}, not a tensor")
-        return result
+
+def _taken_off(trace: Trace, result: Tensor, projected: Tensor) -> float | None:
+    """Take off a trace what makes a result of what was projected, a product with a number at most,
+    and return that number. None where there is more."""
+    node, last = trace.node(result), trace.node(projected)
+    multiplier = 1.0
+    while node is not last:
+        call = canonical(node)
+        if call is None or node.users:
+            return None
+        source, *rest = call.args
+        if call.op == "mul" and multiplier == 1.0:
+            source, rest = (
+                (rest[0], [source]) if isinstance(source, (int, float)) else (source, rest)
+            )
+            multiplier = rest[0]
+        elif call.op not in UNCHANGED:
+            return None
+        if not isinstance(source, fx.Node) or not isinstance(multiplier, (int, float)):
+            return None
+        trace.graph.erase_node(node)
+        node = source
+    return float(multiplier)

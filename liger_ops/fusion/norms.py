@@ -13,7 +13,7 @@ from .. import library
 from ..nn import FusedAddRMSNorm, GroupNorm, LayerNorm, RMSNorm
 from . import classes, sharding
 from .norm_obstacles import obstacle
-from .norm_probe import Dtypes, Norm, probe
+from .norm_trace import Dtypes, Norm, norm_of
 from .planning import Plan
 from .probing import NotAnOp, Probes, attributes_key
 
@@ -111,7 +111,7 @@ class _Probes:
         if reason is not None:
             raise NotAnOp(reason)
         return self.probes.once(
-            _probe_key(module), lambda: probe(module, self.mixed_dtypes(module))
+            _probe_key(module), lambda: norm_of(module, self.mixed_dtypes(module))
         )
 
     def mixed_dtypes(self, module: nn.Module) -> list[Dtypes]:

@@ -124,12 +124,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def numbers_of(module: nn.Module) -> list[float]:
-    """The numbers that a module's code may compute with: its attributes, but for sizes."""
-    found: dict[float, None] = {}
-    for value in own_attributes(module).values():
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 128:
-            found[float(value)] = None
-    return [number for number in found if number != 1.0]

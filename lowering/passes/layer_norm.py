@@ -20,6 +20,16 @@ def torch_layer_norm(
     return F.layer_norm(x, shape, weight, bias, eps)
 
 
+def widened(x: Tensor, shape: list[int], weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    y = F.layer_norm(wide, shape, weight.to(torch.float32), bias.to(torch.float32), eps)
+    return y.to(x.dtype)
+
+
+def widened_unweighted(x: Tensor, shape: list[int], eps: float) -> Tensor:
+    return F.layer_norm(x.to(torch.float32), shape, None, None, eps).to(x.dtype)
+
+
 def cohere(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.float32)
     mean = wide.mean(-1, keepdim=True)
@@ -38,8 +48,8 @@ def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
         raise Refused(f"it normalises over {dimensions} dimensions, not the last alone")
     return torch.ops.liger.layer_norm.default, (
         match["x"],
-        match["weight"],
-        match["bias"],
+        match.values.get("weight"),
+        match.values.get("bias"),
         number(match["eps"]),
     )
 
@@ -53,7 +63,10 @@ def _of_cohere(match: Match) -> tuple[Any, tuple[Any, ...]]:
 
 
 _ROWS: dict[str, Any] = {"x": (2, 3, 8), "weight": (8,), "eps": 1e-5}
+_SHAPED: dict[str, Any] = {**_ROWS, "shape": [8]}
 SPELLINGS = [
-    (Pattern(torch_layer_norm, **_ROWS, shape=[8], bias=(8,)), _of_torch),
+    (Pattern(widened, **_SHAPED, bias=(8,)), _of_torch),
+    (Pattern(widened_unweighted, x=(2, 3, 8), shape=[8], eps=1e-5), _of_torch),
+    (Pattern(torch_layer_norm, **_SHAPED, bias=(8,)), _of_torch),
     (Pattern(cohere, **_ROWS), _of_cohere),
 ]

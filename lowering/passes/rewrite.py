@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .canonical import IDENTITY, canonical, is_tensor, same, value
+from .canonical import IDENTITY, calls, canonical, is_tensor, same, value
 from .effects import is_plain
 from .graph_state import GraphState, erase_unused, fake_mode_of
 from .layout import noticed
@@ -308,6 +308,12 @@ def number(argument: Any) -> Any:
     if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat, torch.SymInt)):
         raise Refused(f"{argument} is not a number that is known at compile time")
     return float(known) if isinstance(known, int) else argument
+
+
+def before_widening(argument: Any) -> Any:
+    """What is cast to float32 for an op that computes in it anyhow."""
+    call = calls(argument, "cast")
+    return call.args[0] if call is not None and call.args[1] is torch.float32 else argument
 
 
 def of_one_shape(a: Any, b: Any) -> None:

@@ -12,13 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from .canonical import value
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import number, of_one_shape, replace_all
+from .rewrite import before_widening, number, of_one_shape, replace_all
 
 
 def llama(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def beam(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
 
 
 def falcon_h1(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:
@@ -30,13 +35,18 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    of_one_shape(match["gate"], match["up"])
+    # Only `beam` widens both, and one of them may have been matched after its cast.
+    gate, up = match["gate"], match["up"]
+    if value(gate).dtype != value(up).dtype:
+        gate, up = before_widening(gate), before_widening(up)
+    of_one_shape(gate, up)
     multiplier = number(match["multiplier"]) if "multiplier" in match.values else 1.0
-    return torch.ops.liger.swiglu.default, (match["gate"], match["up"], multiplier)
+    return torch.ops.liger.swiglu.default, (gate, up, multiplier)
 
 
 _HALVES: dict[str, Any] = {"gate": (2, 3, 8), "up": (2, 3, 8)}
 SPELLINGS = [
     (Pattern(falcon_h1, **_HALVES, multiplier=0.5), _op),
+    (Pattern(beam, **_HALVES), _op),
     (Pattern(llama, **_HALVES), _op),
 ]

@@ -117,10 +117,10 @@ def test_op_and_options_are_found(module: nn.Module, op: str, options: dict[str,
         assert error <= 1.5 * error_before + 2**-8 * true.norm()
 
 
-def test_equal_modules_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    probed = []
+def test_equal_modules_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
     find = gated.find
-    monkeypatch.setattr(gated, "find", lambda *args: probed.append(args) or find(*args))
+    monkeypatch.setattr(gated, "find", lambda *args: traced.append(args) or find(*args))
     model = nn.ModuleList([*(Gated() for _ in range(20)), activated("gelu"), Limited(), Limited(3)])
     assert len(fuse(model)) == 23
-    assert len(probed) == 4
+    assert len(traced) == 4

@@ -77,10 +77,10 @@ def failing(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "name", "kind", "reason"),
     [
-        (norms, "probe", "norm", "its probe failed: ValueError: out of luck"),
+        (norms, "norm_of", "norm", "its probe failed: ValueError: out of luck"),
         (norms, "obstacle", "norm", "it cannot be probed: ValueError: out of luck"),
         (gated, "find", "gated activation", "its probe failed: ValueError: out of luck"),
-        (gated, "_probe_key", "gated activation", "it cannot be probed: ValueError: out of luck"),
+        (gated, "_trace_key", "gated activation", "it cannot be probed: ValueError: out of luck"),
     ],
 )
 def test_what_cannot_be_probed_is_left(

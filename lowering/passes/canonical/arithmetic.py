@@ -113,6 +113,9 @@ def _sigmoid(input: Any) -> Call:
 
 @spelled(torch.clamp, torch.clip, "clamp", "clip")
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Call:
+    if min in (None, -math.inf) and max in (None, math.inf):
+        # As models write that there is no limit.
+        return Call(IDENTITY, (input,))
     return Call("clamp", (input, min, max))
 
 

@@ -1,0 +1,224 @@
+"""Which op a norm is, by the patterns of the backend's rewrites."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..lowering.passes.recognise import Recognised, recognise
+from ..lowering.passes.rewrite import Refused, before_widening
+from .probing import NotAnOp, dtype_name, first_line, own_attributes
+from .trace import Trace
+
+REWRITES = ("rms_norm", "layer_norm", "group_norm")
+
+# For modules without parameters. One that normalises rows of both widths has no width of its own.
+ANY_WIDTHS = (40, 56)
+
+# Of an input and of the parameters.
+Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An op, by name, and the options under which it computes what a module computes.
+
+    width is the size of the dimension that the parameters have, or None for a module that has none
+    and takes any.
+    """
+
+    op: str
+    options: dict[str, Any]
+    width: int | None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+        )
+
+    def computed_by(
+        self, function: Callable[..., Any], x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Any:
+        """What the op, or another function of its arguments, makes of tensors."""
+        tensors = {"weight": weight}
+        if self.op != "rms_norm":
+            tensors["bias"] = bias
+        return function(x, **tensors, **self.options)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """How a norm is called in a trace: with channels last, or before `dims` - 2 dimensions."""
+
+    width: int
+    channels_last: bool
+    dims: int = 3
+    dtypes: Dtypes = (torch.bfloat16, torch.bfloat16)
+    training: bool = True
+
+    def shape(self) -> tuple[int, ...]:
+        leading = (2, 3, 5)[: self.dims - 1]
+        return (*leading, self.width) if self.channels_last else (2, self.width, *leading[1:])
+
+    def __str__(self) -> str:
+        x, parameters = map(dtype_name, self.dtypes)
+        mode = "training" if self.training else "evaluation"
+        dtypes = x if x == parameters else f"{x}, parameters {parameters}"
+        return f"{dtypes}, {self.dims} dimensions, {mode}"
+
+
+class _FailsInTrace(NotAnOp):
+    """The code does not take such an input."""
+
+
+def norm_of(module: nn.Module, mixed_dtypes: Sequence[Dtypes] = ()) -> Norm:
+    """Find the op that computes what a module computes.
+
+    The module's parameters, at most a weight and a bias, are one-dimensional and of one size. Its
+    forward is traced in bfloat16, where the places that round show, and must be the same op for
+    inputs of two, three and four dimensions, in training and in evaluation, in float16, in float32
+    and for `mixed_dtypes`, pairs of an input's dtype and the parameters'.
+
+    Raises:
+        NotAnOp: it is no op; the text gives the reason.
+    """
+    return _Norm(module).found(mixed_dtypes)
+
+
+class _Norm:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters = {name: p for name, p in module._parameters.items() if p is not None}
+
+    def found(self, mixed_dtypes: Sequence[Dtypes]) -> Norm:
+        refusals = []
+        for case in self.cases():
+            try:
+                norm = self.traced(case)
+                if (norm.op != "group_norm") is not case.channels_last:
+                    raise NotAnOp(f"it is {norm.op} of inputs of another layout")
+                self.verify(norm, case, mixed_dtypes)
+                return norm
+            except NotAnOp as refusal:
+                refusals.append(refusal)
+        # A case that the code takes says more of it than one that it does not.
+        raise min(refusals, key=lambda refusal: isinstance(refusal, _FailsInTrace))
+
+    def cases(self) -> Iterator[_Case]:
+        sizes = self.sizes()
+        if self.parameters:
+            own = next(iter(self.parameters.values())).numel()
+            yield _Case(own, True)
+            yield _Case(own, False)
+            return
+        for width in (ANY_WIDTHS[0], *sizes):
+            yield _Case(width, True)
+        for width in sorted(sizes, reverse=True):
+            yield _Case(width, False)
+
+    def sizes(self) -> list[int]:
+        """What a module without parameters may mean by its attributes: ints and tuples of one."""
+        found: dict[int, None] = {}
+        for value in own_attributes(self.module).values():
+            if isinstance(value, (tuple, list)) and len(value) == 1:
+                value = value[0]
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**20:
+                found[value] = None
+        return list(found)
+
+    def verify(self, norm: Norm, first: _Case, mixed_dtypes: Sequence[Dtypes]) -> None:
+        """Raise where the module is another op, or none, in another case than the first."""
+        half, single = (torch.float16, torch.float16), (torch.float32, torch.float32)
+        cases = [
+            replace(first, dims=2, training=False),
+            replace(first, dims=4, dtypes=half),
+            replace(first, dtypes=single),
+        ]
+        if norm.width is None:
+            cases.append(replace(first, width=ANY_WIDTHS[1]))
+        for case in cases:
+            self.compare(norm, case)
+        for dtypes in mixed_dtypes if self.parameters else ():
+            # It never sees a pair that it cannot take.
+            with contextlib.suppress(_FailsInTrace):
+                self.compare(norm, replace(first, dtypes=dtypes))
+
+    def compare(self, norm: Norm, case: _Case) -> None:
+        try:
+            found = self.traced(case)
+        except _FailsInTrace:
+            raise
+        except NotAnOp as reason:
+            raise NotAnOp(f"{reason} ({case})") from None
+        options = dict(found.options)
+        if "casting_mode" in options and case.dtypes[0] is torch.float32:
+            # All modes are one where nothing is rounded on the way.
+            options["casting_mode"] = norm.options.get("casting_mode")
+        if (found.op, options) != (norm.op, norm.options):
+            raise NotAnOp(f"it is {norm} once, and {found} in another case ({case})")
+
+    def traced(self, case: _Case) -> Norm:
+        trace = Trace()
+        x = trace.input("x", case.shape(), case.dtypes[0])
+        parameters = {
+            name: trace.input(name, (case.width,), case.dtypes[1]) for name in self.parameters
+        }
+        module = self.copied(parameters).train(case.training)
+        before = own_attributes(module)
+        try:
+            with trace.running():
+                y = module(x)
+        except Exception as error:
+            raise _FailsInTrace(f"it fails on fake tensors ({case}): {first_line(error)}") from None
+        if list(map(id, before.values())) != list(map(id, own_attributes(module).values())):
+            raise NotAnOp("its forward changes its attributes")
+        self.check_result(x, y, case)
+        try:
+            found = recognise(trace.module(y), REWRITES)
+        except Refused as reason:
+            raise NotAnOp(str(reason)) from None
+        return self.norm(found, case)
+
+    def check_result(self, x: Tensor, y: Any, case: _Case) -> None:
+        if not isinstance(y, Tensor):
+            raise NotAnOp(f"it returns {type(y).__name__}, not a tensor")
+        if y.shape != x.shape:
+            raise NotAnOp(f"it returns shape {tuple(y.shape)} for an input of {tuple(x.shape)}")
+        if y.dtype is not x.dtype:
+            raise NotAnOp(
+                f"it returns {dtype_name(y.dtype)} for input of {dtype_name(x.dtype)} and"
+                f" parameters of {dtype_name(case.dtypes[1])}; the ops keep the input's dtype"
+            )
+
+    def norm(self, found: Recognised, case: _Case) -> Norm:
+        """The op as one of the module's own input and parameters, changed by nothing first."""
+        options = dict(found.arguments)
+        for name in ("x", "weight", "bias"):
+            given = options.pop(name, None)
+            if name != "x" and options.get("casting_mode", "gemma") == "gemma":
+                given = before_widening(given)
+            wanted = name if name == "x" or name in self.parameters else None
+            if given is None and wanted is None:
+                continue
+            if getattr(given, "op", None) != "placeholder" or given.target != wanted:
+                raise NotAnOp(f"it is {found.op}, and of another {name} than its own")
+        if "weight" not in self.parameters and options.get("casting_mode") == "gemma":
+            # The two modes are one where there is no weight to multiply by.
+            options["casting_mode"] = "llama"
+        has_width = self.parameters or case.width != ANY_WIDTHS[0] or not case.channels_last
+        return Norm(found.op, options, case.width if has_width else None)
+
+    def copied(self, parameters: dict[str, Tensor]) -> nn.Module:
+        """A copy of the module with these parameters."""
+        # What deepcopy finds in its memo it does not copy: the real parameters are not read.
+        memo: dict[int, Any] = {id(p): parameters[name] for name, p in self.parameters.items()}
+        try:
+            return copy.deepcopy(self.module, memo)
+        except Exception as error:
+            raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None

@@ -1,0 +1,161 @@
+"""Code traced once with fake tensors, into a graph as Dynamo makes it.
+
+Dynamo itself takes 50 to 200 ms for each piece of code, this takes 1 to 10: the code runs in
+Python, and what it calls of PyTorch on tensors is written down. It cannot see what a call does to
+anything but its arguments and result, nor code that reads no tensor: the callers check attributes.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..lowering.passes.canonical import IDENTITY, canonical
+from ..lowering.passes.effects import writes
+from .probing import DEVICE
+
+# What code reads of a tensor without computing.
+CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+# Operators whose left side is a number, by the methods that Python calls of the tensor.
+TURNED = {
+    "__rsub__": operator.sub,
+    "__rtruediv__": operator.truediv,
+    "__rdiv__": operator.truediv,
+    "__rpow__": operator.pow,
+}
+
+# Operations that give the elements of their first argument.
+UNCHANGED = {IDENTITY, "contiguous"}
+
+
+class Trace(TorchFunctionMode):
+    """Writes down what is called while it is entered.
+
+    Attributes:
+        graph: the calls; a node's value is its meta["example_value"].
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self._nodes: dict[int, fx.Node] = {}
+        self._kept: list[Any] = []
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In here code is traced, with gradients, without autocast and on fake tensors."""
+        with (
+            _quiet(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(DEVICE.type, enabled=False),
+            self._fake_mode,
+            self,
+        ):
+            yield
+
+    def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor without data that the graph takes."""
+        with self._fake_mode:
+            tensor = torch.empty(shape, dtype=dtype, device=DEVICE)
+        self.add(name, tensor)
+        return tensor
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Declare a tensor to be an input of the graph."""
+        self._remember(self.graph.placeholder(name), tensor)
+
+    def node(self, value: Any) -> Any:
+        """The node whose value is a tensor; any other value is itself."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._nodes:
+            self.add(f"constant_{len(self._kept)}", value)
+        return self._nodes[id(value)]
+
+    def module(self, result: Any) -> fx.GraphModule:
+        """The graph of what was written down, with a tensor or several for its result."""
+        self.graph.output(pytree.tree_map(self.node, result))
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        leaves = pytree.tree_leaves(result)
+        if leaves and all(isinstance(leaf, CONSTANTS) for leaf in leaves) or result == ():
+            return result
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE.type):
+            # A node that no pattern knows: what runs so is not what would run outside.
+            func = _in_another_mode
+        kind, target, args = _spelled(func, args)
+        arguments = pytree.tree_map(self.node, (tuple(args), kwargs))
+        node = self.graph.create_node(kind, target, *arguments)
+        node.meta["example_value"] = result
+        if id(result) in self._nodes and not writes(node):
+            # A cast or a copy that has nothing to do.
+            self.graph.erase_node(node)
+        else:
+            self._remember(node, result)
+        return result
+
+    def _remember(self, node: fx.Node, result: Any) -> None:
+        node.meta["example_value"] = result
+        self._kept.append(result)
+        if isinstance(result, Tensor):
+            self._nodes.setdefault(id(result), node)
+        elif isinstance(result, (tuple, list)):
+            for i, part in enumerate(result):
+                if isinstance(part, Tensor):
+                    self._remember(self.graph.call_function(operator.getitem, (node, i)), part)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Where code does not take its fake tensors an exception says so; no log has to."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def unchanged(node: fx.Node) -> fx.Node:
+    """What a node is a copy of, or the node itself."""
+    while (call := canonical(node)) is not None and call.op in UNCHANGED:
+        node = call.args[0]
+    return node
+
+
+def _in_another_mode(*args: Any, **kwargs: Any) -> None:
+    """Stands in a graph for a call in another gradient or autocast mode."""
+
+
+def _spelled(func: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+    """The kind of node, target and arguments that Dynamo would give a call."""
+    name = getattr(func, "__name__", "")
+    owner = getattr(func, "__self__", None)
+    if name == "__get__":
+        return "call_function", getattr, (args[0], owner.__name__)  # type: ignore[union-attr]
+    if name in TURNED:
+        return "call_function", TURNED[name], args[1::-1]
+    if name in ("__getitem__", "__setitem__"):
+        return "call_function", getattr(operator, name.strip("_")), args
+    is_method = isinstance(func, (types.MethodDescriptorType, types.WrapperDescriptorType))
+    if is_method or getattr(func, "__qualname__", "").startswith(("Tensor.", "TensorBase.")):
+        return "call_method", name, args
+    return "call_function", func, args
