@@ -112,8 +112,8 @@ def test_report_is_a_table() -> None:
         "  2 x LayerNorm -> layer_norm(eps=1e-05)  a, ...",
         "  1 x LlamaRMSNorm -> rms_norm(eps=1e-06, offset=0.0, casting_mode='llama')  c",
         "1 left",
-        "  1 x RMSNorm: rms_norm: eps=None is the dtype's own epsilon, which the op does not support"
-        "  norm",
+        "  1 x RMSNorm: rms_norm: eps=None is the dtype's own epsilon, which the op does not"
+        " support  norm",
     ]
     assert str(fuse(nn.Linear(2, 2))) == "nothing fused"
 
