@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import library, meta
-from .rms_norm import backward, forward
+from .rms_norm import launch_rms_norm, launch_rms_norm_backward
 from .tiling import Plan
 
 
@@ -23,7 +23,7 @@ def fused_add_rms_norm(
     y, s = meta.fused_add_rms_norm.fused_add_rms_norm(
         x, residual, weight, eps, offset, casting_mode
     )
-    forward(x, residual, weight, y, s, eps, offset, casting_mode, plan)
+    launch_rms_norm(x, residual, weight, y, s, eps, offset, casting_mode, plan)
     return y, s
 
 
@@ -42,5 +42,5 @@ def fused_add_rms_norm_backward(
     dx, dweight = meta.fused_add_rms_norm.fused_add_rms_norm_backward(
         dy, ds, s, weight, eps, offset, output_mask
     )
-    backward(dy, ds, s, weight, dx, dweight, eps, offset, plan)
+    launch_rms_norm_backward(dy, ds, s, weight, dx, dweight, eps, offset, plan)
     return dx, dweight

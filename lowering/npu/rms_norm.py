@@ -221,7 +221,7 @@ def _rms_norm_statistics_kernel(
             tl.store(projection_ptr + row + rows, projection, mask=row_mask)
 
 
-def forward(
+def launch_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -258,7 +258,7 @@ def forward(
     )
 
 
-def backward(
+def launch_rms_norm_backward(
     dy: Tensor,
     ds: Tensor | None,
     x: Tensor,
@@ -303,7 +303,9 @@ def backward(
             NEEDS_DX=dx is not None,
         )
         statistics = wide_backward.Statistics(rstd=rstd, projection=projection)
-        wide_backward.run(dy, ds, x, weight, dx, dweight, None, offset, statistics, forced)
+        wide_backward.launch_wide_backward(
+            dy, ds, x, weight, dx, dweight, None, offset, statistics, forced
+        )
         return
     partial = partial_sums(dweight, plan.programs(tiles))
     launch(
@@ -339,7 +341,7 @@ def rms_norm(
     plan: Plan | None = None,
 ) -> Tensor:
     y = meta.rms_norm.rms_norm(x, weight, eps, offset, casting_mode)
-    forward(x, None, weight, y, None, eps, offset, casting_mode, plan)
+    launch_rms_norm(x, None, weight, y, None, eps, offset, casting_mode, plan)
     return y
 
 
@@ -355,5 +357,5 @@ def rms_norm_backward(
     plan: Plan | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     dx, dweight = meta.rms_norm.rms_norm_backward(dy, x, weight, eps, offset, output_mask)
-    backward(dy, None, x, weight, dx, dweight, eps, offset, plan)
+    launch_rms_norm_backward(dy, None, x, weight, dx, dweight, eps, offset, plan)
     return dx, dweight

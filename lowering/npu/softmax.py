@@ -142,7 +142,7 @@ def _softmax_wide_backward_kernel(
             tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
+def launch_softmax(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
     """Launch the forward of softmax, or of log_softmax."""
     if x.numel() == 0:
         return
@@ -153,7 +153,9 @@ def forward(x: Tensor, y: Tensor, log: bool, plan: Plan | None) -> None:
     launch(kernel, plan, cdiv(M, plan.BLOCK_M), x, y, M, N, LOG=log)
 
 
-def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) -> None:
+def launch_softmax_backward(
+    dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None
+) -> None:
     """Launch the backward of softmax, or of log_softmax."""
     if y.numel() == 0:
         return
@@ -167,12 +169,12 @@ def backward(dy: Tensor, y: Tensor, dx: Tensor, log: bool, plan: Plan | None) ->
 @library.kernel("softmax", "npu")
 def softmax(x: Tensor, *, plan: Plan | None = None) -> Tensor:
     y = meta.softmax.softmax(x)
-    forward(x, y, False, plan)
+    launch_softmax(x, y, False, plan)
     return y
 
 
 @library.kernel("softmax_backward", "npu")
 def softmax_backward(dy: Tensor, y: Tensor, *, plan: Plan | None = None) -> Tensor:
     dx = meta.softmax.softmax_backward(dy, y)
-    backward(dy, y, dx, False, plan)
+    launch_softmax_backward(dy, y, dx, False, plan)
     return dx
