@@ -211,7 +211,7 @@ def timed(step: Callable[[], Tensor], steps: int) -> dict[str, Any]:
     return {
         **{"ms": statistics.median(times), "ms_20": low, "ms_80": high},
         "gib": torch.cuda.max_memory_allocated() / 2**30,
-        # What CUDA graphs allocate is in pools that the allocator's own peak leaves out.
+        # The pools of CUDA graphs are not in the allocator's own peak.
         "held_gib": (total - free) / 2**30,
         "device": torch.cuda.get_device_name(),
     }

@@ -165,7 +165,7 @@ def carried_out(
 
 
 def _facts(arguments: Sequence[str]) -> dict[str, str]:
-    """What the figures were measured with."""
+    """The command and the versions that the figures were measured with."""
     facts = {"command": " ".join(["python -m liger_ops.bench", *arguments])}
     for package in PACKAGES:
         try:

@@ -99,7 +99,7 @@ class Points:
         return found[0].value.p50 if found and found[0].value else None
 
     def facts(self) -> dict[str, str]:
-        """What the run was measured with."""
+        """The command and the versions of the run."""
         found = (json.loads(point.facts) for point in self if point.kernel == COPY)
         return next(found, {})
 
@@ -124,7 +124,7 @@ def losses(points: Points) -> dict[Row, str]:
 
 
 def failures(points: Points) -> list[str]:
-    """What of liger_ops itself failed."""
+    """The rows in which liger_ops itself failed, and why."""
     return [
         f"{p.kernel} {p.shape} {p.dtype} {p.mode}: {p.note}"
         for p in points

@@ -28,7 +28,7 @@ from .timing import (
 )
 from .workloads.entry import MODES, Draw, Function, Workload, as_tuple, dtype_name
 
-# What was measured, or why nothing was.
+# A measured value, or the reason why there is none.
 Found = Spread | float | str
 
 # The host's time is that of what a user calls, and of what training does.
@@ -72,7 +72,7 @@ class Call:
         return [*(y.detach() for y in outputs), *self.backward(outputs)]
 
     def prepared(self, mode: str) -> Callable[[], Any]:
-        """What is to be timed. The forward of a backward has run, once for every time."""
+        """The call to time. Before each backward its forward has run, untimed."""
         if mode != "backward":
             return {"forward": self.forward, "full": self.full}[mode]
         outputs = self.forward()
@@ -121,7 +121,7 @@ class Run:
     clock: Clock = time.perf_counter
     peers: Peers = field(default_factory=Peers)
     points: Points = field(default_factory=Points)
-    # What was not begun, as the budget was spent.
+    # The workloads that were not begun, as the budget was spent.
     left: list[str] = field(default_factory=list)
 
     def steps(self) -> Iterator[Workload | None]:

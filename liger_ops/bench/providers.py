@@ -38,7 +38,7 @@ class Peers:
 
 
 def functions(entry: Entry, names: Sequence[str], peers: Peers) -> dict[str, Function]:
-    """What calls the op, for each provider of `names` that has it and can be imported.
+    """The function for the op of each provider of `names` that has one and can be imported.
 
     A provider whose function cannot be made is left to raise when it is called.
     """
@@ -46,7 +46,7 @@ def functions(entry: Entry, names: Sequence[str], peers: Peers) -> dict[str, Fun
     found: dict[str, Function] = {}
     for name in names:
         if name == "inductor":
-            # What models contain, compiled as a user compiles it, for the sizes that it sees.
+            # The code of models, compiled as a user compiles it, for the sizes that it sees.
             found[name] = torch.compile(entry.definition, dynamic=False)
         elif (function := own.get(name)) is not None:
             found[name] = function

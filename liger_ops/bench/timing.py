@@ -21,7 +21,7 @@ KINDS = ("cuda", "npu")
 CACHE_BYTES = 256 * 2**20
 # Longer than the host takes for any call that is limited by it: 2 ms at 2 GHz.
 HEAD_START_CYCLES = 4_000_000
-# Where there is no sleep on the device, it writes: some 0.2 ms each.
+# A device without a sleep writes instead: some 0.2 ms each.
 HEAD_START_FLUSHES = 10
 MB = 2**20
 
@@ -83,7 +83,7 @@ class Accelerator:
         self.module.empty_cache()
 
     def peak_memory(self, function: Callable[[], Any]) -> float:
-        """What a call allocates at its peak beyond what was allocated before it, in MB."""
+        """The peak of a call beyond the memory that was allocated before it, in MB."""
         self.synchronize()
         before = self.module.memory_allocated()
         self.module.reset_peak_memory_stats()
@@ -102,7 +102,7 @@ class Accelerator:
         self.module.current_stream().wait_stream(stream)
         graph = getattr(self.module, "CUDAGraph" if self.kind == "cuda" else "NPUGraph")()
         with self.module.graph(graph):
-            # What is kept is alive as long as the graph, which writes to it.
+            # The outputs live as long as the graph, which writes to them.
             kept = function()
         return lambda: (graph.replay(), kept)
 
@@ -220,7 +220,7 @@ def _sample(accelerator: Accelerator, prepare: Prepare) -> tuple[Any, Any]:
 def host_microseconds(
     accelerator: Accelerator, function: Callable[[], Any], clock: Clock = time.perf_counter
 ) -> Spread:
-    """What a call costs the host, in bursts that the device can queue."""
+    """The host's time for a call, in bursts that the device can queue."""
     _warm_up(accelerator, lambda: function)
     times = []
     collecting = gc.isenabled()

@@ -85,7 +85,7 @@ class Comparison:
         return Counter({op: count for op, count in ops if op.endswith("_backward")})
 
     def rows(self) -> dict[str, str]:
-        """What to print."""
+        """The comparison as printed: a name and a text for each row."""
         peaks = f"{self.untouched.peak:,.1f} MiB untouched, {self.changed.peak:,.1f} with liger_ops"
         return {
             "forward graph": counted(self.forward),

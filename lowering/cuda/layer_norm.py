@@ -10,7 +10,7 @@ from .launch import TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
 from .layer_norm_two_pass import launch_two_pass, plan_two_pass
 from .layer_norm_whole_row import launch_whole_rows_backward, layer_norm_kernel
 from .norm_backward import NormBackward, plan_whole_rows_backward
-from .norm_backward_two_kernel import TwoKernel, launch_two_kernel, plan_two_kernel
+from .norm_backward_two_kernel import TwoKernel, launch_two_kernels, plan_two_kernels
 from .norm_backward_two_pass import (
     LAYER_NORM,
     TwoPassBackward,
@@ -36,7 +36,7 @@ def plan_backward(x: Tensor) -> WholeRow | TwoPassBackward | TwoKernel:
     if x.shape[1] <= 8192:
         return plan_whole_rows_backward(x, loads=2)
     plan = plan_two_pass_backward(x, LAYER_NORM)
-    return plan or plan_two_kernel(x)
+    return plan or plan_two_kernels(x)
 
 
 @library.kernel("layer_norm", "cuda")
@@ -61,4 +61,4 @@ def layer_norm_backward(call, dx, dweight, dbias, plan):
     elif isinstance(plan, TwoPassBackward):
         launch_two_pass_backward(plan, norm)
     else:
-        launch_two_kernel(plan, norm)
+        launch_two_kernels(plan, norm)

@@ -183,7 +183,7 @@ class TwoKernel(Plan):
     num_stages: int = 1
 
 
-def plan_two_kernel(x: Tensor) -> TwoKernel:
+def plan_two_kernels(x: Tensor) -> TwoKernel:
     """Two programs a processor in all."""
     M, N = x.shape
     groups = max(1, 2 * processors(x) // cdiv(N, OWNED_COLUMNS))
@@ -191,7 +191,7 @@ def plan_two_kernel(x: Tensor) -> TwoKernel:
     return TwoKernel(2048, 256, min(cdiv(M, OWNED_ROWS), groups), num_stages=num_stages)
 
 
-def launch_two_kernel(plan: TwoKernel, norm: NormBackward) -> None:
+def launch_two_kernels(plan: TwoKernel, norm: NormBackward) -> None:
     columns = min(OWNED_COLUMNS, plan.BLOCK_N)
     launch_norm_backward(
         two_kernel_backward_kernel,

@@ -11,7 +11,7 @@ from ..sizes import next_power_of_2
 from ..tensors import contiguous
 from .launch import Plan, TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
 from .norm_backward import NormBackward, plan_whole_rows_backward
-from .norm_backward_two_kernel import TwoKernel, launch_two_kernel, plan_two_kernel
+from .norm_backward_two_kernel import TwoKernel, launch_two_kernels, plan_two_kernels
 from .norm_backward_two_pass import (
     RMS_NORM,
     RMS_NORM_WITH_DS,
@@ -40,7 +40,7 @@ def plan_backward(x: Tensor, ds: Tensor | None) -> WholeRow | TwoPassBackward | 
     if next_power_of_2(x.shape[1]) * x.element_size() <= 32768:
         return plan_whole_rows_backward(x, 2 if ds is None else 3)
     table = RMS_NORM if ds is None else RMS_NORM_WITH_DS
-    return plan_two_pass_backward(x, table) or plan_two_kernel(x)
+    return plan_two_pass_backward(x, table) or plan_two_kernels(x)
 
 
 def launch_rms_norm(
@@ -80,7 +80,7 @@ def launch_rms_norm_backward(
     elif isinstance(plan, TwoPassBackward):
         launch_two_pass_backward(plan, norm)
     else:
-        launch_two_kernel(plan, norm)
+        launch_two_kernels(plan, norm)
 
 
 register("cuda", launch_rms_norm, launch_rms_norm_backward)

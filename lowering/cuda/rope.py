@@ -1,4 +1,4 @@
-"""rope: a program rotates some positions, in a chunk of the pairs, of some heads of q and of k."""
+"""rope: a program rotates some positions, in a tile of the pairs, of some heads of q and of k."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _rope_kernel(
     ALIGNED: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    PAIR_TILES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -171,11 +171,11 @@ def _rope_kernel(
     # one tile of HEADS of them: its loads are under way together, and the tables loaded once for
     # all.
     program = tl.program_id(0)
-    chunk = program % CHUNKS
-    group = (program // CHUNKS) % GROUPS
-    tile = program // (CHUNKS * GROUPS)
+    pair_tile = program % PAIR_TILES
+    group = (program // PAIR_TILES) % GROUPS
+    tile = program // (PAIR_TILES * GROUPS)
     tiles = tl.cdiv(S, BLOCK_S)
-    first = chunk * BLOCK_N
+    first = pair_tile * BLOCK_N
     batch = (tile // tiles).to(tl.int64)
     s = ((tile % tiles).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S))[:, None, None]
     in_group = tl.arange(0, BLOCK_H)[None, :, None]
@@ -246,7 +246,7 @@ def _rope_kernel(
     y_b = b * cos_b + a * sin_b
     _store_pairs(y_ptrs, inside, first, HALF, y_a, y_b, INTERLEAVED, BLOCK_N)
     if HAS_COPIED:
-        for start in range(chunk * BLOCK_C, COPIED, CHUNKS * BLOCK_C):
+        for start in range(pair_tile * BLOCK_C, COPIED, PAIR_TILES * BLOCK_C):
             cols = start + tl.arange(0, BLOCK_C)[None, None, :]
             mask = inside & (cols < COPIED)
             x = tl.load(x_ptrs + 2 * HALF + cols, mask=mask)
@@ -317,7 +317,7 @@ def rotate(
     if plan is None:
         interleaved_table = packed or (interleaved and not per_pair)
         plan = plan_tile(heads, half, q.element_size(), 2 if interleaved_table else 1)
-    groups, chunks = cdiv(heads, plan.heads), cdiv(half, plan.pairs)
+    groups, pair_tiles = cdiv(heads, plan.heads), cdiv(half, plan.pairs)
     first, second, _ = sections or (0, 0, 0)
     ends = (first, first + second)
     copied = D - 2 * half
@@ -328,7 +328,7 @@ def rotate(
     )
     launch(
         _rope_kernel,
-        (B * cdiv(S, plan.positions) * groups * chunks,),
+        (B * cdiv(S, plan.positions) * groups * pair_tiles,),
         q,
         q,
         k,
@@ -354,7 +354,7 @@ def rotate(
         ALIGNED=all(map(aligned, (q, k, q_out, k_out))),
         HEADS=cdiv(heads, groups),
         GROUPS=groups,
-        CHUNKS=chunks,
+        PAIR_TILES=pair_tiles,
         BLOCK_S=plan.positions,
         BLOCK_H=next_power_of_2(cdiv(heads, groups)),
         BLOCK_N=plan.pairs,

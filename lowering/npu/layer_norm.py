@@ -283,7 +283,9 @@ def layer_norm_backward(call, dx, dweight, dbias, plan):
             HAS_WEIGHT=weight is not None,
         )
         statistics = wide_backward.Statistics(rstd, projection, mean, mean_g)
-        wide_backward.run(dy, None, x, weight, dx, dweight, dbias, 0.0, statistics, forced)
+        wide_backward.launch_wide_backward(
+            dy, None, x, weight, dx, dweight, dbias, 0.0, statistics, forced
+        )
         return
     dweights = partial_sums(dweight, plan.programs(tiles))
     dbiases = partial_sums(dbias, plan.programs(tiles))

@@ -295,7 +295,9 @@ def launch_rms_norm_backward(
             NEEDS_DX=dx is not None,
         )
         statistics = wide_backward.Statistics(rstd=rstd, projection=projection)
-        wide_backward.run(dy, ds, x, weight, dx, dweight, None, call.offset, statistics, forced)
+        wide_backward.launch_wide_backward(
+            dy, ds, x, weight, dx, dweight, None, call.offset, statistics, forced
+        )
         return
     partial = partial_sums(dweight, plan.programs(tiles))
     launch(

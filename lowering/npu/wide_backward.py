@@ -113,7 +113,7 @@ def _wide_backward_kernel(
             tl.store(dbias_ptr + sums + cols, dbias, mask=col_mask)
 
 
-def run(
+def launch_wide_backward(
     dy: Tensor,
     ds: Tensor | None,
     x: Tensor,

@@ -16,8 +16,8 @@ EXCEPTIONS = {
     ("npu", "group_norm", False): "flat tiles keep sums of channels as wide as themselves",
     ("npu", "group_norm", True): "flat tiles keep sums of channels as wide as themselves",
 }
-# What a row that is walked may cost beyond two reads, in turns: kernels that subtract a mean read
-# the first tile of a row before they walk it, for sums of squares about its mean.
+# What two passes over a row may cost beyond two reads, in turns: kernels that subtract a mean read
+# the first tile of a row before the first pass, for sums of squares about its mean.
 FIRST_TILE = 0.14
 # What a row has one of, such as a statistic, may be read again, or be left to PyTorch.
 ROUNDING = 0.01

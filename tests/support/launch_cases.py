@@ -56,7 +56,7 @@ COUNTED_ROWS = {
     i: {"shape": (rows, WIDTHS[i])} for i, rows in {1: 5, 4: 3, 5: 2, 6: 2, 7: 1}.items()
 }
 
-# One row a tile and several, rows that fit and rows that are walked, and the host code's own tile.
+# One row a tile and several, rows that fit and rows read twice, and the host code's own tile.
 EXECUTED_ROWS = (
     {"shape": (7, 300), "tile": (4, 64)},
     {"shape": (5, 100), "tile": (2, 128)},

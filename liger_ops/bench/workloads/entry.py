@@ -92,7 +92,7 @@ class Entry:
     # The shapes of docs/benchmarks.md, and those of named models.
     figures: tuple[Shape, ...] = ()
     models: Mapping[str, Shape]
-    # Where the host is the limit: its time is measured here.
+    # A shape at which the host is the limit; the time of the host is measured at it.
     small: Shape = (2048, 4096)
     truth: Truth = truth_at_once
 
@@ -160,5 +160,5 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """As models' `x.float()`, but float64 stays: the truth is the same code in float64."""
+    """`x.float()` of models, which keeps float64: the truth is the same code in float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

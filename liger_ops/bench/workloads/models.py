@@ -13,7 +13,7 @@ TOKENS_OF_VOCABULARY = 4096
 class Model:
     hidden: int
     intermediate: int
-    # Of q and k, and the elements of a head that rope turns.
+    # The heads of q and of k, and the elements of a head that rope turns.
     heads: tuple[int, int, int]
     vocabulary: int
     activation: str = "swiglu"
