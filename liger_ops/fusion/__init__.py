@@ -30,10 +30,11 @@ def fuse(
 ) -> FuseReport:
     """Let the norms, activations, rotary embeddings and the loss of a model be computed by the ops.
 
-    What a module computes decides, not its class: copies of it, or a function that it calls, run on
-    the CPU, on tensors that they cannot tell from real ones, and are compared with the definitions
-    of the ops under every option: values in float32, bfloat16 and float16, and gradients. What
-    agrees is fused, from transformers or not; what does not is left.
+    What a module computes decides, not its class. The forward of a norm or of a gated activation is
+    traced with tensors without data, and is matched with the patterns that the backend `liger` has
+    for the ops: in bfloat16, float16 and float32, in training and in evaluation, casts included.
+    The code of rotary embeddings and losses runs on the CPU, and is compared with the definitions
+    of the ops. What agrees is fused, from transformers or not; what does not is left.
 
     * Norms: a module without children, and with no parameters but a weight and a bias of one size,
       that is `rms_norm`, `layer_norm` or `group_norm` under some offset, eps and casting mode, is
@@ -96,8 +97,8 @@ def fuse(
     A module is left, and the report says why, where fusing it could change what the model does: it
     computes something else (another activation, something between, a dropout that is active), or
     its parts do something beside (hooks, a forward of its own on the instance, as accelerate sets
-    it, parametrizations), its code fails in a probe, or a norm's parameters are no plain tensors. A
-    norm whose class returns the weight's dtype is left where the model's other
+    it, parametrizations), its code fails in a trace or a probe, or a norm's parameters are no plain
+    tensors. A norm whose class returns the weight's dtype is left where the model's other
     parameters have another dtype than its weight. Experts whose implementation is eager, with the
     activation in their forward, are left too. So is the loss where the head is none of
     torch.nn.Linear's, is adapted or quantised, or where the logits serve for anything else, and

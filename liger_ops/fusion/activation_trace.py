@@ -40,10 +40,12 @@ def find(traced: Traced, projections: Sequence[str]) -> Activation:
     Raises:
         NotAnOp: it is no op; the text gives the reason.
     """
-    activation = _recognised(traced(torch.bfloat16, False), projections)
+    activation = _recognised(traced(torch.bfloat16, False), projections, REWRITES)
+    # swiglu of neighbours is clamped_swiglu without a limit.
+    rewrites = ("swiglu", "clamped_swiglu") if "clamped" in activation.op else (activation.op,)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         try:
-            found = _recognised(traced(dtype, True), projections)
+            found = _recognised(traced(dtype, True), projections, rewrites)
         except NotAnOp as reason:
             if dtype is torch.bfloat16:
                 raise NotAnOp(
@@ -55,14 +57,16 @@ def find(traced: Traced, projections: Sequence[str]) -> Activation:
     return activation
 
 
-def _recognised(module: fx.GraphModule, projections: Sequence[str]) -> Activation:
+def _recognised(
+    module: fx.GraphModule, projections: Sequence[str], rewrites: Sequence[str]
+) -> Activation:
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     given = next(node for node in module.graph.nodes if node.target == projections[0])
     y, dtype = value(output.args[0]), value(given).dtype
     if y.dtype is not dtype:
         raise NotAnOp(f"it returns {dtype_name(y.dtype)} for projections of {dtype_name(dtype)}")
     try:
-        found = recognise(module, REWRITES)
+        found = recognise(module, rewrites)
     except Refused as reason:
         raise NotAnOp(str(reason)) from None
     if found.op == "relu_squared":

@@ -1,8 +1,8 @@
 """Rotary embeddings: the function of queries, keys and tables that a forward calls becomes rope.
 
 In transformers it is a function of the model's file, which every attention of that file calls. The
-class of each attention is overridden with the same forward, made to call another function by
-another name. That name is added to the globals of the model's file; what the file has stays.
+class of each attention is overridden with the same forward over a copy of the file's globals, in
+which the function's name has another value. What the file has stays.
 """
 
 from __future__ import annotations
@@ -119,10 +119,11 @@ def _obstacle(module: nn.Module, name: str) -> str | None:
             break
         if not any(cell.cell_contents is inner for cell in outer.__closure__ or ()):
             return f"its forward is wrapped by {outer.__qualname__}, which cannot be made again"
+    instructions = list(dis.get_instructions(caller))
+    if any(one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for one in instructions):
+        return "its forward writes to the globals of its file"
     operations = {
-        instruction.opname
-        for instruction in dis.get_instructions(caller)
-        if instruction.opcode in dis.hasname and instruction.argval == name
+        one.opname for one in instructions if one.opcode in dis.hasname and one.argval == name
     }
     if operations != {"LOAD_GLOBAL"}:
         return f"its forward uses the name {name} for more than a call"
@@ -131,42 +132,39 @@ def _obstacle(module: nn.Module, name: str) -> str | None:
 
 def _calling(function: Any, rotary: Rotary) -> Any:
     """A copy of a forward, with all that wraps it, that calls rope for the function of `rotary`."""
-    code = function.__code__
-    closure = function.__closure__
-    inner = None
-    if rotary.name in code.co_names:
-        alias = _alias(function.__globals__, rotary)
-        names = tuple(alias if name == rotary.name else name for name in code.co_names)
-        code = code.replace(co_names=names)
+    scope, closure, inner = function.__globals__, function.__closure__, None
+    own = {}
+    if rotary.name in function.__code__.co_names:
+        own[rotary.name] = _replacement(scope[rotary.name], rotary)
     else:
         inner = _calling(function.__wrapped__, rotary)
         closure = tuple(
             types.CellType(inner) if cell.cell_contents is function.__wrapped__ else cell
             for cell in closure
         )
+
+    def seen() -> dict[str, Any]:
+        # Dynamo would guard on the file's own function, by the name of the module.
+        found = {**scope, **own}
+        found.pop("__name__", None)
+        return found
+
+    own_globals = seen()
     made = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, closure
+        function.__code__, own_globals, function.__name__, function.__defaults__, closure
     )
     made.__kwdefaults__ = function.__kwdefaults__
-    made.__annotations__ = function.__annotations__
-    made.__qualname__ = function.__qualname__
-    made.__module__ = function.__module__
-    made.__doc__ = function.__doc__
-    vars(made).update(vars(function))
+
+    @functools.wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            # What the file rebinds later is seen.
+            own_globals.update(seen())
+        return made(*args, **kwargs)
+
     if inner is not None:
-        made.__wrapped__ = inner  # type: ignore[attr-defined]
-    return made
-
-
-def _alias(scope: dict[str, Any], rotary: Rotary) -> str:
-    """The name in a file's globals of the function that is rope in the place of another."""
-    original = scope[rotary.name]
-    alias = f"_liger_ops_{rotary.name}"
-    while alias in scope and scope[alias].stands_for != (rotary, original):
-        alias += "_"
-    if alias not in scope:
-        scope[alias] = _replacement(original, rotary)
-    return alias
+        forward.__wrapped__ = inner
+    return forward
 
 
 def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., Any]:
@@ -185,5 +183,4 @@ def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., 
             q, k = q.float(), k.float()
         return form(op, q, k, tables, given.get(SECTIONS))
 
-    rotated.stands_for = (rotary, original)  # type: ignore[attr-defined]
     return rotated
