@@ -141,6 +141,7 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constant
         launch_compiled(kernel, grid, device, args, constants)
 
 
+@functools.cache
 def plan_whole_rows(N: int, most_threads: int, thread_elements: int = 16) -> WholeRow:
     """One row a tile, or as many narrow ones as make 2048 elements."""
     BLOCK_N = next_power_of_2(N)

@@ -82,7 +82,7 @@ def launch_norm_backward(
 
     A kernel without `has_dbias` has no parameter for the gradient of a bias.
     """
-    dweights, dbiases = (partial_sums(out, grid[-1]) for out in (norm.dweight, norm.dbias))
+    dweights, dbiases = partial_sums(norm.dweight, grid[-1]), partial_sums(norm.dbias, grid[-1])
     sums = (dweights, dbiases) if has_dbias else (dweights,)
     args = (*inputs, norm.dx, *sums, *norm.x.shape, *numbers)
     launch(kernel, grid, norm.x, *args, **constants)
