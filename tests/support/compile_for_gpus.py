@@ -146,8 +146,10 @@ def activation_calls(
             yield lambda n=name, f=first, u=up, o=options, m=mask: kernel[f"{n}_backward"](
                 gate, f, u, *o, m
             )
-    yield lambda: kernel["relu_squared"](gate)
-    yield lambda: kernel["relu_squared_backward"](gate, gate)
+    for name, op in library.OPS.items():
+        if op.like:
+            tensors = [gate] * len(op.schema.arguments)
+            yield lambda n=name, given=tensors: kernel[n](*given)
 
 
 def cross_entropy_calls(
