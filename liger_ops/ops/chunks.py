@@ -1,4 +1,4 @@
-"""Into how many chunks of rows a loss over a vocabulary divides its logits."""
+"""The row chunks in which a loss over a vocabulary computes its logits."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import os
 from collections.abc import Iterator
 
 ENVIRONMENT = "LIGER_OPS_LOGITS_BYTES"
-# Of 8192 x 2048 x 128256 in bfloat16 on an H200, forward and backward take 24.7 ms in chunks of 256
-# MiB, 22.5 of 512 and 21.4 of 1024, at the same peak of memory for the first two.
+# 8192 x 2048 x 128256 in bfloat16 on an H200, forward and backward: 24.7 ms in chunks of 256 MiB,
+# 22.5 ms of 512 MiB, 21.4 ms of 1024 MiB. The first two have the same peak memory.
 DEFAULT_BYTES = 512 * 2**20
 
-# Matrix products are fastest where their sizes are multiples of their tiles.
+# Matrix products are fastest if their sizes are multiples of the kernels' tiles.
 TILE = 128
 
 
 def chunks(
     M: int, row_bytes: int, chunk_bytes: int | None, later_bytes: int = 0, saved_bytes: int = 0
 ) -> Iterator[slice]:
-    """M rows in slices of about one size, each of at most `chunk_bytes` and at least one row.
+    """Split M rows into slices of similar size, each at most `chunk_bytes` but at least one row.
 
-    Where neither the caller nor the environment names the bytes, `later_bytes`, which are needed
-    once the chunks are gone, may be used; and all rows in one slice may take `saved_bytes` more,
-    which are those that nothing but a second slice needs. Without rows there is one slice, of none.
+    If neither the caller nor the environment sets a size, a slice may take `later_bytes`, memory
+    that is needed anyway after the last chunk. A single slice of all rows may then take
+    `saved_bytes` more, memory that only several slices need. If M is 0, there is one empty slice.
     """
     named = chunk_bytes or from_environment()
     most = named or max(DEFAULT_BYTES, later_bytes)
@@ -37,7 +37,7 @@ def chunks(
 
 
 def from_environment() -> int | None:
-    """The bytes of a chunk that the environment names."""
+    """The chunk size in bytes that the environment sets, or None."""
     value = os.environ.get(ENVIRONMENT)
     if value is None:
         return None

@@ -18,7 +18,7 @@ def clamped_swiglu(
     up_offset: float = 1.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """SwiGLU of a gate and an up held within limits, with a sharper sigmoid.
+    """SwiGLU with gate and up clamped, and a scaled sigmoid.
 
         g = min(gate, limit)
         u = max(min(up, limit), -limit)
@@ -26,24 +26,24 @@ def clamped_swiglu(
 
     The defaults are GPT-OSS's. DeepSeek-V4 and GLM5 have alpha = 1 and up_offset = 0.
 
-    Everything is computed in float32 and rounded once; model code rounds to its dtype after each of
-    the operations. The gradient of what is beyond a limit is zero, on the limit it is the inside's,
-    as `torch.clamp` has it. A NaN stays one.
+    Everything is computed in float32 and rounded once; model code rounds to its dtype after each
+    operation. As with `torch.clamp`, an element beyond a limit has gradient zero, and one exactly
+    on the limit has the gradient of an element inside. NaN stays NaN.
 
-    Packed, gate and up are one tensor: give it as gate, without up. They lie side by side, or, if
-    interleaved, in pairs (gate, up, gate, up), as GPT-OSS's projection makes them. That is read
-    where it lies, and its gradient is one tensor too; as two views of every other element, each
-    would be copied first, and autograd would fill and add two gradients of twice the size.
+    If one tensor holds both gate and up (packed), pass it as gate, without up. It holds two halves
+    or, if interleaved, pairs (gate, up, gate, up), as GPT-OSS's projection returns. It is read
+    without a copy, and its gradient is one tensor. Two strided views of it would each be copied
+    first, and autograd would fill and add two gradients of twice the size.
 
-    The backward recomputes the activation: nothing but gate and up is saved. float64 runs the
-    definition on every device.
+    The backward recomputes the activation: only gate and up are saved. float64 runs the definition
+    on every device.
 
     Args:
         gate: (..., N), floating point, any strides; packed, (..., 2N).
-        up: like gate, of the same shape; of another dtype, it makes the result of the dtype that
-            PyTorch gives their product. None where gate holds both.
+        up: of gate's shape; if its dtype differs, the result has the dtype of PyTorch's gate * up.
+            None if gate is packed.
         alpha: multiplies the gate in the sigmoid.
-        limit: the largest gate, and the largest magnitude of up. inf is none.
+        limit: the largest gate, and the largest magnitude of up. inf means no limit.
         up_offset: added to up.
         interleaved: whether a packed gate holds pairs instead of halves.
 
@@ -79,7 +79,7 @@ def clamped_swiglu_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradient of `clamped_swiglu`.
 
-    With g and u as there, and s = sigmoid(alpha * g):
+    With g and u as in `clamped_swiglu`, and s = sigmoid(alpha * g):
 
         dgate = dy * s * (1 + alpha * g * (1 - s)) * (u + up_offset)    where gate <= limit, else 0
         dup   = dy * g * s                                           where |up| <= limit, else 0
@@ -87,20 +87,20 @@ def clamped_swiglu_backward(
     Args:
         dy: (..., N), any strides.
         gate, up, alpha, limit, up_offset, interleaved: as given to `clamped_swiglu`.
-        output_mask: whether dgate and dup are wanted; no other is computed or allocated.
+        output_mask: whether dgate and dup are computed and allocated.
 
     Returns:
-        dgate, contiguous, of gate's shape and dtype, or None; dup, of up's, or None. Of a packed
-        gate, dgate is the gradient of both.
+        dgate, contiguous, of gate's shape and dtype, or None; dup, of up's, or None. If gate is
+        packed, dgate is the gradient of the packed tensor.
 
     Raises:
-        TypeError, ValueError: as `clamped_swiglu`; or dy is not of y's shape.
+        TypeError, ValueError: as `clamped_swiglu`; or dy does not have y's shape.
     """
     g, u, _ = gate_and_up(gate, up, interleaved)
     dy = dy.to(g.dtype)
     clamped_g, clamped_u = g.clamp(max=limit), u.clamp(-limit, limit)
     dgate = dy * silu_slope(clamped_g, alpha) * (clamped_u + up_offset) * (g <= limit)
-    # The product first: it is 0 where dy * clamped_g overflows.
+    # The product in parentheses comes first: it is 0 where dy * clamped_g would overflow.
     dup = dy * (clamped_g * torch.sigmoid(clamped_g * alpha)) * (u.abs() <= limit)
     return gradients(dgate, dup, gate, up, output_mask, interleaved)
 

@@ -25,16 +25,16 @@ def fused_add_rms_norm(
         s = x + residual
         y = s / sqrt(mean(s**2, -1) + eps) * (weight + offset)
 
-    s is rounded to the dtype that x + residual has in PyTorch, and it is the rounded s that is
-    normalised: the results are those of `rms_norm(x + residual, ...)`, bit for bit on a CPU.
-    See `rms_norm` for the casting modes, the precision, autocast, and the other arguments.
+    s is rounded to the dtype of PyTorch's x + residual, and the rounded s is normalised: on a CPU
+    the results are bit for bit those of `rms_norm(x + residual, ...)`. See `rms_norm` for the
+    casting modes, the precision, autocast, and the other arguments.
 
-    The backward adds s's own gradient to the norm's in the same kernel. Nothing but s and weight
-    is saved for it; x and residual are not.
+    The backward adds the gradient of s to the norm's gradient in the same kernel. Only s and weight
+    are saved for it, not x and residual.
 
     Args:
         x: (..., N), floating point, any strides.
-        residual: like x, of the same shape; its dtype may differ.
+        residual: of x's shape; its dtype may differ.
         weight: (N,) or None.
         eps: added to the mean square.
         offset: added to the weight.
@@ -68,20 +68,20 @@ def fused_add_rms_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradient of `fused_add_rms_norm`.
 
-    The gradient of x and of residual is one tensor, dx: that of `rms_norm` at s, plus ds.
+    x and residual have the same gradient, dx: the gradient of `rms_norm` at s, plus ds.
 
     Args:
         dy: the gradient of y, (..., N), any strides.
-        ds: the gradient of s, likewise, or None where s is not used.
+        ds: the gradient of s, (..., N), any strides, or None if s is not used.
         s: the sum that the forward returned.
         weight, eps, offset: as given to the forward.
-        output_mask: whether dx and dweight are wanted; no other is computed or allocated.
+        output_mask: whether dx and dweight are computed and allocated.
 
     Returns:
         dx, contiguous, of s's shape and dtype, or None; dweight, of weight's, or None.
 
     Raises:
-        TypeError, ValueError: as `fused_add_rms_norm`; or dy or ds is not of s's shape.
+        TypeError, ValueError: as `fused_add_rms_norm`; or dy or ds does not have s's shape.
     """
     return backward_definition(dy, ds, s, weight, eps, offset, output_mask)
 
@@ -90,7 +90,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     x, residual, weight, ctx.eps, ctx.offset, _ = inputs
     ctx.x_dtype, ctx.residual_dtype = x.dtype, residual.dtype
     ctx.save_for_backward(output[1], weight)
-    # The sum of the last layer has no other user: its gradient is then None, and not zeros to read.
+    # The sum of the last layer has no other user: its gradient is then None, instead of zeros.
     ctx.set_materialize_grads(False)
 
 

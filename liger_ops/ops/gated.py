@@ -1,4 +1,4 @@
-"""What the gated activations share: gate and up as two tensors, or packed in one."""
+"""Helpers of the gated activations, whose gate and up are two tensors or packed in one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .precision import widened
 def gate_and_up(
     gate: Tensor, up: Tensor | None, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, torch.dtype]:
-    """Both, in the dtype of the arithmetic, and the dtype of the result."""
+    """gate and up in the dtype of the arithmetic, and the dtype of the result."""
     if up is None:
         dtype = gate.dtype
         gate, up = (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, -1)
@@ -29,7 +29,7 @@ def gradients(
     output_mask: list[bool],
     interleaved: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients that are wanted, in the form and the dtypes that gate and up came in."""
+    """The gradients that output_mask asks for, in the form and the dtypes of gate and up."""
     if up is None:
         if not output_mask[0]:
             return None, None
@@ -43,7 +43,7 @@ def gradients(
 
 def silu_slope(z: Tensor, alpha: float = 1.0) -> Tensor:
     """The derivative of z * sigmoid(alpha * z)."""
-    # sigmoid is 0 or 1 beyond 1000 even in float64, where an alpha * z of inf would make 0 * inf.
+    # Beyond 1000 the sigmoid is 0 or 1 even in float64, and alpha * z = inf would give 0 * inf.
     scaled = (z * alpha).clamp(-1000, 1000)
     sigmoid = torch.sigmoid(scaled)
     return sigmoid * (1 + scaled * (1 - sigmoid))

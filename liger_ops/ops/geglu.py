@@ -22,22 +22,21 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
         y = gate * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate**3))) / 2 * up          "tanh"
 
     Everything is computed in float32 and rounded once. Model code rounds `gelu(gate)` to its dtype
-    before the product: in float32 and float64 the two are the same, in half precision y is the
-    closer of the two to the equation, and the difference is that of one rounding.
+    before the product. In float32 and float64 both results are the same; in half precision they
+    differ by one rounding, and this one is closer to the equation.
 
-    Packed, gate and up are one tensor, side by side, as one projection makes them: give it as gate,
-    without up. It is read where it lies, and its gradient is one tensor too. The two halves given
-    as views are read where they lie likewise.
+    If one projection returns gate and up as the halves of one tensor (packed), pass that tensor as
+    gate, without up. It is read without a copy, and its gradient is one tensor. Two views of the
+    halves are read without a copy too.
 
-    The backward recomputes the activation: nothing but gate and up is saved. float64 runs the
-    definition on every device.
+    The backward recomputes the activation: only gate and up are saved. float64 runs the definition
+    on every device.
 
     Args:
         gate: (..., N), floating point, any strides; packed, (..., 2N), the gate's N first.
-        up: like gate, of the same shape; of another dtype, it makes the result of the dtype that
-            PyTorch gives their product. None where gate holds both.
-        approximate: "tanh" or "none", as in `torch.nn.functional.gelu`; the default is that of
-            Gemma.
+        up: of gate's shape; if its dtype differs, the result has the dtype of PyTorch's gate * up.
+            None if gate is packed.
+        approximate: "tanh" or "none", as in `torch.nn.functional.gelu`; the default is Gemma's.
 
     Returns:
         (..., N), contiguous, of the dtype of gate * up.
@@ -78,19 +77,19 @@ def geglu_backward(
     Args:
         dy: (..., N), any strides.
         gate, up, approximate: as given to `geglu`.
-        output_mask: whether dgate and dup are wanted; no other is computed or allocated.
+        output_mask: whether dgate and dup are computed and allocated.
 
     Returns:
-        dgate, contiguous, of gate's shape and dtype, or None; dup, of up's, or None. Of a packed
-        gate, dgate is the gradient of both.
+        dgate, contiguous, of gate's shape and dtype, or None; dup, of up's, or None. If gate is
+        packed, dgate is the gradient of the packed tensor.
 
     Raises:
-        TypeError, ValueError: as `geglu`; or dy is not of y's shape.
+        TypeError, ValueError: as `geglu`; or dy does not have y's shape.
     """
     g, u, _ = gate_and_up(gate, up)
     dy = dy.to(g.dtype)
     if approximate == "tanh":
-        # The sigmoid is 0 or 1 beyond 30 even in float64, where a g**3 of inf would make 0 * inf.
+        # Beyond 30 the sigmoid is 0 or 1 even in float64, and g**3 = inf would give 0 * inf.
         near = g.clamp(-30, 30)
         sigmoid = _tanh_factor(near)
         slope = sigmoid * (1 + (1 - sigmoid) * near * SCALE * (1 + 0.134145 * near * near))
@@ -107,7 +106,7 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 def _tanh_factor(x: Tensor) -> Tensor:
-    """(1 + tanh(v)) / 2 as sigmoid(2 * v), which does not cancel where tanh is near -1."""
+    """(1 + tanh(v)) / 2 as sigmoid(2 * v), which does not cancel if tanh is near -1."""
     return torch.sigmoid(SCALE * x * (1 + 0.044715 * x * x))
 
 

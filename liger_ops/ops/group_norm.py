@@ -18,15 +18,15 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Group normalisation: the C channels in num_groups groups, each normalised as one row.
+    """Group normalisation: splits C channels into num_groups groups and normalises each group.
 
         y[n, c] = (x[n, c] - mean(n, g)) / sqrt(var(n, g) + eps) * weight[c] + bias[c]
 
     with mean and biased variance over the C / num_groups channels and all positions of the group g
-    that holds c. Computed in float32 and rounded once, to x.dtype. The mean is subtracted before
-    anything is squared. The gradients of weight and bias are summed in float32, in an order that
-    does not change between runs. The backward recomputes mean and variance from x: nothing but the
-    inputs is saved, and the normalised x is never in memory.
+    that holds c. y is computed in float32 and rounded once, to x.dtype. The mean is subtracted
+    before anything is squared. The gradients of weight and bias are summed in float32, in an order
+    that does not change between runs. The backward recomputes mean and variance from x: only the
+    inputs are saved, and the normalised x is never in memory.
 
     Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.group_norm`
     does. float64 runs the definition on every device.
@@ -34,8 +34,8 @@ def group_norm(
     Args:
         x: (N, C, *spatial), floating point, any strides.
         num_groups: a divisor of C.
-        weight: (C,), floating point, of x's dtype or another; None for no scaling.
-        bias: (C,), likewise; None for no shift.
+        weight: (C,), floating point; its dtype may differ from x's. None for no scaling.
+        bias: (C,), floating point; its dtype may differ from x's. None for no shift.
         eps: added to the variance.
 
     Returns:
@@ -71,7 +71,7 @@ def group_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradient of `group_norm`.
 
-    With xhat and rstd those of the group, and g = dy * weight[c], means over the group:
+    With xhat and rstd of the group, g = dy * weight[c], and means over the group:
 
         dx      = rstd * (g - mean(g) - xhat * mean(g * xhat))
         dweight = sum(dy * xhat) over all dimensions but the channels'
@@ -79,16 +79,15 @@ def group_norm_backward(
 
     Args:
         dy: (N, C, *spatial), any strides.
-        x, num_groups, weight, bias, eps: as given to `group_norm`; of bias only the dtype is used.
-        output_mask: whether dx, dweight and dbias are wanted; what is not is neither computed nor
-            allocated.
+        x, num_groups, weight, bias, eps: as given to `group_norm`; only bias's dtype is used.
+        output_mask: whether dx, dweight and dbias are computed and allocated.
 
     Returns:
         dx, contiguous, of x's shape and dtype; dweight, of weight's; dbias, of bias's; None for
-        each that is not wanted.
+        each that output_mask leaves out.
 
     Raises:
-        TypeError, ValueError: as `group_norm`; or dy is not of x's shape.
+        TypeError, ValueError: as `group_norm`; or dy does not have x's shape.
     """
     xhat, rstd = standardised(_groups(widened(x), num_groups), eps)
     dy = dy.to(xhat.dtype)
@@ -106,7 +105,7 @@ def group_norm_backward(
 
 
 def _groups(x: Tensor, num_groups: int | torch.SymInt) -> Tensor:
-    """(N, C, *spatial) as (N, num_groups, elements of a group)."""
+    """Reshape (N, C, *spatial) to (N, num_groups, elements of a group)."""
     length = x.shape[1] // num_groups
     for size in x.shape[2:]:
         length = length * size

@@ -20,19 +20,19 @@ def layer_norm(
 
         y = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) * weight + bias
 
-    with the biased variance. Computed in float32 and rounded once, to x.dtype. The mean is
+    with the biased variance. y is computed in float32 and rounded once, to x.dtype. The mean is
     subtracted before anything is squared, so that a mean far larger than the deviation does not
     cancel. The gradients of weight and bias are summed over the rows in float32, in an order that
-    does not change between runs. The backward recomputes mean and variance from x: nothing but
-    the inputs is saved, and the normalised x is never in memory.
+    does not change between runs. The backward recomputes mean and variance from x: only the inputs
+    are saved, and the normalised x is never in memory.
 
     Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.layer_norm`
     does. float64 runs the definition on every device.
 
     Args:
         x: (..., N), floating point, any strides.
-        weight: (N,), floating point, of x's dtype or another; None for no scaling.
-        bias: (N,), likewise; None for no shift.
+        weight: (N,), floating point; its dtype may differ from x's. None for no scaling.
+        bias: (N,), floating point; its dtype may differ from x's. None for no shift.
         eps: added to the variance.
 
     Returns:
@@ -75,16 +75,15 @@ def layer_norm_backward(
 
     Args:
         dy: (..., N), any strides.
-        x, weight, bias, eps: as given to `layer_norm`; of bias only the dtype is used.
-        output_mask: whether dx, dweight and dbias are wanted; what is not is neither computed nor
-            allocated.
+        x, weight, bias, eps: as given to `layer_norm`; only bias's dtype is used.
+        output_mask: whether dx, dweight and dbias are computed and allocated.
 
     Returns:
         dx, contiguous, of x's shape and dtype; dweight, of weight's; dbias, of bias's; None for
-        each that is not wanted.
+        each that output_mask leaves out.
 
     Raises:
-        TypeError, ValueError: as `layer_norm`; or dy is not of x's shape.
+        TypeError, ValueError: as `layer_norm`; or dy does not have x's shape.
     """
     xhat, rstd = standardised(widened(x), eps)
     dy = dy.to(xhat.dtype)
@@ -107,7 +106,7 @@ def standardised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def standardised_backward(g: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
-    """The gradient of x for the gradient g of xhat."""
+    """The gradient of x, given the gradient g of xhat."""
     return rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
 
 

@@ -15,10 +15,10 @@ def log_softmax(x: Tensor) -> Tensor:
 
         y = x - max(x, -1) - log(sum(exp(x - max(x, -1)), -1))
 
-    Computed in float32 whatever x's dtype, and rounded to it once. An element of -inf gives -inf; a
-    row of nothing but -inf, and a row with inf or NaN in it, gives NaN, as in PyTorch.
+    y is computed in float32 and rounded once, to x.dtype. As in PyTorch, an element of -inf gives
+    -inf; a row that is all -inf, or that has inf or NaN in it, gives NaN.
 
-    The gradient is computed from y, in float32, and rounded once; nothing but y is saved.
+    The gradient is computed from y, in float32, and rounded once; only y is saved.
 
     Under autocast on a device, x is cast to float32, as `torch.nn.functional.log_softmax` does.
     float64 runs the definition on every device.
@@ -48,14 +48,14 @@ def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 
     Args:
         dy: (..., N), floating point, any strides.
-        y: what `log_softmax` returned.
+        y: the result of `log_softmax`.
 
     Returns:
         dx: (..., N), contiguous, of y's dtype.
 
     Raises:
         TypeError: a tensor is not floating point.
-        ValueError: y has no dimension, or dy is of another shape or on another device than y.
+        ValueError: y has no dimension, or dy does not have y's shape and device.
     """
     wide = widened(y)
     dy = dy.to(wide.dtype)

@@ -11,19 +11,19 @@ from .precision import widened
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order, like="x")
 def relu_squared(x: Tensor) -> Tensor:
-    """The square of the rectified x.
+    """The square of relu(x).
 
         y = max(x, 0)**2
 
-    Computed in float32 and rounded once: bit for bit what model code gives, which rounds nothing
-    but the square. A NaN stays one. Nothing but x is saved for the backward. float64 runs the
-    definition on every device.
+    y is computed in float32 and rounded once. It is bit for bit the result of model code, where the
+    square is the only operation that rounds. NaN stays NaN. Only x is saved for the backward.
+    float64 runs the definition on every device.
 
     Args:
         x: floating point, any shape, any strides.
 
     Returns:
-        of x's shape and dtype, contiguous.
+        y, contiguous, of x's shape and dtype.
 
     Raises:
         TypeError: x is not floating point.
@@ -44,14 +44,14 @@ def relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
         dx = dy * 2 * max(x, 0)
 
     Args:
-        dy: like x, any strides.
+        dy: of x's shape, any strides.
         x: as given to `relu_squared`.
 
     Returns:
         dx, contiguous, of x's shape and dtype.
 
     Raises:
-        TypeError, ValueError: as `relu_squared`; or dy is not of x's shape.
+        TypeError, ValueError: as `relu_squared`; or dy does not have x's shape.
     """
     wide = widened(x)
     return (dy.to(wide.dtype) * (2 * torch.relu(wide))).to(x.dtype).contiguous()

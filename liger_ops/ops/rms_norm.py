@@ -23,29 +23,30 @@ def rms_norm(
 
         y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
 
-    `casting_mode` names where the result is rounded on its way to x.dtype; in float32 and float64
-    the three are the same:
+    `casting_mode` says where values are rounded to x.dtype; in float32 and float64 the three modes
+    are the same:
 
     * "llama": x / rms is computed in float32 and rounded to x.dtype; its product with
       (weight + offset) is computed in float32 and rounded (Llama, Mistral, Qwen, Phi).
-    * "gemma": everything in float32, rounded once (Gemma, OLMo2, GPT-OSS, `torch.nn.RMSNorm`).
-    * "none": every operation is rounded to x.dtype, as by code that never leaves it. The mean is
-      accumulated in float32 and then rounded.
+    * "gemma": everything is computed in float32 and rounded once (Gemma, OLMo2, GPT-OSS,
+      `torch.nn.RMSNorm`).
+    * "none": every operation rounds to x.dtype, as in code without casts. The mean is accumulated
+      in float32 and then rounded.
 
-    The gradient is that of the equation, computed in float32 in every casting mode; it is rounded
-    once, and the weight's is summed over the rows in float32, in an order that does not change
-    between runs. The backward recomputes 1 / rms from x: nothing but x and weight is saved, and
-    the normalised x is never in memory.
+    In every casting mode the gradient is the equation's, computed in float32 and rounded once. The
+    gradient of weight is summed over the rows in float32, in an order that does not change between
+    runs. The backward recomputes 1 / rms from x: only x and weight are saved, and the normalised x
+    is never in memory.
 
     Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.rms_norm` does.
     float64 runs the definition on every device.
 
     Args:
         x: (..., N), floating point, any strides.
-        weight: (N,), floating point, of x's dtype or another; None for no scaling by a weight.
+        weight: (N,), floating point; its dtype may differ from x's. None for no scaling.
         eps: added to the mean square.
-        offset: added to the weight: 1.0 for models that store weight - 1 (Gemma). Without a weight
-            it must be 0.
+        offset: added to the weight: 1.0 for models that store weight - 1 (Gemma). It must be 0 if
+            weight is None.
         casting_mode: "llama", "gemma" or "none".
 
     Returns:
@@ -92,13 +93,13 @@ def rms_norm_backward(
     Args:
         dy: (..., N), any strides.
         x, weight, eps, offset: as given to `rms_norm`.
-        output_mask: whether dx and dweight are wanted; no other is computed or allocated.
+        output_mask: whether dx and dweight are computed and allocated.
 
     Returns:
         dx, contiguous, of x's shape and dtype, or None; dweight, of weight's, or None.
 
     Raises:
-        TypeError, ValueError: as `rms_norm`; or dy is not of x's shape.
+        TypeError, ValueError: as `rms_norm`; or dy does not have x's shape.
     """
     return backward_definition(dy, None, x, weight, eps, offset, output_mask)
 

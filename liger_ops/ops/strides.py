@@ -1,4 +1,4 @@
-"""The layout in memory of what an op allocates, where it follows an input's."""
+"""The memory layout of results that follow the layout of an input."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """x's dimensions from the slowest in memory to the fastest, the last dimension last.
+    """x's dimensions by descending stride, the last dimension last.
 
-    An expanded x, which has no order, is taken as contiguous.
+    An expanded x has no such order, and is treated as contiguous.
     """
     leading = range(x.dim() - 1)
     if any(x.stride(dim) == 0 for dim in leading):
@@ -21,6 +21,6 @@ def inverse(order: list[int]) -> list[int]:
 
 
 def in_order_of(values: Tensor, x: Tensor) -> Tensor:
-    """The values, dense, with their dimensions in the order of x's."""
+    """Copy values, if necessary, to a dense layout with x's order of dimensions in memory."""
     order = memory_order(x)
     return values.permute(order).contiguous().permute(inverse(order))

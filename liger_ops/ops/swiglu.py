@@ -22,21 +22,21 @@ def swiglu(
         y = z * sigmoid(z) * up * down_multiplier
 
     Everything is computed in float32 and rounded once. Model code rounds to its dtype after every
-    operation, `silu(gate)` before the product above all: in float32 and float64 the two are the
-    same, in half precision y is the closer of the two to the equation, and the difference is that
-    of one or two roundings.
+    operation, among them `silu(gate)` before the product. In float32 and float64 both results are
+    the same; in half precision they differ by one or two roundings, and this one is closer to the
+    equation.
 
-    Packed, gate and up are one tensor, side by side, as one projection makes them (Phi3, GLM4):
-    give it as gate, without up. It is read where it lies, and its gradient is one tensor too. The
-    two halves given as views are read where they lie likewise.
+    If one projection returns gate and up as the halves of one tensor (packed; Phi3, GLM4), pass it
+    as gate, without up. It is read without a copy, and its gradient is one tensor. Two views of the
+    halves are read without a copy too.
 
-    The backward recomputes the activation: nothing but gate and up is saved. float64 runs the
-    definition on every device.
+    The backward recomputes the activation: only gate and up are saved. float64 runs the definition
+    on every device.
 
     Args:
         gate: (..., N), floating point, any strides; packed, (..., 2N), the gate's N first.
-        up: like gate, of the same shape; of another dtype, it makes the result of the dtype that
-            PyTorch gives their product. None where gate holds both.
+        up: of gate's shape; if its dtype differs, the result has the dtype of PyTorch's gate * up.
+            None if gate is packed.
         gate_multiplier: multiplies the gate (Falcon-H1).
         down_multiplier: multiplies the result (Falcon-H1, whose down projection is linear).
 
@@ -77,14 +77,14 @@ def swiglu_backward(
     Args:
         dy: (..., N), any strides.
         gate, up, gate_multiplier, down_multiplier: as given to `swiglu`.
-        output_mask: whether dgate and dup are wanted; no other is computed or allocated.
+        output_mask: whether dgate and dup are computed and allocated.
 
     Returns:
-        dgate, contiguous, of gate's shape and dtype, or None; dup, of up's, or None. Of a packed
-        gate, dgate is the gradient of both.
+        dgate, contiguous, of gate's shape and dtype, or None; dup, of up's, or None. If gate is
+        packed, dgate is the gradient of the packed tensor.
 
     Raises:
-        TypeError, ValueError: as `swiglu`; or dy is not of y's shape.
+        TypeError, ValueError: as `swiglu`; or dy does not have y's shape.
     """
     g, u, _ = gate_and_up(gate, up)
     dy = dy.to(g.dtype) * down_multiplier
