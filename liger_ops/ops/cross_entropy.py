@@ -29,10 +29,10 @@ def cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    """Cross-entropy of logits and class indices, for each token or over all.
+    """Cross-entropy of logits and class indices, per token or reduced over all tokens.
 
-    With x = softcap * tanh(logits * logit_scale / softcap), without softcap logits * logit_scale,
-    for token i and class c of V:
+    With x = softcap * tanh(logits * logit_scale / softcap), or x = logits * logit_scale without
+    softcap, for token i and class c of V:
 
         lse_i = log(sum_c exp(x_ic))
         nll_i = weight[target_i] * (lse_i - x_i,target_i)
@@ -40,40 +40,40 @@ def cross_entropy(
         z_i = token_weight_i * weight[target_i] * lse_square_scale * lse_i**2
         loss_i = token_weight_i * ((1 - label_smoothing) * nll_i + label_smoothing * smooth_i) + z_i
 
-    and 0 for a token whose target is ignore_index. The reduction "none" gives loss_i, "sum" their
-    sum, and "mean" the sum divided by num_items_in_batch, or where that is not given by the sum of
-    token_weight_i * weight[target_i] over the tokens that are not ignored. Where all are, the mean
-    is NaN and the sum 0, as `torch.nn.functional.cross_entropy` has it, which this is without the
-    options that only this has.
+    and loss_i = 0 if target_i is ignore_index. The reduction "none" returns loss_i, "sum" returns
+    their sum, and "mean" returns the sum divided by num_items_in_batch or, if that is None, by the
+    sum of token_weight_i * weight[target_i] over the tokens that are not ignored. If all tokens are
+    ignored, the mean is NaN and the sum 0. With its additional options at their defaults, this is
+    `torch.nn.functional.cross_entropy`.
 
-    Computed in float32 whatever the dtype of the logits, and given in it; autocast changes nothing.
-    The logits are read once, and never written, widened or normalised in memory: beside the result
-    there are four numbers a token. float64 runs the definition on every device.
+    The loss is computed and returned in float32 for logits of any narrower dtype; autocast changes
+    nothing. The logits are read once, and never written, widened or normalised in memory: beside
+    the result, four numbers per token are stored. float64 runs the definition on every device.
 
-    The gradient of the logits is computed from them and lse, in float32, and rounded once. That of
-    an ignored token is exactly 0, whatever its logits hold. There is none of weight, token_weight
-    and num_items_in_batch, and asking for one is an error.
+    The gradient of the logits is computed from the logits and lse, in float32, and rounded once. An
+    ignored token has a gradient of exactly 0, whatever its logits are. weight, token_weight and
+    num_items_in_batch have no gradient, and it is an error if one of them requires it.
 
-    This op is made of `cross_entropy_forward`, which has more results.
+    This op calls `cross_entropy_forward`, which returns more.
 
     Args:
         logits: (..., V), floating point, any strides; unit stride in the last dimension is fast.
-        target: (...), int64 or int32; each ignore_index, or from 0 to V - 1.
-        weight: (V,), floating point; of each class.
-        token_weight: of target's shape, floating point; of each token.
-        num_items_in_batch: (), of any dtype but bool and complex; what the mean divides by.
+        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1.
+        weight: (V,), floating point; the weight of each class.
+        token_weight: of target's shape, floating point; the weight of each token.
+        num_items_in_batch: (), any dtype but bool and complex; the divisor of the mean.
         ignore_index: the target of tokens that do not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: from 0 to 1.
-        lse_square_scale: of the z-loss, at least 0.
+        lse_square_scale: the factor of the z-loss, at least 0.
         softcap: above 0, or None for no cap.
         logit_scale: above 0.
 
     Returns:
-        (), or of target's shape for the reduction "none"; float32, or float64 for such logits.
+        (), or target's shape for the reduction "none"; float32, or float64 if the logits are.
 
     Raises:
-        TypeError: a tensor is of another dtype.
+        TypeError: a tensor has another dtype.
         ValueError: a shape, a device or an option is not as above, or a tensor that has no gradient
             requires one.
         IndexError: a target is out of range. A GPU stops with a device-side assertion, and an NPU
@@ -117,31 +117,32 @@ def cross_entropy_forward(
     return_predicted: bool = False,
     return_entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`cross_entropy`, with what it is made of.
+    """`cross_entropy` with its intermediate results.
 
-    loss, z_loss, lse and target_logit are each differentiable in the logits. A loss over a
-    vocabulary that lies on several devices is made of the last two: each device ignores the targets
-    that it does not hold, and an ignored token's lse is still its own.
+    loss, z_loss, lse and target_logit are each differentiable in the logits. lse and target_logit
+    suffice to compute a loss over a vocabulary that is split over devices: each device ignores the
+    targets that it does not hold, and the lse of an ignored token is still computed.
 
         entropy_i = -sum_c p_ic * log(p_ic), p_ic = exp(x_ic - lse_i)
 
     Args:
         logits, target, weight, token_weight, num_items_in_batch, ignore_index, reduction,
-            label_smoothing, lse_square_scale, softcap, logit_scale: as of `cross_entropy`.
-        return_predicted: whether predicted_tokens is wanted.
-        return_entropy: whether entropy is wanted.
+            label_smoothing, lse_square_scale, softcap, logit_scale: as for `cross_entropy`.
+        return_predicted: whether to compute predicted_tokens.
+        return_entropy: whether to compute entropy.
 
     Returns:
-        loss: as `cross_entropy` gives it.
-        z_loss: the part of loss that is the z-loss, reduced as loss is.
+        loss: the result of `cross_entropy`.
+        z_loss: the z-loss part of loss, with the same reduction.
         lse: of target's shape.
-        target_logit: x_i,target_i; of target's shape; 0 where ignored.
+        target_logit: x_i,target_i; of target's shape; 0 for an ignored token.
         total_weight: (); the sum of token_weight_i * weight[target_i] over tokens not ignored.
-        predicted_tokens: of target's shape, int64; the class of the largest logit, the first of
-            equal ones. None unless wanted.
-        entropy: of target's shape; 0 where ignored; not differentiable. None unless wanted.
+        predicted_tokens: of target's shape, int64; the first class with the largest logit. None
+            without return_predicted.
+        entropy: of target's shape; 0 for an ignored token; not differentiable. None without
+            return_entropy.
 
-        All but predicted_tokens of the dtype of `cross_entropy`.
+        All but predicted_tokens have the dtype of `cross_entropy`'s result.
 
     Raises:
         TypeError, ValueError, IndexError: as `cross_entropy`.
@@ -195,7 +196,7 @@ def cross_entropy_backward(
 ) -> Tensor:
     """The gradient of `cross_entropy_forward`.
 
-    With dloss_i and dz_loss_i those of a token, the factor of the reduction included:
+    dloss_i and dz_loss_i are those of a token, with the factor of the reduction:
 
         dx_ic = a_i * p_ic - b_i * weight_c - c_i * (c == target_i), p_ic = exp(x_ic - lse_i)
         a_i = dloss_i * token_weight_i * ((1 - label_smoothing) * weight[target_i]
@@ -205,14 +206,14 @@ def cross_entropy_backward(
         c_i = dloss_i * token_weight_i * (1 - label_smoothing) * weight[target_i] - dtarget_logit_i
         dlogits_ic = dx_ic * logit_scale * (1 - (x_ic / softcap)**2)
 
-    For an ignored token a_i is dlse_i, and b_i and c_i are 0; where dlse_i is 0 or not given, so is
-    its gradient.
+    For an ignored token a_i is dlse_i, and b_i and c_i are 0; if dlse_i is 0 or None, dlogits_i is
+    0.
 
     Args:
-        dloss, dz_loss, dlse, dtarget_logit: floating point, of the shape of what they are the
-            gradients of, any strides; each or None.
-        lse, total_weight: what the forward returned.
-        The others: as of the forward.
+        dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
+            of the shapes of these results, any strides; each may be None.
+        lse, total_weight: results of the forward.
+        The others: as given to the forward.
 
     Returns:
         dlogits: (..., V), contiguous, of the dtype of the logits.
@@ -249,7 +250,7 @@ def cross_entropy_backward(
 
 
 def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
-    """x: the logits that the loss is of, in the dtype of its arithmetic."""
+    """x, the scaled and capped logits, in the dtype of the arithmetic."""
     x = widened(logits)
     if logit_scale != 1:
         x = x * logit_scale
@@ -257,17 +258,14 @@ def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tens
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """As `torch.logsumexp`, but that inf gives NaN, as it does in a softmax."""
+    """`torch.logsumexp`, except that inf gives NaN, as it does in a softmax."""
     lowest = torch.finfo(x.dtype).min
     maximum = x.detach().amax(-1, keepdim=True).clamp(min=lowest)
     return maximum.squeeze(-1) + torch.log(torch.exp(x - maximum).sum(-1))
 
 
 def _target_logit(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """x of the target, 0 where it is ignored.
-
-    ATen's loss finds the target that is out of range, as it does for its own caller.
-    """
+    """x at the target, or 0 if the target is ignored. ATen's loss raises if one is out of range."""
     try:
         picked = torch.nn.functional.nll_loss(
             x.reshape(-1, x.shape[-1]),
@@ -290,7 +288,7 @@ def token_weights(
     token_weight: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """What each token's weight is, and with its class's: what it counts. Both 0 but within."""
+    """Each token's weight, and its product with the class weight; both 0 if not `within`."""
     weights = within.to(dtype)
     if token_weight is not None:
         weights = torch.where(within, token_weight.to(dtype), 0.0)
@@ -309,8 +307,8 @@ def token_losses(
     label_smoothing: float,
     lse_square_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's loss and z-loss, 0 but within. smooth is None without label smoothing."""
-    # What does not count may be NaN, and is replaced before the arithmetic that is differentiated.
+    """Each token's loss and z-loss, 0 if not `within`. smooth is None without label smoothing."""
+    # Values of ignored tokens may be NaN: they are replaced before any differentiated arithmetic.
     lse = torch.where(within, lse, 0.0)
     z_loss = counts * lse_square_scale * lse.square()
     loss = (1 - label_smoothing) * counts * (lse - torch.where(within, target_logit, 0.0))
@@ -342,7 +340,7 @@ def upstream(
     num_items_in_batch: Tensor | None,
     reduction: str,
 ) -> Tensor | None:
-    """The gradient of each token's own loss, from that of the reduced one."""
+    """The gradient of each token's loss, from the gradient of the reduced loss."""
     if grad is None:
         return None
     if reduction == "mean":
@@ -364,7 +362,7 @@ def gradient_factors(
     label_smoothing: float,
     lse_square_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """a, b and c of `cross_entropy_backward`, and whether a token has a gradient at all."""
+    """a, b and c of `cross_entropy_backward`, and whether a token has any gradient."""
     zero = torch.zeros_like(lse)
     dloss, dz_loss = (zero if grad is None else grad.to(lse.dtype) for grad in (dloss, dz_loss))
     hard = (1 - label_smoothing) * dloss * counts

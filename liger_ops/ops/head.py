@@ -1,5 +1,5 @@
-"""What linear_cross_entropy's definition and its kernels' host code share of a linear layer: the
-dtypes, and the gradients of the layer from those of its logits."""
+"""The linear layer of linear_cross_entropy, for its definition and its kernels' host code: dtypes,
+and the layer's gradients from those of its logits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .precision import widened
 def cast_as_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, weight and bias in the dtype that autocast, where it is on, gives a linear layer."""
+    """Cast x, weight and bias as autocast, if it is on, casts the inputs of a linear layer."""
     device = x.device.type
-    # Dynamo of torch 2.11 does not trace is_autocast_available. What it compiles for has autocast.
+    # Dynamo of torch 2.11 does not trace is_autocast_available; every device it compiles for has
+    # autocast.
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
     if not (known and torch.is_autocast_enabled(device)):
         return x, weight, bias
@@ -30,7 +31,7 @@ def cast_as_linear(
 
 
 def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, reduction: str) -> list[bool]:
-    """The gradients of x, weight and bias that a forward should compute on its way."""
+    """Whether the forward should compute the gradients of x, weight and bias."""
     in_forward = torch.is_grad_enabled() and reduction != "none"
     return [
         in_forward and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
@@ -38,15 +39,15 @@ def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, reduction: 
 
 
 def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
-    """In which the gradient of weight is summed."""
+    """The dtype in which the gradient of weight is summed."""
     if accum_dtype is not None:
         return accum_dtype
     return torch.float64 if weight.dtype is torch.float64 else torch.float32
 
 
 def waiting_dtype(weight: Tensor) -> torch.dtype:
-    """Of a gradient that the backward has yet to multiply: the loss's scale must not decide whether
-    float16 overflows or vanishes."""
+    """Dtype of a gradient that the forward computes and the backward scales: float32 for float16,
+    so that loss scaling cannot make it overflow or vanish."""
     return torch.float32 if weight.dtype is torch.float16 else weight.dtype
 
 
@@ -58,7 +59,7 @@ def waiting_weight_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> tor
 def flattened(
     x: Tensor, target: Tensor, token_weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One row a token."""
+    """Flatten x, target and token_weight to one row per token."""
     token_weights = None if token_weight is None else token_weight.reshape(-1)
     return x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), token_weights
 
@@ -66,7 +67,7 @@ def flattened(
 def divisor(
     reduction: str, total_weight: Tensor, num_items_in_batch: Tensor | None
 ) -> Tensor | int:
-    """What a reduction divides the sum of the losses by."""
+    """The number by which a reduction divides the sum of the losses."""
     if reduction != "mean":
         return 1
     return total_weight if num_items_in_batch is None else num_items_in_batch.to(total_weight.dtype)
@@ -95,10 +96,10 @@ def upstream_of_tokens(
 def factors_of(
     dloss: Tensor, target: Tensor, ignore_index: int, divisor: Tensor | int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the gradients of x, weight and bias, as a forward computes them, are to be multiplied
-    by."""
+    """The factors by which the backward multiplies the forward's gradients of x, weight and
+    bias."""
     factor = dloss / divisor
-    # A token that is ignored has no gradient, though the mean may be of none and NaN.
+    # An ignored token has no gradient, even if all are ignored and the mean is NaN.
     kept = target != ignore_index
     of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
     factor = torch.where(kept.any(), factor, 0.0)
@@ -112,26 +113,26 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
-    """Fill result with gradient * factor, multiplied in factor's float32 and rounded once: with
-    out=, no float32 product is in memory on the way."""
+    """Fill result with gradient * factor, multiplied in factor's float32 and rounded once. With
+    out=, the float32 product is never in memory."""
     torch.mul(gradient, factor, out=result)
 
 
 def still_missing(wanted: list[bool], finished: Sequence[Tensor | None]) -> list[bool]:
-    """Which gradients are wanted and not there."""
+    """Which gradients are wanted, but not yet computed."""
     return [want and gradient is None for want, gradient in zip(wanted, finished, strict=True)]
 
 
 def both(
     first: Sequence[Tensor | None], second: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of each pair of gradients the one that is there."""
+    """The gradient of each pair that is not None."""
     dx, dweight, dbias = (b if a is None else a for a, b in zip(first, second, strict=True))
     return dx, dweight, dbias
 
 
 class Gradients:
-    """The gradients of x, weight and bias, of which those of the logits come chunk by chunk."""
+    """The gradients of x, weight and bias, accumulated over the chunks of logits."""
 
     def __init__(
         self,

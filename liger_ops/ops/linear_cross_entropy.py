@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's logits, which are made in chunks and not kept."""
+"""Cross-entropy of a linear layer's logits, which are computed in chunks and not kept."""
 
 from __future__ import annotations
 
@@ -42,60 +42,59 @@ def linear_cross_entropy(
     accum_dtype: torch.dtype | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of the logits x @ weight.T + bias, which are made in chunks and not kept.
+    """Cross-entropy of the logits x @ weight.T + bias, computed in chunks and not kept.
 
         logits = x @ weight.T + bias
         loss = cross_entropy(logits, target, class_weight, token_weight, ...)
 
-    with the options of `cross_entropy`, whose equations hold here. A chunk of the rows of x at a
-    time gives its logits, in x's dtype, as `torch.nn.functional.linear` would; the loss is computed
-    from them in float32.
+    with the equations and options of `cross_entropy`. The logits of one chunk of x's rows at a time
+    are computed in x's dtype, as by `torch.nn.functional.linear`, and the loss from them in
+    float32.
 
-    Where a gradient is needed and the reduction is "mean" or "sum", the forward computes it: the
-    gradient of a chunk's logits takes their place in memory, and its products with weight and x are
-    those of an ordinary backward. Three products of M, V and D make up forward and backward, as
-    without this op. The backward then multiplies by the loss's own gradient and the reduction's
-    factor. A gradient that nobody requires is neither computed nor allocated, and so is none under
-    `torch.no_grad()`. For the reduction "none", and for a second derivative, the backward computes
-    the logits again, a chunk at a time: four products.
+    If a gradient is needed and the reduction is "mean" or "sum", the forward computes it: the
+    gradient of a chunk's logits overwrites them, and its products with weight and x are those of an
+    ordinary backward. Forward and backward together take three products of M, V and D, as without
+    this op. The backward then multiplies by the loss's own gradient and the reduction's factor. A
+    gradient that is not required is neither computed nor allocated; under `torch.no_grad()` none
+    is. For the reduction "none", and for a second derivative, the backward recomputes the logits,
+    a chunk at a time, which makes four products.
 
-    The gradient of weight is summed over the chunks in accum_dtype, float32 by default, and rounded
-    to weight's dtype once all are summed; that of float16 stays in float32 until it is multiplied,
-    so that neither the loss's scale nor the number of tokens makes it overflow or vanish. On a
-    device whose matrix products cannot give float32 for bfloat16 (Ascend NPUs), each chunk's
-    product is rounded to bfloat16 before it is added. Where one chunk has all rows, and nobody
-    gives accum_dtype, the gradient in bfloat16 is one product, rounded as PyTorch's are, and there
-    is no sum.
+    The gradient of weight is summed over the chunks in accum_dtype, float32 by default, and the sum
+    is rounded to weight's dtype. For float16 it stays in float32 until it is multiplied, so that
+    neither the loss's scale nor the number of tokens makes it overflow or vanish. On a device whose
+    matrix products cannot return float32 for bfloat16 (Ascend NPUs), each chunk's product is
+    rounded to bfloat16 before it is added. If one chunk has all rows and accum_dtype is None, a
+    bfloat16 gradient is one product, rounded as PyTorch's are, and there is no sum.
 
-    In memory, beside the result and the gradients: one chunk of logits, of at most chunk_bytes
-    bytes or one row, and the accum_dtype sum of weight's gradient. The definition, which runs on
-    a CPU and for float64, holds several float32 copies of the chunk. The number of chunks changes
-    the result by rounding alone.
+    Memory, beside the result and the gradients: one chunk of logits, of at most chunk_bytes or one
+    row, and the accum_dtype sum of weight's gradient. The definition, which runs on a CPU and for
+    float64, holds several float32 copies of the chunk. The number of chunks changes only the
+    rounding of the result.
 
     Under autocast x, weight and bias are cast as `torch.nn.functional.linear` casts them.
 
-    This op is made of `linear_cross_entropy_forward`, which has more results.
+    This op calls `linear_cross_entropy_forward`, which returns more.
 
     Args:
         x: (..., D), floating point, any strides.
         weight: (V, D), of x's dtype.
-        target: (...), int64 or int32; each ignore_index, or from 0 to V - 1.
+        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1.
         bias: (V,), of x's dtype.
-        class_weight: (V,), floating point; of each class: `cross_entropy`'s weight.
+        class_weight: (V,), floating point; the weight of each class, `cross_entropy`'s weight.
         token_weight, num_items_in_batch, ignore_index, reduction, label_smoothing,
-            lse_square_scale, softcap, logit_scale: as of `cross_entropy`.
+            lse_square_scale, softcap, logit_scale: as for `cross_entropy`.
         accum_dtype: float32, weight's dtype to halve the memory of the sum of its gradient, or None
             for float32.
-        chunk_bytes: of a chunk of logits in x's dtype; None for the bytes in the environment's
-            LIGER_OPS_LOGITS_BYTES, or 512 MiB, or where that is more what rounding the gradient of
-            weight takes once the logits are gone: weight's bytes. All rows are one chunk where that
-            takes no more memory than several would with their sum.
+        chunk_bytes: the size of a chunk of logits in x's dtype. None takes LIGER_OPS_LOGITS_BYTES
+            from the environment. If that is not set, the size is the larger of 512 MiB and weight's
+            bytes, which rounding the gradient of weight takes after the last chunk, and all rows
+            are one chunk if that takes no more memory than several chunks and their sum.
 
     Returns:
-        (), or of target's shape for the reduction "none"; float32, or float64 for such x.
+        (), or target's shape for the reduction "none"; float32, or float64 if x is.
 
     Raises:
-        TypeError: a tensor is of another dtype; weight or bias is not of x's.
+        TypeError: a tensor has another dtype; weight or bias does not have x's.
         ValueError: a shape, a device or an option is not as above, or a tensor that has no gradient
             requires one.
         IndexError: a target is out of range, on a CPU; elsewhere as `cross_entropy`.
@@ -111,7 +110,7 @@ def linear_cross_entropy(
     x, weight, bias = cast_as_linear(x, weight, bias)
     mask = needed_gradients(x, weight, bias, reduction)
     if torch._C._are_functorch_transforms_active():
-        # They differentiate the definition, whose own gradients nobody would see.
+        # Transforms differentiate the definition, and would not use the forward's gradients.
         mask = [False, False, False]
     return linear_cross_entropy_forward(
         x,
@@ -165,34 +164,34 @@ def linear_cross_entropy_forward(
     Tensor | None,
     Tensor | None,
 ]:
-    """`linear_cross_entropy`, with what it is made of and the gradients computed on the way.
+    """`linear_cross_entropy` with its intermediate results and the gradients it computes.
 
     loss, z_loss, lse and target_logit are each differentiable in x, weight and bias; the other
-    results are not. A loss over a vocabulary that lies on several devices is made of lse and
-    target_logit: each device ignores the targets that it does not hold.
+    results are not. lse and target_logit suffice to compute a loss over a vocabulary that is split
+    over devices: each device ignores the targets that it does not hold.
 
-    The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in the
-    dtype in which they wait for the backward: x's, but float32 for float16, accum_dtype for
-    weight's. The backward takes them where loss alone has a gradient, and computes the logits again
-    where they were not asked for. Autocast changes nothing here.
+    The gradients that gradient_mask asks for are those of the sum of the tokens' losses. They are
+    in x's dtype; for float16 in float32, and the gradient of weight in accum_dtype. The backward
+    uses them if loss is the only result with a gradient, and otherwise recomputes the logits.
+    Autocast changes nothing here.
 
     Args:
         x, weight, target, bias, class_weight, token_weight, num_items_in_batch, ignore_index,
             reduction, label_smoothing, lse_square_scale, softcap, logit_scale, accum_dtype,
-            chunk_bytes: as of `linear_cross_entropy`.
-        return_predicted: whether predicted_tokens is wanted.
-        return_entropy: whether entropy is wanted.
-        gradient_mask: whether dx, dweight and dbias are wanted. All False for the reduction "none".
+            chunk_bytes: as for `linear_cross_entropy`.
+        return_predicted: whether to compute predicted_tokens.
+        return_entropy: whether to compute entropy.
+        gradient_mask: whether to compute dx, dweight and dbias. All False for the reduction "none".
 
     Returns:
-        loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy: as of
+        loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy: the results of
             `cross_entropy_forward`.
-        dx: of x's shape; dweight: of weight's; dbias: of bias's; contiguous. Each None unless
-            wanted.
+        dx: of x's shape; dweight: of weight's; dbias: of bias's; contiguous. Each is None unless
+            gradient_mask asks for it.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_cross_entropy`; or gradient_mask asks for a
-            gradient of the reduction "none", or of a bias that is not given.
+            gradient with the reduction "none", or for the gradient of a bias that is None.
 
     Example:
         >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
@@ -266,29 +265,29 @@ def linear_cross_entropy_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradient of `linear_cross_entropy_forward`.
 
-    A gradient that the forward computed and that is given is multiplied by dloss and the
-    reduction's factor, in float32, and rounded once. The others are made of logits computed again.
-    With dlogits as `cross_entropy_backward` gives it, a chunk of rows at a time, in x's dtype:
+    A gradient that the forward computed and that is given here is multiplied by dloss and the
+    reduction's factor, in float32, and rounded once. The others are computed from recomputed
+    logits, a chunk of rows at a time, with dlogits from `cross_entropy_backward` in x's dtype:
 
         dx = dlogits @ weight
         dweight = sum over the chunks of dlogits.T @ x
         dbias = sum(dlogits, 0)
 
     Args:
-        dloss, dz_loss, dlse, dtarget_logit: floating point, of the shape of what they are the
-            gradients of, any strides; each or None.
-        lse, total_weight: what the forward returned.
-        dx, dweight, dbias: what the forward returned, or None: for the reduction "none", and where
+        dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
+            of the shapes of these results, any strides; each may be None.
+        lse, total_weight: results of the forward.
+        dx, dweight, dbias: results of the forward, or None: for the reduction "none", and if
             another result than loss has a gradient.
-        output_mask: whether dx, dweight and dbias are wanted; no other is computed or allocated.
-        The others: as of the forward.
+        output_mask: whether dx, dweight and dbias are computed and allocated.
+        The others: as given to the forward.
 
     Returns:
         dx, dweight and dbias, contiguous, of the shape and dtype of x, weight and bias; or None.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; or output_mask asks for the gradient of a
-            bias that is not given.
+            bias that is None.
     """
     computed = (dx, dweight, dbias)
     finished: list[Tensor | None] = [None, None, None]
@@ -324,7 +323,7 @@ _GRADIENT = library.OPS["cross_entropy_backward"].definition
 
 
 def _joined(values: tuple[Tensor | None, ...]) -> Any:
-    """What the chunks gave, which is a tensor of each or of none."""
+    """Concatenate one result of the chunks, which is a tensor for all of them or None for all."""
     given = [value.reshape(-1) for value in values if value is not None]
     return torch.cat(given) if given else None
 
@@ -350,7 +349,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-    # Once: a checkpoint computes the saved tensors again when it is asked for them.
+    # Read only once, because a checkpoint recomputes the saved tensors at each access.
     saved = ctx.saved_tensors
     arguments, computed = saved[:9], saved[9:]
     wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
@@ -364,8 +363,8 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
 
 
 def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
-    """Whether the gradients that the forward computed serve: the loss has a gradient, no other
-    result has one, and nobody differentiates the backward itself."""
+    """Whether the forward's gradients can be used: of the results only loss has a gradient, and the
+    backward itself is not differentiated."""
     transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
     return not transformed and [grad is None for grad in grads[:4]] == [False, True, True, True]
 

@@ -26,54 +26,55 @@ def rope(
 
         y = x * cos + turned(x) * sin
 
-    for x the first R of the D elements of a head; the others are copied. turned(x) is of pairs
-    (a, b) of elements, and makes each (-b, a):
+    x is the first R of the D elements of a head; the others are copied. turned(x) replaces each
+    pair (a, b) of elements by (-b, a). Elements are paired in one of two ways:
 
-    * by halves, a in the first half of the R elements and b in the second (Llama, Mistral, Qwen,
+    * halves: a is in the first half of the R elements and b in the second (Llama, Mistral, Qwen,
       Gemma, Phi: transformers' `apply_rotary_pos_emb` with `rotate_half`);
-    * interleaved, a and b next to each other (GPT-J, GLM4, Cohere).
+    * interleaved: a and b are next to each other (GPT-J, GLM4, Cohere).
 
-    cos and sin hold a number for each element, where the two of a pair may differ, and usually do
-    not; or with `per_pair` one for each pair (GPT-OSS; the first half of GLM4's tables).
+    cos and sin hold a number per element (usually the same for both elements of a pair, but they
+    may differ) or, with `per_pair`, per pair (GPT-OSS; the first half of GLM4's tables).
 
     A complex cos holds cos + i sin for each pair, and sin is None: the `freqs_cis` of Llama 4,
     whose `apply_rotary_emb` multiplies the pairs (a + ib) by it. Pairs are then interleaved and the
-    table per pair, whatever those arguments say.
+    table is per pair, whatever `interleaved` and `per_pair` are.
 
-    With `sections` the tables are three, of the temporal, the height and the width position: of the
-    R/2 pairs the first sections[0] take their numbers from the first table, the next sections[1]
-    from the second and the last sections[2] from the third (Qwen2-VL, whose `mrope_section` this
-    is). No table is put together of the three.
+    With `sections` there are three tables: for the temporal, the height and the width position. The
+    first sections[0] of the R/2 pairs take their numbers from the first table, the next sections[1]
+    from the second and the last sections[2] from the third (`mrope_section` of Qwen2-VL). The
+    tables are not combined in memory.
 
-    Computed in float32 and rounded once to the dtype of q and k, whatever that of cos and sin.
+    The rotation is computed in float32 and rounded once, to the dtype of q and k.
 
-    Strides are followed, not changed: the heads of a projection, (B, S, heads, D) seen as
-    (B, heads, S, D), are read without a copy, and the results have the layout of q and k, in which
-    attention reads them without one.
+    Inputs are not made contiguous: the heads of a projection, (B, S, heads, D) viewed as
+    (B, heads, S, D), are read without a copy, and the results have the layout of q and k, which
+    attention reads without a copy.
 
-    The gradients of q and k are the rotation back, -sin for sin, and save cos and sin alone. Those
-    of cos and sin, for frequencies that are learned, are plain PyTorch, and save q and k. That of a
-    complex cos is, by PyTorch's convention, the gradient of cos + i times that of sin.
+    The gradients of q and k are the inverse rotation, with -sin for sin; only cos and sin are saved
+    for them. The gradients of cos and sin, for learned frequencies, are computed by plain PyTorch
+    and need q and k to be saved. By PyTorch's convention, the gradient of a complex cos is the
+    gradient of cos + i times the gradient of sin.
 
     Autocast changes nothing: q and k keep their dtype. float64 and complex128 run the definition on
     every device.
 
     Args:
         q: (B, heads, S, D), floating point, any strides.
-        k: (B, heads of k, S, D), of q's dtype; of any number of heads.
+        k: (B, heads of k, S, D), of q's dtype, with any number of heads.
         cos, sin: (S, R), (1, S, R) or (B, S, R), floating point, any strides; R is even and at most
             D. Per pair, the last dimension is R/2. With sections, (3, 1, S, R) or (3, B, S, R), or
             R/2. A complex cos, complex64 or complex128, has the shape of a table per pair.
         interleaved: how elements are paired.
         per_pair: whether cos and sin have one number for the two elements of a pair.
-        sections: three counts of pairs, that add up to R/2.
+        sections: three counts of pairs that add up to R/2.
 
     Returns:
-        q and k rotated: of their shapes, dtype and layout.
+        q and k rotated, with their shapes, dtype and layout.
 
     Raises:
-        TypeError: a tensor is not floating point (nor, cos, complex), or k is of another dtype than
-            q.
+        TypeError: a tensor is not floating point (cos may be complex), or k does not have q's
+            dtype.
         ValueError: a shape, a device or sections is not as above; sin is given with a complex cos,
             or is not with a real one.
 
@@ -110,10 +111,10 @@ def rope_backward(
     Args:
         dq, dk: the gradients of `rope`'s results, any strides.
         cos, sin, interleaved, per_pair, sections: as given to `rope`.
-        output_mask: whether the gradients of q and k are wanted; no other is computed or allocated.
+        output_mask: whether the gradients of q and k are computed and allocated.
 
     Returns:
-        The gradients of q and k, with the layout of dq and dk, each or None.
+        The gradients of q and k, with the layout of dq and dk; each may be None.
 
     Raises:
         TypeError, ValueError: as `rope`.
@@ -150,12 +151,12 @@ def _rotated(
 
 
 def rotated_columns(cos: Tensor, per_pair: bool) -> int:
-    """R, of a table of cos or of cos + i sin."""
+    """R for a table of cos or of cos + i sin."""
     return cos.shape[-1] * (2 if per_pair or cos.is_complex() else 1)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second elements of the pairs."""
+    """The first elements of the pairs, and the second ones."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     a, b = x.chunk(2, -1)
@@ -169,7 +170,7 @@ def _joined(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
 def _of_pairs(
     table: Tensor, interleaved: bool, per_pair: bool, sections: list[int] | None
 ) -> list[Tensor]:
-    """A table's numbers for the first and for the second elements of the pairs, for every head."""
+    """A table's numbers for the first and for the second elements of the pairs, for all heads."""
     of_pairs = [table, table] if per_pair else [*_pairs(table, interleaved)]
     if sections is not None:
         of_pairs = [
@@ -187,8 +188,8 @@ def _table_gradients(
     per_pair: bool,
     sections: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of cos and sin, whose shape is cos's: sums over heads, over a batch that shares
-    them and over the elements that do."""
+    """The gradients of cos and sin, with cos's shape: sums over the heads, and over the batch and
+    the elements of a pair if these share a number."""
     if cos.is_complex():
         interleaved = per_pair = True
     R = rotated_columns(cos, per_pair)
@@ -205,7 +206,7 @@ def _table_gradients(
 
 
 def _shared(grad: Tensor, cos: Tensor, sections: list[int] | None) -> Tensor:
-    """The gradient of the numbers of each (batch, position, pair) as that of tables like cos."""
+    """Reduce the gradient of each (batch, position, pair) to the shape of the tables."""
     if cos.dim() == 2:
         grad = grad.sum(0)
     elif cos.shape[-3] == 1:
