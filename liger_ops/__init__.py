@@ -1,4 +1,4 @@
-"""Fused training kernels for large language models, as operators that `torch.compile` sees.
+"""Fused training kernels for large language models, as PyTorch operators for `torch.compile`.
 
 Every op is `torch.ops.liger.<op>` and, with its documentation, `liger_ops.<op>`.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .lowering.passes.explain import explain
     from .lowering.passes.graph_pass import graph_pass
 
-# Where the names are that load Dynamo: importing liger_ops does not.
+# Names that load Dynamo: they are imported at first use.
 _COMPILER = {
     "backend": "lowering.passes.backend:liger",
     "disable": "lowering.passes.enable:disable",

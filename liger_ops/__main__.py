@@ -1,4 +1,4 @@
-"""`python -m liger_ops`: versions, devices, and what runs each op on this machine."""
+"""`python -m liger_ops` prints versions, devices, and the implementation that runs each op here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report of `environment.describe` for people."""
+    """Format the report of `environment.describe` as text."""
     own = report["liger_ops"]
     lines = [("liger_ops", f"{own['version']}, sources {own['sources']}, {own['folder']}")]
     lines += [(name, found or "not installed") for name, found in report["versions"].items()]

@@ -1,4 +1,4 @@
-"""Compile caches that notice an upgrade."""
+"""Invalidate PyTorch's compile caches if this package changes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ PREFERENCE = ("cuda", "npu", "xpu")
 def infer_device() -> str:
     """The first of "cuda", "npu" and "xpu" that this machine has and PyTorch can use, else "cpu".
 
-    For scripts that have to choose a device. No op asks it: an op runs where its tensors are.
+    It is for scripts that choose a device. The ops do not call it: an op runs on its tensors'
+    device.
     """
     if importlib.util.find_spec("torch_npu") is not None:
         importlib.import_module("torch_npu")

@@ -1,4 +1,4 @@
-"""What a report of a defect needs to say of its machine: versions, devices, and what runs where."""
+"""The facts of a machine for a bug report: versions, devices, and the implementation of each op."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PACKAGES = ("torch", "triton", "torch_npu", "triton-ascend", "transformers")
 
 
 def describe() -> dict[str, Any]:
-    """The environment as JSON types.
+    """Describe the environment in JSON types.
 
-    `versions`: of each package, or None where it is not installed. `liger_ops`: version, folder and
-    a hash of the sources. `devices`: device type to the devices of that type that PyTorch can use.
-    `kernels`: device type to the ops with a kernel for it, whether this machine has one or not.
-    `ops`: op to device type to what runs there, for the devices of this machine.
+    `versions`: the version of each package, or None if it is not installed. `liger_ops`: version,
+    folder and a hash of the sources. `devices`: device type -> the devices of that type that
+    PyTorch can use. `kernels`: device type -> the ops with a kernel for it, even if this machine
+    has no such device. `ops`: op -> device type of this machine -> the implementation.
     """
-    # First: it imports torch_npu where that is installed, without which there is no torch.npu.
+    # This comes first: it imports torch_npu, if installed, which defines torch.npu.
     best, problem = _best_device()
     devices = {"cpu": [_cpu()]}
     for kind in PREFERENCE:
@@ -62,7 +62,7 @@ def _best_device() -> tuple[str, str | None]:
     try:
         return infer_device(), None
     except Exception as error:
-        # A vendor's package that does not import is what the report is then about.
+        # If a vendor's package fails to import, the report has to show that.
         return "unknown", f"{type(error).__name__}: {error}"
 
 
@@ -81,7 +81,7 @@ def _accelerators(kind: str) -> list[dict[str, str | None]]:
     module: Any = getattr(torch, kind, None)
     if module is None or not module.is_available():
         return []
-    # Only CUDA's and XPU's modules are PyTorch's own: of a vendor's neither function is certain.
+    # CUDA's and XPU's modules are PyTorch's own; a vendor's module may lack these functions.
     name = getattr(module, "get_device_name", lambda index: kind)
     capability = getattr(module, "get_device_capability", lambda index: None)
     return [
@@ -91,5 +91,5 @@ def _accelerators(kind: str) -> list[dict[str, str | None]]:
 
 
 def _dotted(capability: Any) -> str | None:
-    # CUDA's is a pair. XPU's is a dictionary of everything, too long to print.
+    # CUDA's capability is a pair. XPU's is a dictionary of all properties, too long to print.
     return ".".join(map(str, capability)) if isinstance(capability, tuple) else None

@@ -1,19 +1,19 @@
-"""Registration: with `autograd`, the only place of the project that talks to `torch.library`.
+"""Registration: with `autograd`, the only place of the project that calls `torch.library`.
 
 An op is one `Op` record. `define` creates it from its definition in plain PyTorch, whose signature
 is the op's schema. `fake` adds the argument checks and output allocation, `kernel` a device's
-kernel, `gradient` its autograd formula. `compose` creates an op that is made of others, and has
-nothing of its own but its schema.
+kernel, `gradient` its autograd formula. `compose` creates an op that calls other ops, and only adds
+a schema.
 
-A call's arguments travel from here inward as one named tuple, `call`: with the schema's names, the
-defaults filled in.
+Fakes and kernels are given the arguments as one named tuple, `call`, with the schema's names and
+the defaults filled in.
 
-What runs:
-  * a tensor of a device with a kernel: that kernel, float64 and complex128 excepted;
-  * any other device, and those two everywhere: the checks, then the definition;
+Which code runs an op:
+  * on a device with a kernel: that kernel, except for float64 and complex128;
+  * on any other device, and for these two dtypes: the checks, then the definition;
   * under `torch.func` transforms and forward-mode AD: the definition, which PyTorch differentiates
     and batches itself, so that no tangent is lost at an opaque kernel;
-  * double backward: a backward op is differentiated through its definition.
+  * in a double backward: a backward op is differentiated through its definition.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .schemas import arguments_of, schema_of
 NAMESPACE = "liger"
 
 # The dispatch keys of the devices that have kernels. torch_npu renames the device of PrivateUse1,
-# not the key.
+# but not the key.
 DEVICES = {"cuda": "CUDA", "npu": "PrivateUse1"}
 DOUBLES = (torch.float64, torch.complex128)
-# The keys of tensors that no op takes: PyTorch would say so at length, and name no op.
+# The keys of nested tensors, which no op takes. PyTorch's own error is long and names no op.
 NESTED_KEYS = ("NestedTensorCPU", "NestedTensorCUDA", "NestedTensorPrivateUse1")
 AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "npu": "AutocastPrivateUse1", "xpu": "AutocastXPU"}
 
@@ -47,7 +47,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 OPS: dict[str, Op] = {}
-# The ops that are made of others, by name: their functions.
+# Op name -> function, for the ops that call other ops.
 COMPOSED: dict[str, Callable[..., Any]] = {}
 
 _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -58,17 +58,16 @@ def define(
 ) -> Callable[[Function], Function]:
     """Create the op `liger::<function name>` from its definition and return its public function.
 
-    `strides` is what Inductor does to inputs: by default it has the producer write them contiguous,
-    instead of a copy here. An op whose kernels read a view where it lies, such as the halves of a
-    projection, takes them as they come, `needs_fixed_stride_order`: Inductor would copy the view.
-    One whose outputs follow the strides of its inputs takes those that tracing saw,
-    `needs_exact_strides`.
+    `strides` tells Inductor which strides the inputs need. By default inputs are contiguous, which
+    lets the producer write them so, instead of a copy in the op. `needs_fixed_stride_order` is for
+    kernels that read views, such as the halves of a projection, which Inductor would otherwise
+    copy. `needs_exact_strides` is for outputs that follow the strides of the inputs.
 
-    `returns` are the names of the results, in the schema. `like` names the argument, floating
-    point, whose shape, dtype and device the result has, and whose shape and device the other
-    tensors have; an op of which more is to be said has a fake in `meta`.
+    `returns` are the names of the results in the schema. `like` names the floating-point argument
+    whose shape, dtype and device the result has, and whose shape and device the other tensors must
+    have. Any other op needs a fake in `meta`.
 
-    A backward op has the gradient of its definition.
+    The gradient of a backward op is that of its definition.
     """
 
     def decorate(definition: Function) -> Function:
@@ -95,10 +94,10 @@ def define(
 
 
 def compose(function: Function) -> Function:
-    """Create the op `liger::<function name>` of other ops and return its public function.
+    """Create the op `liger::<function name>`, which calls other ops; return its public function.
 
-    Dynamo keeps it one node. Eager autograd, AOTAutograd, `torch.func` and forward-mode AD see the
-    ops that the function calls, and do to each what they do to it anywhere.
+    Dynamo keeps it as one node. Eager autograd, AOTAutograd, `torch.func` and forward-mode AD see
+    only the ops that the function calls.
     """
     name = function.__name__
     _COMPOSITES.define(name + schema_of(function), tags=(torch.Tag.pt2_compliant_tag,))
@@ -109,7 +108,7 @@ def compose(function: Function) -> Function:
         refuse(args, kwargs)
         return function(*args, **kwargs)
 
-    # functorch's front key has a fallback of its own, which would find no batching rule.
+    # Without it, the fallback of functorch's front key would raise for lack of a batching rule.
     for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         _COMPOSITES.impl(name, run, key)
     COMPOSED[name] = function
@@ -117,14 +116,14 @@ def compose(function: Function) -> Function:
 
 
 def _public(function: Function, overload: Any) -> Function:
-    """The op as its module exports it: the overload, with the function's documentation."""
+    """The op as its module exports it: the overload with the function's documentation."""
 
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
         try:
             return overload(*args, **kwargs)
         except RuntimeError as error:
-            # What the dispatcher says of an argument that is not of the schema's type, or unknown.
+            # The dispatcher's messages for an argument of the wrong type or an unknown argument.
             text, name = str(error), f"{NAMESPACE}::{function.__name__}"
             if text.startswith((f"{name}() ", "Unknown keyword argument ")) and name in text:
                 raise TypeError(text) from None
@@ -134,8 +133,7 @@ def _public(function: Function, overload: Any) -> Function:
 
 
 def fake(name: str) -> Callable[[Function], Function]:
-    """Register the function of a call that checks its arguments and allocates the outputs of op
-    `name`."""
+    """Register the function of op `name` that checks a call's arguments and allocates outputs."""
 
     def decorate(function: Function) -> Function:
         OPS[name].fake = function
@@ -148,16 +146,16 @@ def fake(name: str) -> Callable[[Function], Function]:
 def kernel(
     name: str, device: str, allocates: bool = False, module: str = ""
 ) -> Callable[[Function], Function]:
-    """Register a device's kernel of op `name`; with an argument in float64 or complex128 the
-    definition runs.
+    """Register a device's kernel of op `name`; if an argument is float64 or complex128 the
+    definition runs instead.
 
     The function is given the call, the outputs that the op's fake allocated, and `plan`, which is
-    None but in tests. It is not called where every required tensor is empty, whose gradients of
-    weights are zero, nor where no output is wanted. With `allocates` it is given the call alone and
-    returns the outputs. `module` is where the device's code is, if not in the function's module.
+    None except in tests. It is not called if every required tensor is empty (the outputs are then
+    filled with zeros), or if no output is wanted. With `allocates` it is given only the call, and
+    returns the outputs. `module` names the device code's module, if it is not the function's.
 
-    Not through `custom_op.register_kernel`, which takes 1 us of every call to check that no output
-    is in an input's memory. The tests check that of every kernel.
+    `custom_op.register_kernel` is not used: it takes 1 us per call to check that no output aliases
+    an input. The tests check that for every kernel.
     """
 
     def decorate(function: Function) -> Function:
@@ -206,12 +204,11 @@ def gradient(
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
 ) -> None:
-    """Register the autograd formula of op `name`: by default, what the schema of `<name>_backward`
-    says.
+    """Register the autograd formula of op `name`, by default the one that is derived from the
+    schema of `<name>_backward`.
 
-    `backward(ctx, *grads)` finds `ctx.needs`, one bool for every argument of the schema. PyTorch's
-    own `ctx.needs_input_grad` lacks the arguments that the dispatcher dropped for being the
-    default.
+    `backward(ctx, *grads)` can read `ctx.needs`, one bool for every argument of the schema.
+    PyTorch's `ctx.needs_input_grad` lacks trailing arguments that have their default value.
     """
     op = OPS[name]
     if backward is None:
@@ -220,13 +217,13 @@ def gradient(
 
 
 def import_modules(package: str, path: list[str]) -> None:
-    """Import every module of a package, which registers what is in it."""
+    """Import every module of a package, because importing registers its fakes or kernels."""
     for module in pkgutil.iter_modules(path):
         importlib.import_module(f"{package}.{module.name}")
 
 
 def autocast(name: str, dtype: torch.dtype) -> None:
-    """Under autocast on a device with one, cast the floating inputs of op `name` to `dtype`."""
+    """Under autocast of any device but the CPU, cast floating inputs of op `name` to `dtype`."""
     for key in AUTOCAST_KEYS.values():
         _under_autocast(OPS[name], key, lambda value: _autocast_value(value, dtype))
 
@@ -234,8 +231,8 @@ def autocast(name: str, dtype: torch.dtype) -> None:
 def keep_dtypes_under_autocast(name: str) -> None:
     """Under autocast, run op `name` in the dtypes of its inputs.
 
-    Without a rule, autocast reaches the ATen ops that the definition and the kernels' host code
-    call, and casts the float32 of their arithmetic.
+    Without this rule, autocast reaches the ATen ops that the definition and the kernels' host code
+    call, and casts their float32 tensors.
     """
     for key in ("AutocastCPU", *AUTOCAST_KEYS.values()):
         _under_autocast(OPS[name], key, lambda value: value)
@@ -254,13 +251,13 @@ def _under_autocast(op: Op, key: str, convert: Callable[[Any], Any]) -> None:
 
 
 def implementation(op: Op, device: str) -> str:
-    """Where the code is that runs `op` on `device`: a kernel's module, or "definition"."""
+    """The implementation that runs `op` on `device`: its kernel's module, or "definition"."""
     function = op.kernels.get(device)
     return "definition" if function is None else function.__module__.removeprefix("liger_ops.")
 
 
 def _register_refusals(op: Op) -> None:
-    """Have tensors refused that would not reach the op's checks."""
+    """Refuse nested tensors, which would not reach the op's checks."""
 
     def refuse(cls: Any, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         op.refuse(args, kwargs or {})
@@ -272,7 +269,7 @@ def _register_refusals(op: Op) -> None:
 
 
 def _autocast_value(value: Any, dtype: torch.dtype) -> Any:
-    # As ATen's autocast: float64 is left alone.
+    # Like ATen's autocast, this does not cast float64.
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
         return value.to(dtype)
     return value

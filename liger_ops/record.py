@@ -12,21 +12,21 @@ from torch import Tensor
 
 @dataclass
 class Op:
-    """One op: its schema as PyTorch knows it, and the Python that implements it."""
+    """One op: its PyTorch overload with the schema, and the functions that implement it."""
 
     name: str
     definition: Callable[..., Any]
     custom_op: torch.library.CustomOpDef
     overload: Any
-    # The type of a call's arguments.
+    # The named tuple type of a call's arguments.
     arguments: Callable[..., Any]
-    # Raises for arguments that no op takes.
+    # Raises TypeError for arguments that no op takes.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
-    # The argument whose form the result has, where that is all that the fake would say.
+    # The argument whose shape, dtype and device the result has, or "" if the op has its own fake.
     like: str
     fake: Callable[[Any], Any] | None = None
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    # What runs the kernels, by the bits of the dispatch keys of dense tensors on their device.
+    # Bits of the dispatch key of a device's dense tensors -> the device's kernel.
     entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None
@@ -44,6 +44,6 @@ class Op:
         return None if self.fake is None else self.fake(self.arguments(*args, **kwargs))
 
     def check_and_define(self, *args: Any, **kwargs: Any) -> Any:
-        """The definition, with the same argument checks as the kernels'."""
+        """Run the definition after the same argument checks as a kernel's."""
         self.check_and_allocate(*args, **kwargs)
         return self.definition(*args, **kwargs)

@@ -1,5 +1,4 @@
-"""What no op takes, whatever it computes: None in the place of a tensor, and tensors that are not
-dense."""
+"""Refuse arguments that no op takes: None for a required tensor, and tensors that are not dense."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from torch import Tensor
 
 
 def refusal(name: str, schema: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
-    """A function of the arguments of op `name`, positional and by keyword, that raises TypeError
-    for the first that is no tensor for any op."""
-    # An op is made of its `_forward`, whose name no user knows.
+    """Return a function of the positional and keyword arguments of op `name` that raises TypeError
+    for the first tensor argument that no op takes."""
+    # Users call the op without `_forward` in its name.
     name = name.removesuffix("_forward")
     tensors = [
         (i, argument.name, str(argument.type) == "Tensor")

@@ -1,4 +1,4 @@
-"""An op's schema, and the named tuple of its arguments, from the signature of its definition."""
+"""Derive an op's schema, and the named tuple of its arguments, from its definition's signature."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TYPES: dict[Any, str] = {
     list[int] | None: "int[]?",
     torch.dtype | None: "ScalarType?",
 }
-# One bool for each gradient. A list in a call, a tuple where it is a default.
+# One bool per gradient: a list in a call, and a tuple as a default value.
 MASKS = (list[bool], list[bool] | tuple[bool, ...], tuple[bool, ...] | list[bool])
 
 
 def schema_of(function: Callable[..., Any], returns: str = "") -> str:
     """The schema of a function, from its annotations; `returns` names its results.
 
-    A mask has as many elements as its default, or as there are results.
+    A mask has as many elements as its default value or, without one, as the function has results.
     """
     hints = get_type_hints(function)
     result = hints["return"]
@@ -63,10 +63,9 @@ def _type(function: Callable[..., Any], name: str, hint: Any) -> str:
 
 
 def arguments_of(name: str, schema: Any) -> type[Any]:
-    """The type of an op's arguments: a named tuple, with the schema's defaults.
+    """The type of an op's arguments: a named tuple with the schema's defaults.
 
-    It has the name by which errors call the op. An op's public name is that of its `_forward`
-    without this ending.
+    Its name is the op's public name, without `_forward`, for error messages.
     """
     arguments = schema.arguments
     defaults = [a.default_value for a in arguments if a.has_default_value()]

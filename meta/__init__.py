@@ -1,7 +1,7 @@
 """Argument checks and output allocation.
 
-A fake is a function of a call, the op's arguments as a named tuple. It is what PyTorch traces with,
-and what runs before a device's kernel, to check the arguments and allocate the outputs.
+A fake takes a call, the op's arguments as a named tuple, checks the arguments and allocates the
+outputs. PyTorch traces with it, and it runs before a device's kernel.
 """
 
 from .. import library

@@ -1,6 +1,6 @@
-"""The checks that fakes share, of the arguments of a call, by their names.
+"""Checks that fakes share; each takes a call and the names of the arguments to check.
 
-Every message names the op, the argument, what is accepted and what came.
+Every message names the op, the argument, the accepted values and the value given.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..ops.strides import inverse, memory_order
 
 
 def op(call: Any) -> str:
-    """The name by which errors call the op."""
+    """The op's name in error messages."""
     return type(call).__name__
 
 
 def given(call: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """The tensors of these names that are not None."""
+    """Name and tensor of each argument in `names` that is not None."""
     pairs = [(name, getattr(call, name)) for name in names]
     return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
@@ -70,7 +70,7 @@ def epsilon(call: Any) -> None:
 
 
 def norm(call: Any, x: str, *parameters: str) -> None:
-    """A norm over the last dimension of the input, named `x`."""
+    """Check the arguments of a norm over the last dimension of the argument named `x`."""
     parameters = parameters or ("weight",)
     floating(call, x, *parameters)
     at_least_dims(call, x, 1, "(..., N)")
@@ -81,7 +81,7 @@ def norm(call: Any, x: str, *parameters: str) -> None:
 
 
 def same_form(call: Any, x: str, *names: str) -> None:
-    """Tensors that must be floating point, on the device and of the shape of the one named `x`."""
+    """Check that tensors are floating point, with the device and shape of the one named `x`."""
     floating(call, *names)
     same_device(call, x, *names)
     for name in names:
@@ -89,14 +89,14 @@ def same_form(call: Any, x: str, *names: str) -> None:
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised contiguous tensor of the same shape and device."""
+    """Allocate an uninitialised contiguous tensor of the same shape and device."""
     return torch.empty_like(
         tensor, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False
     )
 
 
 def gradients(call: Any, *names: str) -> tuple[Tensor | None, ...]:
-    """Memory for the gradients of the tensors of these names that are wanted."""
+    """Allocate the gradients of the tensors in `names` that call.output_mask asks for."""
     tensors = (getattr(call, name) for name in names)
     return tuple(
         like(tensor) if wanted and tensor is not None else None
@@ -105,6 +105,6 @@ def gradients(call: Any, *names: str) -> tuple[Tensor | None, ...]:
 
 
 def in_layout_of(tensor: Tensor) -> Tensor:
-    """An uninitialised dense tensor of the same shape, with its dimensions in the same order."""
+    """Allocate an uninitialised dense tensor of the same shape and order of dimensions."""
     order = memory_order(tensor)
     return tensor.new_empty([tensor.shape[dim] for dim in order]).permute(inverse(order))

@@ -42,7 +42,7 @@ def _check(call: Any) -> None:
 
 
 def losses(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
-    """Memory for what a loss's forward returns of x, the logits or what they are made of."""
+    """Allocate the results of a loss's forward; x is the logits or the linear layer's input."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     tokens = call.target.shape
     shape = tokens if call.reduction == "none" else ()
@@ -58,7 +58,7 @@ def losses(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def check_target(call: Any, x: str) -> None:
-    """target and token_weight, of the shape of the tensor named `x` but for its last dimension."""
+    """Check target and token_weight, whose shape is that of `x` without its last dimension."""
     target = call.target
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{checks.op(call)}: target must be int64 or int32, got {target.dtype}")
@@ -94,7 +94,7 @@ def check_options(call: Any, x: str) -> None:
 
 
 def check_gradients(call: Any, x: str) -> None:
-    """What a backward op takes of the forward's results and their gradients."""
+    """Check a backward op's arguments that are results of the forward, or gradients of these."""
     reduced, per_token = ("dloss", "dz_loss"), ("dlse", "dtarget_logit", "lse")
     checks.floating(call, *reduced, *per_token, "total_weight")
     checks.same_device(call, x, *reduced, *per_token, "total_weight")

@@ -33,7 +33,7 @@ def register(name: str, check_options: Callable[[Any], None] = lambda call: None
 
 
 def _shape(call: Any) -> tuple[int, ...]:
-    """The shape of the result; gate and up, or a packed gate, are checked."""
+    """Check gate and up, or a packed gate, and return the shape of the result."""
     gate = call.gate
     checks.floating(call, "gate", "up")
     if call.up is not None:

@@ -1,4 +1,4 @@
-"""The ops whose result has the form of one of their arguments."""
+"""Fakes of the ops whose result has the shape, dtype and device of an argument."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def rms_norm_backward(call: Any) -> tuple[Tensor | None, ...]:
 
 
 def check(call: Any, x: str) -> None:
-    """The input, named `x`, with weight, eps and offset."""
+    """Check the argument named `x`, weight, eps and offset."""
     checks.norm(call, x)
     if call.weight is None and call.offset != 0:
         raise ValueError(

@@ -46,7 +46,7 @@ def cross_entropy(
     ignored, the mean is NaN and the sum 0. With its additional options at their defaults, this is
     `torch.nn.functional.cross_entropy`.
 
-    The loss is computed and returned in float32 for logits of any narrower dtype; autocast changes
+    The loss is computed and returned in float32, whatever the dtype of the logits; autocast changes
     nothing. The logits are read once, and never written, widened or normalised in memory: beside
     the result, four numbers per token are stored. float64 runs the definition on every device.
 

@@ -170,10 +170,10 @@ def linear_cross_entropy_forward(
     results are not. lse and target_logit suffice to compute a loss over a vocabulary that is split
     over devices: each device ignores the targets that it does not hold.
 
-    The gradients that gradient_mask asks for are those of the sum of the tokens' losses. They are
-    in x's dtype; for float16 in float32, and the gradient of weight in accum_dtype. The backward
-    uses them if loss is the only result with a gradient, and otherwise recomputes the logits.
-    Autocast changes nothing here.
+    The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in x's
+    dtype; for float16 in float32, and the gradient of weight in accum_dtype. The backward uses
+    them if loss is the only result with a gradient, and otherwise recomputes the logits. Autocast
+    changes nothing here.
 
     Args:
         x, weight, target, bias, class_weight, token_weight, num_items_in_batch, ignore_index,
