@@ -223,7 +223,7 @@ def import_modules(package: str, path: list[str]) -> None:
 
 
 def autocast(name: str, dtype: torch.dtype) -> None:
-    """Under autocast of any device but the CPU, cast floating inputs of op `name` to `dtype`."""
+    """Under autocast on cuda, npu or xpu, cast the floating inputs of op `name` to `dtype`."""
     for key in AUTOCAST_KEYS.values():
         _under_autocast(OPS[name], key, lambda value: _autocast_value(value, dtype))
 

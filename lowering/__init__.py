@@ -1,8 +1,8 @@
 """Kernels for devices, and graph rewrites.
 
-A device's folder is imported, and so registers its kernels, when its toolchain is installed: Triton
-for cuda, torch_npu with triton-ascend for npu. The hardware is not asked. Triton and triton-ascend
-are two distributions of one package, `triton`, of which an environment holds at most one.
+A device's folder is imported, and registers its kernels, if its toolchain is installed: Triton for
+cuda, torch_npu with triton-ascend for npu. No device needs to be present. Triton and triton-ascend
+are two distributions of one package, `triton`; an environment has at most one of them.
 """
 
 from importlib.metadata import PackageNotFoundError, version

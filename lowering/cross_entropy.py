@@ -1,6 +1,6 @@
-"""cross_entropy, by a device's row functions.
+"""Register cross_entropy with a device's row functions.
 
-They are given the op's call, for its options, and what there is of each token:
+A row function takes the op's call, for its options, and the tensors of the tokens:
 
     loss_and_gradient(call, logits, tokens, gradient, plan)
     gradient(call, upstream, logits, tokens, lse, dlogits, plan)
@@ -21,7 +21,7 @@ from .tensors import flat
 
 
 class Tokens(NamedTuple):
-    """The tensors of tokens, each (M,) and contiguous, and the classes' weight, (V,)."""
+    """The tensors with one element per token, (M,) and contiguous, and the class weight, (V,)."""
 
     weight: Tensor | None
     target: Tensor
@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(call, weight, *outputs):
-    """What a call has of each token; of outputs that are reduced, memory for each token's own."""
+    """A call's tensors of the tokens; if the loss is reduced, with memory for each token's loss."""
     loss, z_loss, lse, target_logit, _, predicted_tokens, entropy = outputs
     if call.reduction != "none":
         loss, z_loss = torch.empty_like(lse), torch.empty_like(lse)
@@ -53,8 +53,7 @@ def register(
     gradient: Callable[..., None],
     reduce: Callable[..., None],
 ) -> None:
-    """Register the row functions of a device; `rows` makes (M, V) of the logits as these take
-    them."""
+    """Register the row functions of a device; `rows` returns the logits as (M, V) for them."""
     module = loss_and_gradient.__module__
 
     @library.kernel("cross_entropy_forward", device, module=module)
@@ -70,7 +69,7 @@ def register(
         reduction = (call.lse, call.total_weight, call.num_items_in_batch, call.reduction)
         dloss, dz_loss = (upstream(grad, *reduction) for grad in (call.dloss, call.dz_loss))
         grads = (dloss, dz_loss, call.dlse, call.dtarget_logit)
-        # They may have any stride, 0 too.
+        # These may have any stride, also 0.
         grads = [None if grad is None else grad.reshape(-1) for grad in grads]
         tokens = Tokens(*map(flat, (call.weight, call.target, call.token_weight)))
         dlogits = dlogits.view(-1, call.logits.shape[-1])

@@ -1,19 +1,19 @@
-"""How the kernels of either device see tensors of which each element is for itself."""
+"""Views of tensors as (M, N), for the elementwise kernels of every device."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# One row of everything is as long as the batch is large. A multiple of this whatever the batch, its
-# length never has another kernel compiled, for Triton tells multiples of 16 from other sizes.
+# The length of one flat row depends on the batch size. Triton specialises kernels on multiples of
+# 16: if the width is one, so is the length for every batch size, and one kernel is compiled.
 FLAT_WIDTH = 16
 
 
 def as_rows(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """Tensors of one shape, but for the last dimension, as (M, N) with unit stride in it.
+    """View tensors, equal in shape except for the last dimension, as (M, N) with unit stride in N.
 
-    One row of everything where all are contiguous; else rows that may lie apart, without a copy
-    wherever there is such a view.
+    If all are contiguous, each becomes one row. Otherwise rows may lie apart in memory; a tensor is
+    copied only if no such view exists.
     """
     tensors = (first, *others)
     flat = _width(first) % FLAT_WIDTH == 0 and all(
@@ -40,7 +40,7 @@ def _rows(x: Tensor) -> Tensor:
 def parts(
     gate: Tensor | None, up: Tensor | None, interleaved: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """gate and up as views of their own, where they are the halves of one tensor."""
+    """Split a packed gate into views of its halves, gate and up, unless it is interleaved."""
     if gate is None or up is not None or interleaved:
         return gate, up
     N = gate.shape[-1] // 2

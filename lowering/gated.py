@@ -1,4 +1,4 @@
-"""The gated activations, by a device's kernels."""
+"""Register the gated activations with a device's kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .elementwise import as_rows, parts
 
 
 class Activation(NamedTuple):
-    """An activation as kernels name it, its scalars, and whether a packed gate is interleaved."""
+    """An activation's name in kernels, its scalars, and whether a packed gate is interleaved."""
 
     name: str
     scalars: tuple[float, float, float]
@@ -29,8 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Any], Activation]] = {
 def register(
     device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
 ) -> None:
-    """Register a device's launches: of an activation, of y, gate and up, or of dy, gate, up, dgate
-    and dup, each (M, N), and of a plan."""
+    """Register launch(activation, y, gate, up, plan) and launch_backward(activation, dy, gate, up,
+    dgate, dup, plan) of a device, with tensors of (M, N)."""
     for name in ACTIVATIONS:
         _register(name, device, launch, launch_backward)
 

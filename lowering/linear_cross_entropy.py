@@ -1,4 +1,4 @@
-"""linear_cross_entropy on a device: matrix products by PyTorch, a chunk of rows at a time, and
+"""linear_cross_entropy on a device: PyTorch's matrix products, a chunk of rows at a time, and
 between them the row functions of the device's cross_entropy."""
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .tensors import flat
 
 @dataclass(frozen=True)
 class Head:
-    """x as rows, the layer that makes logits of them, and of which rows at once."""
+    """The rows of x, the linear layer, and the row chunks in which its logits are computed."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     stride: int
     slices: list[slice]
-    # In which the gradient of weight is added up.
+    # The dtype in which the gradient of weight is summed.
     sum_dtype: torch.dtype
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """Each chunk of rows and its logits, in memory that the next chunk's will take."""
+        """Yield each chunk of rows and its logits, whose memory the next chunk reuses."""
         V = self.weight.shape[0]
         memory = None
         for chunk in self.slices:
@@ -54,16 +54,16 @@ class Head:
 
 
 def head_of(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> Head:
-    """The head of a call, with x as rows; each row of logits starts at a multiple of `alignment`
+    """The head of a call, with x as (M, D); each row of logits starts at a multiple of `alignment`
     elements."""
     weight, accum_dtype = call.weight, call.accum_dtype
     stride = cdiv(weight.shape[0], alignment) * alignment
     sum_dtype = accumulation_dtype(weight, accum_dtype)
     later_bytes = saved_bytes = 0
     if dweight is not None and dweight.dtype is not sum_dtype:
-        # In memory are the sum and a chunk, and once the chunks are gone the sum and what is
-        # rounded from it; of one chunk that, and no sum. In float16 the product of one may overflow
-        # where a sum does not.
+        # Several chunks: memory holds the sum and one chunk, and after the last chunk the sum and
+        # its rounded copy. One chunk: memory holds the chunk and the rounded product, without a
+        # sum. Not in float16, where the product may overflow and the sum does not.
         later_bytes = dweight.numel() * dweight.itemsize
         if accum_dtype is None and dweight.dtype is torch.bfloat16:
             saved_bytes = dweight.numel() * (sum_dtype.itemsize - dweight.itemsize)
@@ -75,10 +75,10 @@ def head_of(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> Hea
 
 
 class Gradients:
-    """The gradients of x, weight and bias, of which those of the logits come chunk by chunk.
+    """The gradients of x, weight and bias, accumulated over the chunks of logits.
 
-    Made of the op's outputs, whose form and dtype they have; of which weight's may be summed in
-    another dtype first.
+    They are written to the op's outputs. The gradient of weight may first be summed in another
+    dtype.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Gradients:
         self.dx_rows = None if dx is None else dx.view(head.x.shape)
         self.dtype = None if dweight is None else dweight.dtype
         if dweight is not None and dweight.dtype is not head.sum_dtype:
-            # Not in memory beside the logits, but once they are gone.
+            # The op's output is allocated after the last chunk, when the logits are freed.
             self.dweight = torch.empty_like(dweight, dtype=head.sum_dtype)
         self.bias_sum = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
 
@@ -114,9 +114,9 @@ class Gradients:
 
 
 def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """total = a @ b, or total += a @ b, where total may be float32 though a and b are not."""
+    """total = a @ b, or total += a @ b; total may be float32 if a and b are narrower."""
     if total.dtype is not a.dtype and a.is_cuda:
-        # The product adds to total as it is written: there is no other (V, D) in memory.
+        # The product is added to total as it is written: no other (V, D) is in memory.
         if add:
             torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
         else:
@@ -129,7 +129,7 @@ def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
         else:
             total.copy_(part)
         return
-    # A product in float16 would overflow.
+    # Convert first: a product in float16 would overflow.
     a, b = a.to(total.dtype), b.to(total.dtype)
     if add:
         total.addmm_(a, b)
@@ -138,15 +138,15 @@ def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 
 
 def register(device: str, kernels: Any, scale: Callable[..., None], alignment: int) -> None:
-    """Register the ops by the row functions of the module `kernels`.
+    """Register the ops with the row functions of the module `kernels`.
 
-    `scale(gradient, factor, result)` fills result with a gradient that the forward computed times
-    factor; each row of logits starts at a multiple of `alignment` elements.
+    `scale(gradient, factor, result)` fills result with factor times a gradient that the forward
+    computed. Each row of logits starts at a multiple of `alignment` elements.
     """
 
     module = kernels.__name__
 
-    # They allocate for themselves: an output that is summed in another dtype is not kept beside it.
+    # allocates=True, so that the output of a gradient is not in memory beside its wider sum.
     @library.kernel("linear_cross_entropy_forward", device, allocates=True, module=module)
     def linear_cross_entropy_forward(call):
         return _forward(call, kernels, alignment)

@@ -1,7 +1,7 @@
 """Arithmetic of the losses that the kernels of every device share.
 
-Options that are not in use are None, which a kernel is compiled for. Names are those of
-`liger_ops.cross_entropy`: x are the scaled and capped logits, p their softmax.
+A kernel is compiled for the options that are None (not used). Names are those of
+`liger_ops.cross_entropy`: x is the scaled and capped logits, p their softmax.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def effective(logits, logit_scale, softcap):
-    """x. It is finite where softcap is given, so columns are masked off after this."""
+    """x. With softcap, x is finite even where logits are inf, so mask columns off after this."""
     x = logits
     if logit_scale is not None:
         x = x * logit_scale
@@ -32,7 +32,7 @@ def logit_gradient(
     softcap,
     HAS_SMOOTHING: tl.constexpr,
 ):
-    """The gradient of a tile of logits. hard is 0 but for the target's class."""
+    """The gradient of a tile of logits. hard is 0 except for the target's class."""
     dx = soft * p - hard
     if HAS_SMOOTHING:
         dx -= smoothed * class_weight

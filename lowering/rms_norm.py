@@ -1,4 +1,4 @@
-"""rms_norm and fused_add_rms_norm, by a device's kernels."""
+"""Register rms_norm and fused_add_rms_norm with a device's kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .. import library
 def register(
     device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
 ) -> None:
-    """Register a device's launches: of a call, residual, y, s and plan, and of a call, ds, x or s,
-    dx, dweight and plan. The residual, s and ds are None in rms_norm."""
+    """Register launch(call, residual, y, s, plan) and launch_backward(call, ds, x or s, dx,
+    dweight, plan) of a device. residual, s and ds are None in rms_norm."""
     module = launch.__module__
 
     @library.kernel("rms_norm", device, module=module)

@@ -1,4 +1,4 @@
-"""Arithmetic of sizes, for the host code of every device."""
+"""Integer arithmetic for the host code of every device."""
 
 
 def next_power_of_2(n: int) -> int:

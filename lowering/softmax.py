@@ -1,4 +1,4 @@
-"""softmax and log_softmax, by a device's kernels."""
+"""Register softmax and log_softmax with a device's kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .. import library
 def register(
     device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
 ) -> None:
-    """Register the launches of a device's kernels: of x and y, and of dy, y and dx; then whether of
-    log_softmax, and the plan."""
+    """Register launch(x, y, log, plan) and launch_backward(dy, y, dx, log, plan) of a device; `log`
+    is whether to compute log_softmax."""
     for name in ("softmax", "log_softmax"):
         _register(name, device, launch, launch_backward)
 

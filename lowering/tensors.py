@@ -1,4 +1,4 @@
-"""Operands of kernels in the strides that they read."""
+"""Operands of kernels, with the strides that the kernels expect."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def flat(tensor: Tensor | None) -> Tensor | None:
-    """The elements one after the other: a contiguous tensor's view."""
+    """Flatten to one contiguous dimension: a view if the tensor is contiguous."""
     return None if tensor is None else tensor.reshape(-1).contiguous()

@@ -1,20 +1,17 @@
-"""Arithmetic that the kernels of every device share.
-
-Values are float32 unless `dtype` rounds them.
-"""
+"""Arithmetic that the kernels of every device share. Values are float32, or rounded to `dtype`."""
 
 import triton
 import triton.language as tl
 
-# float32's lowest number, for a running maximum to start from. exp(-inf - LOWEST) is 0 where
-# exp(-inf - -inf) is NaN: a tile of nothing but -inf adds nothing to a sum of exponentials, and a
-# row of nothing but -inf comes to 0 / 0.
+# float32's lowest number, the start of a running maximum. exp(-inf - LOWEST) is 0, and
+# exp(-inf - -inf) is NaN: a tile that is all -inf adds 0 to a sum of exponentials, and a row that
+# is all -inf gives 0 / 0.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def flushed_exp(x):
-    """exp(x), or 0 where it is below 2**-126, for which tl.exp takes three instructions more."""
+    """exp(x), or 0 if exp(x) < 2**-126. tl.exp handles these with three more instructions."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -29,7 +26,7 @@ def widened_again(x):
     """Convert to float32 again, by bit shift if x is bfloat16, so that the compiler cannot reuse an
     earlier x.to(float32).
 
-    Between its two uses a row then stays in registers as it is stored: bfloat16 takes half of them.
+    Between its two uses a row then stays in registers in its own dtype: half as many for bfloat16.
     """
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
@@ -80,10 +77,10 @@ def rms_scaled(
 
 @triton.jit
 def folded(x, FOLD: tl.constexpr):
-    """A tile, flattened, summed over every FOLD neighbours.
+    """Flatten a tile and sum every FOLD neighbours.
 
-    A thread holds neighbours, so nothing moves, and an accumulator takes 1 / FOLD of a tile's
-    registers.
+    One thread holds the neighbours, so no data moves between threads, and an accumulator takes
+    1 / FOLD of a tile's registers.
     """
     tile: tl.constexpr = x.numel
     return tl.sum(tl.reshape(x, (tile // FOLD, FOLD)), 1)
@@ -91,7 +88,7 @@ def folded(x, FOLD: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, a, b, c, ACTIVATION: tl.constexpr):
-    """The result of the gated activations. a, b and c are their options, in their order."""
+    """The result of a gated activation. a, b and c are its scalar options, in their order."""
     if ACTIVATION == "swiglu":
         z = gate * a
         return z * tl.sigmoid(z) * up * b
@@ -106,8 +103,8 @@ def gated(gate, up, a, b, c, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated_gradients(dy, gate, up, a, b, c, ACTIVATION: tl.constexpr):
-    """The gradients of gate and up. dy meets the slope first, which may be the 0 that up * dy = inf
-    has to be multiplied by."""
+    """The gradients of gate and up. dy is multiplied by the slope first: if the slope is 0 and
+    up * dy would be inf, the product is 0."""
     if ACTIVATION == "swiglu":
         z = gate * a
         dy = dy * b
@@ -120,7 +117,7 @@ def gated_gradients(dy, gate, up, a, b, c, ACTIVATION: tl.constexpr):
         dgate = dy * _silu_slope(z) * (up + c) * inside_gate
         return dgate, dy * (gate * tl.sigmoid(z)) * inside_up
     elif ACTIVATION == "geglu_tanh":
-        # The sigmoid is 0 or 1 beyond 30; there gate**3 of inf would make 0 * inf.
+        # Beyond 30 the sigmoid is 0 or 1, and gate**3 = inf would give 0 * inf.
         near = within(gate, 30.0)
         sigmoid = tl.sigmoid(_gelu_argument(near))
         derivative = 1.5957691216057308 * (1.0 + 0.134145 * near * near)
@@ -134,20 +131,20 @@ def gated_gradients(dy, gate, up, a, b, c, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def within(x, limit):
-    """x in [-limit, limit]; NaN where x is."""
+    """Clamp x to [-limit, limit]; NaN stays NaN."""
     x = tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def relu(x):
-    """max(x, 0); NaN where x is."""
+    """max(x, 0); NaN stays NaN."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _silu_slope(z):
-    # The sigmoid is 0 or 1 beyond 1000; there a z of inf would make 0 * inf.
+    # Beyond 1000 the sigmoid is 0 or 1, and z = inf would give 0 * inf.
     z = within(z, 1000.0)
     sigmoid = tl.sigmoid(z)
     return sigmoid * (1.0 + z * (1.0 - sigmoid))
@@ -155,7 +152,7 @@ def _silu_slope(z):
 
 @triton.jit
 def _clamped(gate, up, limit):
-    """gate from above and up from both sides."""
+    """Clamp gate from above, and up from both sides."""
     return tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL), within(up, limit)
 
 
