@@ -1,6 +1,6 @@
 """Arithmetic of the losses that the kernels of every device share.
 
-A kernel is compiled for the options that are None (not used). Names are those of
+Options that are not used are None, and kernels are compiled without them. Names are those of
 `liger_ops.cross_entropy`: x is the scaled and capped logits, p their softmax.
 """
 

@@ -1,6 +1,6 @@
 """cross_entropy. M tokens, V classes.
 
-The kernels pass over the logits; what there is one of a token is plain PyTorch around them.
+The kernels read and write the logits; plain PyTorch around them computes the tensors of (M,).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COSTS.update(
     {
         # (1, 8192): 42.1%, (1, 16384): 83.8%, (2, 1024): 12.9%.
         "cross_entropy": Cost({2: 10.1, 4: 10.1}, {2: 10.1, 4: 10.1}),
-        # With every option. (1, 2048): 65.9%, (1, 4096): 92.2%, (2, 1024): 65.7%.
+        # With all options. (1, 2048): 65.9%, (1, 4096): 92.2%, (2, 1024): 65.7%.
         "cross_entropy_options": Cost({2: 63.3, 4: 63.3}, {2: 63.3, 4: 63.3}),
         # (1, 4096): 71.1%, (1, 8192): overflow, (2, 1024): 38.5%.
         "cross_entropy_backward": Cost({2: 34.2, 4: 34.2}, {2: 34.2, 4: 34.2}),
-        # With every option. (1, 2048): 52.4%, (1, 4096): 96.2%, (2, 1024): 55.3%.
+        # With all options. (1, 2048): 52.4%, (1, 4096): 96.2%, (2, 1024): 55.3%.
         "cross_entropy_options_backward": Cost({2: 50.4, 4: 50.4}, {2: 50.4, 4: 50.4}),
     }
 )
@@ -51,11 +51,11 @@ def _walk_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Rows' maxima so far, and their sums of exponentials relative to them.
+    # Online softmax: each row keeps a running maximum, and a sum of exponentials relative to it.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * V + cols
-    # Where the columns past the last come to -inf by themselves.
+    # Whether columns past the last stay -inf in x without a mask.
     BY_ITSELF: tl.constexpr = (softcap is None) and (weighted_x_ptr is None)
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
@@ -92,7 +92,7 @@ def _walk_kernel(
             sum = sum * rescaled + tl.sum(exp, axis=1)[:, None]
             maximum = higher
             if entropy_ptr is not None:
-                # Of exponential 0, the product is 0 for -inf as well.
+                # LOWEST in place of -inf: the exponential is 0, and 0 * LOWEST is 0, not NaN.
                 products = exp * tl.maximum(x, LOWEST)
                 expectation = expectation * rescaled + tl.sum(products, axis=1)[:, None]
             if predicted_ptr is not None:
@@ -146,7 +146,7 @@ def _gradient_kernel(
             mask = row_mask & (cols < count)
             start = row * V + col
             logits = load(logits_ptr + start, offsets, mask)
-            # Those of a token without a gradient, whose lse is inf, may be NaN.
+            # lse is inf for a token without a gradient, whose logits may be NaN.
             logits = tl.where(lse != float("inf"), logits, 0.0)
             x = effective(logits, logit_scale, softcap)
             class_weight = 1.0
@@ -170,10 +170,10 @@ def _gradient_kernel(
 def loss_and_gradient(
     call: Any, logits: Tensor, tokens: Tokens, gradient: bool, plan: Plan | None = None
 ) -> None:
-    """Fill what is given of each token, and with `gradient` write d(sum of loss) / dlogits over the
-    logits.
+    """Fill the results of each token that are given; with `gradient` write d(sum of loss) / dlogits
+    over the logits.
 
-    logits: (M, V), contiguous. The loss of a target out of range is NaN.
+    logits: (M, V), contiguous. If a target is out of range, its loss is NaN.
     """
     M, V = logits.shape
     if M == 0:
@@ -257,8 +257,8 @@ def gradient(
 ) -> None:
     """Fill dlogits, which may be the logits themselves.
 
-    The incoming gradients: (M,) of any stride, 0 too, with the reduction's factor in them. logits
-    and dlogits: (M, V), contiguous, as is lse.
+    upstream: (M,) each, of any stride, also 0, with the reduction's factor included. logits and
+    dlogits: (M, V), contiguous, as is lse.
     """
     M, V = logits.shape
     if M == 0:
@@ -323,14 +323,14 @@ def _inside(target: Tensor, V: int, ignore_index: int) -> Tensor:
 
 
 def _class_sum(weight: Tensor | None, V: int, label_smoothing: float) -> Tensor | int:
-    """sum_c weight_c, where it is needed."""
+    """sum_c weight_c if label smoothing needs it, else V."""
     return V if weight is None or label_smoothing == 0 else weight.sum(dtype=torch.float32)
 
 
 def reduce(
     call: Any, V: int, tokens: Tokens, loss: Tensor, z_loss: Tensor, total_weight: Tensor
 ) -> None:
-    """Fill total_weight, and but for the reduction "none" loss and z_loss, of the tokens' own."""
+    """Fill total_weight and, unless the reduction is "none", loss and z_loss from the tokens'."""
     weight, target, token_weight, losses, z_losses, *_ = tokens
     inside = _inside(target, V, call.ignore_index)
     _, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)

@@ -1,6 +1,6 @@
-"""What the elementwise kernels share: tiles of M rows and N columns, walked by every core.
+"""Helpers of the elementwise kernels: every core takes some tiles of M rows and N columns.
 
-The offsets within a tile are int32, its start is an int64 scalar.
+The offsets within a tile are int32, and the start of a tile is an int64 scalar.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def place(tile, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _offsets(row, col, M, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Those of the elements from the tile's start, and which of the elements there are."""
+    """The offsets of the elements from the tile's start, and the mask of those within M and N."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < remaining(M, row, BLOCK_M)) & (cols < remaining(N, col, BLOCK_N))
@@ -41,7 +41,7 @@ def _offsets(row, col, M, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def load(ptr, row, col, M, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile as float32, 0 beyond M and N."""
+    """Load a tile as float32, with 0 beyond M and N."""
     offsets, mask = _offsets(row, col, M, N, stride, BLOCK_M, BLOCK_N)
     return load_tile(ptr + row * stride + col, offsets, mask)
 
@@ -61,7 +61,7 @@ def launch_tiles(
     *args: Any,
     **constants: Any,
 ) -> None:
-    """Run kernel over the tiles of `tensors`, the first of which has the form of the result."""
+    """Run kernel over the tiles of `tensors`; the first has the shape (M, N) of the result."""
     M, N = tensors[0].shape
     plan = plan or tiling.elementwise_plan(op, M, N, *tensors)
     tiles = cdiv(M, plan.BLOCK_M) * cdiv(N, plan.BLOCK_N)

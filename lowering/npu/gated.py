@@ -14,7 +14,7 @@ from .tiling import COSTS, Cost, Plan
 
 COSTS.update(
     {
-        # Elementwise, in tiles of any form. (1, 4096): 50.0% | 41.7%.
+        # Elementwise kernels have tiles of any shape. (1, 4096): 50.0% | 41.7%.
         "swiglu": Cost({}, {2: 24.1, 4: 20.1}),
         # (1, 2048): 83.7% | 79.5%.
         "swiglu_backward": Cost({}, {2: 80.5, 4: 76.5}),
@@ -131,7 +131,7 @@ def _gated_backward_kernel(
 
 
 def _cost(activation: Activation) -> str:
-    """The name of what a tile of the forward takes of the buffer."""
+    """The key of the forward in COSTS."""
     return f"interleaved_{activation.name}" if activation.interleaved else activation.name
 
 

@@ -1,7 +1,7 @@
-"""group_norm. A group that fits a tile is read once; see group_pieces for others.
+"""group_norm. A group that fits a tile is read once; group_pieces has the kernels for other groups.
 
-x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions),
-or where there is one position, flat: (1, channels).
+x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions)
+or, if S is 1, flat: (1, channels).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _group_norm_kernel(
     inside = None
     if PADDED:
         inside = within(channels, C_G) * within(positions, S)
-    # An item is one group of every slabs-th sample: weight and bias are loaded once for its loop.
+    # A work item is one group in every slabs-th sample: its weight and bias are loaded only once.
     program = tl.program_id(0).to(tl.int64)
     for item in tl.range(program, G * slabs, tl.num_programs(0)):
         first = (item // slabs) * C_G

@@ -1,7 +1,8 @@
-"""group_norm of groups too large for a tile: moments of channels, statistics of groups, the rest.
+"""group_norm of groups too large for a tile, by three kernels: channel moments, group statistics,
+and the elementwise rest.
 
-M channels of all groups and samples, of S positions each. Gradients of weight and bias come from
-the channels' moments, which every sample has of its own: programs share no sum.
+M is the number of channels of all groups and samples, with S positions each. The gradients of
+weight and bias are sums of the channel moments of each sample, so programs share no sum.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .partial_sums import summed
 from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, within
 from .tiling import Groups, Plan, launch
 
-# Channels at a time in `_group_statistics_kernel`, whose tiles are a thousandth of the work.
+# Channels in a tile of `_group_statistics_kernel`, which does a thousandth of the work.
 STATISTICS_BLOCK = 1024
 
 
@@ -34,8 +35,9 @@ def _channel_moments_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Of each channel: mean, squared deviations, and of dy the sum and the sum of dy * (x - mean).
-    # Every lane keeps the latter with its mean so far, and corrects it whenever that mean moves.
+    # The moments of each channel: mean, squared deviations, and the sums of dy and of
+    # dy * (x - mean). Each lane keeps the last sum about its running mean, and corrects it whenever
+    # that mean changes.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * S + cols
@@ -94,14 +96,14 @@ def _group_statistics_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # Of each group: mean, rstd, mean(g) and mean(g * xhat), from its channels' moments, which all
-    # count S elements; and each channel's part of the gradient of weight.
+    # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its channels, which have
+    # S elements each; and each channel's part of the gradient of weight.
     one = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     program = tl.program_id(0).to(tl.int64)
     for group in tl.range(program, groups, tl.num_programs(0)):
         base = group * C_G
-        # Around one channel's mean, of which the sum rounds no more than the deviations.
+        # The sum is about one channel's mean, so that it rounds no more than the deviations do.
         pivot = tl.load(means_ptr + base + one)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for col in tl.range(0, C_G, BLOCK_N):
@@ -163,8 +165,8 @@ def _group_apply_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # y, or for BACKWARD dx, with the groups' statistics known. An item is a block of channels of
-    # one group.
+    # Write y, or for BACKWARD dx, from the groups' statistics. A work item is a block of channels
+    # of one group.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * S + cols
@@ -211,7 +213,7 @@ def _statistics(
     eps: float,
     plan: Plan,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The channels' moments and the groups' statistics; the last two are None without dy."""
+    """The channels' moments and the groups' statistics; the last two of each need dy."""
     channels = shape.groups * shape.C_G
     absent = [None, None] if dy is None else []
     moments = [*x.new_empty((4 - len(absent), channels), dtype=torch.float32), *absent]
@@ -263,7 +265,7 @@ def backward_statistics(
     eps: float,
     plan: Plan,
 ) -> list[Tensor | None]:
-    """The groups' mean, rstd, mean(g) and mean(g * xhat); dweight and dbias are written."""
+    """Write dweight and dbias; return the groups' mean, rstd, mean(g) and mean(g * xhat)."""
     sums = (shape.batch, shape.G * shape.C_G)
     dweights = None if dweight is None else x.new_empty(sums, dtype=torch.float32)
     moments, statistics = _statistics(dy, x, weight, dweights, shape, eps, plan)

@@ -86,7 +86,7 @@ def _layer_norm_wide_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # The second walk finds the rows in the L2 cache.
+    # The second pass finds the rows in the L2 cache.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -161,7 +161,7 @@ def _layer_norm_backward_kernel(
             dbias += tl.sum(dy, axis=0)[None, :]
         if NEEDS_DX or NEEDS_DWEIGHT:
             x = load(x_ptr + start, offsets, mask)
-            # Rows past M are zeros, of which eps = 0 would make 0 * inf in dweight.
+            # Rows past M are zeros, which eps = 0 would turn into 0 * inf in dweight.
             past = 1.0 - within(rows, left)
             xhat, rstd = _standardised(x, inside, N, eps + past, PADDED)
             product = dy * xhat
@@ -171,9 +171,9 @@ def _layer_norm_backward_kernel(
                 g = dy
                 if HAS_WEIGHT:
                     g = dy * weight
-                    # One sum in two orders. At (1, 4096) without dbias the first takes 83% of the
-                    # buffer where fp32 fills the tile, and the second 92%; otherwise the second
-                    # takes less: bf16 75% and not 96%, fp32 that does not fill it 71% and not 92%.
+                    # One sum in two orders. Share of the buffer at (1, 4096) without dbias, first
+                    # order and second: 83% and 92% for fp32 rows that fill the tile, 92% and 71%
+                    # for fp32 rows that do not, 96% and 75% for bf16.
                     if REUSES_PRODUCT:
                         product = product * weight
                     else:
@@ -205,8 +205,8 @@ def _layer_norm_statistics_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # One walk: every lane keeps the sum of g * (x - its mean so far), and corrects it whenever that
-    # mean moves.
+    # One pass: each lane keeps the sum of g * (x - its running mean), and corrects it whenever that
+    # mean changes.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols

@@ -1,4 +1,4 @@
-"""linear_cross_entropy: aclnn's products between the kernels of cross_entropy."""
+"""linear_cross_entropy: aclnn's matrix products between the kernels of cross_entropy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...ops.head import scale
 from ..linear_cross_entropy import register
 from . import cross_entropy
 
-# aclnn would write rows that do not follow each other by way of a copy.
+# aclnn would write rows that are not adjacent in memory through a copy.
 ALIGNMENT = 1
 
 

@@ -1,4 +1,4 @@
-"""Weight gradients: every program's partial sums, and their sum in one fixed order."""
+"""Weight gradients: the programs' partial sums, added in a fixed order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def partial_sums(dweight: Tensor | None, parts: int) -> Tensor | None:
-    """A float32 row for each part of the rows to store its sum in, once."""
+    """Allocate float32 memory for `parts` partial sums of dweight."""
     if dweight is None:
         return None
     return dweight.new_empty((parts, *dweight.shape), dtype=torch.float32)
 
 
 def summed(partial: Tensor | None, dweight: Tensor | None) -> None:
-    """Sum the parts into dweight, in float32 and deterministically."""
+    """Sum the partial sums into dweight, in float32 and deterministically."""
     if partial is not None and dweight is not None:
         if dweight.dtype is torch.float32:
             torch.sum(partial, 0, out=dweight)

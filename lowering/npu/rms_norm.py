@@ -1,4 +1,4 @@
-"""rms_norm, with and without a residual added first. M rows, N columns."""
+"""rms_norm, with or without a residual that is added first. M rows, N columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COSTS.update(
         "fused_add_rms_norm": Cost({2: 44.1, 4: 26.1}, {2: 70.1, 4: 50.1}),
         # whole (1, 4096): 87.6% | 79.2%. wide (1, 2048): 46.0% | 46.0%, (1, 4096): 91.8% | 91.8%.
         "rms_norm_backward": Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}),
-        # With ds and without dweight. whole (1, 4096): 95.9% | 83.4%. wide as above.
+        # With ds, without dweight. whole (1, 4096): 95.9% | 83.4%. wide: as above.
         "add_rms_norm_backward_dx": Cost({2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2}),
     }
 )
@@ -36,7 +36,7 @@ COSTS.update(
 def _load(
     x_ptr, residual_ptr, start, offsets, mask, dtype: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
-    """What is normalised, in the dtype that it is stored in."""
+    """Load x, or x + residual, in the dtype that it is stored in."""
     x = load(x_ptr + start, offsets, mask)
     if HAS_RESIDUAL:
         x += load(residual_ptr + start, offsets, mask)
@@ -99,8 +99,8 @@ def _rms_norm_wide_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # The second walk finds the rows in the L2 cache. It adds again instead of reading s back, which
-    # would have to wait for the store.
+    # The second pass finds the rows in the L2 cache. It adds the residual again, because reading s
+    # back would have to wait for the store.
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -167,7 +167,7 @@ def _rms_norm_backward_kernel(
         dy = load(dy_ptr + start, offsets, mask)
         mean_square = tl.sum(x * x, axis=1)[:, None] / N
         if BLOCK_M > 1:
-            # Rows past M are zeros, of which eps = 0 would make 0 * inf in dweight.
+            # Rows past M are zeros, which eps = 0 would turn into 0 * inf in dweight.
             mean_square += 1.0 - within(rows, left)
         rstd = tl.rsqrt(mean_square + eps)
         xhat = x * rstd
@@ -178,9 +178,9 @@ def _rms_norm_backward_kernel(
             g = dy
             if HAS_WEIGHT:
                 g = dy * weight
-            # One sum in two orders. At (1, 4096), bf16 and fp32, the first takes 83% and 79% of the
-            # buffer with ds, where the second takes 83% and 92%; without ds 96% and 83%, and the
-            # second 88% and 75%.
+            # One sum in two orders. Share of the buffer at (1, 4096), bf16 and fp32: with ds the
+            # first order takes 83% and 79%, the second 83% and 92%; without ds the first takes 96%
+            # and 83%, the second 88% and 75%.
             if HAS_DS:
                 product = g * xhat
             elif HAS_WEIGHT:

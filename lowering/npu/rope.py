@@ -1,6 +1,6 @@
-"""rope, of q and then of k: an item of work is a tile of positions and pairs, in every head.
+"""rope of q, then of k: a work item is a tile of positions and pairs, for all heads.
 
-Both in one kernel would halve the tile: each loop over heads has its own pairs of buffers.
+One kernel for both would halve the tile, because each loop over heads has its own double buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
     {
-        # Of a pair. 2048 pairs: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
+        # Costs per pair. 2048: 66.7% | 62.5%, with columns to copy 70.8%; 4096: 100.0% | overflow.
         "rope": Cost({}, {2: 68.1, 4: 68.1}),
         # 1024 pairs: 66.7% | 64.6%, 2048: 100.0%.
         "rope_sections": Cost({}, {2: 128.1, 4: 124.1}),
@@ -42,7 +42,7 @@ def _load_pairs(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The two elements of BLOCK_N pairs from the pair `first` on, in rows a stride apart."""
+    """Load the two elements of BLOCK_N pairs from the pair `first` on; rows are `stride` apart."""
     rows = tl.arange(0, BLOCK_M)[:, None] * stride
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK_N)[None, :]
@@ -71,11 +71,11 @@ def _load_columns(
     HAS_SECTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Columns of a table from `first` on: with sections, those up to end_0 of it, those up to end_1
-    of the next table and the others of the third.
+    """Load columns of a table from `first` on; with sections, the columns before end_0 are from the
+    first table, those before end_1 from the second and the others from the third.
 
-    Each is a load of a range of columns: were the table picked by column, every element would be
-    loaded for itself. triton-ascend 3.2.0 crashes where the lower end of a range is masked first.
+    Each load is of a range of columns: if the table were chosen per column, every element would be
+    loaded separately. triton-ascend 3.2.0 crashes if a range's lower end is masked first.
     """
     stop = tl.maximum(remaining(size, first, BLOCK), 0)
     if HAS_SECTIONS:
@@ -106,7 +106,7 @@ def _load_table(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The numbers for the two elements of BLOCK_N pairs from the pair `first` on."""
+    """Load the numbers for the two elements of BLOCK_N pairs from the pair `first` on."""
     rows = tl.arange(0, BLOCK_M)[:, None] * stride
     if INTERLEAVED and not PER_PAIR:
         x = _load_columns(
@@ -216,8 +216,8 @@ def _rope_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # HALF is the number of pairs, COPIED that of the elements behind them, SECTION_0 and SECTION_1
-    # the pairs at which the second and the third table begin. The tables of a tile of positions
+    # HALF is the number of pairs, COPIED the number of elements after them. SECTION_0 and SECTION_1
+    # are the pairs at which the second and the third table begin. The tables of a tile of positions
     # stay in the Unified Buffer for all heads.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -246,7 +246,7 @@ def _rope_kernel(
             BLOCK_N,
         )
         if COMPLEX:
-            # The real and the imaginary part lie as the elements of an interleaved pair.
+            # The real and the imaginary part are adjacent, like elements of an interleaved pair.
             sin_a = cos_b
             sin_b = cos_b
             cos_b = cos_a
@@ -267,7 +267,7 @@ def _rope_kernel(
                 BLOCK_N,
             )
         if BACKWARD:
-            # The transpose of the rotation: that by -sin, of each other's element of the pair.
+            # The transpose of the rotation: -sin, with the numbers of a pair's elements swapped.
             swapped = sin_a
             sin_a = -sin_b
             sin_b = -swapped
@@ -297,7 +297,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def _table_strides(table: Tensor) -> list[int]:
-    """From table to table, batch to batch and position to position: 0 where they are shared."""
+    """A table's strides over sections, batch and positions: 0 for a dimension of size 1."""
     strides = [
         0 if size == 1 else stride
         for size, stride in zip(table.shape[:-1], table.stride()[:-1], strict=True)
@@ -316,7 +316,7 @@ def rotate(
     backward: bool,
     plan: Plan | None,
 ) -> None:
-    """Launch the rotation of x, or for backward the rotation back, into y if there is one."""
+    """Launch the rotation of x, or for backward the inverse rotation, into y unless it is None."""
     if y is None or y.numel() == 0:
         return
     B, heads, S, D = x.shape
@@ -361,8 +361,8 @@ def rotate(
 
 
 def plan_tile(op: str, pairs: int, itemsize: int, positions: int, furthest: int) -> Plan:
-    """A tile of no more positions than give every core one, and than lie, `furthest` apart, within
-    int32 offsets of each other."""
+    """The tile, limited to as many positions as give every core a tile, and as are within int32
+    offsets of each other with a stride of `furthest`."""
     cores = tiling.vector_cores()
     elements = tiling.tile_elements(tiling.COSTS[op].wide[itemsize], tiling.ub_bytes())
     BLOCK_N = max(tiling.MIN_BLOCK_N, next_power_of_2(pairs))

@@ -15,7 +15,7 @@ from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
     {
-        # log_softmax's, which takes as much or more. whole (1, 8192): 75.3% | 58.6%, (2, 2048)
+        # For log_softmax, which takes as much or more. whole (1, 8192): 75.3% | 58.6%, (2, 2048)
         # padded 42.1% | 33.8%. wide (1, 4096): 46.2% | 37.9%, (1, 8192): 92.1% | 75.4%.
         "softmax": Cost({2: 18.1, 4: 14.1}, {2: 22.2, 4: 18.2}, padding=2.2),
         # whole (1, 4096): 54.5% | 46.1%, (1, 8192): 100.0% | 91.7%. wide (1, 4096): 79.2% | 70.9%.
@@ -26,7 +26,8 @@ COSTS.update(
 
 @triton.jit
 def _load(ptr, offsets, mask):
-    """Elements as float32, masked off where a maximum and a sum of exponentials do not see them."""
+    """Load elements as float32, with -inf where masked off: it changes no maximum, and adds 0 to a
+    sum of exponentials."""
     return tl.load(ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
 
 
@@ -66,8 +67,8 @@ def _softmax_wide_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # The first walk keeps the rows' maxima so far, and their sums of exponentials relative to them.
-    # The second finds the rows in the L2 cache.
+    # The first pass is an online softmax: each row keeps a running maximum, and a sum of
+    # exponentials relative to it. The second pass finds the rows in the L2 cache.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols

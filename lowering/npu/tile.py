@@ -1,7 +1,7 @@
 """@triton.jit helpers for tiles of (BLOCK_M, BLOCK_N).
 
-The start of a tile is an int64 scalar added to the pointer; the offsets within it are int32, for
-int64 arithmetic on a tile runs as a scalar loop.
+The start of a tile is an int64 scalar added to the pointer; the offsets within it are int32,
+because int64 arithmetic on a tile runs as a scalar loop.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def load(ptr, offsets, mask):
-    """Elements as float32, 0 where masked off."""
+    """Load elements as float32, with 0 where masked off."""
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -24,7 +24,7 @@ def remaining(size, first, BLOCK: tl.constexpr):
 def within(indices, count):
     """1.0 where an index is below count, else 0.0.
 
-    A product with it masks a tile, as tl.where would in a scalar loop on CANN 8.5.
+    Multiplying by it masks a tile; tl.where would do so in a scalar loop on CANN 8.5.
     """
     return tl.minimum(tl.maximum(count - indices, 0), 1).to(tl.float32)
 
@@ -39,18 +39,18 @@ def lanes_updated(x, inside, visits, mean, m2):
 
 @triton.jit
 def lane_counts(lanes, length, BLOCK: tl.constexpr):
-    """How many of `length` elements, dealt to BLOCK lanes in turn, fall to each lane."""
+    """How many of `length` elements each lane has, if BLOCK lanes take them in turn."""
     turns = length // BLOCK
     return within(lanes, length - turns * BLOCK) + turns
 
 
 @triton.jit
 def lanes_merged(lane_mean, m2, counts, length):
-    """The rows' mean but for a rest, the lanes' deviations from it, the rest, and the rows' sum of
-    squared deviations.
+    """Return the rows' mean without a rest, the lanes' deviations from it, the rest, and the rows'
+    sum of squared deviations.
 
-    The rest is the rounding of the first sum, which would be in every xhat where the mean is far
-    larger than the deviation.
+    The rest is the rounding error of the mean's sum. If the mean is far larger than the deviation,
+    leaving it out would shift every xhat.
     """
     mean = tl.sum(lane_mean * counts, axis=1)[:, None] / length
     deviation = lane_mean - mean

@@ -1,4 +1,4 @@
-"""What fits a vector core: Unified Buffer, cores and grid, and the tile rules made of them."""
+"""Limits of a vector core (Unified Buffer, cores, grid) and the tile sizes that fit them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ..sizes import cdiv, next_power_of_2
 # The runtime refuses a grid of 65536 programs.
 MAX_PROGRAMS = 65535
 
-# The interpreter has no driver to ask. The buffer is a 910B core's; the cores are few, so that
-# programs walk several tiles, as on a device.
+# Under the interpreter, which has no driver. The buffer is that of a 910B core; the cores are few,
+# so that a program has several tiles, as on a device.
 INTERPRETED_UB_BYTES = 196608
 INTERPRETED_VECTOR_CORES = 3
 
-# 32 bytes, one block of the Unified Buffer, in the narrowest dtype.
+# In the narrowest dtype these are 32 bytes, one block of the Unified Buffer.
 MIN_BLOCK_N = 16
-# More rows than this are not faster to copy, and each statistic of a row takes a block of 32 bytes.
+# More rows are not copied faster, and each statistic of a row takes a block of 32 bytes.
 MAX_BLOCK_M = 64
-# What several rows may take of the buffer, by the planners, of what one row of as many elements
-# takes: every tile that this allows was planned at 90% or less.
+# A tile of several rows is assumed to take this many times the buffer of one row with as many
+# elements. CANN's planners gave every tile that this allows 90% of the buffer or less.
 SEVERAL_ROWS = 1.9
-# The planner's figure differs by version of CANN; what is left over covers that.
+# The planner's figure differs between versions of CANN; the other 10% cover that.
 UB_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of Unified Buffer that an element of the tile takes, by the bytes it is stored in.
+    """Itemsize of the stored tensor -> bytes of Unified Buffer per element of the tile.
 
-    `whole` is of the kernel of rows that fit a tile, which takes `padding` more where the row is
-    narrower than the tile; `wide` is of the kernels of rows that do not fit.
+    `whole` is for the kernel of rows that fit a tile, which takes `padding` more if the row is
+    narrower than the tile; `wide` is for the kernels of rows that do not fit.
     """
 
     whole: dict[int, float]
@@ -45,15 +45,15 @@ class Cost:
     padding: float = 0
 
 
-# The cost of each kernel, which its own file adds. Beside it is the share of 196608 bytes that the
-# planner of ascendnpu-ir takes, the most of 1.0.0, 1.1.0 and 1.2.0, for bf16 | fp32. 43.2 bytes an
-# element are 90% at 4096 elements, 86.4 at 2048.
+# The cost of each kernel, which the kernel's file adds. A comment there gives the share of 196608
+# bytes that the planner of ascendnpu-ir takes for bf16 | fp32, the most of 1.0.0, 1.1.0 and 1.2.0.
+# 90% is 43.2 bytes per element at 4096 elements, and 86.4 at 2048.
 COSTS: dict[str, Cost] = {}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The tile of a kernel, and the most programs that walk the tiles."""
+    """The tile of a kernel, and the largest number of programs that take turns at the tiles."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -67,13 +67,13 @@ class Plan:
         return min(self.cores, tiles)
 
     def slabs(self, tiles: int, chunks: int) -> int:
-        """Into how many parts the rows of a chunk of columns are split: 4 items a core at most."""
+        """How many parts the rows of a column chunk are split into: at most 4 items per core."""
         return max(1, min(tiles, 4 * self.cores // chunks))
 
 
 @dataclass(frozen=True)
 class Groups:
-    """x as (batch * G, C_G, S): groups, the channels of each, and their positions."""
+    """Sizes of x as (batch * G, C_G, S): groups, channels of a group, and positions."""
 
     batch: int
     G: int
@@ -95,7 +95,7 @@ class Groups:
 
     @property
     def flat(self) -> bool:
-        """Whether the channels lie along the last axis of the tile, there being one position."""
+        """Whether the tile's last axis is the channels, because there is only one position."""
         return self.S == 1
 
     @property
@@ -111,12 +111,12 @@ class Groups:
 
 
 def plan(op: str, N: int, *tensors: Tensor | None) -> Plan:
-    """The plan of an op for rows of N columns of these tensors, on this machine."""
+    """The plan of an op for rows of N columns, for the dtypes of `tensors` on this machine."""
     return rows_plan(op, N, _itemsizes(*tensors), ub_bytes(), vector_cores())
 
 
 def group_plan(op: str, shape: Groups, *tensors: Tensor) -> Plan:
-    """The plan of an op for groups of this shape of these tensors, on this machine."""
+    """The plan of an op for groups of this shape, for the dtypes of `tensors` on this machine."""
     return groups_plan(op, shape, _itemsizes(*tensors), ub_bytes(), vector_cores())
 
 
@@ -125,7 +125,7 @@ def _itemsizes(*tensors: Tensor | None) -> set[int]:
 
 
 def rows_plan(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -> Plan:
-    """The plan of an op for rows of N columns, of tensors of these bytes an element."""
+    """The plan of an op for rows of N columns, for tensors with these itemsizes."""
     cost = COSTS[op]
     block_n = max(MIN_BLOCK_N, next_power_of_2(N))
     if cost.whole:
@@ -138,12 +138,12 @@ def rows_plan(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -
 
 
 def elementwise_plan(op: str, M: int, N: int, *tensors: Tensor | None) -> Plan:
-    """The plan of an op whose elements are each for themselves, on this machine."""
+    """The plan of an elementwise op for the dtypes of `tensors` on this machine."""
     return tiles_plan(op, M, N, _itemsizes(*tensors), ub_bytes(), vector_cores())
 
 
 def tiles_plan(op: str, M: int, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -> Plan:
-    """The plan for M rows of N columns: the largest tiles that leave none of the cores idle."""
+    """The plan of an elementwise op for (M, N): the largest tiles that leave no core idle."""
     cost = COSTS[op].wide
     share = max(MIN_BLOCK_N, next_power_of_2(cdiv(M * N, cores)))
     elements = min(tile_elements(max(map(cost.get, itemsizes)), ub_bytes), share)
@@ -154,13 +154,13 @@ def tiles_plan(op: str, M: int, N: int, itemsizes: set[int], ub_bytes: int, core
 
 
 def groups_plan(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, cores: int) -> Plan:
-    """The plan of an op for groups of this shape, of tensors of these bytes an element."""
+    """The plan of an op for groups of this shape, for tensors with these itemsizes."""
     cost = COSTS[op]
     block_m, block_n = (next_power_of_2(size) for size in shape.sizes)
     block_n = max(MIN_BLOCK_N, block_n)
     elements = tile_elements(max(map(cost.whole.get, itemsizes)), ub_bytes)
     if shape.flat:
-        # A flat tile keeps the sums of its channels as wide as itself.
+        # The channel sums of a flat tile are as wide as the tile.
         elements //= 2
     if block_m <= MAX_BLOCK_M and block_m * block_n <= elements:
         return Plan(block_m, block_n, cores)
@@ -173,9 +173,9 @@ def groups_plan(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, core
 
 
 def chunk(N: int, elements: int) -> int:
-    """The width of at most `elements`, and at least a quarter of it, that pads N the least.
+    """The width, from a quarter of `elements` to `elements`, that pads N the least.
 
-    Of those that pad it by a sixteenth at most the widest, which takes the fewest turns.
+    If several widths pad N by at most a sixteenth, the widest, which takes the fewest iterations.
     """
     widths = [max(MIN_BLOCK_N, elements >> shift) for shift in range(3)]
     padding = {width: cdiv(N, width) * width - N for width in widths}
@@ -183,12 +183,12 @@ def chunk(N: int, elements: int) -> int:
 
 
 def tile_elements(cost: float, ub_bytes: int) -> int:
-    """The largest power of two of elements that fits at `cost` bytes an element."""
+    """The largest power of two of elements that fits the buffer at `cost` bytes per element."""
     return max(MIN_BLOCK_N, 1 << (int(ub_bytes * UB_SHARE / cost).bit_length() - 1))
 
 
 def ub_bytes() -> int:
-    """The capacity of a vector core's Unified Buffer."""
+    """The bytes of a vector core's Unified Buffer."""
     override = os.environ.get("LIGER_OPS_NPU_UB_BYTES")
     if override:
         return int(override)
@@ -196,7 +196,7 @@ def ub_bytes() -> int:
 
 
 def vector_cores() -> int:
-    """The vector cores of the device, and so the most programs worth starting."""
+    """The number of vector cores of the device, the largest useful number of programs."""
     override = os.environ.get("LIGER_OPS_NPU_VECTOR_CORES")
     if override:
         cores = int(override)
@@ -222,7 +222,7 @@ def _device_vector_cores() -> int:
 
 @functools.cache
 def _device_ub_bytes() -> int:
-    # triton-ascend's driver knows the chip, CANN's platform tables its buffer.
+    # triton-ascend's driver gives the chip, and CANN's platform tables its buffer.
     from tbe.common.platform import get_soc_spec, set_current_compile_soc_info
 
     set_current_compile_soc_info(driver.active.get_current_target().arch)
@@ -230,7 +230,7 @@ def _device_ub_bytes() -> int:
 
 
 def launch(kernel: Any, plan: Plan, tiles: int, x: Tensor, *args: Any, **constants: Any) -> None:
-    """Run kernel over the tiles on the NPU that holds x, its first argument, current or not."""
+    """Run kernel over the tiles on the NPU that holds x, which need not be the current one."""
     grid = (plan.programs(tiles),)
     tile = {"BLOCK_M": plan.BLOCK_M, "BLOCK_N": plan.BLOCK_N}
     if x.device.type == "npu" and x.device.index not in (None, torch.npu.current_device()):

@@ -1,7 +1,7 @@
-"""The backward of rows too wide for a tile, of rms_norm and layer_norm alike.
+"""The backward of rms_norm and layer_norm for rows too wide for a tile.
 
-Once every row's statistics are known the rest is elementwise over (rows, columns): programs own a
-chunk of columns and walk rows, keeping the columns' weight gradients in the Unified Buffer.
+It is given the statistics of every row; the rest is elementwise. A program owns a chunk of columns,
+goes down the rows, and keeps the columns' weight gradients in the Unified Buffer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .tiling import COSTS, Cost, Plan, launch
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the whole row says about each of its elements, (M,) float32 each.
+    """Statistics of whole rows, (M,) float32 each.
 
-    projection is mean(g * xhat). mean and mean_g are layer_norm's; rms_norm subtracts no mean.
+    projection is mean(g * xhat). mean and mean_g are None for rms_norm, which subtracts no mean.
     """
 
     rstd: Tensor
@@ -69,7 +69,7 @@ def _wide_backward_kernel(
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
-    # An item is a chunk of columns and a slab: every slabs-th tile of rows.
+    # A work item is a chunk of columns and a slab: every slabs-th tile of rows.
     program = tl.program_id(0).to(tl.int64)
     for item in tl.range(program, tl.cdiv(N, BLOCK_N) * slabs, tl.num_programs(0)):
         slab = item % slabs
