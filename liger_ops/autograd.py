@@ -48,7 +48,7 @@ def formula(op: Op, gradient: Op) -> tuple[Any, Any]:
 
 
 def formula_of_definition(op: Op) -> tuple[Any, Any]:
-    """The formula that differentiates an op's definition: used for double backward."""
+    """The formula that differentiates an op's definition, for double backward."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors = [value for value in inputs if isinstance(value, Tensor)]
@@ -90,11 +90,12 @@ def formula_of_definition(op: Op) -> tuple[Any, Any]:
 
 
 def register(op: Op) -> None:
-    """Register the op's formula with PyTorch, and replace custom_op's Autograd kernel by a faster.
+    """Register the op's formula with PyTorch, and an Autograd kernel in place of custom_op's.
 
     custom_op's kernel refuses `torch.func.grad`, and under `jvp` or a dual level silently returns a
-    zero tangent; this one sends these to the definition. Host time of rms_norm with a kernel that
-    does nothing: 24 us forward and 81 us with the backward for custom_op's, 10 and 53 us for this.
+    zero tangent; this kernel sends both to the definition. It is faster too: rms_norm with a device
+    kernel that does nothing takes 10 us of host time forward, and 53 us with its backward; with
+    custom_op's kernel 24 and 81 us.
     """
     library, overload = op.custom_op._lib, op.overload
     count = len(op.schema.arguments)

@@ -2,8 +2,7 @@
 
 An op is one `Op` record. `define` creates it from its definition in plain PyTorch, whose signature
 is the op's schema. `fake` adds the argument checks and output allocation, `kernel` a device's
-kernel, `gradient` its autograd formula. `compose` creates an op that calls other ops, and only adds
-a schema.
+kernel, `gradient` its autograd formula. `compose` creates an op that calls other ops.
 
 Fakes and kernels are given the arguments as one named tuple, `call`, with the schema's names and
 the defaults filled in.
@@ -108,7 +107,7 @@ def compose(function: Function) -> Function:
         refuse(args, kwargs)
         return function(*args, **kwargs)
 
-    # Without it, the fallback of functorch's front key would raise for lack of a batching rule.
+    # functorch's front key has its own fallback, which would raise because of no batching rule.
     for key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):
         _COMPOSITES.impl(name, run, key)
     COMPOSED[name] = function

@@ -78,7 +78,7 @@ def fused_add_rms_norm_backward(
         output_mask: whether dx and dweight are computed and allocated.
 
     Returns:
-        dx, contiguous, of s's shape and dtype, or None; dweight, of weight's, or None.
+        dx and dweight, contiguous, of the shapes and dtypes of s and weight; each may be None.
 
     Raises:
         TypeError, ValueError: as `fused_add_rms_norm`; or dy or ds does not have s's shape.

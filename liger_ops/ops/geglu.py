@@ -80,8 +80,8 @@ def geglu_backward(
         output_mask: whether dgate and dup are computed and allocated.
 
     Returns:
-        dgate, contiguous, of gate's shape and dtype, or None; dup, of up's, or None. If gate is
-        packed, dgate is the gradient of the packed tensor.
+        dgate and dup, contiguous, of the shapes and dtypes of gate and up; each may be None. If
+        gate is packed, dgate is the gradient of the packed tensor.
 
     Raises:
         TypeError, ValueError: as `geglu`; or dy does not have y's shape.

@@ -79,7 +79,7 @@ def layer_norm_backward(
         output_mask: whether dx, dweight and dbias are computed and allocated.
 
     Returns:
-        dx, contiguous, of x's shape and dtype; dweight, of weight's; dbias, of bias's; None for
+        dx, dweight and dbias, contiguous, of the shapes and dtypes of x, weight and bias; None for
         each that output_mask leaves out.
 
     Raises:

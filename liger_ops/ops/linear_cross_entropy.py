@@ -186,7 +186,7 @@ def linear_cross_entropy_forward(
     Returns:
         loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy: the results of
             `cross_entropy_forward`.
-        dx: of x's shape; dweight: of weight's; dbias: of bias's; contiguous. Each is None unless
+        dx, dweight, dbias: contiguous, of the shapes of x, weight and bias; each is None unless
             gradient_mask asks for it.
 
     Raises:

@@ -96,7 +96,7 @@ def rms_norm_backward(
         output_mask: whether dx and dweight are computed and allocated.
 
     Returns:
-        dx, contiguous, of x's shape and dtype, or None; dweight, of weight's, or None.
+        dx and dweight, contiguous, of the shapes and dtypes of x and weight; each may be None.
 
     Raises:
         TypeError, ValueError: as `rms_norm`; or dy does not have x's shape.

@@ -1,6 +1,6 @@
 """cross_entropy. M tokens, V classes.
 
-The kernels read and write the logits; plain PyTorch around them computes the tensors of (M,).
+The kernels are the passes over the logits; plain PyTorch computes the rest, which is per token.
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ def lane_counts(lanes, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def lanes_merged(lane_mean, m2, counts, length):
-    """Return the rows' mean without a rest, the lanes' deviations from it, the rest, and the rows'
-    sum of squared deviations.
+    """Return the rows' mean, the lanes' deviations from it, a rest that is to be added to the mean,
+    and the rows' sum of squared deviations.
 
     The rest is the rounding error of the mean's sum. If the mean is far larger than the deviation,
-    leaving it out would shift every xhat.
+    every xhat would be off by it.
     """
     mean = tl.sum(lane_mean * counts, axis=1)[:, None] / length
     deviation = lane_mean - mean

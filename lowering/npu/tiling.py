@@ -21,7 +21,7 @@ MAX_PROGRAMS = 65535
 INTERPRETED_UB_BYTES = 196608
 INTERPRETED_VECTOR_CORES = 3
 
-# In the narrowest dtype these are 32 bytes, one block of the Unified Buffer.
+# 16 elements of the narrowest dtype are 32 bytes, one block of the Unified Buffer.
 MIN_BLOCK_N = 16
 # More rows are not copied faster, and each statistic of a row takes a block of 32 bytes.
 MAX_BLOCK_M = 64
