@@ -24,7 +24,7 @@ def package_hash() -> str:
 def tag_compile_caches() -> None:
     """Put the package's hash into the key of PyTorch's compile caches.
 
-    The key leaves out the autograd formulas of custom ops: without the tag, a cache written by
+    The key does not cover the autograd formulas of custom ops: without the tag, a cache written by
     another version of this package would serve that version's gradients.
     """
     config = torch.compiler.config

@@ -12,8 +12,8 @@ FLAT_WIDTH = 16
 def as_rows(first: Tensor, *others: Tensor | None) -> list[Tensor | None]:
     """View tensors, equal in shape except for the last dimension, as (M, N) with unit stride in N.
 
-    If all are contiguous, each becomes one row. Otherwise rows may lie apart in memory; a tensor is
-    copied only if no such view exists.
+    If all are contiguous and the width is a multiple of FLAT_WIDTH, each becomes one row. Otherwise
+    rows may be apart in memory; a tensor is copied only if no such view exists.
     """
     tensors = (first, *others)
     flat = _width(first) % FLAT_WIDTH == 0 and all(

@@ -54,7 +54,7 @@ class Head:
 
 
 def head_of(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> Head:
-    """The head of a call, with x as (M, D); each row of logits starts at a multiple of `alignment`
+    """The head of a call, with x as (M, D). Each row of logits starts at a multiple of `alignment`
     elements."""
     weight, accum_dtype = call.weight, call.accum_dtype
     stride = cdiv(weight.shape[0], alignment) * alignment

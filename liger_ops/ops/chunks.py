@@ -19,9 +19,10 @@ def chunks(
 ) -> Iterator[slice]:
     """Split M rows into slices of similar size, each at most `chunk_bytes` but at least one row.
 
-    If neither the caller nor the environment sets a size, a slice may take `later_bytes`, memory
-    that is needed anyway after the last chunk. A single slice of all rows may then take
-    `saved_bytes` more, memory that only several slices need. If M is 0, there is one empty slice.
+    If neither the caller nor the environment sets a size, it is DEFAULT_BYTES or, if larger,
+    `later_bytes`, memory that is needed anyway after the last chunk. A single slice of all rows may
+    then take `saved_bytes` more, memory that only several slices need. If M is 0, there is one
+    empty slice.
     """
     named = chunk_bytes or from_environment()
     most = named or max(DEFAULT_BYTES, later_bytes)

@@ -74,8 +74,8 @@ def group_norm_backward(
     With xhat and rstd of the group, g = dy * weight[c], and means over the group:
 
         dx      = rstd * (g - mean(g) - xhat * mean(g * xhat))
-        dweight = sum(dy * xhat) over all dimensions but the channels'
-        dbias   = sum(dy) over all dimensions but the channels'
+        dweight = sum(dy * xhat) over all dimensions but that of the channels
+        dbias   = sum(dy) over all dimensions but that of the channels
 
     Args:
         dy: (N, C, *spatial), any strides.

@@ -96,8 +96,7 @@ def upstream_of_tokens(
 def factors_of(
     dloss: Tensor, target: Tensor, ignore_index: int, divisor: Tensor | int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors by which the backward multiplies the forward's gradients of x, weight and
-    bias."""
+    """The backward's factors for the gradients of x, weight and bias from the forward."""
     factor = dloss / divisor
     # An ignored token has no gradient, even if all are ignored and the mean is NaN.
     kept = target != ignore_index

@@ -97,10 +97,10 @@ def linear_cross_entropy(
         TypeError: a tensor has another dtype; weight or bias does not have x's.
         ValueError: a shape, a device or an option is not as above, or a tensor that has no gradient
             requires one.
-        IndexError: a target is out of range, on a CPU; elsewhere as `cross_entropy`.
+        IndexError: a target is out of range, on a CPU; other devices do as in `cross_entropy`.
 
-    Source: the gradient in the forward: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM
-    Training", 2024.
+    Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (gradient in
+    the forward).
 
     Example:
         >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)

@@ -62,10 +62,10 @@ def rope(
     Args:
         q: (B, heads, S, D), floating point, any strides.
         k: (B, heads of k, S, D), of q's dtype, with any number of heads.
-        cos, sin: (S, R), (1, S, R) or (B, S, R), floating point, any strides; R is even and at most
-            D. Per pair, the last dimension is R/2. With sections, (3, 1, S, R) or (3, B, S, R), or
-            R/2. A complex cos, complex64 or complex128, has the shape of a table per pair.
-        interleaved: how elements are paired.
+        cos, sin: (S, R), (1, S, R) or (B, S, R), with sections (3, 1, S, R) or (3, B, S, R),
+            floating point, any strides; R is even and at most D. With per_pair the last dimension
+            is R/2. A complex cos is complex64 or complex128, with the shape of a table per pair.
+        interleaved: whether pairs are interleaved, instead of halves.
         per_pair: whether cos and sin have one number for the two elements of a pair.
         sections: three counts of pairs that add up to R/2.
 
@@ -76,7 +76,7 @@ def rope(
         TypeError: a tensor is not floating point (cos may be complex), or k does not have q's
             dtype.
         ValueError: a shape, a device or sections is not as above; sin is given with a complex cos,
-            or is not with a real one.
+            or is None with a real cos.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; the
     sections: Wang et al., "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at
