@@ -1,6 +1,6 @@
-"""Tests of an op's kernels that are alike in many ops' files. Each function makes one of them.
+"""Tests of an op's kernels that many ops share. Each function makes one test.
 
-The first argument of each is what parametrises the test: every_folder(op) or every_form(name).
+The first argument of each parametrises the test: every_folder(op) or every_form(name).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Test = Callable[..., None]
 
 
 def every_folder(op: OpUnderTest) -> pytest.MarkDecorator:
-    """`op` and `folder`, for the kernels of an op that has one form."""
+    """Parametrise with `op` and `folder`, for the kernels of an op with one form."""
     kernels = [pytest.param(op, folder, id=folder) for folder in FOLDERS]
     return pytest.mark.parametrize(("op", "folder"), kernels)
 
 
 def every_form(name: str) -> pytest.MarkDecorator:
-    """`op` and `folder`, for the kernels of every form of an op. The form is in a test's id."""
+    """Parametrise with `op` and `folder`, for all forms of an op; test ids name the form."""
     kernels = [
         pytest.param(op, folder, id=f"{op.id}-{folder}")
         for op in OPS.values()
@@ -57,7 +57,7 @@ def backward_matches_truth(kernels: pytest.MarkDecorator, cases: SearchStrategy[
 
 
 def properties(kernels: pytest.MarkDecorator, cases: SearchStrategy[Case]) -> Test:
-    """Of those of the cases that have several rows."""
+    """Test properties of the cases with several rows."""
 
     @pytest.mark.device_kernels
     @kernels
@@ -72,7 +72,7 @@ def properties(kernels: pytest.MarkDecorator, cases: SearchStrategy[Case]) -> Te
 
 
 def cases_match_truth(kernels: pytest.MarkDecorator, cases: Mapping[str, Case]) -> Test:
-    """Forward and backward, in each of these cases, by its id."""
+    """Test forward and backward in each of these cases, keyed by test id."""
 
     @pytest.mark.device_kernels
     @kernels
