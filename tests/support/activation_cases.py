@@ -71,7 +71,7 @@ def together(dgate: Tensor, dup: Tensor, form: str) -> list[Tensor]:
 
 
 def terms(op: str, case: ActivationCase, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """Terms that the activation of gate and its slope sum, and the factor that multiplies them.
+    """Magnitudes of the terms of the activation and of its slope, and of their factors from up.
 
     The relative error of exp(z) is z times that of z, hence the factors 1 + |z|.
     """

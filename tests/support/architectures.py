@@ -196,7 +196,7 @@ LAYER_NORMS = {"rms_norm": 0, "fused_add_rms_norm": 0}
 # The model's own code computes attention: there is no scaled_dot_product_attention to change.
 OWN_ATTENTION = {"causal_attention": 0, "grouped_attention": 0}
 
-# Only the attentions of such a model with a causal mask can use grouped heads.
+# Other attentions of such a model have a causal mask, and their repeated heads are found.
 MASKED = "with a mask, scaled_dot_product_attention has no fast kernel that takes grouped heads"
 
 ARCHITECTURES = [

@@ -44,7 +44,7 @@ class Family:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The ops that `fuse` finds, without the loss, which a forward without labels lacks."""
+        """The ops that `fuse` finds, and the loss, which a forward without labels does not run."""
         return {**self.ops, "linear_cross_entropy": 1} if self.has_loss else self.ops
 
     def model(self) -> nn.Module:
