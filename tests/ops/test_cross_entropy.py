@@ -1,4 +1,4 @@
-"""cross_entropy's kernels of both devices against float64 truth."""
+"""cross_entropy's kernels for both devices against float64 truth."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_properties(folder: str, case: LossCase) -> None:
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 def test_what_the_rewrites_of_losses_of_tokens_ask_for(folder: str) -> None:
-    """A target that none is, and nothing but smoothing."""
+    """Targets that are no class, and smoothing alone."""
     case = LossCase(
         shape=(3, 5, 37),
         dtype=torch.bfloat16,
@@ -96,7 +96,7 @@ def test_vocabularies_by_the_host_codes_own_plan(folder: str, V: int) -> None:
 @given(case=strategies.losses())
 @settings(max_examples=settings().max_examples // 2)
 def test_loss_and_gradient_in_one_call(folder: str, case: LossCase) -> None:
-    """What linear_cross_entropy calls for each chunk of logits: the gradient goes over them."""
+    """linear_cross_entropy calls this per chunk of logits; the gradient overwrites them."""
     V = case.shape[-1]
     case = replace(case, shape=(5, V), reduction="none", layout="contiguous", has_items=False)
     tensors = cross_entropy_cases.tensors(case)
@@ -121,6 +121,6 @@ def test_loss_and_gradient_in_one_call(folder: str, case: LossCase) -> None:
     )
     (expected,) = op_checks.run_kernel(OP, folder, True, case, args)
     bound = 4 * torch.finfo(case.dtype).eps
-    # A compiler contracts the two kernels' products and sums in other ways.
+    # A compiler may contract the products and sums of the two kernels differently.
     contracted = 64 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(chunk, expected, rtol=bound, atol=max(bound * 1e-2, contracted))

@@ -33,10 +33,10 @@ test_properties = kernel_tests.properties(KERNELS, strategies.fused_add_rms_norm
 @EVERY_FOLDER
 @given(case=strategies.fused_add_rms_norms())
 def test_is_rms_norm_of_the_sum(folder: str, case: NormCase) -> None:
-    """Bit for bit, in the same tile; the sum is PyTorch's."""
+    """Bitwise equal for the same tile; the sum equals PyTorch's."""
     tensors = OP.tensors(case)
     total = tensors["x"] + tensors["residual"]
-    # The host code's own choice of tile may differ between the two ops.
+    # The host code may choose different tiles for the two ops.
     case = case if case.tile else replace(case, tile=(2, 2048))
     y, s = op_checks.run_kernel(OP, folder, False, case, OP.forward_args(case, tensors))
     args = RMS_NORM.forward_args(case, {**tensors, "x": total})
@@ -58,7 +58,7 @@ def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None
 
 
 def test_unused_outputs() -> None:
-    """Without a gradient of y, or of the sum, the other's is the whole gradient."""
+    """If y or the sum has no gradient, the other's is the whole gradient."""
     torch.manual_seed(0)
     tensors = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
     weight = torch.randn(8, requires_grad=True)
@@ -73,8 +73,8 @@ def test_unused_outputs() -> None:
 
 
 def test_residual_of_another_dtype() -> None:
-    """A float32 residual stream with bfloat16 branches: the sum is float32, each gradient of its
-    input's."""
+    """A float32 residual stream with bfloat16 branches: the sum is float32, and each gradient has
+    the dtype of its input."""
     x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
     residual = torch.randn(3, 8, requires_grad=True)
     y, s = liger_ops.fused_add_rms_norm(x, residual, torch.randn(8))

@@ -1,4 +1,4 @@
-"""linear_cross_entropy's kernels of both devices against float64 truth."""
+"""linear_cross_entropy's kernels for both devices against float64 truth."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOSTLY = st.sampled_from((True, True, True, False))
 
 @st.composite
 def cases(draw: st.DrawFn) -> HeadCase:
-    """Mostly of several chunks, with all gradients."""
+    """Most cases have several chunks, and all gradients."""
     flags = st.booleans()
     bias, reduction = draw(flags), draw(st.sampled_from(("mean", "sum", "none")))
     mask = tuple(draw(MOSTLY) for _ in range(3))
@@ -78,8 +78,8 @@ def run_kernel(op: library.Op, folder: str, args: list[Any]) -> tuple[Tensor | N
 
 
 def gradient_roundings(args: list[Any], upstream: list[Tensor | None]) -> dict[str, float]:
-    """What rounding the gradient of the logits to x's dtype may change each gradient by, and
-    computing it in float32, where the terms of p_ic - (c == target_i) cancel."""
+    """The largest change of each gradient from rounding the gradient of the logits to x's dtype,
+    and from float32 arithmetic, where the terms of p_ic - (c == target_i) cancel."""
     x, weight, target, bias, class_weight, token_weight, num_items, *options = args
     wide_x, wide_weight, wide_bias = widened((x, weight, bias))
     rest = (target, class_weight, token_weight, num_items)
@@ -113,7 +113,7 @@ def gradient_roundings(args: list[Any], upstream: list[Tensor | None]) -> dict[s
 def assert_no_further(
     label: str, output: Tensor, reference: Tensor, truth: Tensor, roundings: float
 ) -> None:
-    """No further from truth than twice the definition in the same dtypes, and a few roundings."""
+    """The error is at most twice the definition's in the same dtypes, plus a few roundings."""
     assert (output.shape, output.dtype) == (reference.shape, reference.dtype), label
     if truth.numel() == 0:
         return
@@ -131,7 +131,7 @@ def assert_no_further(
 @example(case=HeadCase(shape=(9,), dtype=torch.bfloat16, rows=2))
 @example(case=HeadCase(shape=(9,), dtype=torch.float16, rows=2))
 def test_forward_matches_truth(folder: str, case: HeadCase) -> None:
-    """Every result, and the gradients that the forward computes, of the sum of the losses."""
+    """Every result, and the gradients of the sum of the losses, which the forward computes."""
     tensors, options = tensors_of(case), chunked_options(case, folder)
     mask = [wanted and case.reduction != "none" for wanted in case.mask]
     args = [*tensors, *options, True, True, mask]
@@ -153,7 +153,7 @@ def test_forward_matches_truth(folder: str, case: HeadCase) -> None:
             if wanted:
                 assert_no_further(label, output, reference, truth, roundings[name])
         elif name == "predicted_tokens":
-            # Logits in x's dtype are equal where float64's are not.
+            # Logits can be equal in x's dtype and different in float64.
             assert torch.equal(output, reference), label
         else:
             bound = 64 * eps32 * (1 + max_abs(truth.nan_to_num(0.0)))
@@ -170,7 +170,7 @@ def test_forward_matches_truth(folder: str, case: HeadCase) -> None:
 def test_backward_of_what_the_forward_computed(
     folder: str, dtype: torch.dtype, ignored: str, reduction: str
 ) -> None:
-    """Multiplied in float32 and rounded once; what was not computed is made anew."""
+    """Computed gradients are multiplied in float32 and rounded once; others are recomputed."""
     case = HeadCase(shape=(5, 3), V=37, D=19, dtype=dtype, ignored=ignored, reduction=reduction)
     tensors, options = tensors_of(case), chunked_options(case, folder)
     outputs = FORWARD.definition(*tensors, *options, False, False, [True, True, False])

@@ -1,4 +1,4 @@
-"""The chunks of linear_cross_entropy: how many, of how many rows, and the memory that they take."""
+"""The number and size of the chunks of linear_cross_entropy, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_environment_gives_the_chunks_bytes(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("M", "D", "dtype", "accum_dtype", "count"),
     (
-        # With a sum: 1002 MiB of it, 512 of a chunk, less the gradient that is not there yet.
+        # With a sum: 1002 MiB for it, 512 for a chunk, less the gradient that does not exist yet.
         (4096, 2048, torch.bfloat16, None, 1),
         (8192, 2048, torch.bfloat16, None, 4),
         (8192, 4096, torch.bfloat16, None, 1),
@@ -76,7 +76,7 @@ def test_one_chunk_where_it_takes_no_more_than_several_and_their_sum(
     arguments = library.OPS["linear_cross_entropy_forward"].arguments
     head = head_of(arguments(x, weight, target, accum_dtype=accum_dtype), x, dweight, 16)
     assert len(head.slices) == count
-    # A float16 gradient waits in float32.
+    # A float16 gradient is kept in float32 until it is scaled.
     total = Gradients(head, None, dweight, None).dweight
     in_place = count == 1 or dtype is not torch.bfloat16 or accum_dtype is torch.bfloat16
     assert (total is dweight) == in_place
@@ -115,7 +115,7 @@ def test_the_logits_are_never_whole_in_memory(implementation: str, backward: boo
     function = op.definition if implementation == "definition" else op.kernels[implementation]
     with Calls() as calls:
         function(*args)
-    # The definition has int64 and float32 tensors of a chunk.
+    # The definition has int64 and float32 tensors of the size of a chunk.
     assert 4 * 256 * 2 <= calls.largest <= 4 * 256 * 8
     products = [name for name, _ in calls.calls if name in ("aten::mm", "aten::addmm")]
     assert len(products) >= 3 * 64

@@ -1,4 +1,4 @@
-"""rope's kernels of both devices against float64 truth, at every form of tables and layout."""
+"""rope's kernels for both devices against float64 truth, for all table forms and layouts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_by_the_host_codes_own_plan(
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
-# The forms of tables that a kernel reads in another way.
+# Forms of tables that a kernel reads differently.
 TABLE_FORMS = {
     "per-pair": {"per_pair": True},
     "strided": {"per_pair": True, "table_layout": "strided"},
@@ -96,7 +96,7 @@ TABLE_FORMS = {
 @EVERY_FOLDER
 @pytest.mark.parametrize("form", TABLE_FORMS)
 def test_tables_by_the_host_codes_own_plan(folder: str, form: str) -> None:
-    """A model's sizes, and a partial rotation of them."""
+    """A model's sizes, with a whole and a partial rotation."""
     whole = RopeCase(
         shape=(2, 4, 3, 128),
         dtype=torch.bfloat16,
@@ -113,7 +113,7 @@ def test_tables_by_the_host_codes_own_plan(folder: str, form: str) -> None:
 
 
 def test_tables_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the cuda kernel, at any strides, the real and imaginary parts of complex numbers too."""
+    """The cuda kernel reads tables of any strides in place, including parts of complex ones."""
     from liger_ops.lowering.cuda import rope as module
 
     launched: list[tuple[Any, ...]] = []
@@ -132,14 +132,14 @@ def test_tables_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None
         OP.kernel("cuda")(*args)
         stored = {tensor.untyped_storage().data_ptr() for tensor in args[:4] if tensor is not None}
         read = [arg for arg in launched.pop() if isinstance(arg, Tensor)]
-        # Its outputs are the last two.
+        # The kernel's outputs are the last two tensors.
         assert {tensor.untyped_storage().data_ptr() for tensor in read[:-2]} == stored
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 def test_what_is_not_rotated_is_copied(folder: str) -> None:
-    """Bit for bit, infinities too."""
+    """Copies are bitwise equal, also for infinities."""
     case = RopeCase(shape=(2, 3, 5, 20), dtype=torch.bfloat16, rotary=6, layout="model")
     q, k, cos, sin, *options = OP.forward_args(case, OP.tensors(case))
     q[..., 6:] = torch.linspace(-torch.inf, 0, 14)
@@ -155,7 +155,7 @@ def test_what_is_not_rotated_is_copied(folder: str) -> None:
 @EVERY_FOLDER
 @pytest.mark.parametrize("q_heads, k_heads", ((3, 0), (0, 2), (0, 0)))
 def test_no_heads(folder: str, q_heads: int, k_heads: int) -> None:
-    """One tensor is rotated beside another of no heads."""
+    """One tensor is rotated while the other has no heads."""
     case = RopeCase(shape=(2, q_heads, 5, 8), dtype=torch.float32, k_heads=k_heads, rotary=8)
     tensors = OP.tensors(case)
     for backward, args in (
@@ -172,7 +172,7 @@ def test_no_heads(folder: str, q_heads: int, k_heads: int) -> None:
 @EVERY_FOLDER
 @pytest.mark.parametrize("order", ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (2, 1, 0, 3)))
 def test_outputs_have_the_layout_of_the_inputs(folder: str, order: tuple[int, ...]) -> None:
-    """Contiguous, a model's, and sequence-first."""
+    """The layouts are contiguous, a model's, and sequence-first."""
     case = RopeCase(shape=(2, 4, 3, 16), dtype=torch.float32, k_heads=2, rotary=16)
     tensors = OP.tensors(case)
     inverse = [order.index(dim) for dim in range(4)]
