@@ -1,4 +1,4 @@
-"""The npu's tile rules: what they choose fits the Unified Buffer and the grid, for any sizes."""
+"""The npu's tile rules: the chosen tiles fit the Unified Buffer and the grid, for all sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROUP_OPS = [op for op in COSTS if op.startswith("group_norm")]
 
 
 def assert_fits(op: str, plan: Plan, whole: bool, itemsizes: set[int], ub_bytes: int) -> None:
-    """Within the share of the buffer that leaves room for what the planners differ in."""
+    """Check the share of the buffer that leaves room for differences between CANN's planners."""
     for size in (plan.BLOCK_M, plan.BLOCK_N):
         assert size & (size - 1) == 0
     cost = COSTS[op].whole if whole else COSTS[op].wide
@@ -61,7 +61,7 @@ def test_groups_fit(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, 
 @pytest.mark.parametrize("op", ELEMENTWISE_OPS)
 @given(M=st.integers(1, 99999), N=SIZES, itemsizes=ITEMSIZES, ub_bytes=UB_BYTES, cores=CORES)
 def test_tiles_fit(op: str, M: int, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -> None:
-    """And no core is idle for want of tiles, but where they would be less than 16 elements."""
+    """Tiles fit, and no core lacks a tile unless tiles would have less than 16 elements."""
     plan = tiling.tiles_plan(op, M, N, itemsizes, ub_bytes, cores)
     assert_fits(op, plan, False, itemsizes, ub_bytes)
     tiles = tiling.cdiv(M, plan.BLOCK_M) * tiling.cdiv(N, plan.BLOCK_N)
@@ -69,7 +69,7 @@ def test_tiles_fit(op: str, M: int, N: int, itemsizes: set[int], ub_bytes: int, 
 
 
 def test_short_rows_go_several_to_a_tile() -> None:
-    """A row that fits is never walked twice, and narrow rows take fewer turns."""
+    """A row that fits is never read twice, and narrow rows take fewer iterations."""
     for op in ("rms_norm", "fused_add_rms_norm", "rms_norm_backward"):
         plans = [tiling.rows_plan(op, N, {2}, 196608, 40) for N in (2048, 1024, 512, 256)]
         assert all(plan.whole(N) for plan, N in zip(plans, (2048, 1024, 512, 256), strict=True))
@@ -89,7 +89,7 @@ def test_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The grids that host code asks for; nothing is launched."""
+    """The grids that host code requests; nothing is launched."""
     recorded: list[int] = []
 
     def record(kernel: Any, plan: Plan, tiles: int, *args: Any, **constants: Any) -> None:
@@ -114,7 +114,7 @@ def test_the_grid_stays_below_65536(
     shape: tuple[int, ...],
     num_groups: int,
 ) -> None:
-    """At any (N, C, groups) and any number of rows, and never above the vector cores."""
+    """For any (N, C, groups) and number of rows, also at most the number of vector cores."""
     monkeypatch.setenv("LIGER_OPS_NPU_VECTOR_CORES", str(cores))
     kernel = {name: op.kernels["npu"] for name, op in library.OPS.items()}
     x, weight = torch.empty(shape), torch.empty(shape[1])
