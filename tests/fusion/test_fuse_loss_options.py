@@ -32,7 +32,7 @@ ONE_LAYER = text("Llama", 3, num_hidden_layers=1)
 
 
 def tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """By position: the log-probabilities of all classes, the labels, and which labels count."""
+    """The log-probabilities of all classes, the labels, and which labels count, by position."""
     labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
     return logits.log_softmax(-1), labels.clamp(min=0), labels != -100
 

@@ -40,7 +40,7 @@ class GivesPairMLP(Pair):
 
 
 class NoProjectionMLP(nn.Module):
-    """As after quantisation, when a linear layer holds no parameter."""
+    """Its linear layers hold no parameter, as after quantisation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def test_properties(folder: str, case: LossCase) -> None:
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 def test_what_the_rewrites_of_losses_of_tokens_ask_for(folder: str) -> None:
-    """Targets that are no class, and smoothing alone."""
+    """An ignore_index that no target has, and a label smoothing of 1."""
     case = LossCase(
         shape=(3, 5, 37),
         dtype=torch.bfloat16,

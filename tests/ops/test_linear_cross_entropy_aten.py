@@ -72,7 +72,7 @@ def test_agrees_with_aten(
 @EVERY_DTYPE
 @pytest.mark.parametrize("shape", ((), (1,), (0,), (2, 0), (4,)))
 def test_few_tokens_and_none(shape: tuple[int, ...], dtype: torch.dtype, reduction: str) -> None:
-    """As in PyTorch: without tokens, or if all are ignored, the mean is NaN, without gradient."""
+    """As in PyTorch: without tokens, or if all are ignored, the mean is NaN, its gradient zero."""
     for ignored in ("none", "all"):
         args, tensors = leaves(
             HeadCase(shape=shape, dtype=dtype, reduction=reduction, ignored=ignored, rows=1)

@@ -1,4 +1,4 @@
-"""What the backend marks to be saved, and what it marks to be recomputed in the backward."""
+"""The tensors that the backend marks to be saved, and those to be recomputed in the backward."""
 
 from __future__ import annotations
 
