@@ -40,7 +40,7 @@ class GivesPairMLP(Pair):
 
 
 class NoProjectionMLP(nn.Module):
-    """Its linear layers hold no parameter, as after quantisation."""
+    """Its projection holds no parameter, as a linear layer after quantisation."""
 
     def __init__(self) -> None:
         super().__init__()
