@@ -2,23 +2,23 @@
 
     python examples/measure_step.py [--help]
 
-Each way runs in a fresh process: a language model of transformers with random weights, bfloat16 and
-SDPA, by default a Llama with a tied head, or a UNet; a step is forward, backward and fused AdamW.
-Times are of the device, by its events: the median step with the 20th and the 80th percentile. A way
-whose first losses differ from the eager model's is not timed. The exit status is 1 if there was
-such a one, or one that failed.
+Each way runs in a fresh process. The model has random weights, in bfloat16: a language model of
+transformers with SDPA, by default a Llama with a tied head, or a UNet. A step is forward, backward
+and fused AdamW. Times are device times: the median step with the 20th and 80th percentiles. A way
+whose first losses differ from the eager model's is not timed. The exit status is 1 if there is such
+a way, or one that fails.
 
-    eager           as it comes
+    eager           the model as it is
     compile         torch.compile
-    causal          torch.compile, its attention made causal by hand: no mask is in memory; of texts
+    causal          torch.compile, attention made causal by hand, without any mask; only for text
     liger           torch.compile(backend="liger")
-    liger-all       the same, with the rewrites too that are by default left to Inductor
+    liger-all       the same, including the rewrites that are left to Inductor by default
     enabled         torch.compile after liger_ops.enable()
     liger-graphs    the same as liger, with mode="reduce-overhead"
-    liger-kernel    a Llama patched by Liger-Kernel, eager; only where that is installed
+    liger-kernel    a Llama patched by Liger-Kernel, eager; only if it is installed
 
-Needs transformers beside liger_ops. On a machine without a GPU nothing is timed: the losses are
-compared, of a small model, and the exit status is 2.
+Needs transformers beside liger_ops. On a machine without a GPU nothing is timed: the losses of a
+small model are compared, and the exit status is 2.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ LLAMAS = {
 }
 GPT_NEOXS = {"gpt-neox-1b": (2048, 8192, 16, 16, 50304, 2048)}
 TEXT = LLAMAS | GPT_NEOXS
-# Channels of each level, and pixels of a side.
+# The channels of each level, and the side of the images in pixels.
 UNETS = {"unet": ((320, 640, 1280), 128), "unet-tiny": ((32,), 8)}
 CHANNELS_LAST = "-channels-last"
 SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
-# The shapes that a way is for, where it is not for all.
+# The shapes for a way that does not apply to all shapes.
 FOR = {"causal": TEXT, "liger-kernel": LLAMAS}
 WARM_UP = 4
-# bfloat16 steps that round in other places; measured on an H200, llama-3.2-1b: 1e-3.
+# bfloat16 steps round in different places; measured on an H200, llama-3.2-1b: 1e-3.
 LOSS_BOUND = 2e-2
 
 
@@ -131,7 +131,7 @@ def line(way: str, result: dict[str, Any], wrong: bool, causal: dict[str, Any] |
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One way, in this process."""
+    """Measure one way, in this process."""
     (way,) = options.ways
     if way == "liger-kernel":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def causal_by_hand() -> str:
-    """The name of an attention for transformers that never makes a mask."""
+    """Register an attention for transformers that never makes a mask, and return its name."""
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
@@ -211,7 +211,7 @@ def timed(step: Callable[[], Tensor], steps: int) -> dict[str, Any]:
     return {
         **{"ms": statistics.median(times), "ms_20": low, "ms_80": high},
         "gib": torch.cuda.max_memory_allocated() / 2**30,
-        # The pools of CUDA graphs are not in the allocator's own peak.
+        # The allocator's own peak does not include the pools of CUDA graphs.
         "held_gib": (total - free) / 2**30,
         "device": torch.cuda.get_device_name(),
     }
@@ -268,7 +268,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two blocks a level on the way down, and two with the level's own result on the way up."""
+    """Two blocks per level going down, and two on each level's concatenated result going up."""
 
     def __init__(self, channels: tuple[int, ...]) -> None:
         super().__init__()

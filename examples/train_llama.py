@@ -2,8 +2,8 @@
 
     python examples/train_llama.py [--help]
 
-Both runs start from the same seed and see the same batches of real text: the source of Python's own
-standard library, byte by byte. The first is the transformers model as it comes, eager. The second
+Both runs start from the same seed and use the same batches of real text: the source of Python's own
+standard library, byte by byte. The first run is the unchanged transformers model, eager. The second
 is `liger_ops.fuse(model)` under `torch.compile(fullgraph=True)`, or with `--backend liger` the
 untouched model under `torch.compile(fullgraph=True, backend="liger")`. The exit status is 1 unless
 norms, rotary embeddings, gated activations and the head with its loss run as ops, nothing breaks
@@ -34,7 +34,7 @@ from liger_ops.bench.training import Comparison, Training, inductor_works, profi
 Loss = Callable[[Tensor], Tensor]
 
 MAX_TEXT_BYTES = 8 * 2**20
-# Equal parameters under the same arithmetic: the fused norms' rounding is all that may differ.
+# Parameters are equal and so is the arithmetic: only the fused norms' rounding may differ.
 CHECKPOINT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
 
 SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -43,7 +43,7 @@ TRAINING = ("steps", "batch_size", "sequence_length", "learning_rate")
 PRESETS = {
     "tiny": ((256, 768, 4, 4, 2, 256), (100, 8, 128, 1e-3)),
     "small": ((768, 2048, 12, 12, 4, 256), (150, 16, 512, 3e-4)),
-    # The real vocabulary: the text's bytes are the first of its tokens.
+    # The real vocabulary: the bytes of the text are its first 256 tokens.
     "llama-3.2-1b": ((2048, 8192, 16, 32, 8, 128256), (100, 8, 1024, 1e-4)),
 }
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         loss = loss_of(torch.compile(model, fullgraph=True, backend=options.compile_backend))
     else:
         rewrites = {"inner_backend": options.compile_backend, "rewrites": "all"}
-        # The logits are not returned, so that the head and its loss can be one op.
+        # The logits are not returned, so that head and loss can become one op.
         loss = torch.compile(loss_of(model), fullgraph=True, backend="liger", options=rewrites)
     fused = train(model, loss, batches, options.learning_rate, f"fused, {options.compile_backend}")
     graph_breaks = sum(counters["graph_break"].values()) - breaks_before
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     comparison = Comparison(untouched, fused)
     comparison.plot(options.output / "loss.png")
     layers, bound = model.config.num_hidden_layers, CHECKPOINT_BOUND[options.dtype]
-    # The rewrites of the graph see the sums before the norms too.
+    # The graph rewrites also see the sums before the norms.
     added = 2 * layers if options.backend == "liger" else 0
     norms = {"rms_norm": 2 * layers + 1 - added, "fused_add_rms_norm": added}
     expected = +Counter(norms, rope=layers, swiglu=layers, linear_cross_entropy_forward=1)
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parsed(arguments: list[str] | None) -> tuple[Parser, argparse.Namespace]:
-    """The arguments, with everything that was left open decided."""
+    """The parsed arguments, with all defaults filled in."""
     parser = Parser(description=(__doc__ or "").split("\n\n")[2])
     parser.add_argument("--preset", choices=PRESETS, help="default: tiny on a CPU, else small")
     best = liger_ops.infer_device()
@@ -128,7 +128,7 @@ def parsed(arguments: list[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 
 def draw_batches(options: argparse.Namespace, parser: Parser) -> list[Tensor]:
-    """A batch for each step, from random places of the text. A file with a NUL byte is not text."""
+    """A batch per step, from random positions of the text. Files with a NUL byte are skipped."""
     path, length = options.text, options.sequence_length
     try:
         files = filter(Path.is_file, sorted(path.iterdir())) if path.is_dir() else [path]
@@ -146,13 +146,13 @@ def draw_batches(options: argparse.Namespace, parser: Parser) -> list[Tensor]:
 
 
 def build_model(options: argparse.Namespace) -> Any:
-    """The model, with the random weights of the seed."""
+    """Build the model with random weights from the seed."""
     torch.manual_seed(options.seed)
     shape = dict(zip(SHAPE, PRESETS[options.preset][0], strict=True))
     config = transformers.LlamaConfig(
         **shape, max_position_embeddings=options.sequence_length, tie_word_embeddings=True
     )
-    # Not .to(dtype), which would round the rotary frequencies too.
+    # The dtype is set here, because .to(dtype) would round the rotary frequencies too.
     with torch.device(options.device):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=options.dtype)
 
@@ -162,10 +162,10 @@ def loss_of(model: Callable[..., Any]) -> Loss:
 
 
 def train(model: Any, loss_of: Loss, batches: list[Tensor], rate: float, label: str) -> Training:
-    """Train `model` with AdamW and a rate that rises, then falls to 0.
+    """Train `model` with AdamW and a learning rate that rises, then falls to 0.
 
     The optimizer keeps float32 parameters: in bfloat16 a norm's weight, which starts at 1, would
-    lose every update below 1/256. Where the model is float32 they are the model's own memory.
+    lose every update below 1/256. For a float32 model they are the model's own parameters.
     """
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]

@@ -1,5 +1,5 @@
-"""Options and profiles. Kernels run interpreted, on CPU tensors, unless --device names a real
-device."""
+"""Options and profiles of the tests. Kernels run interpreted on CPU tensors unless --device names a
+real device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# So that what the tests share says as much where it fails as they do.
+# Failed assertions in shared code then report as much as those in tests.
 pytest.register_assert_rewrite(
     *(file.stem for file in (Path(__file__).parent / "support").glob("*.py"))
 )
 
-# Those run in the environment of triton-ascend: see `make test-npu`.
+# Those tests run in the environment of triton-ascend: see `make test-npu`.
 collect_ignore = ["npu"]
 
 COMMON = {
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
     config.addinivalue_line("markers", "device_kernels: runs kernels on the device that is named")
-    # An exception in a rewrite fails the test instead of being a warning.
+    # An exception in a rewrite then fails the test instead of warning.
     os.environ.setdefault("LIGER_OPS_STRICT", "1")
     device = config.getoption("--device")
     os.environ["LIGER_OPS_TEST_DEVICE"] = device
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """A device mesh of this process alone."""
+    """A device mesh with this process alone."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -76,7 +76,7 @@ def mesh() -> Iterator[Any]:
 
 @pytest.fixture
 def empty_caches() -> None:
-    """Dynamo has compiled nothing yet."""
+    """Reset Dynamo, so that nothing is compiled yet."""
     import torch
 
     torch._dynamo.reset()

@@ -1,6 +1,6 @@
-"""`python -m liger_ops.bench`: every op beside its peers, on this machine's GPU or NPU.
+"""`python -m liger_ops.bench`: compare every op with its peers on this machine's GPU or NPU.
 
-`workloads` says what is run and `providers` by whom. `measure` checks and measures it with the
-clocks of `timing`, `judge` says where another provider is faster, and `show` prints and draws what
-was found; `records` is its file.
+`workloads` defines what is run, and `providers` who can run it. `measure` checks and measures with
+the timers of `timing`, `judge` finds the rows in which another provider is faster, `show` prints
+and plots the results, and `records` reads and writes their file.
 """

@@ -40,7 +40,7 @@ exit status: 0; 1 where liger_ops itself failed in a row; 2 where nothing could 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One sentence, without the usage."""
+        """Exit with one sentence, without the usage."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -106,7 +106,7 @@ def _parser() -> Parser:
 
 
 def integer(least: int) -> Callable[[str], int]:
-    """The type of an argument: an integer of at least `least`."""
+    """An argument type: an integer of at least `least`."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -139,7 +139,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Points,
 def carried_out(
     run: Run, accelerator: Accelerator, file: Path | None
 ) -> tuple[Points, dict[str, str]]:
-    """Print each workload when it is done, and keep the points in the file."""
+    """Run the bench: print each finished workload, and write the points to the file."""
     shared = {
         "gpu": accelerator.name,
         "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -165,7 +165,7 @@ def carried_out(
 
 
 def _facts(arguments: Sequence[str]) -> dict[str, str]:
-    """The command and the versions that the figures were measured with."""
+    """The command line and the versions of this run."""
     facts = {"command": " ".join(["python -m liger_ops.bench", *arguments])}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The points of a run, and what they say: where another provider is faster, and what changed."""
+"""The points of a run: the rows in which another provider is faster, and those that changed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from .providers import LOW_MEMORY, OURS, PROVIDERS
 from .timing import Spread
 
-# Metric to its unit: speed is the device's time, host the host's, graph that of a captured graph,
-# memory the peak beyond what was allocated before, and share that of the device's rate.
+# Unit of each metric. speed is time on the device, host is time on the host, graph is the time of a
+# captured graph, memory is the peak above what was allocated before, share is of the device's rate.
 UNITS = {
     "speed": "ms",
     "share": "%",
@@ -20,9 +20,9 @@ UNITS = {
     "graph": "ms",
     "error": "relative",
 }
-# The rates of the device, in the place of an op.
+# Names that stand for an op in the points of the device's rates.
 COPY, MATRIX_PRODUCT = "copy", "matrix_product"
-# Times that differ by less count as equal.
+# Times that differ by less count as equal: a relative difference.
 NOISE = 0.03
 
 # kernel, dtype, shape, mode.
@@ -31,21 +31,21 @@ Row = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Point:
-    """One measured number with its percentiles, and what was measured."""
+    """One measured number with its percentiles, and its configuration."""
 
     kernel: str
     provider: str
     metric: str
     unit: str
     mode: str
-    # The names of the shape's numbers, and the numbers.
+    # The names of the shape's sizes, and the sizes.
     dims: str
     shape: str
-    # None where the call failed; `note` then says how.
+    # None if the call failed; `note` is then the reason.
     value: Spread | None
     dtype: str
     note: str = ""
-    # More of the configuration, as JSON: the versions, with the device's rates.
+    # The rest of the configuration, as JSON: versions, and the device's rates.
     facts: str = "{}"
 
     @property
@@ -54,7 +54,7 @@ class Point:
 
 
 class Points:
-    """The points of a run, in the order in which they were measured."""
+    """The points of a run, in the order of measurement."""
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self._points: list[Point] = []
@@ -75,12 +75,12 @@ class Points:
         return self._index.get((kernel, dtype, shape, mode, provider, metric))
 
     def value(self, *key: str) -> float | None:
-        """The median of the point that `get` finds."""
+        """The median of the point with this key."""
         point = self.get(*key)
         return None if point is None or point.value is None else point.value.p50
 
     def rows(self, metric: str = "speed") -> list[Row]:
-        """Every row that was measured, once."""
+        """Every measured row, once."""
         return list(dict.fromkeys(point.row for point in self if point.metric == metric))
 
     def workloads(self) -> list[tuple[str, str, str]]:
@@ -88,24 +88,24 @@ class Points:
         return list(dict.fromkeys(row[:3] for row in self.rows()))
 
     def providers(self) -> list[str]:
-        """Those that have measured anything, in the order of PROVIDERS."""
+        """The providers with any point, in the order of PROVIDERS."""
         seen = {point.provider for point in self if point.metric in UNITS}
         return [name for name in PROVIDERS if name in seen]
 
     def rate(self, kernel: str) -> float | None:
-        """The device's rate, that of bfloat16 where there are several."""
+        """A rate of the device, for bfloat16 if there are several."""
         found = [p for p in self if p.kernel == kernel and p.value is not None]
         found.sort(key=lambda p: p.dtype != "bfloat16")
         return found[0].value.p50 if found and found[0].value else None
 
     def facts(self) -> dict[str, str]:
-        """The command and the versions of the run."""
+        """The command line and the versions of the run."""
         found = (json.loads(point.facts) for point in self if point.kernel == COPY)
         return next(found, {})
 
 
 def losses(points: Points) -> dict[Row, str]:
-    """The rows in which another provider is faster than liger_ops by more than NOISE."""
+    """The rows in which another provider is faster than liger_ops by more than NOISE, and how."""
     found = {}
     for row in points.rows():
         ours = points.value(*row, OURS)
@@ -124,7 +124,7 @@ def losses(points: Points) -> dict[Row, str]:
 
 
 def failures(points: Points) -> list[str]:
-    """The rows in which liger_ops itself failed, and why."""
+    """The rows in which liger_ops itself failed, and the reasons."""
     return [
         f"{p.kernel} {p.shape} {p.dtype} {p.mode}: {p.note}"
         for p in points
@@ -133,8 +133,8 @@ def failures(points: Points) -> list[str]:
 
 
 def changes(points: Points, earlier: Points) -> tuple[dict[Row, tuple[float, float]], int]:
-    """liger_ops' time then and now in each row that changed by more than NOISE, and the number of
-    the other rows that both runs have."""
+    """The earlier and the current time of liger_ops in each row that changed by more than NOISE,
+    and the number of other rows that both runs have."""
     changed, same = {}, 0
     for row in points.rows():
         then, now = earlier.value(*row, OURS), points.value(*row, OURS)

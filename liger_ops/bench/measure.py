@@ -1,4 +1,4 @@
-"""A run: every provider's call of a workload is checked against float64, then measured."""
+"""Run the bench: check every provider's call of a workload against float64, then measure it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .timing import (
 )
 from .workloads.entry import MODES, Draw, Function, Workload, as_tuple, dtype_name
 
-# A measured value, or the reason why there is none.
+# A measured value, or the reason that there is none.
 Found = Spread | float | str
 
-# The host's time is that of what a user calls, and of what training does.
+# Host time is measured for what a user calls, and for a training step.
 HOST_MODES = ("forward", "full")
-# Bounds of the relative error in norm. bfloat16: one rounding is 1.7e-3, and peers sum the gradient
-# of a weight in bfloat16, part by part; float32: sums in another order, and fast exponentials.
+# Bounds of the relative error in norm. bfloat16: one rounding is 1.7e-3, and peers sum a weight's
+# gradient in bfloat16, part by part; float32: other orders of summation, and fast exponentials.
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 class DeviceLost(Exception):
-    """The device answers nothing any more, as after an illegal access."""
+    """The device no longer works, as after an illegal memory access."""
 
 
 class Wrong(Exception):
@@ -48,14 +48,14 @@ class Wrong(Exception):
 
 @dataclass
 class Call:
-    """A provider's function, its arguments, and the gradients of what it returns."""
+    """A provider's function, its arguments, and the gradients of its outputs."""
 
     function: Function
     tensors: Sequence[Tensor]
     dys: Sequence[Tensor]
 
     def forward(self) -> tuple[Tensor, ...]:
-        """A forward in training: autograd records it."""
+        """Run the forward of a training step: autograd records it."""
         return as_tuple(self.function(*self.tensors))
 
     def backward(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -66,13 +66,13 @@ class Call:
         return self.backward(self.forward())
 
     def results(self) -> list[Tensor]:
-        """The outputs and the gradients. From here on `dys` have the dtypes of the outputs."""
+        """The outputs and the gradients; also casts `dys` to the dtypes of the outputs."""
         outputs = self.forward()
         self.dys = [dy.to(y.dtype) for dy, y in zip(self.dys, outputs, strict=True)]
         return [*(y.detach() for y in outputs), *self.backward(outputs)]
 
     def prepared(self, mode: str) -> Callable[[], Any]:
-        """The call to time. Before each backward its forward has run, untimed."""
+        """The call to time. For a backward, the forward has already run, untimed."""
         if mode != "backward":
             return {"forward": self.forward, "full": self.full}[mode]
         outputs = self.forward()
@@ -80,12 +80,12 @@ class Call:
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Clones, which require a gradient where the tensors do."""
+    """Clones that require a gradient if the tensors do."""
     return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
 
 def relative_error(found: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
-    """The largest, over outputs and gradients, of |found - truth| / |truth| in norm; NaN if any."""
+    """The largest |found - truth| / |truth| in norm over outputs and gradients; NaN if any is."""
     if len(found) != len(truths):
         raise Wrong(f"wrong: it gives {len(found)} outputs and gradients, not {len(truths)}")
     errors = []
@@ -99,7 +99,7 @@ def relative_error(found: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
 
 
 def check(error: float, dtype: torch.dtype) -> None:
-    """Raise Wrong for a relative error above the bound, and for NaN."""
+    """Raise Wrong if a relative error is above the bound or NaN."""
     bound = BOUNDS[dtype]
     if not error <= bound:
         raise Wrong(f"wrong: relative error {error:.1e}, allowed {bound:.0e}")
@@ -107,30 +107,30 @@ def check(error: float, dtype: torch.dtype) -> None:
 
 @dataclass
 class Run:
-    """A run over workloads. Its points are all that it has found so far."""
+    """A run over workloads. `points` has everything measured so far."""
 
     accelerator: Accelerator
     workloads: Sequence[Workload]
     providers: Sequence[str] = PROVIDERS
     modes: Sequence[str] = MODES
     effort: Effort = Effort()
-    # No workload is begun after this many seconds.
+    # No workload is started after this many seconds.
     budget: float = float("inf")
     facts: dict[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = lambda text: None
     clock: Clock = time.perf_counter
     peers: Peers = field(default_factory=Peers)
     points: Points = field(default_factory=Points)
-    # The workloads that were not begun, as the budget was spent.
+    # Workloads that were not started, because the budget was used up.
     left: list[str] = field(default_factory=list)
 
     def steps(self) -> Iterator[Workload | None]:
-        """Measure, and yield when there is more to keep: a workload, where it is done.
+        """Measure, and yield whenever there is more to save: a workload if it is complete.
 
-        A small one is done twice, the second time with what its host costs.
+        Small workloads are yielded twice, the second time with the host's times.
 
         Raises:
-            DeviceLost: after a failure that the device does not recover from.
+            DeviceLost: the device did not recover from a failure.
         """
         began = self.clock()
         self.say("rates of the device")
@@ -151,7 +151,7 @@ class Run:
             if workload.is_small and right:
                 small.append((workload, right))
             yield workload
-        # Last: what fails in a capture may take the device with it.
+        # Captures are last, because a failed capture may make the device unusable.
         for measure, what in ((self._measure_host, "host"), (self._measure_graphs, "graph")):
             for workload, right in small:
                 if self.clock() - began > self.budget:
@@ -162,7 +162,7 @@ class Run:
                 yield workload if what == "graph" else None
 
     def _measured(self, workload: Workload, measure: Callable[[Workload], Any]) -> Any:
-        """A workload that fails as a whole is a failure of each of its providers."""
+        """Measure; if the workload fails as a whole, record a failure for each provider."""
         try:
             return measure(workload)
         except Exception as error:
@@ -194,13 +194,13 @@ class Run:
         inputs = workload.entry.inputs(draw, workload.shape)
         dys = workload.entry.upstream(draw, inputs)
         return {
-            # Peers write into their inputs.
+            # Peers get copies, because they write to their inputs.
             name: Call(function, copied(inputs) if name in MODULES else inputs, dys)
             for name, function in functions(workload.entry, names, self.peers).items()
         }
 
     def _measure(self, workload: Workload) -> list[str]:
-        """The providers that compute the op, all of whose modes are then timed."""
+        """Time all modes of the providers that compute the op, and return these providers."""
         calls = self._right(workload, self._calls(workload, self.providers))
         for mode in self._modes(workload):
             prepares = {name: partial(call.prepared, mode) for name, call in calls.items()}
@@ -217,12 +217,12 @@ class Run:
         return list(calls)
 
     def _right(self, workload: Workload, calls: dict[str, Call]) -> dict[str, Call]:
-        """The calls whose results are near float64's."""
+        """The calls whose results are close to float64."""
         some = next(iter(calls.values()), None)
         if some is None:
             return {}
         entry = workload.entry
-        # From the first provider's inputs, before any has run.
+        # The truth is computed from the first provider's inputs, before any call has run.
         truths = entry.truth(entry.definition, some.tensors, some.dys)
         gradients = sum(t.nbytes for t in some.tensors if t.requires_grad) / MB
         right = {}
@@ -235,7 +235,7 @@ class Run:
                 text = str(failure) if isinstance(failure, Wrong) else one_line(failure)
                 for mode in self._modes(workload):
                     self._add(workload, name, "speed", mode, text)
-                # The frames of the failure hold its tensors.
+                # The traceback's frames keep the call's tensors alive.
                 failure.__traceback__ = None
                 self._recover()
                 continue

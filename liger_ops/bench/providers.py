@@ -1,4 +1,4 @@
-"""Who can run a workload: liger_ops, PyTorch in three ways, and peers that are installed."""
+"""Who can run a workload: liger_ops, PyTorch in three ways, and the installed peers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from .workloads.entry import Entry, Function
 
 OURS = "liger_ops"
-# The same op with its options for less memory.
+# liger_ops' op with its options for less memory.
 LOW_MEMORY = "low-memory"
-# The module with a peer's functions, imported when it is first asked for.
+# Peer -> the module with its functions, imported when it is first needed.
 MODULES = {"liger-kernel": "liger_kernel.transformers.functional", "quack": "quack"}
 PROVIDERS = (OURS, LOW_MEMORY, "eager", "aten", "inductor", *MODULES)
 
 
 class Peers:
-    """The peers' packages, each imported once."""
+    """The peers' packages, each imported at most once."""
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType | None] = {}
-        # Peer to one line on why it cannot be imported.
+        # Peer -> one line with the reason that it cannot be imported.
         self.missing: dict[str, str] = {}
 
     def module(self, name: str) -> ModuleType | None:
         if name not in self._modules:
             try:
                 self._modules[name] = importlib.import_module(MODULES[name])
-            # A package built for another machine fails to import in many ways.
+            # A package built for another machine can raise anything when imported.
             except Exception as error:
                 self._modules[name] = None
                 self.missing[name] = one_line(error)
@@ -38,15 +38,15 @@ class Peers:
 
 
 def functions(entry: Entry, names: Sequence[str], peers: Peers) -> dict[str, Function]:
-    """The function for the op of each provider of `names` that has one and can be imported.
+    """For each provider in `names`, its function for the op, if it has one and can be imported.
 
-    A provider whose function cannot be made is left to raise when it is called.
+    If a provider's function cannot be made, calling it raises the reason.
     """
     own = {OURS: entry.ours, LOW_MEMORY: entry.low_memory, "eager": entry.eager, "aten": entry.aten}
     found: dict[str, Function] = {}
     for name in names:
         if name == "inductor":
-            # The code of models, compiled as a user compiles it, for the sizes that it sees.
+            # The code of models, compiled as users do, for static sizes.
             found[name] = torch.compile(entry.definition, dynamic=False)
         elif (function := own.get(name)) is not None:
             found[name] = function
@@ -67,7 +67,7 @@ def _raiser(error: Exception) -> Function:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's name and the first line of its text."""
+    """The name of the error's class and the first line of its text."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

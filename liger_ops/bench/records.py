@@ -1,7 +1,7 @@
-"""The file of a run: JSON, a list of records in the form that benchmarks of kernels use.
+"""The file of a run: JSON, a list of records in the format that kernel benchmarks use.
 
-A record is a curve: an op, a provider, a metric, a mode, and the values over the shapes. A call
-that failed has a record of its own, whose values are null and whose configuration says why.
+A record is a curve: an op, a provider, a metric, a mode, and the values over the shapes. A failed
+call has a record of its own, whose values are null and whose configuration has the reason.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from .judge import Point, Points
 from .timing import Spread
 
-# In the order of Spread.
+# Columns in the order of the fields of Spread.
 COLUMNS = ("y_values_50", "y_values_20", "y_values_80")
 
 
 def write(path: Path, points: Iterable[Point], gpu_name: str, timestamp: str, version: str) -> None:
-    """Replace the file as a whole: a reader finds all that was measured so far."""
+    """Replace the file atomically, so that a reader finds everything measured so far."""
     records = as_records(points, gpu_name, timestamp, version)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n")
@@ -69,8 +69,8 @@ def read(path: Path) -> tuple[Points, dict[str, str]]:
     """The points of a file, and what all its records share: GPU, time, version.
 
     Raises:
-        ValueError: the file holds no such records.
-        OSError: it cannot be read.
+        ValueError: the file has no such records.
+        OSError: the file cannot be read.
     """
     try:
         records = json.loads(path.read_text())

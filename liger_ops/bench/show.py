@@ -1,4 +1,4 @@
-"""The figures of a run: a table for a terminal, a page, and plots."""
+"""The results of a run as a table for the terminal, a page, and plots."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from .judge import COPY, MATRIX_PRODUCT, NOISE, Point, Points, changes, failures, losses
 from .providers import OURS, PROVIDERS
 
-# 80 columns are enough for six providers, the most that an op has.
+# 80 columns fit six providers, the most that an op has.
 WIDTH = 80
 MODE_WIDTH = 10
-# "0.326 101%", after a space.
+# The width of "0.326 101%" after a space.
 CELL_WIDTH = 10
-# (metric, mode) to the line's name, for what stands below the times.
+# (metric, mode) -> name of the line, for the lines below the times.
 OTHERS = {
     ("memory", "full"): "peak MB",
     ("host", "forward"): "host fwd",
@@ -44,7 +44,7 @@ memory is what forward and backward allocate beyond their inputs. Host is the ti
 takes to issue the calls.
 """
 
-# A provider has its colour in every plot.
+# A provider has the same colour in every plot.
 COLOURS = {name: f"C{i}" for i, name in enumerate(PROVIDERS)}
 
 
@@ -59,7 +59,7 @@ def rates(points: Points) -> str:
 
 
 def block(points: Points, kernel: str, dtype: str, shape: str) -> str:
-    """All modes of a workload: milliseconds, and the share of the device's rate."""
+    """All modes of a workload, in milliseconds and as a share of the device's rate."""
     here = [p for p in points if p.row[:3] == (kernel, dtype, shape)]
     providers = _providers(points, here)
     lines = [f"{kernel} {shape} {dtype}"]
@@ -78,7 +78,7 @@ def blocks(points: Points) -> str:
 
 
 def summary(points: Points) -> str:
-    """The device's rates, the rows that are lost and what failed, one line each."""
+    """The device's rates, the lost rows and the failures, one line each."""
     lost = losses(points)
     rows = [row for row in points.rows() if points.value(*row, OURS) is not None]
     won = f"{len(rows) - len(lost)} of {len(rows)} fastest or within {NOISE:.0%} of the fastest"
@@ -111,7 +111,7 @@ def _providers(points: Points, here: Iterable[Point]) -> list[str]:
 def _lines(
     points: Points, kernel: str, dtype: str, shape: str, providers: Sequence[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """A workload's lines, each a name and a cell for every provider."""
+    """The lines of a workload, each a name and a cell per provider."""
     workload = (kernel, dtype, shape)
     for mode in (row[3] for row in points.rows() if row[:3] == workload):
         yield mode, [_cell(points, (*workload, mode, name)) for name in providers]
@@ -136,15 +136,15 @@ def _number(point: Point | None) -> str:
 
 
 def _milliseconds(ms: float) -> str:
-    """Four digits, or three behind the point: what repeats from run to run."""
+    """Four digits, or three after the point: more do not repeat from run to run."""
     return f"{ms:.3f}" if ms < 10 else f"{ms:.2f}" if ms < 100 else f"{ms:.1f}"
 
 
 def write_page(path: Path, points: Points, shared: dict[str, str], plots: Path | None) -> None:
-    """Put the figures between the page's two markers, and leave the rest of it as it is.
+    """Write the figures between the page's two markers, and keep the rest of the page.
 
     Raises:
-        ValueError: the page has no such markers.
+        ValueError: the page does not have the markers.
     """
     page = path.read_text() if path.exists() else NEW_PAGE
     before, begin, rest = page.partition(BEGIN)
@@ -206,8 +206,8 @@ def plot_name(kernel: str, dtype: str) -> str:
 
 
 def plot(points: Points, folder: Path) -> list[Path]:
-    """The share of the device's rate by shape: a file for each op and dtype, a panel for each mode,
-    a line for each provider.
+    """Plot the share of the device's rate by shape: a file per op and dtype, a panel per mode, a
+    line per provider.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -248,6 +248,6 @@ def _draw(
 
 
 def _size(shape: str) -> tuple[int, int]:
-    """By width, then by elements."""
+    """Sort key: the width, then the number of elements."""
     sizes = [int(size) for size in shape.split("x")]
     return sizes[-1], math.prod(sizes)

@@ -1,4 +1,4 @@
-"""The accelerator, and times: on the device by its events, on the host by its clock."""
+"""The accelerator, and timers: device time by its events, host time by its clock."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .providers import one_line
 
 KINDS = ("cuda", "npu")
 
-# More than the last level of cache of any device.
+# Larger than the last-level cache of any device.
 CACHE_BYTES = 256 * 2**20
-# Longer than the host takes for any call that is limited by it: 2 ms at 2 GHz.
+# Longer than the host needs to launch any host-bound call: 2 ms at 2 GHz.
 HEAD_START_CYCLES = 4_000_000
-# A device without a sleep writes instead: some 0.2 ms each.
+# A device without a sleep instruction flushes the cache instead, about 0.2 ms each time.
 HEAD_START_FLUSHES = 10
 MB = 2**20
 
 Clock = Callable[[], float]
-# It prepares, and returns what is timed.
+# Prepares a call, and returns the function to time.
 Prepare = Callable[[], Callable[[], Any]]
 
 WARM_UPS = 3
@@ -39,13 +39,13 @@ RATE_MATRIX = 8192
 
 
 class NoAccelerator(Exception):
-    """Why nothing can be measured, in one sentence."""
+    """Nothing can be measured; the text is the reason, in one sentence."""
 
 
 class Accelerator:
     """A GPU through torch.cuda, or an Ascend NPU through torch.npu, which has the same interface.
 
-    The NPU's side has not been run on an Ascend device.
+    The NPU code has not been run on an Ascend device.
     """
 
     def __init__(self, kind: str) -> None:
@@ -69,7 +69,7 @@ class Accelerator:
         self._cache_filler.zero_()
 
     def head_start(self) -> None:
-        """Keep the device busy while the host queues the call that is timed."""
+        """Keep the device busy while the host queues the timed call."""
         if hasattr(self.module, "_sleep"):
             self.module._sleep(HEAD_START_CYCLES)
         else:
@@ -83,7 +83,7 @@ class Accelerator:
         self.module.empty_cache()
 
     def peak_memory(self, function: Callable[[], Any]) -> float:
-        """The peak of a call beyond the memory that was allocated before it, in MB."""
+        """The peak memory of a call above what was allocated before it, in MB."""
         self.synchronize()
         before = self.module.memory_allocated()
         self.module.reset_peak_memory_stats()
@@ -92,8 +92,8 @@ class Accelerator:
         return (self.module.max_memory_allocated() - before) / MB
 
     def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """The replay of a graph of the call."""
-        # Kernels compile, and libraries allocate, before the capture and on its own stream.
+        """Capture the call in a graph, and return a function that replays it."""
+        # Compile kernels and let libraries allocate before the capture, on a stream of its own.
         stream = self.module.Stream()
         stream.wait_stream(self.module.current_stream())
         with self.module.stream(stream):
@@ -102,16 +102,16 @@ class Accelerator:
         self.module.current_stream().wait_stream(stream)
         graph = getattr(self.module, "CUDAGraph" if self.kind == "cuda" else "NPUGraph")()
         with self.module.graph(graph):
-            # The outputs live as long as the graph, which writes to them.
+            # Keep the outputs alive as long as the graph, which writes to them.
             kept = function()
         return lambda: (graph.replay(), kept)
 
 
 def find(kind: str | None) -> Accelerator:
-    """The accelerator of a kind, or of this machine.
+    """The accelerator of a kind; with None, any accelerator of this machine.
 
     Raises:
-        NoAccelerator: there is none.
+        NoAccelerator: there is no accelerator.
     """
     kind = kind or infer_device()
     if kind not in KINDS:
@@ -124,14 +124,14 @@ def find(kind: str | None) -> Accelerator:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median, and the percentiles 20 and 80."""
+    """The median, and the 20th and 80th percentiles."""
 
     p50: float
     p20: float
     p80: float
 
     def map(self, function: Callable[[float], float]) -> Spread:
-        """The same of a function of the value; those of a rate change places."""
+        """Apply a function to all three values; a decreasing one swaps the percentiles."""
         low, high = sorted((function(self.p20), function(self.p80)))
         return Spread(function(self.p50), low, high)
 
@@ -144,13 +144,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Effort:
-    """How often a call is timed: `rounds` times, fewer where `seconds` a provider are over."""
+    """How often to time a call: `rounds` times, or fewer after `seconds` per provider."""
 
     rounds: int = 25
     seconds: float = 2.0
 
 
-# For what the device can do at most.
+# Effort for the peak rates of the device.
 RATE_EFFORT = Effort(seconds=3.0)
 
 
@@ -160,11 +160,11 @@ def interleaved(
     effort: Effort,
     clock: Clock = time.perf_counter,
 ) -> tuple[dict[str, Spread], dict[str, str]]:
-    """Milliseconds of each call on the device, and what failed, in a line.
+    """Time calls on the device: milliseconds per call, and one line for each call that failed.
 
-    In every round each call runs once, the cache flushed before it, in an order that turns from
-    round to round: what changes during the measurement, a clock rate or a neighbour, changes for
-    all.
+    In every round each call runs once, after a flush of the cache, and the order rotates from round
+    to round. A change during the measurement, such as of a clock rate or by another process, thus
+    affects all calls.
     """
     failures: dict[str, str] = {}
     running = dict(prepares)
@@ -220,7 +220,7 @@ def _sample(accelerator: Accelerator, prepare: Prepare) -> tuple[Any, Any]:
 def host_microseconds(
     accelerator: Accelerator, function: Callable[[], Any], clock: Clock = time.perf_counter
 ) -> Spread:
-    """The host's time for a call, in bursts that the device can queue."""
+    """The host's time per call, measured in bursts that the device can queue."""
     _warm_up(accelerator, lambda: function)
     times = []
     collecting = gc.isenabled()
@@ -243,7 +243,7 @@ def timed(accelerator: Accelerator, call: Callable[[], Any], effort: Effort) -> 
     """Milliseconds of one call on the device.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the call failed.
     """
     times, failures = interleaved(accelerator, {"call": lambda: call}, effort)
     if failures:
@@ -252,7 +252,7 @@ def timed(accelerator: Accelerator, call: Callable[[], Any], effort: Effort) -> 
 
 
 def copy_rate(accelerator: Accelerator) -> Spread:
-    """GB/s, bytes read and bytes written."""
+    """The copy rate in GB/s, counting bytes read and bytes written."""
     count = min(RATE_COPIED_BYTES, accelerator.free_memory() // 4) // 4
     source = torch.randn(count, device=accelerator.kind)
     target = torch.empty_like(source)
@@ -261,7 +261,7 @@ def copy_rate(accelerator: Accelerator) -> Spread:
 
 
 def matrix_rate(accelerator: Accelerator, dtype: torch.dtype) -> Spread:
-    """TFLOP/s of a square product of random matrices: of zeros it would be faster."""
+    """TFLOP/s of a product of square random matrices; matrices of zeros would be faster."""
     size = (RATE_MATRIX, RATE_MATRIX)
     a, b = (torch.randn(size, device=accelerator.kind, dtype=dtype) for _ in range(2))
     times = timed(accelerator, lambda: a @ b, RATE_EFFORT)

@@ -1,4 +1,4 @@
-"""Two trainings of a model on the same batches, untouched and with liger_ops, side by side."""
+"""Train a model on the same batches untouched and with liger_ops, and compare."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from .. import library
 from .timing import MB, Accelerator
 
-# The largest difference between two loss curves that passes, up to step EARLY_STEPS and after.
-# Training magnifies a difference in rounding. Measured with examples/train_llama.py, tiny: float32
+# The largest difference between two loss curves that passes, up to step EARLY_STEPS and after it.
+# Training amplifies differences in rounding. Measured with examples/train_llama.py, tiny: float32
 # on a CPU 1e-6 to step 100 and 1e-3 to step 200 at a constant rate; bfloat16 on an H200 1e-2 and
 # 2e-2. llama-3.2-1b there: 2e-2.
 EARLY_STEPS = 100
@@ -31,8 +31,8 @@ LOSS_BOUND = {torch.float32: (1e-4, 5e-2), torch.bfloat16: (5e-2, 2e-1)}
 
 @dataclass(frozen=True)
 class Training:
-    """Losses and seconds step by step, the first of which compiles, and what a step runs: its liger
-    ops, and its peak of memory in MB beside parameters and the optimizer's state."""
+    """Losses and seconds per step, where the first step compiles; the liger ops that a step runs;
+    and its peak memory in MB above parameters and optimizer state."""
 
     losses: Tensor
     seconds: list[float]
@@ -48,11 +48,11 @@ class Training:
 
 
 def profiled(step: Callable[[], Any], device: str) -> tuple[Counter[str], float]:
-    """The liger ops that a step runs, and its peak of memory in MB beyond what was allocated.
+    """The liger ops that a step runs, and its peak memory in MB above what was allocated before.
 
-    What it compiles has to be compiled already: a trace runs every op once more.
+    The step must be compiled already, because tracing also runs every op.
     """
-    # The profiler writes two lines to the standard error otherwise.
+    # Otherwise the profiler writes two lines to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     on_cpu = device == "cpu"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=on_cpu) as profiler:
@@ -85,7 +85,7 @@ class Comparison:
         return Counter({op: count for op, count in ops if op.endswith("_backward")})
 
     def rows(self) -> dict[str, str]:
-        """The comparison as printed: a name and a text for each row."""
+        """The printed comparison: row name -> text."""
         peaks = f"{self.untouched.peak:,.1f} MiB untouched, {self.changed.peak:,.1f} with liger_ops"
         return {
             "forward graph": counted(self.forward),
@@ -97,8 +97,8 @@ class Comparison:
         }
 
     def checks(self, forward: Counter[str], dtype: torch.dtype) -> dict[str, bool]:
-        """Sentence to whether it holds: the graphs hold these ops of a forward and their gradients,
-        and the losses of each step differ by no more than its bound."""
+        """Check -> whether it holds: the graphs run these ops of a forward and their gradients, and
+        the losses of each step differ by at most the bound."""
         bounds = torch.where(torch.arange(len(self.difference)) < EARLY_STEPS, *LOSS_BOUND[dtype])
         names = {op: f"{op.removesuffix('_forward')}_backward" for op in forward}
         gradients = Counter({names[op]: count for op, count in forward.items()})
@@ -115,7 +115,7 @@ class Comparison:
         }
 
     def plot(self, path: Path) -> None:
-        """Both loss curves, and below them their difference."""
+        """Plot both loss curves, and below them their difference."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 6), layout="constrained")
@@ -124,7 +124,7 @@ class Comparison:
         curves.plot(self.changed.losses, label="liger_ops")
         curves.set_ylabel("loss")
         curves.legend()
-        # A logarithmic axis leaves out the steps where the two are equal to the last bit.
+        # A logarithmic axis omits steps where the two losses are bitwise equal.
         differences.plot(self.difference, ".")
         if self.difference.any():
             differences.set_yscale("log", nonpositive="mask")
@@ -137,7 +137,7 @@ def counted(ops: Counter[str]) -> str:
 
 
 def reported(rows: Mapping[str, object], checks: Mapping[str, bool], program: str) -> int:
-    """Print the rows, and on the standard error the checks that fail: the exit status."""
+    """Print the rows, and the failed checks to standard error; return the exit status."""
     print("\n".join(f"{name:16}{value}" for name, value in rows.items()))
     failures = [sentence for sentence, holds in checks.items() if not holds]
     for sentence in failures:
@@ -146,6 +146,6 @@ def reported(rows: Mapping[str, object], checks: Mapping[str, bool], program: st
 
 
 def inductor_works() -> bool:
-    """Whether Inductor finds what it needs to build C++ for a CPU."""
+    """Whether Inductor can build C++ code for the CPU here."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()

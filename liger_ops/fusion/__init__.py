@@ -1,7 +1,7 @@
-"""Swapping parts of a model for fused ones, and back.
+"""Replace parts of a model by fused ops, and undo it.
 
-Each fuser knows one kind of part and finds it by what it computes. It makes a plan of what it will
-change in a model, and what it leaves.
+Each fuser handles one kind of part, which it recognises by what it computes. It first makes a plan
+of what it will change in a model, and what it leaves.
 """
 
 from __future__ import annotations
@@ -28,94 +28,91 @@ def fuse(
     rope: bool = True,
     loss: bool = True,
 ) -> FuseReport:
-    """Let the norms, activations, rotary embeddings and the loss of a model be computed by the ops.
+    """Compute the norms, activations, rotary embeddings and loss of a model with the ops.
 
-    What a module computes decides, not its class. The forward of a norm or of a gated activation is
-    traced with tensors without data, and is matched with the patterns that the backend `liger` has
-    for the ops: in bfloat16, float16 and float32, in training and in evaluation, casts included.
-    The code of rotary embeddings and losses runs on the CPU, and is compared with the definitions
-    of the ops. What agrees is fused, from transformers or not; what does not is left.
+    A module is recognised by what it computes, not by its class. The forward of a norm or of a
+    gated activation is traced with tensors without data, and matched against the patterns of the
+    backend `liger`: in bfloat16, float16 and float32, in training and in evaluation, casts
+    included. The code of rotary embeddings and losses runs on the CPU, and is compared with the
+    definitions of the ops. A part that agrees is fused, from transformers or not; others are left.
 
     * Norms: a module without children, and with no parameters but a weight and a bias of one size,
-      that is `rms_norm`, `layer_norm` or `group_norm` under some offset, eps and casting mode, is
-      replaced by the fused module, which has the same Parameter objects under the same names.
-    * Gated activations: a module that projects its input once or twice, and projects again what
-      `swiglu`, `geglu`, `clamped_swiglu` or `relu_squared` is of that, gets a forward that calls
-      the same children and the op. The children may be anything, such as quantised layers and
-      adapters, also those put there later. Of the experts of mixture models in transformers it is
-      the method `_apply_gate` that is the op.
+      that computes `rms_norm`, `layer_norm` or `group_norm` with some offset, eps and casting mode,
+      is replaced by the fused module, which has the same Parameter objects under the same names.
+    * Gated activations: a module that projects its input once or twice, applies `swiglu`, `geglu`,
+      `clamped_swiglu` or `relu_squared`, and projects the result, gets a forward that calls the
+      same children and the op. The children may be anything, such as quantised layers and
+      adapters, also when they are replaced later. In the experts of mixture models in transformers
+      the method `_apply_gate` becomes the op.
     * Rotary embeddings: a forward that calls a global function of queries, keys and cosines and
-      sines (or complex frequencies) which is `rope` is made again, to call the op. Where tables of
-      float32 make float32 of queries in bfloat16, as in autocast, the op's results are float32 too.
-      Calls of other forms still reach the function.
-    * The loss: a model with `get_output_embeddings()`, whose loss is the cross-entropy of its
-      labels, shifted by one or not, and of what its head, a torch.nn.Linear, returns, also scaled
-      or capped, computes it by `linear_cross_entropy`. It may come of the model's `loss_function`
-      or of a torch.nn.CrossEntropyLoss in its forward. The head may be a part of a child, and the
-      model one that holds a language model. While it trains and labels are
-      given, it returns the loss and no logits: `output.logits` is None. It returns them as before
-      in evaluation, without labels, where logits_to_keep is given, and for the argument
-      `skip_logits=False` of its forward; `skip_logits=True` lets it do without them in evaluation
-      too. All else that its forward computes from the labels, such as the loss of routers, stays.
-      A head in peft's modules_to_save, and one whose LoRA is merged, is the linear layer that it
-      calls.
+      sines (or complex frequencies) which computes `rope` is copied, and the copy calls the op. If
+      the function returns float32 for float32 tables and bfloat16 queries, as in autocast, the op's
+      results are float32 too. Other forms of call still reach the function.
+    * The loss: a model with `get_output_embeddings()` whose loss is the cross-entropy of its
+      labels, shifted by one or not, and of the output of its head, a torch.nn.Linear, also scaled
+      or capped, computes it with `linear_cross_entropy`. The loss may be computed by the model's
+      `loss_function` or by a torch.nn.CrossEntropyLoss in its forward. The head may be in a child,
+      and the model may contain a language model. In training with labels the model returns the
+      loss and no logits: `output.logits` is None. It returns logits as before in evaluation,
+      without labels, with logits_to_keep, and with the argument `skip_logits=False` of its
+      forward; `skip_logits=True` skips them in evaluation too. Everything else that the forward
+      computes from the labels, such as the loss of routers, stays. For a head in peft's
+      modules_to_save, or with merged LoRA, the linear layer that it calls is used.
 
       The forward takes `reduction`, `label_smoothing`, `lse_square_scale`, `accum_dtype` and
-      `chunk_bytes`, as of `linear_cross_entropy`; `use_token_scaling`, which multiplies each
+      `chunk_bytes`, as in `linear_cross_entropy`; `use_token_scaling`, which multiplies each
       token's loss by the probability of its label, as a constant; `return_token_accuracy` and
-      `return_predicted_tokens`, which add `token_accuracy`, the share of the labels predicted, and
-      `predicted_tokens`, of the labels' shape, to the output: by name, or at the end of a tuple.
-      They are computed with and without logits, but for models whose forward calls
-      CrossEntropyLoss: there they raise where logits are kept. accum_dtype and chunk_bytes, which
-      set memory alone, have nothing to set where logits are kept. It takes `shift_labels` without
-      labels too, where its loss_function takes them. A wrong value of any of these raises TypeError
-      or ValueError, and so does asking for any without labels. Other arguments go where they went.
+      `return_predicted_tokens`, which add `token_accuracy`, the share of labels predicted, and
+      `predicted_tokens`, in the shape of the labels, to the output: by name, or at the end of a
+      tuple. They are computed with and without logits, except that models whose forward calls
+      CrossEntropyLoss raise if logits are kept. accum_dtype and chunk_bytes only control memory,
+      and have no effect if logits are kept. `shift_labels` is accepted without labels too, if
+      the model's loss_function accepts it. A wrong value of any of these, or any of these without
+      labels, raises TypeError or ValueError. Other arguments are passed on unchanged.
 
-      Where a step of training with labels has to make all logits, since the head has become another
-      module, has hooks or is sharded by itself, or loss_function another function, it computes what
-      the model did before, and warns once of each reason; for `skip_logits=True` it raises
-      ValueError.
+      A training step with labels may have to compute all logits, because the head was replaced by
+      another module, has hooks or is sharded by itself, or because loss_function was replaced. It
+      then computes what the model did before, and warns once per reason; with `skip_logits=True`
+      it raises ValueError.
 
     Each kind has a switch, an argument of this function.
 
-    Of the last three no module is replaced: the class of each such module becomes a subclass of its
-    own, of the same name, in which one method is overridden. Its attributes, children, hooks and
-    signature are what they were, and what its code read from its attributes to compute with, such
-    as a limit or the name of an activation, is read once, now.
+    For the last three kinds no module is replaced: the class of each such module becomes a subclass
+    of its own, with the same name, in which one method is overridden. Attributes, children, hooks
+    and signature do not change. Attributes that the module's code computes with, such as a limit or
+    the name of an activation, are read once, during this call.
 
-    In float32 results change by rounding in the last place. In bfloat16 and float16 the norms round
-    where the model's code does; gated activations and rope round once where that rounds after each
-    operation, two to four times: they are nearer to the equation. The loss is computed in float32
-    from logits in the model's dtype, and so are their scale and cap.
+    In float32 results differ by rounding in the last place. In bfloat16 and float16 the norms round
+    where the model's code does; gated activations and rope round once where that code rounds after
+    each operation, two to four times, so they are closer to the equation. The loss is computed in
+    float32 from logits in the model's dtype, and so are their scale and cap.
 
-    Optimizers, tied weights and the state dict, keys and values, do not notice. `requires_grad` and
-    the training mode stay. A module in several places of the model remains one module. The model
-    can then be copied, pickled, saved, moved, cast, loaded into, checkpointed and compiled. Other
-    models stay as they are, those of the same classes too, and the state of random number
-    generators.
+    Optimizers, tied weights and the state dict, keys and values, are not affected. `requires_grad`
+    and the training mode stay. A module in several places of the model remains one module. The
+    model can then be copied, pickled, saved, moved, cast, loaded into, checkpointed and compiled.
+    Other models do not change, even those of the same classes, nor do random number generators.
 
-    A module is left, and the report says why, where fusing it could change what the model does: it
-    computes something else (another activation, something between, a dropout that is active), or
-    its parts do something beside (hooks, a forward of its own on the instance, as accelerate sets
-    it, parametrizations), its code fails in a trace or a probe, or a norm's parameters are no plain
-    tensors. A norm whose class returns the weight's dtype is left where the model's other
-    parameters have another dtype than its weight. Experts whose implementation is eager, with the
-    activation in their forward, are left too. So is the loss where the head is none of
-    torch.nn.Linear's, is adapted or quantised, or where the logits serve for anything else, and
-    that of classifiers.
+    A module is left, and the report gives the reason, if fusing it could change what the model
+    does: it computes something else (another activation, an operation in between, an active
+    dropout), its parts have side effects (hooks, a forward set on the instance, as accelerate does,
+    parametrizations), its code fails in a trace or a probe, or a norm's parameters are not plain
+    tensors. A norm whose class returns the weight's dtype is left if other parameters of the model
+    have another dtype than its weight. Experts with an eager implementation, whose forward contains
+    the activation, are left too. The loss is left if the head is not a torch.nn.Linear, is adapted
+    or quantised, if the logits are used for anything else, and for classifiers.
 
-    A model can be fused before FSDP2's `fully_shard` and after it. After it, the norms whose
-    parameters it holds stay in their places too, and their classes become subclasses. Parameters
-    that are DTensors for another reason, such as tensor parallelism, are left.
+    A model can be fused before or after FSDP2's `fully_shard`. After it, norms whose parameters
+    FSDP2 holds stay in place too, and their classes become subclasses. Parameters that are DTensors
+    for another reason, such as tensor parallelism, are left.
 
-    What is fused already is passed over: a second call changes nothing. It may be called in
-    autocast, and finds the same there.
+    Modules that are already fused are skipped: a second call changes nothing. A call in autocast
+    has the same result.
 
     Args:
-        model: a transformers model, or any module. It is changed in place, wholly, or where an
-            exception is raised, not at all.
+        model: a transformers model, or any module. It is changed in place, completely, or not at
+            all if an exception is raised.
         norms: whether to fuse norms.
-        activations: whether to fuse gated activations, those of experts too.
+        activations: whether to fuse gated activations, including those of experts.
         rope: whether to fuse rotary embeddings.
         loss: whether to fuse the loss with the head.
 
@@ -162,25 +159,25 @@ def _planners(
 
 
 def unfuse(model: nn.Module) -> int:
-    """Put back what `fuse` changed, with the parameters and training mode of now.
+    """Undo `fuse`, and keep the current parameters and training mode.
 
-    Norms are the very objects that were there before. They get the Parameter objects that the fused
-    modules hold by now, which loading or casting may have replaced. Hooks registered on a fused
-    norm go with it. The other modules get their classes back.
+    Norms become the original module objects again, and get the Parameter objects that the fused
+    modules hold now, which loading or casting may have replaced. Hooks registered on a fused norm
+    are lost with it. The other modules get their classes back.
 
     Args:
         model: a module that was given to `fuse`, or a copy of one. It is changed in place.
 
     Returns:
-        The number of modules put back, counting one once for each kind of thing fused in it.
+        The number of modules restored, where a module counts once per kind of part fused in it.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
         RuntimeError: the class of a fused module was changed since, as parametrizations do, or
-            `fully_shard` holds the parameters of a norm that was fused before; nothing is put back.
+            `fully_shard` holds the parameters of a norm that was fused before; nothing is changed.
     """
     _check_module("unfuse", model)
-    # Both refuse before anything has changed.
+    # Both checks raise before anything is changed.
     norm_modules.check_unfuse(model)
     count = classes.restore(model)
     return count + norm_modules.unfuse(model)

@@ -1,4 +1,4 @@
-"""Which op a gated activation is, by the patterns of the backend's rewrites."""
+"""Recognise the op of a gated activation with the patterns of the backend's rewrites."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ REWRITES = ("swiglu", "geglu", "clamped_swiglu", "relu_squared")
 
 @dataclass(frozen=True)
 class Activation:
-    """An op and options, and which of two projections is the gate."""
+    """An op, its options, and which of two projections is the gate."""
 
     op: str
     options: tuple[tuple[str, Any], ...] = ()
     gate_first: bool = True
 
 
-# The graph of an activation, in a dtype and for training or evaluation, with the projections among
-# its inputs, by name.
+# Returns the graph of an activation for a dtype and a training mode. The projections are among its
+# inputs, by name.
 Traced = Callable[[torch.dtype, bool], fx.GraphModule]
 
 
 def find(traced: Traced, projections: Sequence[str]) -> Activation:
-    """Find the op that a graph of `traced` computes of `projections`, one packed or two.
+    """Find the op that the graphs of `traced` compute from `projections`, one packed or two.
 
     It must be the same in bfloat16, float16 and float32, in training and in evaluation.
 
     Raises:
-        NotAnOp: it is no op; the text gives the reason.
+        NotAnOp: it is not an op; the text gives the reason.
     """
     activation = _recognised(traced(torch.bfloat16, False), projections, REWRITES)
-    # swiglu of neighbours is clamped_swiglu without a limit.
+    # swiglu of interleaved halves is clamped_swiglu without a limit.
     rewrites = ("swiglu", "clamped_swiglu") if "clamped" in activation.op else (activation.op,)
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         try:
@@ -89,7 +89,7 @@ def _recognised(
 def _of(
     found: Recognised, given: Sequence[Any], projections: Sequence[str], options: dict[str, Any]
 ) -> Activation:
-    """An op of `given`, which have to be the projections and nothing made of them."""
+    """The recognised op, whose inputs have to be the projections themselves."""
     names = [getattr(node, "target", None) for node in given]
     if sorted(map(str, names)) != sorted(projections):
         raise NotAnOp(f"it is {found.op}, and of other tensors than the projections")
@@ -99,7 +99,7 @@ def _of(
 
 
 def _packed(found: Recognised, gate: Any, up: Any) -> tuple[Any, bool]:
-    """The tensor of which gate and up are parts, and whether they are neighbours in it."""
+    """The tensor that gate and up are parts of, and whether they are interleaved in it."""
     first, second = calls(gate, "slice"), calls(up, "slice")
     if first is not None and second is not None and first.args[0] is second.args[0]:
         packed = first.args[0]

@@ -1,14 +1,14 @@
-"""Methods of single modules overridden: each such module gets a subclass of its own class.
+"""Override methods of single modules: each such module gets a subclass of its own class.
 
-`override(module, kind, facts)` makes a subclass of the module's class, with the methods that `kind`
-makes of that class and the facts, and puts it in the place of the module's class. Everything else
-of the module stays: its attributes, children, parameters and hooks. No other module of the class
-notices. The subclass has the name of the class, and modules of it can be copied and pickled: what
-is written is the class itself, the kinds and the facts. Subclasses are made once for equal facts,
-so that what torch.compile knows of one layer holds for all.
+`override(module, kind, facts)` makes a subclass of the module's class, whose methods `kind` makes
+from that class and the facts, and sets it as the module's class. The module keeps its attributes,
+children, parameters and hooks, and other modules of the class are not affected. The subclass has
+the name of the class. Its modules can be copied and pickled: the pickle holds the class itself, the
+kinds and the facts. Subclasses are cached by facts, so that layers with equal facts share what
+torch.compile compiled.
 
-`fully_shard` of FSDP2 gives a module a class too, of its own methods and the module's class. There
-it is the module's class that is overridden, as if that had come first.
+`fully_shard` of FSDP2 also sets a module's class, to one that adds its own methods. Then the
+module's own class is overridden, as if that had come first.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Any
 
 from torch import nn
 
-# What makes the methods of a kind, from the class to be overridden and the facts.
+# Makes the methods of a kind from the class to be overridden and the facts.
 Methods = Callable[[type, Any], dict[str, Callable[..., Any]]]
 
 KINDS: dict[str, Methods] = {}
 
-# Of a subclass: the class that it stands for, the kind and the facts.
+# Attribute of a subclass: the class that it replaces, the kind and the facts.
 OVERRIDDEN = "_liger_ops_overridden"
 
 _subclasses: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
-# By FSDP2's methods and the class that they are added to.
+# Cache: (class with FSDP2's methods, class that they are added to) -> combined class.
 _sharded_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
 def kind(name: str) -> Callable[[Methods], Methods]:
-    """Register what makes the methods of a kind. Facts are hashable, and can be pickled."""
+    """Register the function that makes the methods of a kind. Facts are hashable and picklable."""
 
     def register(methods: Methods) -> Methods:
         KINDS[name] = methods
@@ -47,23 +47,23 @@ def kind(name: str) -> Callable[[Methods], Methods]:
 
 
 def override(module: nn.Module, name: str, facts: Hashable) -> None:
-    """Override a module's methods by those of kind `name`. Kinds can be stacked."""
+    """Override a module's methods with those of kind `name`. Kinds can be stacked."""
     set_class(module, _subclass(class_of(module), name, facts))
 
 
 def overrides(module: nn.Module) -> dict[str, Any]:
-    """The kinds by which a module is overridden, and their facts."""
+    """The kinds with which a module is overridden, and their facts."""
     return {name: facts for _, name, facts in _layers(class_of(module))}
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """A module's class, without what FSDP2 has added to it."""
+    """A module's class, without the methods that FSDP2 added to it."""
     cls = type(module)
     return cls.__bases__[1] if _is_sharded(cls) else cls
 
 
 def set_class(module: nn.Module, cls: type) -> None:
-    """Give a module another class, to which FSDP2's methods are added where it has them."""
+    """Set a module's class, and keep FSDP2's methods if the module has them."""
     sharded: Any = type(module)
     if not _is_sharded(sharded):
         module.__class__ = cls
@@ -84,21 +84,21 @@ def set_class(module: nn.Module, cls: type) -> None:
 
 def _is_sharded(cls: type) -> bool:
     """Whether `fully_shard` or `replicate` made a class."""
-    # Where nobody has imported it, no class is of it.
+    # If torch.distributed.fsdp was never imported, no class was made by it.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     mixin = getattr(fsdp, "FSDPModule", None)
     return mixin is not None and len(cls.__bases__) == 2 and issubclass(cls.__bases__[0], mixin)
 
 
 def in_place_of(original: Any, forward: Any) -> Any:
-    """`forward`, a function of self and a tensor, with the name and the argument of `original`."""
+    """`forward`, a function of self and a tensor, with the name and argument name of `original`."""
     (argument,) = list(inspect.signature(original).parameters)[1:]
     source = f"lambda self, {argument}: forward(self, {argument})"
     return functools.wraps(original)(eval(source, {"forward": forward}))
 
 
 def restore(model: nn.Module) -> int:
-    """Undo every `override` in a model. Returns how many there were.
+    """Undo every `override` in a model, and return how many there were.
 
     Raises:
         RuntimeError: a module's class was made from an overriding one, as parametrizations do, and
@@ -118,7 +118,7 @@ def restore(model: nn.Module) -> int:
 
 
 def _layers(subclass: type) -> list[tuple[type, str, Any]]:
-    """From the first override to the last: the class overridden, the kind and the facts."""
+    """The class overridden, the kind and the facts of each override, from the first to the last."""
     found = []
     while OVERRIDDEN in vars(subclass):
         found.append(vars(subclass)[OVERRIDDEN])
@@ -143,7 +143,7 @@ def _subclass(base: type, name: str, facts: Hashable) -> type:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """What the class would write, but for the subclass, which `_rebuilt` makes again."""
+    """Pickle with the class's own method, except that `_rebuilt` makes the subclass again."""
     cls = type(self)
     layers = _layers(next(base for base in cls.__mro__ if OVERRIDDEN in vars(base)))
     base: Any = layers[0][0]

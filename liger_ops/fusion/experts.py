@@ -32,12 +32,12 @@ from .trace import Trace
 KIND = "experts"
 METHOD = "_apply_gate"
 
-# Of the projections in a trace.
+# Width of the projections in a trace.
 WIDTH = 48
 
 
 def plan(model: nn.Module) -> Plan:
-    """Override `_apply_gate` of every module that has one and computes with it what an op does."""
+    """Override every `_apply_gate` of a model that computes an op."""
     probes = Probes()
 
     def look(plan: Plan, name: str, module: nn.Module) -> None:
@@ -71,7 +71,7 @@ def methods(base: Any, activation: Activation) -> dict[str, Callable[..., Any]]:
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
-    """Whether a reader of the report expects to find the module there. It decides nothing else."""
+    """Whether a reader of the report expects this module in it. It has no other effect."""
     named = classes.class_of(module).__name__.endswith("Experts")
     return named and any("gate_up" in name for name in module._parameters)
 

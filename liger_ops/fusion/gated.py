@@ -1,8 +1,8 @@
 """Gated MLPs: the activation between the projections becomes one op.
 
-A gated MLP calls one or two projections of its input, and a third of what an activation makes of
-those. Its class is overridden with a forward that calls the same children and the op. What the
-children are does not matter: linear maps, quantised or with adapters, wrapped before or after.
+A gated MLP computes down(act(gate(x), up(x))), or the same with one projection. Its class is
+overridden with a forward that calls the same children and the op. The children may be anything:
+linear layers, quantised or with adapters, wrapped before or after.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .trace import UNCHANGED, Trace, unchanged
 
 KIND = "gated MLP"
 
-# What a reader of the report takes for a gated activation (and not "Glue"), and what may have one.
+# Names of gated activations (but not "Glue") and of MLPs, which a reader expects in the report.
 GATED_NAME = re.compile(r"GLU|[Gg]lu(?!e)")
 MLP_NAME = re.compile(r"mlp|feedforward|ffn", re.IGNORECASE)
 
-# Of all projections, and of the input, where one of them does not tell its own.
+# Width of the input and of all projections if one of them does not tell its own.
 ANY_WIDTH = 48
 
 
 @dataclass(frozen=True)
 class MLP:
-    """What a gated MLP computes: the children that it calls, in order, and the activation.
+    """The children that a gated MLP calls, in order, and its activation.
 
     down(activation(*projections(x))) * multiplier
     """
@@ -86,7 +86,7 @@ def _found(probes: Probes, module: nn.Module) -> MLP:
 
 @classes.kind(KIND)
 def methods(base: Any, mlp: MLP) -> dict[str, Callable[..., Any]]:
-    """A forward like that of `base`, whose argument has the same name."""
+    """The methods of an overridden MLP: a forward whose argument has the same name as in `base`."""
     activation = functools.partial(
         library.OPS[mlp.activation.op].overload, **dict(mlp.activation.options)
     )
@@ -109,7 +109,7 @@ def methods(base: Any, mlp: MLP) -> dict[str, Callable[..., Any]]:
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
-    """The children that hold numbers, and may be projections. Others belong to the activation."""
+    """The children with parameters or buffers, which may be projections; others are not."""
     return {
         name: child
         for name, child in module._modules.items()
@@ -123,7 +123,7 @@ def _may_be_one(module: nn.Module) -> bool:
 
 
 def _looks_gated(module: nn.Module) -> bool:
-    """Whether a reader of the report expects to find the module there. It decides nothing else."""
+    """Whether a reader of the report expects this module in it. It has no other effect."""
     class_name = classes.class_of(module).__name__
     if GATED_NAME.search(class_name):
         return True
@@ -140,7 +140,7 @@ def _looks_gated(module: nn.Module) -> bool:
 
 
 def _trace_key(module: nn.Module) -> Any:
-    """What a trace can depend on."""
+    """Key of everything that a trace can depend on."""
     projections = _projections(module)
     children = tuple(
         (name, None if name in projections else leaf_key(child))
@@ -151,7 +151,7 @@ def _trace_key(module: nn.Module) -> Any:
 
 
 def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
-    """Of the input and of what each projection returns."""
+    """The width of the input, and of each projection's output."""
     widths: dict[str, Any] = {
         name: getattr(child, "out_features", None) for name, child in projections.items()
     }
@@ -162,7 +162,7 @@ def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
 
 
 def _obstacle(module: nn.Module) -> str | None:
-    """Why a module's forward cannot be overridden, or its copy would not do what it does."""
+    """Reason that a forward cannot be overridden, or probed in a copy, or None."""
     count = len(_projections(module))
     if count not in (2, 3):
         return f"it has {count} {'child' if count == 1 else 'children'} that may be projections"
@@ -188,7 +188,7 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 class _Projection(nn.Module):
-    """Stands in a copy for a projection: returns a chosen tensor, and notes what it was given."""
+    """Stand-in for a projection in a copy: returns a chosen tensor, and records its input."""
 
     def __init__(self, name: str, calls: list[tuple[str, Tensor]]) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class _Copy:
         return MLP(tuple(projections), activation, down, self.multiplier)
 
     def traced(self, dtype: torch.dtype, training: bool) -> fx.GraphModule:
-        """The graph of what reaches the last projection, from what the first return."""
+        """The graph from the outputs of the first projections to the input of the last one."""
         trace = Trace()
         x = trace.input("_input", (2, 3, self.width), dtype)
         for name, width in self.widths.items():
@@ -236,7 +236,7 @@ class _Copy:
         before = own_attributes(self.copy)
         try:
             with trace.running():
-                # Not called as a module: that would run its hooks.
+                # `forward` is called directly, because a call of the module would run its hooks.
                 result = self.copy.train(training).forward(x)
         except NotAnOp:
             raise
@@ -262,8 +262,8 @@ class _Copy:
 
 
 def _taken_off(trace: Trace, result: Tensor, projected: Tensor) -> float | None:
-    """Take off a trace what makes a result of what was projected, a product with a number at most,
-    and return that number. None where there is more."""
+    """Remove from a trace the operations between `projected` and the result, and return the factor.
+    Only a product with a number is allowed there; anything else returns None."""
     node, last = trace.node(result), trace.node(projected)
     multiplier = 1.0
     while node is not last:

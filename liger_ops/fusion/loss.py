@@ -21,7 +21,7 @@ OP = "linear_cross_entropy"
 
 
 def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
-    """Give every language model in a model a forward that skips the logits."""
+    """Give every language model in `model` a forward that skips the logits."""
     fused: list[Fused] = []
     left: list[Left] = []
     for name, module in model.named_modules():
@@ -39,7 +39,7 @@ def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
             left.append(Left(name, cls.__name__, str(reason), "loss"))
             continue
         except Exception as error:
-            # Under the probe: what code of a model's may do has no end.
+            # A model's code may do anything in a probe, so any exception means that it is left.
             text = f"it cannot be probed: {first_line(error)}"
             left.append(Left(name, cls.__name__, text, "loss"))
             continue
@@ -54,9 +54,9 @@ def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
 
 
 def _has_a_loss(cls: Any) -> bool:
-    """Whether a class is of models that compute a loss of labels, and may have a head.
+    """Whether a class's models compute a loss from labels, and may have a head.
 
-    Of the class: a wrapper, such as peft's, answers for the model that it holds.
+    The class is asked, because a wrapper, such as peft's, answers for the model that it holds.
     """
     if not hasattr(cls, "get_output_embeddings"):
         return False
@@ -84,14 +84,14 @@ def _path_to(module: nn.Module, head: nn.Module) -> str:
 
 
 def _checked(module: nn.Module, path: str) -> str:
-    """The path, of which a view can be made of each module but the last."""
+    """The path, if a view can be made of every module on it but the last."""
     names = path.split(".")
     for i in range(len(names)):
         holder = module.get_submodule(".".join(names[:i]))
         if type(holder).forward is nn.Module.forward or isinstance(holder, nn.Sequential):
             raise NotAnOp(f"its head is in a {type(holder).__name__}, not a child of it")
         for name in vars(holder):
-            # A view of the module has the methods of the class.
+            # A view of the module calls the methods of the class.
             if name != "loss_function" and inspect.isroutine(getattr(type(holder), name, None)):
                 what = f"its {names[i - 1]}" if i else "the instance"
                 raise NotAnOp(f"{what} has a {name} of its own")

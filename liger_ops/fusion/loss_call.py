@@ -1,4 +1,4 @@
-"""The forward of a language model whose head and loss are one op."""
+"""The forward of a language model that computes head and loss with one op."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .loss_view import asked_for, view_class, with_logits, without_logits
 
 @classes.kind("loss")
 def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
-    """A forward that computes the loss without logits where nobody asks for them."""
+    """A forward that computes the loss without logits unless they are asked for."""
     original: Any = base.forward  # type: ignore[attr-defined]
     signature = inspect.signature(original)
     positional = tuple(signature.parameters)[1:]
-    # An argument of the same name that the model has is the model's.
+    # An argument of the same name in the model's own forward is left to the model.
     options_taken = tuple(name for name in CHECKS if name not in (*positional, *loss.own_arguments))
     view = view_class(base)
     skipping = loss_written.calling(original) if loss.written else original
-    # torch.compile calls it once while it traces, and leaves it out of the graph. Marked here, and
-    # not where it is defined: that would import the compiler with liger_ops.
+    # torch.compile calls _warn once while it traces, and leaves it out of the graph. It is marked
+    # here, because marking it where it is defined would import the compiler with liger_ops.
     torch.compiler.assume_constant_result(_warn)
     if loss.output_class is not None:
         loss_output.prepare(loss.output_class)
@@ -66,8 +66,8 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
             )
         return with_logits(original, view, self, loss, args, kwargs, options)
 
-    # Trainer and generate look at the signature for what the model takes. functools.wraps would
-    # give it as well, but accelerate follows __wrapped__ when it takes its own wrappers off again.
+    # Trainer and generate read the signature to see what the model takes. functools.wraps would
+    # set it too, but accelerate follows __wrapped__ when it removes its own wrappers.
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = original.__doc__
     return {"forward": forward}
@@ -76,9 +76,9 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
 def _with_labels(
     positional: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with labels where shift_labels alone are given.
+    """The arguments of a call; if only shift_labels are given, they are passed as labels too.
 
-    A forward computes its loss for labels. Its loss is then of shift_labels.
+    A forward computes a loss only if it has labels. That loss then uses shift_labels.
     """
     shift_labels = kwargs.get("shift_labels")
     if shift_labels is None or kwargs.get("labels") is not None:
@@ -93,7 +93,7 @@ def _with_labels(
 
 
 def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None) -> None:
-    """Nothing of the loss can be asked of a call that has none."""
+    """Raise if a call without labels asks for anything that belongs to the loss."""
     if skip_logits:
         raise ValueError(f"{name}: skip_logits=True and no labels were given")
     if options != DEFAULTS:
@@ -104,14 +104,14 @@ def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None)
 def _obstacle(
     model: nn.Module, loss: CausalLoss, head: nn.Linear | str, arguments: dict[str, Any]
 ) -> str | None:
-    """Why a call with labels cannot do without logits, or None."""
+    """Reason that a call with labels has to compute all logits, or None."""
     keep = arguments.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
         return "logits_to_keep were given"
     for name in loss.own_arguments:
         if name in arguments:
             return f"{name} was given, an argument of its loss_function"
-    # The loss may have been replaced and the head wrapped since fuse.
+    # The loss may have been replaced or the head wrapped after fuse.
     if not _has_its_loss(model, loss):
         return "its loss_function was replaced after liger_ops.fuse"
     if loss.adds_to_logits and torch.compiler.is_compiling():
@@ -127,11 +127,11 @@ _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _say_once(model: nn.Module, name: str, reason: str) -> None:
-    """Warn of a step that makes all logits, once for each model and reason."""
+    """Warn that a step computes all logits, once per model and reason."""
     if torch.compiler.is_compiling():
         _warn(name, reason)
         return
-    # DataParallel makes a replica of each step anew.
+    # DataParallel makes new replicas in each step, so the class is the key.
     reasons = _said.setdefault(type(model) if "_is_replica" in vars(model) else model, set())
     if reason not in reasons:
         reasons.add(reason)

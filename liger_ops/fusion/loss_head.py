@@ -1,4 +1,4 @@
-"""Which linear layer the head of a model is at a call."""
+"""Find the linear layer that is the head of a model in a call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | str:
-    """The torch.nn.Linear whose product with its weight a model's head returns, or why there is
-    none.
+    """The torch.nn.Linear that computes the output of a model's head, or the reason there is none.
 
     Args:
-        model: it, or what has been made of it.
-        path: from it to its head.
+        model: the model, or an object made from it.
+        path: the path from the model to its head.
         sharded: whether the layer's parameters may be DTensors, which FSDP2 makes plain for a call.
     """
     *holders, _ = path.split(".")
@@ -65,7 +64,7 @@ def _what_it_does_beside(module: Any, what: str) -> str | None:
 
 def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
     for tensor in (head.weight, head.bias):
-        # A replica of DataParallel holds plain tensors, a model that torch.export traces fake ones.
+        # A replica of DataParallel holds plain tensors; under torch.export they are fake.
         if tensor is None or type(tensor) in (nn.Parameter, Tensor, FakeTensor):
             continue
         if not (sharded and type(tensor).__name__ == "DTensor"):
@@ -74,13 +73,13 @@ def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
 
 
 def _held_by_peft(head: Any) -> Any:
-    """The module whose output a wrapper of peft returns as it is, or None.
+    """The module whose output a wrapper of peft returns unchanged, or None.
 
-    peft is recognised by the names of its classes: it need not be installed. Its
-    ModulesToSaveWrapper calls the copy of the active adapter, and the original where its adapters
-    are disabled or it has no copy for the active one. Its LoRA Linear calls the base layer alone
-    while the adapters are merged into the base layer's weight, or disabled. Disabled and merged, it
-    would first take them out of the weight, which is its own to do.
+    peft is recognised by its class names, and need not be installed. Its ModulesToSaveWrapper calls
+    the copy of the active adapter, or the original if adapters are disabled or the active adapter
+    has no copy. Its LoRA Linear calls only the base layer while the adapters are disabled, or
+    merged into the base layer's weight. If disabled and merged, its next call first unmerges them,
+    which must be left to peft.
     """
     name = qualified_name(type(head))
     if name == "peft.utils.other.ModulesToSaveWrapper":

@@ -1,4 +1,4 @@
-"""What a call may ask of the loss, beside what transformers' own loss functions take."""
+"""The options that a call may give the loss, beyond those of transformers' loss functions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The arguments of a fused forward that its loss takes; None of any is its default.
+    """The arguments that a fused forward adds for its loss; None stands for the default.
 
-    Not a NamedTuple: Dynamo of torch 2.11 makes an empty one after a graph break.
+    Not a NamedTuple, because Dynamo of torch 2.11 makes an empty one after a graph break.
     """
 
     reduction: str = "mean"
@@ -45,7 +45,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# For each option: whether its type is right, whether its value is, and what is accepted.
+# For each option: whether the type is valid, whether the value is, and the text of what is valid.
 Check = tuple[Callable[[Any], bool], Callable[[Any], bool], str]
 _FLAG: Check = (_is_flag, lambda value: True, "True or False")
 CHECKS: dict[str, Check] = {
@@ -71,15 +71,15 @@ CHECKS: dict[str, Check] = {
 def taken_from(
     name: str, kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> tuple[LossOptions, dict[str, Any]]:
-    """The options in the arguments of a call, and the other arguments.
+    """Split the arguments of a call into the options and the other arguments.
 
     Args:
-        name: of the model's class, for errors.
+        name: the name of the model's class, for error messages.
         kwargs: the keyword arguments of a call.
-        names: the options that are taken; others are arguments of the model's own.
+        names: the options to take; other arguments are the model's own.
 
     Raises:
-        TypeError, ValueError: an option is of another type, or its value is not accepted.
+        TypeError, ValueError: an option has a wrong type or value.
     """
     given = {key: kwargs[key] for key in names if kwargs.get(key) is not None}
     rest = {key: value for key, value in kwargs.items() if key not in names}

@@ -1,4 +1,4 @@
-"""What a forward returns, with less or more in it."""
+"""Remove the logits from the output of a forward, or add values to it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .loss_written import DeferredLogits
 
-# For each class of outputs, the one with the fields for what can be asked beside the loss. They are
-# made when a model is fused: torch.compile traces no making of a class.
+# Cache: class of outputs -> class with the additional fields. It is filled when a model is fused,
+# because torch.compile cannot trace the making of a class.
 _EXTENDED: dict[type, type] = {}
 
 
 def drop(output: Any, logits: Tensor | None) -> Any:
-    """A model's output without its logits, as transformers leaves out what is absent."""
+    """A model's output without its logits, in the form that transformers gives absent values."""
 
     def stays(value: Any) -> bool:
         return value is not logits and not isinstance(value, DeferredLogits)
@@ -26,7 +26,7 @@ def drop(output: Any, logits: Tensor | None) -> Any:
 
 
 def extend(output: Any, values: dict[str, Tensor]) -> Any:
-    """A model's output with more values: at the end of a tuple, and else by name."""
+    """A model's output with more values: at the end of a tuple, otherwise by name."""
     if not values:
         return output
     if isinstance(output, tuple):
@@ -38,10 +38,10 @@ def extend(output: Any, values: dict[str, Tensor]) -> Any:
 
 
 def prepare(cls: type) -> None:
-    """Make the class of the extended outputs of a class.
+    """Make the class of extended outputs of `cls`.
 
-    That of a dataclass, such as a ModelOutput of transformers, is a subclass with two more fields;
-    any other takes them as they are.
+    For a dataclass, such as a ModelOutput of transformers, it is a subclass with two more fields;
+    any other class takes the values as it is.
     """
     if cls in _EXTENDED:
         return
@@ -61,7 +61,7 @@ def prepare(cls: type) -> None:
 
 
 def _reduce(self: Any) -> Any:
-    """It is made again of the class it extends, which can be imported, and the values."""
+    """Pickle as the class that it extends, which can be imported, and the values."""
     return _rebuilt, (type(self).__mro__[1], dict(self))
 
 

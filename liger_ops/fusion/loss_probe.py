@@ -1,8 +1,8 @@
-"""What a causal language model computes from its hidden states, found by running its forward.
+"""Find what a causal language model computes from its hidden states by running its forward.
 
-A stand-in for the model runs on the CPU: it has the model's own forward and attributes, and stubs
-for children. The body returns hidden states of a few columns, and the head is a small linear layer
-with the model's vocabulary.
+A stand-in for the model runs on the CPU: it has the model's own forward and attributes, and its
+children are stubs. The body returns hidden states of a few columns, and the head is a small linear
+layer with the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .probing import DEVICE, NotAnOp, dtype_name, first_line, undisturbed, unifo
 
 BATCH, LENGTH, HIDDEN = 2, 4, 4
 
-# Two orders of summing over a vocabulary in float32 differ by less. Measured at 128256 classes: the
-# losses 1e-7, the gradients of hidden states 1.2e-5, of which either has 1e-5 to float64.
+# Two summation orders over a vocabulary in float32 differ by less. Measured at 128256 classes: the
+# losses by 1e-7, the gradients of hidden states by 1.2e-5; either is 1e-5 away from float64.
 BOUND = 1e-5
 GRADIENT_BOUND = 2e-4
 
-# Sizes of logits: the scale shows on the tiny ones, the cap on the huge ones.
+# Magnitudes of logits: the tiny ones show the scale, the huge ones the cap.
 TINY, HUGE = 2.0**-20, 2.0**30
 SIZES = (TINY, 1.0, 30.0, 400.0)
 
@@ -39,21 +39,20 @@ SIZES = (TINY, 1.0, 30.0, 400.0)
 def probe(model: nn.Module, path: str) -> CausalLoss:
     """Find the cross-entropy that a causal language model computes.
 
-    First its logits as a function of what its head returns: the scale and the cap are measured, and
-    checked on logits of all sizes. Then the loss, its gradients, and everything else that the
-    model's forward returns, are compared between the model as it is and the model with its head and
-    loss fused, in every way that a loss is asked for: with labels of which one is ignored, and with
+    First its logits are measured as a function of the head's output: the scale and the cap are
+    read off, and checked on logits of all magnitudes. Then the loss, its gradients, and everything
+    else that the forward returns are compared between the model and the model with fused head and
+    loss, for every way to ask for a loss: with labels of which one is ignored, and with
     num_items_in_batch, shift_labels, attention_mask and ignore_index.
 
-    Nothing of the model is changed, no device but the CPU is used, and the state of no random
-    number generator changes.
+    The model and the random number generators do not change, and only the CPU is used.
 
     Args:
-        model: a model with `loss_function`, on any device, meta too.
-        path: to its head, a torch.nn.Linear, of modules whose forward is called.
+        model: a model with `loss_function`, on any device, including meta.
+        path: the path to its head, a torch.nn.Linear, through modules whose forward is called.
 
     Raises:
-        NotAnOp: the model computes another loss, or does more with its logits; the text says what.
+        NotAnOp: the model computes another loss, or uses its logits for more; the text says which.
     """
     with undisturbed():
         return _Probe(model, path).run()
@@ -96,7 +95,7 @@ class _Probe:
         return loss
 
     def run_written(self) -> CausalLoss:
-        """The loss of a forward that computes it by CrossEntropyLoss, without scale and cap."""
+        """The loss of a forward that calls CrossEntropyLoss itself, without scale and cap."""
         output_class = type(self.output_of(torch.float32, {})[0])
         loss = CausalLoss(self.path, nn.CrossEntropyLoss, 1.0, None, False, False, output_class)
         try:
@@ -111,7 +110,7 @@ class _Probe:
         return loss
 
     def labels_of(self, loss: CausalLoss) -> CausalLoss:
-        """Which labels the loss is of."""
+        """Determine whether the loss shifts its labels, and whether it takes shift_labels."""
         plain = self.plain(torch.float32, {})
         for shifts in (True, False):
             tried = replace(loss, shifts=shifts, output_class=type(plain.output))
@@ -124,7 +123,7 @@ class _Probe:
         return replace(tried, takes_shift_labels=takes)
 
     def takes(self, name: str) -> bool:
-        """Whether the forward takes an argument of that name."""
+        """Whether the forward has an argument of that name."""
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         return takes_any or name in self.parameters
 
@@ -143,7 +142,7 @@ class _Probe:
         return scale, softcap
 
     def logits_of(self, head_output: Tensor) -> Tensor:
-        """The logits of the loss where the head returns `head_output`."""
+        """The logits that reach the loss if the head returns `head_output`."""
         logits = self.plain(torch.float64, {}, head_output).logits
         if logits.shape != head_output.shape:
             raise NotAnOp("its loss is not that of all the logits of its head")
@@ -164,7 +163,7 @@ class _Probe:
     def plain(
         self, dtype: torch.dtype, arguments: dict[str, Any], head_output: Tensor | None = None
     ) -> _Outcome:
-        """The model's own computation."""
+        """Run the model's own computation."""
         output, inputs, head = self.output_of(dtype, arguments, head_output)
         if self.written:
             return _Outcome(self.without_its_logits(output, head), inputs)
@@ -178,7 +177,7 @@ class _Probe:
         return _Outcome(drop(output, head.logits[0]), inputs, head.logits[0])
 
     def without_its_logits(self, output: Any, head: RecordingHead) -> Any:
-        """The output of a forward that computes the loss itself."""
+        """The output, without logits, of a forward that computes the loss itself."""
         if head.calls != 1 or head.logits:
             raise NotAnOp(
                 f"for labels its forward calls its head {head.calls} times, and its loss_function"
@@ -238,12 +237,12 @@ class _Probe:
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         arguments = {"input_ids": self.ids, "labels": self.labels, **given}
         if "output_router_logits" in self.parameters:
-            # The stub has no routers. Their loss is added by the model's own code, fused or not.
+            # The stub has no routers. The model's own code adds their loss, fused or not.
             arguments["output_router_logits"] = False
         return arguments
 
     def stand_in(self, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
-        """The model with stubs for children, and what the gradient of its loss is taken for."""
+        """The model with stubs for children, and the tensors to take the loss's gradients for."""
         hidden = uniform((BATCH, LENGTH, HIDDEN), 2).to(dtype).requires_grad_()
         has_bias = self.head.bias is not None
         head = nn.Linear(HIDDEN, self.vocabulary, has_bias, dtype=dtype)
@@ -256,7 +255,7 @@ class _Probe:
 
 @dataclass
 class _Outcome:
-    """What a forward returned, without logits."""
+    """The output of a forward, without logits."""
 
     output: Any
     inputs: list[Tensor]
@@ -305,5 +304,5 @@ def _near(x: Tensor, y: Tensor, bound: float = BOUND) -> bool:
 
 
 def _rounded(x: Tensor) -> float:
-    """Without the last digits, which the measurement brings in."""
+    """Round off the last digits, which are measurement error."""
     return float(f"{x.item():.12g}")

@@ -1,4 +1,4 @@
-"""What stands in for a model while its loss is probed: its code, and stubs for its children."""
+"""A stand-in for a model while its loss is probed: its own code, with stubs for its children."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .probing import DEVICE, uniform
 def stand_in(
     module: nn.Module, path: list[str], hidden: Tensor, head: nn.Module, any_buffers: bool = False
 ) -> nn.Module:
-    """A module in training, with stubs for children but for what leads to its head.
+    """A module in training mode, with stubs for all children except those on the path to its head.
 
-    any_buffers: whether its own buffers are others of the same shapes, on the CPU, and those of
-            floats in the dtype of hidden.
+    any_buffers: whether its own buffers are replaced by others of the same shapes, on the CPU,
+            with floating point buffers in the dtype of hidden.
     """
     if not path:
         return head
@@ -46,7 +46,7 @@ def _any(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class _Body(nn.Module):
-    """A child, and what it holds: given hidden states it returns them, and else it makes them."""
+    """Stub for a child: returns hidden states that it is given, and otherwise makes them."""
 
     def __init__(self, child: nn.Module, hidden: Tensor) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Body(nn.Module):
 
 
 class _BodyOutput(OrderedDict[str, Any]):
-    """As a ModelOutput of transformers: what is absent is None."""
+    """Like a ModelOutput of transformers: an absent field is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -75,7 +75,7 @@ class _BodyOutput(OrderedDict[str, Any]):
 
 
 class RecordingHead:
-    """The head and the loss as they are, or a head that returns what it was given to return."""
+    """Record the calls of a head and a loss; the head can be made to return a given output."""
 
     def __init__(self, model: nn.Module, path: str, output: Tensor | None) -> None:
         self.head = child_of(model, path)

@@ -1,4 +1,4 @@
-"""The loss of a causal language model, of hidden states and their head or of logits."""
+"""The loss of a causal language model, from hidden states and its head or from logits."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..ops.head import cast_as_linear, needed_gradients
 from ..ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from .loss_options import LossOptions
 
-# What transformers' causal loss takes, by name.
+# Arguments of transformers' causal loss, by name.
 COMPUTED = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
 
 
 @dataclass(frozen=True)
 class CausalLoss:
-    """What a language model does with its hidden states.
+    """How a language model computes its loss from hidden states.
 
-    Its child `head`, a linear layer, makes logits of them, and loss_function, which is the model's
-    attribute of that name, the cross-entropy of
+    Its child `head`, a linear layer, computes logits. The model's attribute `loss_function`
+    computes the cross-entropy of
 
         softcap * tanh(logits * logit_scale / softcap)
 
-    or without softcap of logits * logit_scale, and of the labels: those of the next token where it
-    shifts them, which it does unless it is given shift_labels, where it takes those. output_class
-    is the class of what the model's forward returns. Where loss_function is CrossEntropyLoss, the
-    forward calls that itself, and adds_to_logits says whether it adds a bias to the logits first.
+    (without softcap: of logits * logit_scale) and the labels. If `shifts`, the labels are those of
+    the next token. If `takes_shift_labels`, given shift_labels are used instead. output_class is
+    the class of the forward's output. Where loss_function is CrossEntropyLoss, the forward calls it
+    itself, and adds_to_logits is whether the forward first adds a bias to the logits.
     """
 
     head: str
@@ -44,19 +44,18 @@ class CausalLoss:
     takes_shift_labels: bool = True
     output_class: type | None = None
     adds_to_logits: bool = False
-    # The arguments that loss_function names and the op does not compute with; whether it takes any
-    # others.
+    # Arguments of loss_function that the op does not compute with; whether it takes any others.
     own_arguments: tuple[str, ...] = field(init=False, compare=False)
     takes_any: bool = field(init=False, compare=False)
 
     @property
     def written(self) -> bool:
-        """Whether the model's forward computes the loss itself, by CrossEntropyLoss."""
+        """Whether the model's forward itself calls CrossEntropyLoss for the loss."""
         return self.loss_function is nn.CrossEntropyLoss
 
     @property
     def loss_name(self) -> str:
-        """What the model's forward calls for its loss."""
+        """The name of what the model's forward calls for its loss."""
         return "CrossEntropyLoss" if self.written else "loss_function"
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class CausalLoss:
         object.__setattr__(self, "takes_any", any(p.kind is p.VAR_KEYWORD for p in parameters))
 
     def check(self, kwargs: dict[str, Any]) -> None:
-        """Raise for what loss_function would not take, or would compute with as the op does not."""
+        """Raise for an argument that loss_function does not take, or that the op does not use."""
         for name in kwargs:
             if name in self.own_arguments:
                 raise ValueError(
@@ -83,7 +82,7 @@ class CausalLoss:
                 )
 
     def target(self, labels: Tensor, ignore_index: int, shift_labels: Tensor | None) -> Tensor:
-        """The label of each position that its logits are for."""
+        """The label for the logits of each position."""
         if shift_labels is not None and self.takes_shift_labels:
             return shift_labels
         if not self.shifts:
@@ -91,13 +90,13 @@ class CausalLoss:
         return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-# Calls an op with the options it shares with the other, and with or without predicted tokens:
-# (loss, lse, target_logit, predicted_tokens).
+# The result of either source's `results`: (loss, lse, target_logit, predicted_tokens), the last is
+# None unless it is asked for.
 Results = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 
 
 class OfHidden:
-    """The loss of hidden states and a head."""
+    """The loss, computed from hidden states and a head."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class OfHidden:
     ) -> None:
         self.x = hidden.reshape(-1, hidden.shape[-1])
         self.weight = head.weight
-        # What the model adds to the logits of each class, beside the head's own bias.
+        # `added` is the bias that the model adds to the logits beside the head's own.
         self.bias: Tensor | None = head.bias
         if added is not None:
             added = added.to(head.weight.dtype)
@@ -144,7 +143,7 @@ class OfHidden:
 
 
 class OfLogits:
-    """The loss of logits, which are scaled and capped."""
+    """The loss, computed from logits that are already scaled and capped."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits.reshape(-1, logits.shape[-1])
@@ -170,10 +169,10 @@ def value_of(
     num_items_in_batch: Tensor | int | None,
     options: LossOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and by name what else the options ask for.
+    """The loss, and other values that the options ask for, by name.
 
-    The token scaling multiplies each token's loss by the probability of its target, as of a
-    constant; the mean divides by the number of tokens all the same.
+    Token scaling multiplies each token's loss by the probability of its target, as a constant; the
+    mean still divides by the number of tokens.
     """
     labels = target.reshape(-1).to(source.device)
     items, shape = _count_of_items(num_items_in_batch, source.device)
@@ -202,15 +201,15 @@ def value_of(
     if predicted is not None and options.return_predicted_tokens:
         beside["predicted_tokens"] = predicted.reshape(target.shape)
     shape = target.shape if options.reduction == "none" else shape
-    # A view would be worse: FSDP2 warns of outputs that are.
+    # reshape is avoided if it is not needed: FSDP2 warns of outputs that are views.
     return (loss if loss.shape == shape else loss.reshape(shape)), beside
 
 
 def _count_of_items(items: Tensor | int | None, device: torch.device) -> tuple[Tensor | None, Any]:
-    """What the op divides by, and the shape that dividing by `items` would give."""
+    """The divisor for the op, and the shape that dividing by `items` would give."""
     if items is None:
         return None, ()
     if not isinstance(items, Tensor):
         return torch.full((), items, device=device), ()
-    # Trainer hands (1, 1) to each replica of DataParallel.
+    # Trainer passes a (1, 1) tensor to each replica of DataParallel.
     return items.to(device).reshape(()), items.shape

@@ -1,12 +1,12 @@
-"""A model without its logits, or with another loss, for one call of its forward.
+"""Run a model's forward once without its logits, or with another loss.
 
-The model's own forward runs, and does all that it did. It is not given the model for its `self`,
-but a view of it, made for this one call: every attribute is the model's, except the head and
-`loss_function`. Where the logits are skipped, the view's head keeps the hidden states and returns
-logits of no columns, which cost nothing whatever is done to them; its loss function computes the
-loss of what the head kept. What the head hands to the loss thus lives as long as the call, and
-nothing is written into the model: calls from several threads, recomputed calls and calls that raise
-do not meet. torch.compile traces the making of a view as it does any object's.
+The model's own forward runs in full. Its `self` is not the model but a view of it, made for this
+one call: every attribute is the model's, except the head and `loss_function`. If the logits are
+skipped, the view's head keeps the hidden states and returns logits with 0 columns, on which every
+operation is free; its loss function computes the loss from the hidden states that the head kept.
+The state shared by head and loss thus lives as long as the call, and nothing is written to the
+model: concurrent calls, recomputed calls and calls that raise do not interfere. torch.compile
+traces a view like any other object.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .loss_written import DeferredLogits
 
 
 def view_class(base: type) -> type[View]:
-    """The class of the views of a class's models."""
+    """Make the class of views for models of a class."""
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
-        # That of FSDP2 would make an instance of the class that it wraps.
+        # FSDP2's __new__ would make an instance of the class that it wraps.
         "__new__": _new,
         "_liger_ops_defaults": tuple(name for name in dir(base) if _is_default(base, name)),
     }
@@ -44,7 +44,7 @@ def _new(cls: type, *args: Any) -> Any:
 
 
 def _is_default(base: type, name: str) -> bool:
-    """Whether an attribute of a class is one that its instances may replace by a value."""
+    """Whether a class's attribute is a default that its instances may replace by a value."""
     attribute = inspect.getattr_static(base, name)
     return (
         not name.startswith("__")
@@ -54,9 +54,9 @@ def _is_default(base: type, name: str) -> bool:
 
 
 def prepare(model: nn.Module, path: str) -> None:
-    """Make the classes of the views of what is on the way to a head.
+    """Make the classes of the views of the modules on the path to a head.
 
-    They are made when a model is fused: torch.compile traces no making of a class.
+    They are made when a model is fused, because torch.compile cannot trace the making of a class.
     """
     for name in path.split(".")[:-1]:
         model = getattr(model, name)
@@ -68,13 +68,13 @@ _VIEWS: dict[type, type[View]] = {}
 
 
 def _without_its_loss(cls: type) -> type:
-    """The class of which a class overrides the loss, that of the model it is in being fused."""
+    """The class without an override of its loss: the one under it if the model is being fused."""
     base, kind, _ = vars(cls).get(classes.OVERRIDDEN, (cls, "", None))
     return base if kind == "loss" else cls
 
 
 def view_of(model: nn.Module, path: str, call: Any, view: type[View] | None = None) -> View:
-    """A view of a model with `call` for its head, and views of what is on the way there."""
+    """A view of a model with `call` for its head, and with views of the modules on its path."""
     name, _, rest = path.partition(".")
     held = call
     if rest:
@@ -95,7 +95,7 @@ def without_logits(
     kwargs: Any,
     options: LossOptions = DEFAULTS,
 ) -> Any:
-    """What `original` returns for a model, with the loss computed by the op and without logits."""
+    """Run `original` on a model with the loss computed by the op, and without logits."""
     call = (WrittenHead if loss.written else DeferredHead)(head, loss, options)
     output = original(view_of(model, loss.head, call, view), *args, **kwargs)
     if call.hidden is not None:
@@ -116,7 +116,7 @@ def with_logits(
     kwargs: Any,
     options: LossOptions,
 ) -> Any:
-    """What `original` returns for a model, with the loss of its logits under the options."""
+    """Run `original` on a model with the loss of its logits computed under the options."""
     call = LossOfLogits(child_of(model, loss.head), loss, options)
     output = original(view_of(model, loss.head, call, view), *args, **kwargs)
     if not call.done:
@@ -129,7 +129,7 @@ def with_logits(
 
 
 def asked_for(options: LossOptions) -> list[str]:
-    """The names of the options that are not the defaults."""
+    """The names of the options that differ from the defaults."""
     return [
         option.name
         for option in fields(options)
@@ -138,14 +138,14 @@ def asked_for(options: LossOptions) -> list[str]:
 
 
 class View:
-    """A model but for one child and its loss function, for one call of its forward.
+    """A model with one child and its loss function replaced, for one call of its forward.
 
-    It is an instance of the model's class, for the sake of `super()`, that holds nothing: what is
-    not found in the class is taken from the model. The child is the head, or a view of what holds
-    it.
+    It is an instance of the model's class, so that `super()` works, but holds nothing: attributes
+    that the class does not have are taken from the model. The child is the head, or a view of the
+    module that contains it.
     """
 
-    # Attributes of the class, instead of which the model may have its own.
+    # Attributes of the class that the model may replace by its own.
     _liger_ops_defaults: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, name: str, child: Any, call: Any) -> None:
@@ -154,7 +154,7 @@ class View:
             object.__setattr__(self, name, getattr(model, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # What is viewed has no hooks, or its model would not be fused.
+        # The viewed module has no hooks, because a model with any is not fused.
         return self.forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -172,7 +172,7 @@ class View:
 
 
 class _Head:
-    """A head in a view: what it does not define is the head's."""
+    """A head in a view: attributes that it does not define are the real head's."""
 
     def __init__(self, head: nn.Module, loss: CausalLoss, options: LossOptions) -> None:
         self.head = head
@@ -193,7 +193,7 @@ class _Head:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The loss of a source, from the arguments that transformers' causal loss takes."""
+        """The loss of a source, with the arguments of transformers' causal loss."""
         self.loss.check(kwargs)
         target = self.loss.target(labels, ignore_index, shift_labels)
         value, self.beside = value_of(
@@ -203,7 +203,7 @@ class _Head:
 
 
 class DeferredHead(_Head):
-    """A head that computes when the loss is wanted, for the first hidden states it is given."""
+    """A head that keeps its first hidden states, and computes when the loss is called."""
 
     def __init__(self, head: nn.Linear, loss: CausalLoss, options: LossOptions) -> None:
         super().__init__(head, loss, options)
@@ -226,7 +226,7 @@ class DeferredHead(_Head):
 
 
 class WrittenHead(DeferredHead):
-    """A head of a forward that computes the loss itself."""
+    """A deferred head for a forward that computes the loss itself."""
 
     called = False
 
@@ -247,14 +247,14 @@ class WrittenHead(DeferredHead):
         self.hidden = None
         head: Any = self.head
         source = OfHidden(hidden, head, self.loss, self.options, added)
-        # The forward has made the labels flat.
+        # The forward has flattened the labels.
         labels = target.reshape(self.shape)
         value, self.beside = value_of(source, labels, ignore_index, None, self.options)
         return value
 
 
 class LossOfLogits(_Head):
-    """A head that computes at once, and the loss of the first logits."""
+    """A head that computes at once, and computes the loss from the first logits."""
 
     done = False
 

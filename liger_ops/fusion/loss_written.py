@@ -1,9 +1,9 @@
-"""Losses that a forward computes itself, by the torch.nn.CrossEntropyLoss of its file.
+"""Losses that a forward computes itself, with the torch.nn.CrossEntropyLoss of its file.
 
-Such a forward, of sequence-to-sequence and masked language models, is made again to call another
-class by another name, which is added to the globals of the file; what the file has stays. The head
-gives it no tensor but an object that knows the few things that such code does with logits before
-their loss; anything else is an error, which the probe meets.
+Forwards of sequence-to-sequence and masked language models do so. Such a forward is copied, and the
+copy calls another class under a new name, which is added to the globals of the file. The head gives
+it not a tensor but an object with the few operations that such code applies to logits before
+their loss; any other operation is an error, which the probe meets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALIAS = f"_liger_ops_{NAME}"
 
 
 def is_called_by(function: Any) -> bool:
-    """Whether a forward, or what it wraps, calls the class of the loss by its name alone."""
+    """Whether a forward, or a function that it wraps, calls CrossEntropyLoss by that name alone."""
     while inspect.isfunction(function):
         if NAME in function.__code__.co_names:
             uses = {
@@ -38,7 +38,7 @@ def is_called_by(function: Any) -> bool:
 
 
 def calling(function: Any) -> Any:
-    """A copy of a forward, with all that wraps it, that calls HeadLoss for CrossEntropyLoss."""
+    """A copy of a forward, and of all its wrappers, that calls HeadLoss for CrossEntropyLoss."""
     code = function.__code__
     closure = function.__closure__
     attributes = dict(vars(function))
@@ -63,7 +63,7 @@ def calling(function: Any) -> Any:
 
 
 class HeadLoss:
-    """torch.nn.CrossEntropyLoss of all but the logits of a head that defers them."""
+    """Like torch.nn.CrossEntropyLoss, except for deferred logits, which compute the loss."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.args = args
@@ -77,12 +77,12 @@ class HeadLoss:
         return logits.loss(target, **self.options)
 
 
-# (hidden, what is added to the logits, target, ignore_index) to the loss.
+# (hidden, bias added to the logits or None, target, ignore_index) -> loss.
 LossOfHidden = Callable[[Tensor, "Tensor | None", Tensor, int], Tensor]
 
 
 class DeferredLogits:
-    """What a forward has of the logits of hidden states, before their loss.
+    """Stand-in for the logits of hidden states, until their loss is computed.
 
     may_add: whether a bias may be added to them.
     """
@@ -128,7 +128,7 @@ class DeferredLogits:
         return self._with(dtype=torch.float32)
 
     def __add__(self, bias: Tensor) -> DeferredLogits:
-        """Add a bias of the classes."""
+        """Add a bias per class."""
         shapes = ((self.vocabulary,), (1, self.vocabulary))
         if not self.may_add or self.bias is not None or tuple(bias.shape) not in shapes:
             raise TypeError("a sum of the logits")
@@ -139,7 +139,7 @@ class DeferredLogits:
         if self.hidden.dim() != 2:
             raise TypeError("a loss of logits that are not flat")
         value = self.loss_of(self.hidden, self.bias, target, ignore_index)
-        # In the dtype that CrossEntropyLoss would give, also under autocast.
+        # The dtype that CrossEntropyLoss would return, also under autocast.
         row = self.hidden.new_zeros((1, 1), dtype=self.dtype)
         return value.to(F.cross_entropy(row, target.new_zeros(1)).dtype)
 
@@ -155,7 +155,7 @@ class DeferredLogits:
         dtype: torch.dtype | None = None,
         bias: Tensor | None = None,
     ) -> DeferredLogits:
-        # Written out: Dynamo of torch 2.11 does not trace vars(self).
+        # Every field is listed because Dynamo of torch 2.11 does not trace vars(self).
         return DeferredLogits(
             self.loss_of,
             self.hidden if hidden is None else hidden,

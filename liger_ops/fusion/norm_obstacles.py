@@ -1,4 +1,4 @@
-"""Why a norm cannot be replaced, whatever it computes."""
+"""Reasons that a norm cannot be replaced, independent of what it computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from .probing import has_hooks
 
-# What a module may do beside computing: a class that overrides one of these does more.
+# Methods other than forward: a class that overrides one of them does more than compute.
 BEYOND_FORWARD = (
     "__call__",
     "_apply",
@@ -22,7 +22,7 @@ BEYOND_FORWARD = (
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a module cannot be replaced whatever it computes, or None."""
+    """Reason that a module cannot be replaced, whatever it computes, or None."""
     if parametrize.is_parametrized(module):
         return "it is parametrized"
     if isinstance(module, torch.jit.ScriptModule):

@@ -1,4 +1,4 @@
-"""Which op a norm is, by the patterns of the backend's rewrites."""
+"""Recognise the op of a norm with the patterns of the backend's rewrites."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .trace import Trace
 
 REWRITES = ("rms_norm", "layer_norm", "group_norm")
 
-# For modules without parameters. One that normalises rows of both widths has no width of its own.
+# Widths for modules without parameters. A norm over rows of both widths has no width of its own.
 ANY_WIDTHS = (40, 56)
 
-# Of an input and of the parameters.
+# The dtypes of an input and of the parameters.
 Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An op, by name, and the options under which it computes what a module computes.
+    """An op, by name, and the options with which it computes what a module computes.
 
-    width is the size of the dimension that the parameters have, or None for a module that has none
-    and takes any.
+    width is the size of the dimension of the parameters, or None for a module without parameters
+    that takes any width.
     """
 
     op: str
@@ -45,7 +45,7 @@ class Norm:
     def computed_by(
         self, function: Callable[..., Any], x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Any:
-        """What the op, or another function of its arguments, makes of tensors."""
+        """Call the op, or another function with its arguments, on these tensors."""
         tensors = {"weight": weight}
         if self.op != "rms_norm":
             tensors["bias"] = bias
@@ -54,7 +54,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class _Case:
-    """How a norm is called in a trace: with channels last, or before `dims` - 2 dimensions."""
+    """How a norm is called in a trace: channels last, or channels before `dims` - 2 dimensions."""
 
     width: int
     channels_last: bool
@@ -74,19 +74,19 @@ class _Case:
 
 
 class _FailsInTrace(NotAnOp):
-    """The code does not take such an input."""
+    """The code does not accept such an input."""
 
 
 def norm_of(module: nn.Module, mixed_dtypes: Sequence[Dtypes] = ()) -> Norm:
     """Find the op that computes what a module computes.
 
     The module's parameters, at most a weight and a bias, are one-dimensional and of one size. Its
-    forward is traced in bfloat16, where the places that round show, and must be the same op for
+    forward is traced in bfloat16, where the positions of rounding show. It must be the same op for
     inputs of two, three and four dimensions, in training and in evaluation, in float16, in float32
-    and for `mixed_dtypes`, pairs of an input's dtype and the parameters'.
+    and for `mixed_dtypes`, pairs of an input's dtype and the parameters' dtype.
 
     Raises:
-        NotAnOp: it is no op; the text gives the reason.
+        NotAnOp: it is not an op; the text gives the reason.
     """
     return _Norm(module).found(mixed_dtypes)
 
@@ -107,7 +107,7 @@ class _Norm:
                 return norm
             except NotAnOp as refusal:
                 refusals.append(refusal)
-        # A case that the code takes says more of it than one that it does not.
+        # A refusal of a case that runs says more than the failure of one that does not.
         raise min(refusals, key=lambda refusal: isinstance(refusal, _FailsInTrace))
 
     def cases(self) -> Iterator[_Case]:
@@ -123,7 +123,7 @@ class _Norm:
             yield _Case(width, False)
 
     def sizes(self) -> list[int]:
-        """What a module without parameters may mean by its attributes: ints and tuples of one."""
+        """Possible widths among the attributes of a module: ints, and tuples of one int."""
         found: dict[int, None] = {}
         for value in own_attributes(self.module).values():
             if isinstance(value, (tuple, list)) and len(value) == 1:
@@ -133,7 +133,7 @@ class _Norm:
         return list(found)
 
     def verify(self, norm: Norm, first: _Case, mixed_dtypes: Sequence[Dtypes]) -> None:
-        """Raise where the module is another op, or none, in another case than the first."""
+        """Raise if the module is not the same op in the other cases."""
         half, single = (torch.float16, torch.float16), (torch.float32, torch.float32)
         cases = [
             replace(first, dims=2, training=False),
@@ -145,7 +145,7 @@ class _Norm:
         for case in cases:
             self.compare(norm, case)
         for dtypes in mixed_dtypes if self.parameters else ():
-            # It never sees a pair that it cannot take.
+            # A pair of dtypes on which the module fails cannot occur in the model.
             with contextlib.suppress(_FailsInTrace):
                 self.compare(norm, replace(first, dtypes=dtypes))
 
@@ -158,7 +158,7 @@ class _Norm:
             raise NotAnOp(f"{reason} ({case})") from None
         options = dict(found.options)
         if "casting_mode" in options and case.dtypes[0] is torch.float32:
-            # All modes are one where nothing is rounded on the way.
+            # In float32 nothing is rounded in between, so all casting modes are equal.
             options["casting_mode"] = norm.options.get("casting_mode")
         if (found.op, options) != (norm.op, norm.options):
             raise NotAnOp(f"it is {norm} once, and {found} in another case ({case})")
@@ -197,7 +197,7 @@ class _Norm:
             )
 
     def norm(self, found: Recognised, case: _Case) -> Norm:
-        """The op as one of the module's own input and parameters, changed by nothing first."""
+        """The op, if its inputs are the module's own input and parameters, unmodified."""
         options = dict(found.arguments)
         for name in ("x", "weight", "bias"):
             given = options.pop(name, None)
@@ -209,14 +209,14 @@ class _Norm:
             if getattr(given, "op", None) != "placeholder" or given.target != wanted:
                 raise NotAnOp(f"it is {found.op}, and of another {name} than its own")
         if "weight" not in self.parameters and options.get("casting_mode") == "gemma":
-            # The two modes are one where there is no weight to multiply by.
+            # Without a weight to multiply by the two modes are equal.
             options["casting_mode"] = "llama"
         has_width = self.parameters or case.width != ANY_WIDTHS[0] or not case.channels_last
         return Norm(found.op, options, case.width if has_width else None)
 
     def copied(self, parameters: dict[str, Tensor]) -> nn.Module:
         """A copy of the module with these parameters."""
-        # What deepcopy finds in its memo it does not copy: the real parameters are not read.
+        # deepcopy does not copy objects in its memo, so the real parameters are not read.
         memo: dict[int, Any] = {id(p): parameters[name] for name, p in self.parameters.items()}
         try:
             return copy.deepcopy(self.module, memo)

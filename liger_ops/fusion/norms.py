@@ -1,4 +1,4 @@
-"""Norms: modules replaced by the fused modules that compute the same."""
+"""Norms: replace modules by the fused modules that compute the same."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KIND = "norm"
 
 FUSED_CLASSES = (RMSNorm, FusedAddRMSNorm, LayerNorm, GroupNorm)
 
-# Where a fused module keeps the module that it stands for: outside of the module tree.
+# Attribute in which a fused module keeps the original, outside of the module tree.
 ORIGINAL = "_fused_from"
 
 
 def plan(model: nn.Module) -> Plan:
     """Replace every norm of a model by the fused module that computes the same.
 
-    One whose parameters FSDP2 holds stays, and its forward is overridden.
+    A norm whose parameters FSDP2 holds stays in place, and its forward is overridden.
     """
     probes = _Probes(model)
     replacements: dict[nn.Module, nn.Module] = {}
@@ -58,10 +58,10 @@ def plan(model: nn.Module) -> Plan:
 
 
 def check_unfuse(model: nn.Module) -> None:
-    """Refuse where FSDP2 holds the parameters of modules that would be replaced.
+    """Raise if FSDP2 holds the parameters of modules that would be replaced.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: FSDP2 holds the parameters of such a module.
     """
     for name, module in model.named_modules():
         if ORIGINAL in vars(module) and sharding.is_managed(module):
@@ -72,7 +72,7 @@ def check_unfuse(model: nn.Module) -> None:
 
 
 def unfuse(model: nn.Module) -> int:
-    """Put back the norms that `fuse` replaced, with the parameters and training mode of now."""
+    """Put back the norms that `fuse` replaced, with the current parameters and training mode."""
     originals = {
         module: _restored(module) for module in model.modules() if ORIGINAL in vars(module)
     }
@@ -94,7 +94,7 @@ def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
 
 
 class _Probes:
-    """The probes of one call of `fuse`, of modules with the parameters that a forward finds."""
+    """The probes of one call of `fuse`, on modules with the parameters that a forward sees."""
 
     def __init__(self, model: nn.Module) -> None:
         self.whole = sharding.whole_parameters(model)
@@ -115,13 +115,13 @@ class _Probes:
         )
 
     def mixed_dtypes(self, module: nn.Module) -> list[Dtypes]:
-        """The model's other dtypes as those of an input that the module may be given."""
+        """Pairs of an input dtype, from the model's other parameters, and the module's dtype."""
         own = {parameter.dtype for parameter in module.parameters()}
         return [(other, dtype) for dtype in own for other in self.dtypes if other is not dtype]
 
 
 def _probe_key(module: nn.Module) -> Any:
-    """What a probe can depend on."""
+    """Key of everything that a probe can depend on."""
     parameters = tuple(
         (name, None if parameter is None else (tuple(parameter.shape), parameter.dtype))
         for name, parameter in module._parameters.items()
@@ -130,7 +130,7 @@ def _probe_key(module: nn.Module) -> Any:
 
 
 def _looks_like_a_norm(name: str, module: nn.Module) -> bool:
-    """Whether a reader of the report expects to find the module there. It decides nothing else."""
+    """Whether a reader of the report expects this module in it. It has no other effect."""
     class_name = classes.class_of(module).__name__
     if class_name.endswith(("RMSNorm", "LayerNorm", "GroupNorm")):
         return True
@@ -143,7 +143,7 @@ def _looks_like_a_norm(name: str, module: nn.Module) -> bool:
 def _replacement(original: nn.Module, norm: Norm) -> nn.Module:
     has_weight = original._parameters.get("weight") is not None
     module: nn.Module
-    # The parameters made here hold no memory and are replaced at once.
+    # The parameters made here are on the meta device, and are replaced at once.
     if norm.op == "rms_norm":
         module = RMSNorm(norm.width, elementwise_affine=has_weight, device="meta", **norm.options)
     elif norm.op == "layer_norm":
@@ -170,7 +170,7 @@ def _restored(module: nn.Module) -> nn.Module:
 
 
 def _swap(model: nn.Module, new: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put new(child), where it is not None, in the place of every child in the model."""
+    """Replace every child in the model by new(child), unless that is None."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             module = None if child is None else new(child)

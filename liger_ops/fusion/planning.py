@@ -1,4 +1,4 @@
-"""What is to change in a model: it is written down first, and done when all is known."""
+"""The plan of what to change in a model: complete before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .report import Fused, Left
 
 
 class Plan:
-    """What one fuser finds in a model, and the changes that it will make of it."""
+    """The parts that one fuser finds in a model, and the changes that it will make."""
 
     def __init__(
         self, kind: str, model: nn.Module, look: Callable[[Plan, str, nn.Module], None]
     ) -> None:
         """Look at every module of a model for parts of a kind.
 
-        `look` writes into the plan what it finds of a module, and raises NotAnOp for one that is
-        left. A module on which it fails otherwise is left too, whatever it is.
+        `look` adds what it finds in a module to the plan, and raises NotAnOp for a module that is
+        left. A module on which it raises any other exception is left too.
         """
         self.kind = kind
         self.fused: list[Fused] = []
@@ -46,7 +46,7 @@ class Plan:
 
 @contextmanager
 def wholly_or_not_at_all(model: nn.Module) -> Iterator[None]:
-    """Give every module of a model its class and children back if what happens in here fails."""
+    """If the body raises, restore the class and children of every module of a model."""
     before = [(module, type(module), dict(module._modules)) for module in model.modules()]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the probes share: each runs a copy of a model's code on the CPU and looks at the result."""
+"""Shared parts of the probes, which run a copy of a model's code on the CPU."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HOOKS = (
 
 
 class NotAnOp(Exception):
-    """The code computes what no op computes; the text says why, of "it"."""
+    """The code does not compute an op; the text is the reason, about "it"."""
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """In here code runs on the CPU without gradients and autocast, and leaves no trace: no warning,
-    and no change of a random number generator."""
+    """Run code on the CPU without gradients and autocast, and hide its traces: no warnings, and no
+    changes of random number generators."""
     with (
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=[]),
@@ -49,16 +49,16 @@ def undisturbed() -> Iterator[None]:
 
 
 class Probes:
-    """Probes of which each is made once: a key holds all that the result can depend on."""
+    """Cache of probe results: a key holds everything that the result can depend on."""
 
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}
 
     def once(self, key: Any, probe: Callable[[], T]) -> T:
-        """What `probe` returns.
+        """The result of `probe`, which runs once per key.
 
         Raises:
-            NotAnOp: what `probe` raises, or that it failed.
+            NotAnOp: `probe` raised it, or failed with another exception.
         """
         if key not in self.found:
             with undisturbed():
@@ -75,8 +75,7 @@ def _outcome(probe: Callable[[], T]) -> T | NotAnOp:
     except NotAnOp as reason:
         return reason
     except Exception as error:
-        # Under every probe: what code of a model's may do has no end, and a module that cannot be
-        # probed is left.
+        # A model's code may do anything in a probe, so any exception means that it is left.
         return NotAnOp(f"its probe failed: {first_line(error)}")
 
 
@@ -85,19 +84,19 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are not those of every module."""
+    """The attributes of a module that not every module has."""
     return {name: value for name, value in vars(module).items() if name not in MODULE_STATE}
 
 
 def attributes_key(module: nn.Module) -> Any:
-    """Equal for modules of equal attributes; one that is no plain value equals itself alone."""
+    """Key that is equal for equal attributes; values of other than plain types are keyed by id."""
     return tuple(
         (name, type(value), _value_key(value)) for name, value in own_attributes(module).items()
     )
 
 
 def leaf_key(module: nn.Module | None) -> Any:
-    """Equal for modules without parameters, children and buffers that compute the same."""
+    """Key for a module without parameters, children and buffers: equal keys compute the same."""
     if module is None or module._modules:
         return id(module)
     return type(module), attributes_key(module)
@@ -112,7 +111,7 @@ def _value_key(value: Any) -> Any:
 
 
 def uniform(shape: Sequence[int], seed: int) -> Tensor:
-    """Between -0.5 and 0.5."""
+    """Uniform random numbers between -0.5 and 0.5."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float32, device=DEVICE) - 0.5
 

@@ -1,4 +1,4 @@
-"""What `fuse` tells its caller."""
+"""The report that `fuse` returns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fused:
-    """A module that `fuse` changed: its name in the model, which is empty for the model itself, its
-    class, the op, the op's options and what it is."""
+    """A module that `fuse` changed: its name in the model (empty for the model itself), its class,
+    the op, the op's options, and the kind of part."""
 
     name: str
     class_name: str
@@ -26,8 +26,8 @@ class Fused:
 
 @dataclass(frozen=True)
 class Left:
-    """A module that looks as if it could be fused, and was not: its name in the model, which is
-    empty for the model itself, its class, why, and what of it was left."""
+    """A module that looks fusible but was left: its name in the model (empty for the model itself),
+    its class, the reason, and the kind of part."""
 
     name: str
     class_name: str
@@ -64,7 +64,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _table(entries: Sequence[Fused | Left]) -> list[str]:
-    """One line for each kind of entry: how many, what, and where the first is."""
+    """One line per distinct entry: the count, the text, and where the first one is."""
     counts = Counter(str(entry) for entry in entries)
     first = {str(entry): entry.name or "(the model itself)" for entry in reversed(entries)}
     return [

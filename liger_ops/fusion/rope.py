@@ -2,7 +2,7 @@
 
 In transformers it is a function of the model's file, which every attention of that file calls. The
 class of each attention is overridden with the same forward over a copy of the file's globals, in
-which the function's name has another value. What the file has stays.
+which the function's name is bound to rope. The file itself does not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROTARY_NAME = re.compile(r"apply_(\w+_)?(rotary|rope)")
 
 
 def plan(model: nn.Module) -> Plan:
-    """Override the forward of every module that calls a function which is rope."""
+    """Override the forward of every module that calls a function which computes rope."""
     probes = Probes()
 
     def look(plan: Plan, name: str, module: nn.Module) -> None:
@@ -66,7 +66,7 @@ def methods(base: Any, rotaries: tuple[Rotary, ...]) -> dict[str, Callable[..., 
 
 
 def _functions(cls: Any) -> list[tuple[str, Any]]:
-    """The global functions that a class's forward names and that may be rope."""
+    """The global functions that a class's forward refers to and that may be rope."""
     return [
         (name, function.__globals__[name])
         for function in _wrapped(getattr(cls, "forward", None))
@@ -76,13 +76,13 @@ def _functions(cls: Any) -> list[tuple[str, Any]]:
 
 
 def _not_called_as_rope(module: nn.Module) -> Iterator[str]:
-    """Why functions are left that by their names a reader of the report expects to find there."""
+    """Reasons that functions with a rotary name, which a reader of the report expects, are left."""
     forward = getattr(classes.class_of(module), "forward", None)
     for name, function in _named_rotary(forward):
         if inspect.isfunction(function) and not parameters_of(function):
             names = ", ".join(inspect.signature(function).parameters)
             yield f"{name} takes ({names}), not queries, keys and their tables"
-    # As diffusers' attentions have it, whose forward calls a processor.
+    # As in the attentions of diffusers, whose forward calls a processor.
     for value in own_attributes(module).values():
         call = getattr(type(value), "__call__", None)  # noqa: B004
         if not isinstance(value, nn.Module):
@@ -91,7 +91,7 @@ def _not_called_as_rope(module: nn.Module) -> Iterator[str]:
 
 
 def _named_rotary(caller: Any) -> Iterator[tuple[str, Any]]:
-    """The global functions that code names, and whose names say that they are rope."""
+    """The global functions that a function refers to by a name that suggests rope."""
     for function in _wrapped(caller):
         for name in function.__code__.co_names:
             if ROTARY_NAME.search(name) and callable(function.__globals__.get(name)):
@@ -99,7 +99,7 @@ def _named_rotary(caller: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _wrapped(function: Any) -> list[types.FunctionType]:
-    """A function and those that it wraps, from the outermost in."""
+    """A function and the functions that it wraps, from the outermost in."""
     found = []
     while inspect.isfunction(function) and function not in found:
         found.append(function)
@@ -131,7 +131,7 @@ def _obstacle(module: nn.Module, name: str) -> str | None:
 
 
 def _calling(function: Any, rotary: Rotary) -> Any:
-    """A copy of a forward, with all that wraps it, that calls rope for the function of `rotary`."""
+    """A copy of a forward, and of all its wrappers, that calls rope instead of `rotary`."""
     scope, closure, inner = function.__globals__, function.__closure__, None
     own = {}
     if rotary.name in function.__code__.co_names:
@@ -144,7 +144,7 @@ def _calling(function: Any, rotary: Rotary) -> Any:
         )
 
     def seen() -> dict[str, Any]:
-        # Dynamo would guard on the file's own function, by the name of the module.
+        # With `__name__`, Dynamo would find the module by it and guard on the file's own function.
         found = {**scope, **own}
         found.pop("__name__", None)
         return found
@@ -158,7 +158,7 @@ def _calling(function: Any, rotary: Rotary) -> Any:
     @functools.wraps(function)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            # What the file rebinds later is seen.
+            # Pick up names that the file has rebound since.
             own_globals.update(seen())
         return made(*args, **kwargs)
 
@@ -168,7 +168,7 @@ def _calling(function: Any, rotary: Rotary) -> Any:
 
 
 def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., Any]:
-    """A function that is rope in the forms that `rotary` lists, and the original in others."""
+    """A function that calls rope for the forms in `rotary`, and the original for any other."""
     op = library.OPS["rope"].overload
 
     @functools.wraps(original)

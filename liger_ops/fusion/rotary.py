@@ -1,4 +1,4 @@
-"""Functions that are rope, and the forms of call in which they are."""
+"""Functions that compute rope, and the forms of call in which they do."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Where queries have batch, heads, positions and D, how the op sees them, as (B, heads, S, D), and
-# back.
+# Layout of the queries -> functions to view them as (B, heads, S, D), as the op does, and back.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "bhsd": (lambda x: x, lambda x: x),
     "bshd": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2)),
     "shd": (lambda x: x.transpose(0, 1).unsqueeze(0), lambda x: x.squeeze(0).transpose(0, 1)),
 }
 
-# The parameters beside queries, keys and tables that have a meaning here. Any other has to be None.
+# Optional parameters with a known meaning. Any other has to be None.
 UNSQUEEZE_DIM = "unsqueeze_dim"
 SECTIONS = "mrope_section"
 
-# What functions do whose tables are wider than their queries.
+# How a function treats tables of a wider dtype than the queries.
 KEPT, WIDENED = "kept", "widened"
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:
-    """The names of a function's parameters if, by them, it takes queries, keys and tables.
+    """The names of a function's parameters if they are those of a rotary embedding.
 
-    Those are cos and sin, or freqs, which is complex. No other function of a model is called in a
-    probe.
+    They are queries, keys and tables: cos and sin, or freqs, which is complex. Probes call no other
+    function of a model.
     """
     if not inspect.isfunction(function):
         return ()
@@ -45,7 +44,7 @@ def parameters_of(function: Any) -> tuple[str, ...]:
 
 
 def tables_of(names: Sequence[str]) -> int:
-    """How many tables a function of parameters with these names takes; 0 if it is none of ours."""
+    """The number of tables that a function with these parameter names takes; 0 if unknown."""
     if len(names) >= 4 and "cos" in names[2] and "sin" in names[3]:
         return 2
     return int(len(names) >= 3 and "freqs" in names[2])
@@ -53,10 +52,10 @@ def tables_of(names: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """A form of call that is rope, and the op's options in it.
+    """A form of call that computes rope, and the op's options for it.
 
-    table_width: the tables' width beside that of a head, by `table_width`. half_tables: of each row
-    of the tables the first half is all that is used.
+    table_width: the width of the tables, in terms of `table_width`. half_tables: whether only the
+    first half of each row of the tables is used.
     """
 
     unsqueeze_dim: int | None
@@ -66,7 +65,7 @@ class Form:
     options: tuple[tuple[str, Any], ...]
 
     def fits(self, q: Tensor, k: Tensor, tables: Sequence[Tensor], has_sections: bool) -> bool:
-        """Whether tensors are of this form, and no size is broadcast but that of the batch."""
+        """Whether tensors have this form, and only the batch dimension is broadcast."""
         rank = len(self.layout)
         if q.dim() != rank or k.dim() != rank or q.dtype is not k.dtype:
             return False
@@ -93,7 +92,7 @@ class Form:
         tables: Sequence[Tensor],
         sections: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor]:
-        """What `op`, rope or another function of its arguments, makes of tensors of this form."""
+        """Call `op`, rope or another function with its arguments, on tensors of this form."""
         inward, outward = LAYOUTS[self.layout]
         if self.half_tables:
             half = tables[0].shape[-1] // 2
@@ -106,7 +105,7 @@ class Form:
 
 
 def table_width(R: int, D: int) -> str:
-    """The width of a table beside that of a head."""
+    """The width R of a table, relative to the width D of a head."""
     if R == D:
         return "whole"
     if 2 * R == D:
@@ -116,11 +115,11 @@ def table_width(R: int, D: int) -> str:
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a function of queries, keys and tables computes.
+    """A function of queries, keys and tables, and what it computes.
 
-    tables: how many it takes. wide_tables: what it returns for tables of float32, or complex ones
-    of it, beside queries of another dtype: KEPT, the queries' dtype; WIDENED, float32, as autocast
-    has it; None, anything else.
+    tables: how many it takes. wide_tables: the dtype of the result for float32 or complex64 tables
+    with queries of another dtype: KEPT, the queries' dtype; WIDENED, float32, as in autocast; None,
+    anything else.
     """
 
     name: str
@@ -131,13 +130,13 @@ class Rotary:
     forms: tuple[Form, ...]
 
     def takes(self, table_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-        """Whether it is rope for tables of another dtype than that of the queries."""
+        """Whether it computes rope for tables of another dtype than the queries."""
         if self.wide_tables == WIDENED:
             return table_dtype is torch.float32 and dtype in LOW_PRECISION
         return self.wide_tables == KEPT and table_dtype in (torch.float32, torch.complex64)
 
     def form_of(self, given: dict[str, Any]) -> Form | None:
-        """The form of a call with these arguments, None where it is not rope."""
+        """The form of a call with these arguments, or None if the call does not compute rope."""
         names = self.parameters[: 2 + self.tables]
         for name, value in given.items():
             if name not in (*names, UNSQUEEZE_DIM, SECTIONS) and value is not None:

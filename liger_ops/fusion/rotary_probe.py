@@ -1,4 +1,4 @@
-"""Which rope a function computes, found by comparing what it makes of chosen tensors."""
+"""Find which rope a function computes by comparing its results for chosen tensors."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from .rotary import (
     tables_of,
 )
 
-# The sizes of a probe. No two are equal, so that no table is broadcast along a wrong dimension.
+# The sizes of a probe. All differ, so that no table is broadcast along a wrong dimension.
 BATCH, HEADS, K_HEADS, POSITIONS, WIDTH = 2, 6, 3, 5, 12
 
-# Those that `table_width` knows. With 8 of 12 numbers a head is rotated in part.
+# Widths by the names of `table_width`. A width of 8 of 12 rotates a part of the head.
 TABLE_WIDTHS = {"whole": WIDTH, "half": WIDTH // 2, "part": 8}
 PROBED_SECTIONS = [1, 3, 2]
 
-# Of float32 against the definition: two products and a sum of numbers of order 1.
+# Bound in float32 against the definition: two products and a sum of numbers of order 1.
 FLOAT32_BOUND = 1e-6
 
 
 def probe(name: str, function: Callable[..., Any]) -> Rotary:
-    """Find under which forms of call a function is rope.
+    """Find the forms of call in which a function computes rope.
 
-    It is called with queries and keys of each layout and tables of each width, all of random
-    numbers, and where it has a parameter `unsqueeze_dim` with its default, 1 and 2. The results are
-    compared with the definition of rope under every option: in float32 values and gradients, in
-    bfloat16 and float16 values within the roundings of code that rounds after every operation. So
-    are queries of lower precision with tables of float32, in autocast and out of it.
+    It is called with queries and keys of each layout and tables of each width, all random, and, if
+    it has a parameter `unsqueeze_dim`, with its default, 1 and 2. The results are compared with the
+    definition of rope under every option: values and gradients in float32, and values in bfloat16
+    and float16 within the rounding of code that rounds after every operation. Queries of lower
+    precision with float32 tables are compared too, with autocast and without.
 
     Raises:
-        NotAnOp: none is rope; the text gives the reason.
+        NotAnOp: no form computes rope; the text gives the reason.
     """
     return _Probe(name, function).run()
 
@@ -85,8 +85,8 @@ class _Probe:
             return None
 
     def widens(self, form: Form) -> bool:
-        """Whether for tables of float32 and narrower queries it is rope in float32, in autocast
-        too."""
+        """Whether it computes rope in float32 for float32 tables and narrower queries, with and
+        without autocast."""
         for dtype in LOW_PRECISION:
             tensors = self.tensors(form, dtype)
             q, k, *tables = tensors
@@ -103,7 +103,7 @@ class _Probe:
         return True
 
     def form(self, unsqueeze_dim: int | None, layout: str, width: str) -> Form | None:
-        """What the function is when called so; None if it fails, or is no rope."""
+        """The form of this call, or None if the call fails or does not compute rope."""
         candidates = list(self.candidates(unsqueeze_dim, layout, width))
         tensors = self.tensors(candidates[0])
         try:
@@ -135,7 +135,7 @@ class _Probe:
         dtype: torch.dtype = torch.float32,
         table_dtype: torch.dtype = torch.float32,
     ) -> list[Tensor]:
-        """Queries, keys and tables. No number of the tables occurs twice, as cosines would."""
+        """Queries, keys and tables. Unlike cosines, no number occurs twice in the tables."""
         _, outward = LAYOUTS[form.layout]
         batch = (BATCH,) if "b" in form.layout else ()
         heads = [
@@ -194,7 +194,7 @@ class _Probe:
                 raise NotAnOp(f"{self.name} has the values of rope but another gradient")
 
     def compare_roundings(self, form: Form, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
-        """Hold the values to those of code that rounds both products and the sum."""
+        """Check values against the bound for code that rounds both products and the sum."""
         tensors = self.tensors(form, dtype, table_dtype)
         found = self.called(form, tensors)
         if any(y.dtype is not dtype for y in found):

@@ -1,8 +1,8 @@
 """Parameters that FSDP2 holds.
 
-`fully_shard` keeps the module and the name of every parameter that it shards. There it puts whole
-tensors for a forward, and its shards, which are DTensors, after it. Such a module has to stay in
-its place, and is probed with whole parameters.
+`fully_shard` keeps the module and the name of every parameter that it shards. It sets whole
+tensors there for a forward, and its shards, which are DTensors, after it. Such a module has to stay
+in place, and is probed with whole parameters.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import nn
 from . import classes
 from .probing import HOOKS, NotAnOp
 
-# How the names begin of what FSDP2 keeps in a module's attributes.
+# Prefix of the attributes in which FSDP2 keeps its state in a module.
 STATE = "__composable_api_state"
 
-# For each module and name of a parameter what stands there in a forward, without memory.
+# (module, name of a parameter) -> the tensor that is there in a forward, on the meta device.
 Whole = dict[tuple[nn.Module, str], nn.Parameter]
 
 
@@ -32,7 +32,7 @@ def is_managed(module: nn.Module) -> bool:
 
 
 def whole_parameters(model: nn.Module) -> Whole:
-    """What FSDP2 puts in the place of its shards, where that is a plain tensor."""
+    """The tensors that FSDP2 sets in the place of its shards, if they are plain tensors."""
     found = {}
     for group in _groups(model):
         for held in group.fsdp_params:
@@ -48,14 +48,14 @@ def whole_parameters(model: nn.Module) -> Whole:
 
 
 def with_whole_parameters(module: nn.Module, whole: Whole) -> nn.Module:
-    """A stand-in for a module as it is in a forward: whole parameters, without FSDP2's hooks."""
+    """A copy of a module as it is in a forward: whole parameters, without FSDP2's hooks."""
     parameters: dict[str, nn.Parameter | None] = {}
     for name, parameter in module._parameters.items():
         parameters[name] = None if parameter is None else whole.get((module, name))
         if parameter is not None and parameters[name] is None:
             raise NotAnOp(f"{name} is held by FSDP, not as a whole tensor or not in this model")
     stand_in: nn.Module = object.__new__(classes.class_of(module))
-    # What FSDP2 keeps in a module holds the sharded model, and cannot be copied.
+    # FSDP2's state in a module refers to the sharded model, and cannot be copied.
     kept = {name: value for name, value in vars(module).items() if not name.startswith(STATE)}
     vars(stand_in).update(kept, _parameters=parameters)
     vars(stand_in).update({hooks: OrderedDict() for hooks in HOOKS})
@@ -63,7 +63,7 @@ def with_whole_parameters(module: nn.Module, whole: Whole) -> nn.Module:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    # Where nobody has imported it, it holds nothing.
+    # If torch.distributed.fsdp was never imported, it holds no parameters.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     mixin = getattr(fsdp, "FSDPModule", None)
     if mixin is None:
@@ -73,6 +73,6 @@ def _groups(model: nn.Module) -> Iterator[Any]:
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:
-                # Before torch 2.13 a module has one, or none if it has no parameters.
+                # Before torch 2.13 a module has one group, or none if it has no parameters.
                 groups = [state._fsdp_param_group] if state._fsdp_param_group else []
             yield from groups

@@ -1,8 +1,8 @@
-"""Code traced once with fake tensors, into a graph as Dynamo makes it.
+"""Trace code once with fake tensors, into a graph like Dynamo's.
 
 Dynamo itself takes 50 to 200 ms for each piece of code, this takes 1 to 10: the code runs in
-Python, and what it calls of PyTorch on tensors is written down. It cannot see what a call does to
-anything but its arguments and result, nor code that reads no tensor: the callers check attributes.
+Python, and its calls of PyTorch functions on tensors are recorded. Effects on anything but a call's
+arguments and result are not, nor is code that uses no tensor: callers check attributes for those.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..lowering.passes.canonical import IDENTITY, canonical
 from ..lowering.passes.effects import writes
 from .probing import DEVICE
 
-# What code reads of a tensor without computing.
+# Types of results that code reads from a tensor without computing.
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-# Operators whose left side is a number, by the methods that Python calls of the tensor.
+# Reflected operators, whose left operand is a number, by the methods that Python calls.
 TURNED = {
     "__rsub__": operator.sub,
     "__rtruediv__": operator.truediv,
@@ -35,12 +35,12 @@ TURNED = {
     "__rpow__": operator.pow,
 }
 
-# Operations that give the elements of their first argument.
+# Operations whose result has the elements of their first argument.
 UNCHANGED = {IDENTITY, "contiguous"}
 
 
 class Trace(TorchFunctionMode):
-    """Writes down what is called while it is entered.
+    """Record the calls of PyTorch functions while it is active.
 
     Attributes:
         graph: the calls; a node's value is its meta["example_value"].
@@ -55,7 +55,7 @@ class Trace(TorchFunctionMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In here code is traced, with gradients, without autocast and on fake tensors."""
+        """Trace the body with gradients, without autocast and on fake tensors."""
         with (
             _quiet(),
             torch.inference_mode(False),
@@ -67,7 +67,7 @@ class Trace(TorchFunctionMode):
             yield
 
     def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor without data that the graph takes."""
+        """Add an input without data to the graph."""
         with self._fake_mode:
             tensor = torch.empty(shape, dtype=dtype, device=DEVICE)
         self.add(name, tensor)
@@ -78,7 +78,7 @@ class Trace(TorchFunctionMode):
         self._remember(self.graph.placeholder(name), tensor)
 
     def node(self, value: Any) -> Any:
-        """The node whose value is a tensor; any other value is itself."""
+        """The node of a tensor; any other value is returned unchanged."""
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._nodes:
@@ -86,7 +86,7 @@ class Trace(TorchFunctionMode):
         return self._nodes[id(value)]
 
     def module(self, result: Any) -> fx.GraphModule:
-        """The graph of what was written down, with a tensor or several for its result."""
+        """The recorded graph, with one or several tensors for its result."""
         self.graph.output(pytree.tree_map(self.node, result))
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
@@ -99,14 +99,14 @@ class Trace(TorchFunctionMode):
         if leaves and all(isinstance(leaf, CONSTANTS) for leaf in leaves) or result == ():
             return result
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE.type):
-            # A node that no pattern knows: what runs so is not what would run outside.
+            # No pattern knows this node: a call in this mode differs from one outside.
             func = _in_another_mode
         kind, target, args = _spelled(func, args)
         arguments = pytree.tree_map(self.node, (tuple(args), kwargs))
         node = self.graph.create_node(kind, target, *arguments)
         node.meta["example_value"] = result
         if id(result) in self._nodes and not writes(node):
-            # A cast or a copy that has nothing to do.
+            # The cast or copy returned its input.
             self.graph.erase_node(node)
         else:
             self._remember(node, result)
@@ -125,7 +125,7 @@ class Trace(TorchFunctionMode):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Where code does not take its fake tensors an exception says so; no log has to."""
+    """Silence the log of fake tensors; code that does not accept them raises anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -135,7 +135,7 @@ def _quiet() -> Iterator[None]:
 
 
 def unchanged(node: fx.Node) -> fx.Node:
-    """What a node is a copy of, or the node itself."""
+    """The node that `node` is a copy of, or `node` itself."""
     while (call := canonical(node)) is not None and call.op in UNCHANGED:
         node = call.args[0]
     return node

@@ -1,4 +1,4 @@
-"""`fuse` and `unfuse` on models of transformers: every part, the results, one graph, and back."""
+"""`fuse` and `unfuse` on transformers models: all parts, results, a single graph, and undoing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def test_every_part_is_fused(family: Family) -> None:
 def test_results_are_as_near_to_truth_as_before(family: Family, dtype: torch.dtype) -> None:
     """Output and every gradient, against the untouched model in float64 with the same weights.
 
-    The fused model rounds where the untouched one does forward, and less often backward, but sums
-    in another order: its error is held to twice the untouched model's and one more rounding to the
-    dtype, each as a norm over the tensor. A gradient that is zero but for rounding, such as that of
-    a key's bias, is measured against a thousandth of the gradient of the whole model.
+    The fused model rounds where the untouched one does in the forward, and less often in the
+    backward, but sums in another order. Its error may be at most twice the untouched model's plus
+    one rounding to the dtype, each as a norm over the tensor. A gradient that is zero up to
+    rounding, such as that of a key's bias, is measured relative to a thousandth of the whole
+    model's gradient.
     """
     untouched = family.model().to(dtype)
     fused = copy.deepcopy(untouched)
@@ -54,7 +55,7 @@ def test_results_are_as_near_to_truth_as_before(family: Family, dtype: torch.dty
 
 @FAMILY
 def test_compiles_whole(family: Family) -> None:
-    """One graph, in which every op is one node forward and one backward; results as eager."""
+    """One graph, with each op as one node forward and one backward; results equal eager's."""
     model = family.model()
     fuse(model)
     x = family.inputs(torch.float32)

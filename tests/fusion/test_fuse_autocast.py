@@ -16,7 +16,7 @@ from liger_ops.fusion import fuse
 
 
 class Counting(TorchDispatchMode):
-    """Counts the ops that run, forward."""
+    """Count the ops that run in the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def gradients_in_autocast(model: Any, x: Tensor) -> dict[str, Tensor]:
 
 @FAMILY
 def test_every_op_runs_with_the_results_of_the_model(family: Family) -> None:
-    """Rope too: queries come in bfloat16 and tables in float32, and the results are float32."""
+    """With bfloat16 queries and float32 tables, rope runs too, and its results are float32."""
     model, untouched = family.model(), family.model()
     fuse(model)
     x = family.inputs(torch.float32)
@@ -61,5 +61,5 @@ def test_every_op_runs_with_the_results_of_the_model(family: Family) -> None:
     for name, true in truth.items():
         assert after[name].dtype is before[name].dtype
         error, error_before = ((found[name] - true).norm() for found in (after, before))
-        # A rounding of every number, to bfloat16, beside what autocast makes.
+        # One rounding of every number to bfloat16, in addition to the error of autocast.
         assert error <= 2 * error_before + 2**-8 * true.norm()

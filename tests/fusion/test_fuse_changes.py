@@ -1,4 +1,4 @@
-"""What `fuse` changes in a model, what it reports, and all that it leaves as it was."""
+"""The changes that `fuse` makes to a model, its report, and everything that it leaves unchanged."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Scale(nn.Module):
 
 
 class Stateful(Scale):
-    """Writes and reads itself in a way of its own."""
+    """A class with its own methods for its pickled state."""
 
     def __reduce__(self) -> Any:
         return Stateful.with_factor, (type(self), self.factor.item())

@@ -1,4 +1,4 @@
-"""A fused model is copied, cast, loaded and saved as the model that it was."""
+"""A fused model is copied, cast, loaded and saved like the original model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_cast_after_fuse() -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_after_fuse(assign: bool) -> None:
-    """The values loaded are those that unfuse puts back, whether copied or assigned."""
+    """unfuse puts back the loaded values, whether they were copied or assigned."""
     model, other = LLAMA.model(), LLAMA.model()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -106,7 +106,7 @@ def test_saved_whole(family: Family, tmp_path: Path) -> None:
 
 
 def test_replicas() -> None:
-    """What DataParallel makes of a module on each device."""
+    """DataParallel's replicas of a module on each device."""
     model = LLAMA.model()
     fuse(model)
     mlp = model.model.layers[0].mlp

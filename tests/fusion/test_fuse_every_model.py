@@ -1,4 +1,4 @@
-"""Every model of transformers goes through `fuse`, which accounts for all that one looks for."""
+"""`fuse` on every transformers model: the report accounts for every part that a reader expects."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import fuse_report
 import fuse_rules
 from liger_ops import fuse
 
-# One after the other they take as long as one; pytest-xdist runs them beside each other.
+# Sequential shards take as long as a single test; pytest-xdist runs them in parallel.
 SHARDS = 8
 
-# How a reason begins of code that no probe foresees.
+# Prefixes of the reasons given for unexpected failures in a probe.
 FAILED = ("its probe failed", "it cannot be probed")
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_every_model(shard: int) -> None:
-    """No exception, nothing that fails in a probe, and nothing passed over without a word."""
+    """No exception, no failure in a probe, and no expected part missing from the report."""
     transformers.logging.set_verbosity_error()
     recorded = fuse_report.DOCUMENT.read_text()
     is_recorded = fuse_report.version(recorded) == transformers.__version__
@@ -43,7 +43,7 @@ def test_every_model(shard: int) -> None:
                 f"docs/fuse.md has another row: {row}; see tests/support/fuse_report.py"
             )
         count += 1
-    # Of 100 or so.
+    # There are about 100 models per shard.
     assert count > 50
 
 

@@ -1,4 +1,4 @@
-"""A fused model in use: beside others, checkpointed, in autocast, generating, and on an NPU."""
+"""A fused model in use: with other models, checkpointed, in autocast, generating, on an NPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from liger_ops.fusion import fuse
 
 
 def test_two_models_compiled_in_one_process() -> None:
-    """What torch.compile keeps of a fused layer does not serve an untouched one, and back."""
+    """Code compiled for a fused layer is not used for an untouched one, nor the reverse."""
     fused, untouched = LLAMA.model(), LLAMA.model()
     fuse(fused)
     x = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
@@ -48,7 +48,7 @@ def test_gradient_checkpointing(family: Family) -> None:
 
 
 def test_compiled_with_a_loss_after_a_graph_break() -> None:
-    """transformers warns of the cache while it checkpoints, and torch.compile leaves the graph."""
+    """transformers warns of the cache during checkpointing, which breaks torch.compile's graph."""
     losses = []
     for fused in (False, True):
         torch._dynamo.reset()
@@ -65,7 +65,7 @@ def test_compiled_with_a_loss_after_a_graph_break() -> None:
 
 
 def test_generation_and_recorded_outputs() -> None:
-    """A cache of keys, and attentions and hidden states, which transformers records by class."""
+    """A key cache, and attentions and hidden states, which transformers records by class."""
     model, untouched = LLAMA.model().eval(), LLAMA.model().eval()
     fuse(model)
     x = LLAMA.inputs(torch.float32)
@@ -85,7 +85,7 @@ def test_experts_implementations(family: Family, implementation: str) -> None:
     model.set_experts_implementation(implementation)
     untouched.set_experts_implementation(implementation)
     report = fuse(model)
-    # Qwen's eager forward has the activation in it.
+    # Qwen's eager forward contains the activation.
     has_activation = family is GPT_OSS or implementation != "eager"
     assert len(report) == sum(family.parts.values()) - (0 if has_activation else 2)
     assert len(report.left) == (0 if has_activation else 2)
@@ -110,7 +110,7 @@ def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fast_path_of_torch_transformer() -> None:
-    """nn.TransformerEncoderLayer reads its norms' attributes; in evaluation it never calls them."""
+    """nn.TransformerEncoderLayer reads attributes of its norms, and does not call them in eval."""
     layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
     before = [layer.train()(x), layer.eval()(x)]

@@ -1,4 +1,4 @@
-"""The loss of each family of models fused by `fuse`: trained, evaluated, compiled, unfused."""
+"""The fused loss of every family of models: trained, evaluated, compiled, unfused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_trains_as_before(family: Family) -> None:
 
 @FAMILY
 def test_evaluation_is_as_before(family: Family) -> None:
-    """Bit for bit, and so is training where no labels are given."""
+    """Evaluation is bitwise equal, and so is training without labels."""
     model, fused = pair(family)
     inputs = batch()
     ids = {"input_ids": inputs["input_ids"]}
@@ -79,7 +79,7 @@ def test_unfuse_restores_the_model(family: Family) -> None:
     ids=lambda family: family.name,
 )
 def test_compiles_whole(family: Family) -> None:
-    """One graph for every size of batch, with the op's parts in it and no logits."""
+    """One graph for every batch size, with the op's parts in it and without logits."""
     model, fused = pair(family)
     torch._dynamo.reset()
     recorder = Recorder()
@@ -98,7 +98,7 @@ def test_compiles_whole(family: Family) -> None:
         for node in graph.graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, Tensor) and VOCABULARY in value.shape:
-                # Weights of the head and the embedding, and their gradients.
+                # Only weights of the head and the embedding, and their gradients, have this size.
                 assert sorted(value.shape) == [32, VOCABULARY], f"{node}: {tuple(value.shape)}"
 
 
@@ -146,7 +146,7 @@ def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_large_vocabularies(name: str, options: dict[str, Any]) -> None:
-    """Found in spite of the rounding of their sums. Only the probe's stand-in has memory."""
+    """The loss is found although its sums round. Only the probe's stand-in allocates memory."""
     with torch.device("meta"):
         model = text(name, 5, **options).build()
     entries, left = loss.fuse(model)

@@ -1,4 +1,4 @@
-"""Calls of a model whose loss is fused: every way to ask for the loss, and what is returned."""
+"""Calls of a model with fused loss: every way to ask for the loss, and the values returned."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ways_to_ask(family: Family, way: dict[str, Any]) -> None:
 
 
 def test_what_is_returned() -> None:
-    """As transformers has it for what is absent: None by name, and not counted by index."""
+    """transformers' convention for absent values: None by name, and not counted by index."""
     model, fused = pair()
     output = fused(**batch(), output_hidden_states=True)
     assert type(output) is type(model(**batch()))
@@ -148,7 +148,7 @@ def test_call_that_raises_leaves_nothing_behind() -> None:
 
 
 def test_threads_do_not_meet() -> None:
-    """Calls of one model at once, each with its own hidden states and labels."""
+    """Concurrent calls of one model, each with its own hidden states and labels."""
     _, fused = pair()
     batches = [batch(rows, columns) for rows in (2, 3) for columns in (5, 6, 7, 8)]
     expected = [fused(**inputs).loss.item() for inputs in batches]

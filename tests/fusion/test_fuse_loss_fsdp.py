@@ -1,4 +1,4 @@
-"""The fused loss of models that FSDP2 shards: fused before and after `fully_shard`."""
+"""The fused loss of models sharded by FSDP2, fused before and after `fully_shard`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_trains_as_before(mesh: Any, when: str) -> None:
 
 
 def test_mixed_precision(mesh: Any) -> None:
-    """The head's product is in bfloat16, as it is without fuse."""
+    """The head's product is in bfloat16, as without fuse."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model, fused = (sharded(FAMILY.model(), mesh, mp_policy=policy) for _ in range(2))
     loss.fuse(fused)
@@ -67,7 +67,7 @@ def test_mixed_precision(mesh: Any) -> None:
 
 
 def test_head_sharded_by_itself(mesh: Any) -> None:
-    """Its hooks gather its weight, so it has to be called."""
+    """The head's hooks gather its weight, so it has to be called."""
     model, fused = FAMILY.model(), FAMILY.model()
     loss.fuse(fused)
     sharded(fused, mesh, head=True)

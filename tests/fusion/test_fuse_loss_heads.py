@@ -1,4 +1,4 @@
-"""The head of a model whose loss is fused: tied, frozen, resized, and no longer what it was."""
+"""The head of a model with fused loss: tied, frozen, resized, and replaced after fuse."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_resized_vocabulary() -> None:
 
 
 class LoraHead(nn.Module):
-    """As peft wraps a linear layer: the layer inside, and its attributes outside."""
+    """A linear layer as peft wraps it: the layer inside, its attributes outside."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class LoraHead(nn.Module):
 
 
 class SavedHead(nn.Module):
-    """As peft keeps a module that it trains whole: the original, and a copy in its place."""
+    """A module as peft keeps it to train it whole: the original, and a copy that is called."""
 
     def __init__(self, module: nn.Linear) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_heads_changed_after_fuse(reason: str, change: Callable[[nn.Module], Non
 
 
 def test_adapted_body_with_a_plain_head() -> None:
-    """As peft has it by default: everything frozen but the adapters."""
+    """peft's default: everything frozen except the adapters."""
     model, fused = pair()
     for one in (model, fused):
         one.requires_grad_(False)

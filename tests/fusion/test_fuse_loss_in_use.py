@@ -1,4 +1,4 @@
-"""A model whose loss is fused, in use: copied, saved, checkpointed, extended, inside another."""
+"""A model with fused loss in use: copied, saved, checkpointed, extended, inside another."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_second_call_changes_nothing() -> None:
 
 
 def test_two_models_share_a_class() -> None:
-    """What torch.compile knows of the one holds for the other."""
+    """Code that torch.compile made for one model is used for the other."""
     assert type(pair()[1]) is type(pair()[1])
 
 
@@ -137,7 +137,7 @@ def test_random_state_and_global_modes_are_kept() -> None:
 
 
 def test_replica_of_data_parallel() -> None:
-    """It shares its class with the model, and its head holds a plain tensor."""
+    """A replica shares its class with the model, and its head holds a plain tensor."""
     model, fused = pair()
     replica = fused._replicate_for_data_parallel()
     replica.lm_head = fused.lm_head._replicate_for_data_parallel()

@@ -1,4 +1,4 @@
-"""What `fuse` takes for a model's loss: a model that computes it, and models that nearly do."""
+"""Models whose loss `fuse` recognises, and models that nearly compute it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_any_model_that_computes_it() -> None:
     assert_same_gradients(gradients(fused, output["loss"]), gradients(model, expected["loss"]))
 
 
-# Each of these is Tiny but for one thing.
+# Each of these classes changes one thing in Tiny.
 
 
 class Unshifted(Tiny):
@@ -90,7 +90,7 @@ class Best(Tiny):
 
 
 class Doubled(Tiny):
-    """Its loss is of other logits than those that it returns."""
+    """The loss is computed from other logits than the returned ones."""
 
     def result(self, value: Tensor, logits: Tensor) -> Any:
         return super().result(value, 2 * logits)
@@ -138,7 +138,7 @@ class Twice(Tiny):
 
 
 class ByItself(Tiny):
-    """Computes the loss in forward, as the older models of transformers do."""
+    """The forward computes the loss, as in older models of transformers."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
         logits = self.logits(self.body(input_ids).last_hidden_state)
@@ -146,7 +146,7 @@ class ByItself(Tiny):
 
 
 class LogitsMasked(Tiny):
-    """The attention mask changes the logits of its loss."""
+    """The attention mask changes the logits for the loss."""
 
     def forward(
         self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **kwargs: Any
@@ -241,7 +241,7 @@ def test_near_miss_is_left_with_the_reason(cls: type[Tiny], reason: str) -> None
 
 
 def test_models_of_other_tasks_are_named() -> None:
-    """Those of labels alone."""
+    """Only models whose loss takes labels are in the report."""
     left = [[entry.reason for entry in loss.fuse(f.model())[1]] for f in FAMILIES[-2:]]
     assert left == [["its loss is a classifier's, of no vocabulary"], []]
 

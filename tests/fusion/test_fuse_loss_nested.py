@@ -1,4 +1,4 @@
-"""Models whose head is deeper than a child of theirs, and losses of labels that are not shifted."""
+"""Models whose head is not a direct child, and losses of labels that are not shifted."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def roberta() -> nn.Module:
-    """A head of a layer, an activation and a norm, and then the product."""
+    """The head has a layer, an activation and a norm before the projection."""
     sizes = {name: SMALL[name] for name in list(SMALL)[:5]}
     config = transformers.RobertaConfig(**sizes, **NO_DROPOUT, is_decoder=True)
     return transformers.RobertaForCausalLM(config)
 
 
 def llama4() -> nn.Module:
-    """A causal language model in another, which computes the loss."""
+    """A causal language model inside another model, which computes the loss."""
     options = {"intermediate_size_mlp": 48, "num_local_experts": 2, "no_rope_layers": [1]}
     config = transformers.Llama4TextConfig(**SMALL, **options)
     vision = transformers.Llama4VisionConfig(
@@ -48,7 +48,7 @@ def llama4() -> nn.Module:
 
 
 def t5gemma() -> nn.Module:
-    """An encoder and a decoder: labels that the decoder's inputs are made of, not shifted."""
+    """An encoder-decoder: the decoder's inputs are made from the labels, which are not shifted."""
     part = transformers.T5GemmaModuleConfig(
         **SMALL, dropout_rate=0.0, attention_dropout=0.0, bos_token_id=1
     )
@@ -59,7 +59,7 @@ def t5gemma() -> nn.Module:
 
 
 def modernbert() -> nn.Module:
-    """A masked language model, whose labels are those of the tokens themselves."""
+    """A masked language model, whose labels belong to the tokens themselves."""
     config = transformers.ModernBertConfig(**{**SMALL, "global_attn_every_n_layers": 1})
     return transformers.ModernBertForMaskedLM(config)
 

@@ -1,4 +1,4 @@
-"""What a call of a fused model can ask of its loss, beside what transformers' losses take."""
+"""Options that a call of a fused model adds to those of transformers' losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ONE_LAYER = text("Llama", 3, num_hidden_layers=1)
 
 
 def tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probabilities of all classes, the labels and which of them count, by position."""
+    """The log-probabilities of all classes, the labels, and which labels count, by position."""
     labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
     return logits.log_softmax(-1), labels.clamp(min=0), labels != -100
 
@@ -87,7 +87,7 @@ EACH_OPTION = pytest.mark.parametrize(("options", "expected"), OPTIONS.values(),
 def test_options_of_the_loss(
     family: Any, skip: bool, options: dict[str, Any], expected: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """The loss and every gradient, of the untouched model's logits."""
+    """The loss and every gradient, compared with those from the untouched model's logits."""
     model, fused = pair(family)
     inputs = batch()
     output = fused(**inputs, **options, skip_logits=skip)
@@ -107,7 +107,7 @@ def test_accuracy_and_predictions(mode: str) -> None:
     asked: dict[str, Any] = {"return_token_accuracy": True, "return_predicted_tokens": True}
     expected = model(**inputs)
     predicted = expected.logits.argmax(-1)
-    # Two of the labels are as predicted.
+    # Make two of the labels equal to the prediction.
     inputs["labels"][0, 5], inputs["labels"][1, 2] = predicted[0, 4], predicted[1, 1]
     expected = model(**inputs)
     call: Any = fused
@@ -129,7 +129,7 @@ def test_accuracy_and_predictions(mode: str) -> None:
 
 
 def test_extended_outputs() -> None:
-    """Only what is asked for; at the end of a tuple, by name in a dict; they can be pickled."""
+    """Only requested values are added: at the end of a tuple, by name in a dict. They pickle."""
     _, fused = pair(ONE_LAYER)
     asked = fused(**batch(), return_predicted_tokens=True)
     assert asked.token_accuracy is None
@@ -150,7 +150,7 @@ def test_extended_outputs() -> None:
 
 @pytest.mark.parametrize("skip", [None, False], ids=["no logits", "logits"])
 def test_shifted_labels_alone(skip: bool | None) -> None:
-    """They are labels too, as of collators that leave no other."""
+    """shift_labels also stand for labels, as with collators that return no labels."""
     model, fused = pair(ONE_LAYER)
     inputs = batch()
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
@@ -215,13 +215,13 @@ def test_unknown_arguments_go_where_they_went() -> None:
     model, fused = pair(ONE_LAYER)
     torch.testing.assert_close(fused(**batch(), nothing=3).loss, model(**batch(), nothing=3).loss)
     for one in (Tiny(), with_fused_loss(Tiny())):
-        # Its loss function takes no others.
+        # The model's loss function takes no other arguments.
         with pytest.raises(TypeError, match=r"causal_loss\(\) got an unexpected .* 'nothing'"):
             one(**batch(), nothing=3)
 
 
 class Tempered(Tiny):
-    """Its loss function has an argument of its own, and one with the name of an option."""
+    """A model whose loss function has its own argument, and one with the name of an option."""
 
     @staticmethod
     def loss_function(
@@ -248,7 +248,7 @@ def test_arguments_of_the_loss_function(name: str) -> None:
 
 
 def test_options_of_heads_and_losses_changed_since() -> None:
-    """Another head's logits have the options' loss; another loss function is not known."""
+    """Options still apply to a replaced head's logits, but not with a replaced loss function."""
     model, fused = pair(ONE_LAYER)
     for one in (model, fused):
         one.lm_head = nn.Sequential(one.lm_head, nn.Tanh())
@@ -281,7 +281,7 @@ def test_one_warning_for_a_model_and_reason() -> None:
 
 
 def test_warning_of_a_compiled_step() -> None:
-    """It is given while the graph is traced, and does not break it."""
+    """The warning is given while the graph is traced, and does not break it."""
     _, fused = pair(ONE_LAYER)
     fused.lm_head = nn.Sequential(fused.lm_head)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""A head that peft has wrapped: trained whole, adapted, merged, and before and after fuse."""
+"""A head wrapped by peft: trained whole, adapted, merged, before fuse and after."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def adapted(model: Any, **options: Any) -> Any:
 
 
 def adapted_pair(when: str, **options: Any) -> tuple[Any, Any]:
-    """The model with adapters, and the same fused before or after."""
+    """The model with adapters, and the same model fused before or after adding them."""
     model, fused = FAMILY.model(), FAMILY.model()
     if when == "before":
         assert loss.fuse(fused)[0]
@@ -58,7 +58,7 @@ def test_head_trained_whole(when: str) -> None:
     names = {name for name, grad in fused.named_parameters() if grad.grad is not None}
     assert any("lm_head.modules_to_save" in name for name in names)
     with model.disable_adapter(), fused.disable_adapter():
-        # The adapters' switch freezes what is left.
+        # Disabling the adapters leaves everything frozen.
         output = fused(**batch())
         assert output.logits is None
         torch.testing.assert_close(output.loss, model(**batch()).loss)
@@ -106,5 +106,5 @@ def test_merged_and_unloaded() -> None:
     for one in (model, fused):
         torch.manual_seed(3)
         for_both.append(peft.get_peft_model(one, peft.LoraConfig(**options)).merge_and_unload())
-    # What was adapted is frozen still.
+    # The adapted layers are still frozen.
     assert_fused(*(one.requires_grad_() for one in reversed(for_both)))

@@ -1,4 +1,4 @@
-"""Losses that a forward computes itself, by CrossEntropyLoss of its file's globals."""
+"""Losses that a forward computes itself, with the CrossEntropyLoss of its file's globals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bert() -> nn.Module:
 
 
 def bart() -> nn.Module:
-    """It adds a buffer to the logits."""
+    """A model that adds a buffer to the logits."""
     model = transformers.BartForConditionalGeneration(transformers.BartConfig(**BART))
     model.final_logits_bias.normal_()
     return model
@@ -109,7 +109,7 @@ def test_trains_as_before(build: Callable[[], nn.Module]) -> None:
     names = [name for name in model(**inputs) if name != "logits"]
     assert list(output) == names
     if NEW or build is bert:
-        # Before, Dynamo traces no other of these whole, fused or not.
+        # Older versions: Dynamo traces none of the other models whole, fused or not.
         assert_traced(fused, inputs, output.loss, added=build is bart)
     copied = pickle.loads(pickle.dumps(fused))
     torch.testing.assert_close(copied(**inputs).loss, output.loss)
@@ -119,9 +119,9 @@ def test_trains_as_before(build: Callable[[], nn.Module]) -> None:
 
 
 def assert_traced(fused: nn.Module, inputs: dict[str, Any], loss: Tensor, added: bool) -> None:
-    """Compiled it has the same loss, and skips the logits unless something is added to them.
+    """Compiled, the loss is the same, and logits are skipped unless something is added to them.
 
-    Dynamo knows no sum of an object and a tensor.
+    Dynamo does not trace the sum of an object and a tensor.
     """
     torch._dynamo.reset()
     compiled = torch.compile(fused, fullgraph=True, backend="eager")
@@ -136,7 +136,7 @@ def assert_traced(fused: nn.Module, inputs: dict[str, Any], loss: Tensor, added:
 @EACH
 @pytest.mark.parametrize("use", ["bfloat16", "autocast"])
 def test_dtype_of_the_loss(build: Callable[[], nn.Module], use: str) -> None:
-    """That which the model's own has, and the loss is as near to it as its rounding allows."""
+    """The dtype is that of the model's own loss; the value is as close as its rounding allows."""
     model, fused = pair(build)
     inputs = inputs_of(model, torch.bfloat16 if use == "bfloat16" else torch.float32)
     if use == "bfloat16":
@@ -164,7 +164,7 @@ def test_options() -> None:
 
 
 class Written(Tiny):
-    """Each below is this but for one thing."""
+    """The subclasses below each change one thing."""
 
     loss_function = None  # type: ignore[assignment]
 
@@ -208,7 +208,7 @@ class Smoothed(Written):
 
 
 class OfTheModule(Written):
-    """It finds the class in torch.nn, which is not of its file alone."""
+    """The forward gets the class from torch.nn, not from its file's globals."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
         logits = self.logits(self.body(input_ids).last_hidden_state)

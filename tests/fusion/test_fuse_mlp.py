@@ -1,4 +1,4 @@
-"""What `fuse` takes for a gated activation: modules that have one, of every op and option."""
+"""Modules in which `fuse` finds a gated activation, for every op and option."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Plain(Gated):
 
 
 class Multiplied(Gated):
-    """As in Falcon-H1."""
+    """Multipliers as in Falcon-H1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Multiplied(Gated):
 
 
 class LimitedInPairs(InPairs):
-    """As GPT-OSS's experts."""
+    """Clamped and interleaved, as in the experts of GPT-OSS."""
 
     limit, alpha = 7.0, 1.702
 
@@ -98,7 +98,7 @@ COMPUTES = [
     ids=[f"{type(module).__name__}-{i}" for i, (module, _, _) in enumerate(COMPUTES)],
 )
 def test_op_and_options_are_found(module: nn.Module, op: str, options: dict[str, Any]) -> None:
-    """With the results of the module, in float32 and float64, and as near to truth in bfloat16."""
+    """Results equal the module's in float32 and float64, and are as near to truth in bfloat16."""
     model = nn.Sequential(copy.deepcopy(module))
     report = fuse(model)
     assert [(entry.op, entry.options) for entry in report.fused] == [(op, options)]

@@ -1,4 +1,4 @@
-"""The gated activation of experts, as transformers writes them, fused by `fuse`."""
+"""`fuse` on the gated activation of experts as written in transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_ops import fuse, unfuse
 def experts(
     gate: Callable[[Any, Tensor], Tensor] | None = None, activation: str = "silu"
 ) -> nn.Module:
-    """A module as transformers writes it, with `_apply_gate` if one is given."""
+    """A module as written in transformers, with `_apply_gate` if one is given."""
 
     class Experts(nn.Module):
         def __init__(self, config: Any) -> None:
@@ -106,7 +106,7 @@ def test_eager_experts_that_have_the_activation_in_their_forward_are_left() -> N
 
 
 def test_class_of_another_make_is_not_undone() -> None:
-    """A parametrization changes the class too; nothing is undone before it is removed."""
+    """A parametrization also changes the class; unfuse changes nothing until it is removed."""
     module = experts()
     model = nn.ModuleDict({"experts": module, "norm": nn.LayerNorm(8)})
     assert len(fuse(model)) == 2

@@ -1,4 +1,4 @@
-"""A module whose gated activation is fused, in use: its children, hooks, adapters and class."""
+"""A module with fused gated activation in use: its children, hooks, adapters and class."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_second_call_changes_nothing() -> None:
 
 
 def test_children_are_called_in_their_order() -> None:
-    """So that what they draw, as the dropout of an adapter, is what it was."""
+    """The order determines the random numbers that they draw, such as for an adapter's dropout."""
     for cls in (Gated, UpFirst, GateSecond):
         module = cls()
         orders: list[list[str]] = []
@@ -64,7 +64,7 @@ def test_children_are_called_in_their_order() -> None:
 
 @pytest.mark.parametrize("before", [False, True])
 def test_wrapped_projections(before: bool) -> None:
-    """Adapters put in before fuse or after are called, and trained."""
+    """Adapters added before fuse or after it are called, and trained."""
     module = Gated()
     if before:
         adapted(module)

@@ -1,4 +1,4 @@
-"""Modules that nearly have a gated activation, left by `fuse` with the reason."""
+"""Modules that nearly have a gated activation, which `fuse` leaves and gives a reason for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shifted(Gated):
 
 
 class ClampedAfter(Gated):
-    """As in Step-3.7."""
+    """Clamped after the activation, as in Step-3.7."""
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.activation(gate).clamp(max=7.0) * up
@@ -105,7 +105,7 @@ def with_own_forward(module: nn.Module) -> nn.Module:
     return module
 
 
-# Modules, each one thing away from an op, and what the report must say of it.
+# Modules that each differ from an op in one thing, and a part of the reason in the report.
 NEAR_MISSES = [
     (activated("relu"), NO_OP),
     (activated("mish"), NO_OP),
@@ -137,7 +137,7 @@ NEAR_MISSES = [
     ids=[f"{type(module).__name__}-{i}" for i, (module, _) in enumerate(NEAR_MISSES)],
 )
 def test_near_miss_is_left_with_the_reason(module: nn.Module, reason: str) -> None:
-    # A name that the report takes for that of a gated MLP.
+    # The report takes this name for that of a gated MLP.
     cls = type(module)
     module.__class__ = type(f"{cls.__name__}GLU", (cls,), {})
     named = type(module)

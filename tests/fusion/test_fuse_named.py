@@ -1,4 +1,4 @@
-"""What one looks for in a model by its name is in the report, with its path, fused or not."""
+"""Parts that a reader expects by name are in the report with their path, fused or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_ops.fusion import FuseReport
 
 
 class GEGLU(nn.Module):
-    """As in diffusers: the activation with its projection, and no projection after."""
+    """As in diffusers: the activation with its projection, without one after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class GEGLU(nn.Module):
 
 
 class PackedFeedForward(nn.Module):
-    """An activation that is no op."""
+    """An activation that is not an op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PackedFeedForward(nn.Module):
 
 
 class AdaLayerNorm(nn.Module):
-    """As in diffusers: a norm that holds others."""
+    """As in diffusers: a norm that contains other modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def apply_rotary_emb(x: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Processor:
-    """As Flux's, which an attention calls."""
+    """Like Flux's processor, which an attention calls."""
 
     def __call__(self, attention: Any, x: Tensor, freqs: Any) -> Tensor:
         return apply_rotary_emb(x, freqs)
@@ -89,7 +89,7 @@ def llama4_vision() -> nn.Module:
     return Llama4VisionAttention(Llama4VisionConfig(hidden_size=16, num_attention_heads=2))
 
 
-# Modules, and what the report says of them.
+# Modules, and a part of the reason in the report.
 LEFT = [
     (Qwen3NextRMSNormGated(8), "norm", "its forward takes (hidden_states, gate"),
     (AdaLayerNorm(), "norm", "it holds other modules"),
@@ -113,14 +113,14 @@ def test_is_left_with_the_reason(module: nn.Module, kind: str, reason: str) -> N
 
 
 def test_the_rules_know_them() -> None:
-    """Those that the sweep over every model holds the report to."""
+    """The rules by which test_fuse_every_model checks the report also find these modules."""
     model = nn.ModuleList([module for module, _, _ in LEFT if type(module) is not FluxAttention])
     found = {name for rule in fuse_rules.RULES for name in rule(model)}
     assert found >= {name for name, _ in model.named_children()}
 
 
 class SuperGlueAttention(nn.Module):
-    """Glue is no gated linear unit."""
+    """The name has "Glue", which is not a gated linear unit."""
 
     def __init__(self) -> None:
         super().__init__()

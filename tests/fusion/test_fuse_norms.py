@@ -1,4 +1,4 @@
-"""What `fuse` takes for a norm: modules that are one, and modules that are nearly one."""
+"""Modules that `fuse` recognises as norms, and modules that are nearly norms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_ops.fusion import FuseReport, norms
 
 
 class Rms(nn.Module):
-    """A norm whose class name says nothing. The other norms here change one thing of it."""
+    """A norm with an unspecific class name. The other norms here change one thing in it."""
 
     def __init__(self, size: int = 24, eps: float = 1e-6) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class EpsOutside(Rms):
 
 
 class Clamped(Rms):
-    """Zeros stay zeros, where an eps of 0 would make NaN of them."""
+    """Zeros stay zeros, while an eps of 0 would give NaN."""
 
     def normalised(self, x: Tensor) -> Tensor:
         return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5
@@ -228,7 +228,7 @@ class OwnState(Rms):
 
 
 class ImageNorm(nn.LayerNorm):
-    """Normalises the second dimension where there are four, the last where there are not."""
+    """Normalises the second of four dimensions, and otherwise the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 4:
@@ -277,7 +277,7 @@ def parametrized(module: nn.Module) -> nn.Module:
 
 NO_NORM = "it computes none of rms_norm, layer_norm and group_norm"
 
-# Modules, each one thing away from an op, and what the report must say of it.
+# Modules that each differ from an op in one thing, and a part of the reason in the report.
 NEAR_MISSES = [
     (Gated(), "its forward takes (x, gate=None)"),
     (FirstDimension(), "rms_norm: mean has -3 where the op has -1"),
@@ -353,7 +353,7 @@ def test_class_name_decides_nothing() -> None:
 
 
 def test_weight_of_another_dtype_than_the_model() -> None:
-    """A llama norm of float32 weight turns bfloat16 into float32, which no op does."""
+    """A llama norm with float32 weight turns bfloat16 into float32, which no op does."""
     model = nn.ModuleDict(
         {"linear": nn.Linear(24, 24, dtype=torch.bfloat16), "norm": Rms(), "gemma": GemmaStyle()}
     )
@@ -367,7 +367,7 @@ def test_weight_of_another_dtype_than_the_model() -> None:
 
 
 def test_equal_norms_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a class, a size, a dtype and equal attributes; anything else is traced by itself."""
+    """Norms of equal class, size, dtype and attributes share a trace; others are traced alone."""
     traced = []
     norm_of = norms.norm_of
     monkeypatch.setattr(

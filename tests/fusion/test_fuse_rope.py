@@ -1,4 +1,4 @@
-"""What `fuse` takes for rope: functions that are, and functions that nearly are."""
+"""Functions that `fuse` recognises as rope, and functions that are nearly rope."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ B, H, K, S, D = 2, 4, 2, 5, 16
 
 
 class Rotating(nn.Module):
-    """Calls a function of the globals with what its forward is given."""
+    """Calls a global function with the arguments of its forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return rotate(*args, **kwargs)
@@ -38,7 +38,7 @@ rotate: Callable[..., Any] = llama
 
 @pytest.fixture
 def calling(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], nn.Module]:
-    """A fused module whose forward calls the given function."""
+    """Makes a fused module whose forward calls the given function."""
 
     def fused(function: Callable[..., Any]) -> nn.Module:
         monkeypatch.setattr(sys.modules[__name__], "rotate", function)
@@ -71,7 +71,7 @@ def tensors(
     table_dtype: torch.dtype | None = None,
     leading: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys as an attention has them, views of projections, and tables."""
+    """Queries and keys as attention gets them, as views of projections, and tables."""
     generator = torch.Generator().manual_seed(1)
     sizes = {"b": B, "s": S, "d": D}
     heads = []
@@ -85,7 +85,7 @@ def tensors(
 
 
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """GPT-J's pairs, with a number for each element, as Cohere has them."""
+    """GPT-J's pairs, with a table entry per element, as in Cohere."""
 
     def turned(x: Tensor) -> Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
@@ -97,7 +97,7 @@ def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 def multimodal(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int], unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """As Qwen2-VL's own code, from which three tables are put together."""
+    """Qwen2-VL's own code, which combines three tables into one."""
     parts = mrope_section * 2
     tables = []
     for table in (cos, sin):
@@ -113,7 +113,7 @@ def complex_table(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 LLAMA = {"interleaved": False}
 PAIRS = {"interleaved": False, "per_pair": True}
 
-# A function, its arguments beside tensors, the tensors, and the op's options.
+# A function, its non-tensor arguments, the arguments of `tensors`, and the op's options.
 FORMS = [
     (llama, {}, {}, LLAMA),
     (llama, {"unsqueeze_dim": 2}, {"layout": "bshd"}, LLAMA),
@@ -139,7 +139,7 @@ def test_options_are_found(
     given: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """The op runs, with the function's results: in float32, in bfloat16 within its roundings."""
+    """The op runs with the function's results: in float32, and within rounding in bfloat16."""
     module = calling(function)
     report_of = rope.plan(Rotating()).fused
     assert [(entry.op, entry.options, entry.kind) for entry in report_of] == [
@@ -155,7 +155,7 @@ def test_options_are_found(
     )
     args = tensors(**given, dtype=torch.bfloat16)
     assert ops_of(module, args, kwargs) == ["rope"]
-    # Each product is 1 at most times the number, and each of three roundings moves it by 2**-9.
+    # Each product is at most the number, and each of three roundings changes it by up to 2**-9.
     for ours, theirs, x in zip(
         module(*args, **kwargs), function(*args, **kwargs), args, strict=False
     ):
@@ -173,7 +173,7 @@ def test_complex_frequencies(calling: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, theirs, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-# Calls that the op does not serve, although the function is rope in others.
+# Calls that the op does not handle, of functions that are rope in other calls.
 FALLBACKS = [
     (llama, {"unsqueeze_dim": 0}, {"layout": "shd"}),
     (llama, {"unsqueeze_dim": -3}, {}),
@@ -214,7 +214,7 @@ def test_broadcast_positions_and_wrong_arguments_reach_the_function(calling: Any
 
 
 def test_wide_tables(calling: Any) -> None:
-    """Code that computes in float32 and returns the queries' dtype is rope with float32 tables."""
+    """Code that computes in float32 and returns the queries' dtype is rope for float32 tables."""
     module = calling(vision)
     args = tensors("shd", dtype=torch.bfloat16, table_dtype=torch.float32)
     assert ops_of(module, args) == ["rope"]
@@ -231,7 +231,7 @@ def test_wide_tables_of_code_that_promotes(
     dtype: torch.dtype,
     autocast: bool,
 ) -> None:
-    """Queries of a linear layer in autocast, and tables of float32: the results are float32."""
+    """With queries from a linear layer in autocast and float32 tables, the results are float32."""
     module = calling(function)
     args = tensors(**given, dtype=dtype, table_dtype=torch.float32)
     with torch.autocast("cpu", dtype=dtype, enabled=autocast):
@@ -248,11 +248,11 @@ def test_results_keep_the_layout(calling: Any) -> None:
     assert module(q, k, cos, sin)[0].stride() == q.stride()
 
 
-# Functions, each one thing away from rope.
+# Functions that each differ from rope in one thing.
 
 
 def other_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs each element with the one at the other end."""
+    """Pairs each element with the one at the opposite end."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + q.flip(-1) * sin, k * cos + k.flip(-1) * sin
 
@@ -270,7 +270,7 @@ def queries_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 def de_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As DeepSeek-V3: pairs are next to each other before, and halves after."""
+    """As in DeepSeek-V3: pairs are adjacent in the input, and in halves in the output."""
     q, k = (torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in (q, k))
     return llama(q, k, cos, sin)
 
@@ -319,7 +319,7 @@ def test_functions_of_other_parameters_are_not_called(monkeypatch: pytest.Monkey
     assert fuse(Rotating()) == FuseReport((), ())
 
 
-# Forwards
+# Forwards.
 
 
 def doubling(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -376,7 +376,7 @@ def test_decorated_forward() -> None:
 
 
 def test_forward_that_calls_its_base_class() -> None:
-    """Only the class's own forward is made to call the op."""
+    """Only the class's own forward is changed to call the op."""
     module = CallsSuper()
     assert len(fuse(module)) == 1
     args = tensors()
@@ -438,7 +438,7 @@ def test_later_changes_of_globals_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_another_function_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two modules, each fused with what its forward called then."""
+    """Two modules, each fused with the function that its forward called at the time."""
     one = Rotating()
     fuse(one)
     monkeypatch.setattr(sys.modules[__name__], "rotate", interleaved)

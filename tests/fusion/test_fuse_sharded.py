@@ -31,7 +31,7 @@ def world_of_one() -> Iterator[None]:
 
 
 def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model, each layer and the whole by itself, and some parts of the first layer."""
+    """Shard each layer, some parts of the first layer, and the rest of the model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     first, *others = model.model.layers
@@ -41,13 +41,13 @@ def sharded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def trained(model: nn.Module) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The losses of a few steps, and the gradients of the last."""
+    """The losses of a few training steps, and the gradients of the last step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = LLAMA.inputs(torch.float32)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        # Each rank has rows of its own.
+        # Each rank has different rows.
         rows = x.roll(dist.get_rank(), dims=1)
         loss = model(rows, labels=rows).loss
         loss.backward()
@@ -103,7 +103,7 @@ def test_shards_stay_and_classes_come_back() -> None:
 
 
 def test_fused_before_sharding() -> None:
-    """FSDP2 holds modules that unfuse would replace: it refuses, and changes nothing."""
+    """FSDP2 holds modules that unfuse would replace: unfuse raises, and changes nothing."""
     model = LLAMA.model()
     fuse(model)
     classes = [type(module) for module in sharded(model).modules()]
@@ -123,7 +123,7 @@ def test_parameters_of_the_policys_dtype() -> None:
 
 
 def test_unsharded_for_now() -> None:
-    """Between the passes FSDP2 may leave whole tensors in the modules that it holds."""
+    """Between forward and backward FSDP2 may leave whole tensors in the modules."""
     model = sharded(LLAMA.model())
     for module in model.modules():
         if hasattr(module, "unshard"):
@@ -135,7 +135,7 @@ def test_unsharded_for_now() -> None:
 
 
 def test_a_part_of_a_sharded_model() -> None:
-    """Its parameters are held by the whole model, which is not known of."""
+    """The whole model holds the part's parameters, and `fuse` gets only the part."""
     layer = sharded(LLAMA.model()).model.layers[0]
     report = fuse(layer.post_attention_layernorm)
     assert not report

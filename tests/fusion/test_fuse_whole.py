@@ -1,4 +1,4 @@
-"""`fuse` changes a model wholly or not at all, whatever is in it, and by parts where asked to."""
+"""`fuse` changes a model completely or not at all, and only the kinds of parts asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from liger_ops.fusion import FuseReport, classes, gated, norms
 
 
 class Pair(nn.Module):
-    """Two projections and a result that is no tensor, as the feature projection of wav2vec2."""
+    """Two projections with a tuple for a result, as in the feature projection of wav2vec2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Pair(nn.Module):
 
 
 class GivesPairMLP(Pair):
-    """Projects what is no tensor, and has a name by which one looks for it."""
+    """Projects a result that is not a tensor, and has a name that a reader looks for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class GivesPairMLP(Pair):
 
 
 class NoProjectionMLP(nn.Module):
-    """As after quantisation, where a linear layer holds no parameter."""
+    """Its projection holds no parameter, as a linear layer after quantisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def structure(model: nn.Module) -> list[tuple[str, int, type]]:
 
 @pytest.mark.parametrize("count", range(4))
 def test_an_error_changes_nothing(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """After each number of modules that were changed before it."""
+    """The error occurs after each possible number of changed modules."""
     model = LLAMA.model()
     before = structure(model)
     override = classes.override

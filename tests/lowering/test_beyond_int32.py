@@ -1,4 +1,4 @@
-"""Tensors of 3 billion elements: the offset of a row's first element does not fit 32 bits."""
+"""Tensors of 3 billion elements, where offsets of rows do not fit 32 bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 N = 8192
 ROWS = 3 * 10**9 // N
-# Rows on both sides of element 2**31, and the last.
+# First rows to compare: at the start, on both sides of element 2**31, and the last ones.
 PLACES = (0, 2**31 // N - 1, 2**31 // N, ROWS - 2)
 
 
@@ -36,7 +36,7 @@ def target(rows: int, first: int = 0) -> Tensor:
 
 Call = Callable[[Tensor, int], Any]
 
-# Each of the rows of x from `first` on.
+# Calls of each op on the rows of x from `first` on.
 CALLS: dict[str, Call] = {
     "rms_norm": lambda x, first: liger_ops.rms_norm(x, weights()[0]),
     "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
@@ -50,9 +50,9 @@ CALLS: dict[str, Call] = {
 
 
 def test_rows_far_into_memory_are_as_alone() -> None:
-    """Result and gradient of a few rows are, to a rounding, those of the same rows alone.
+    """The results and gradients of a few rows equal those of the same rows alone, up to a rounding.
 
-    One op after the other in one test, for two at once would not fit a device's memory.
+    The ops run one after the other in one test, because two at once would not fit in memory.
     """
     for call in CALLS.values():
         generator = torch.Generator(DEVICE).manual_seed(0)

@@ -1,5 +1,4 @@
-"""Every cuda kernel compiles for GPUs that this machine does not have, and keeps its values in
-registers."""
+"""Every cuda kernel compiles for GPUs that this machine does not have, and hardly spills."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "compile_for_gpus.py"
 
-# Bytes that a thread may spill, to the L1 cache. layer_norm's backward of rows of 12288 in float32
+# Bytes that a thread may spill, to the L1 cache. layer_norm's backward for rows of 12288 in float32
 # spills 160.
 SPILLED_BYTES = 192
 

@@ -1,5 +1,5 @@
-"""A CUDA graph captures every op, and a whole model: nothing waits for the device, and nothing that
-a replay needs is computed on the host."""
+"""A CUDA graph captures every op, and a whole model: nothing waits for the device, and a replay
+needs nothing from the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def captured(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """The graph of a call, after what the first calls allocate and compile."""
+    """The graph of a call, captured after warm-up calls that allocate and compile."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -39,7 +39,7 @@ def captured(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_a_graph_captures_the_op_and_its_gradient(op: OpUnderTest) -> None:
-    """Replayed on other values, it gives what a call on these gives, bit for bit."""
+    """A replay with other values gives bitwise the result of a call with these values."""
     case = op.sample(torch.bfloat16)
     args = list(clones(op.forward_args(case, op.tensors(case))))
     places = [
@@ -63,7 +63,7 @@ def test_a_graph_captures_the_op_and_its_gradient(op: OpUnderTest) -> None:
 
 
 def test_reduce_overhead_captures_a_fused_model() -> None:
-    """Not one graph of the model is left to the host, and the loss is the untouched model's."""
+    """CUDA graphs cover the whole model, and the loss equals the untouched model's."""
     config = transformers.LlamaConfig(
         vocab_size=1024,
         hidden_size=256,

@@ -1,5 +1,5 @@
-"""The launch of a GPU kernel: what Triton compiled for arguments of one form is launched again for
-others of that form, and for no others."""
+"""The launch of a GPU kernel: code that Triton compiled is launched again for arguments with the
+same key, and for no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STREAM = 7
 
 
 class Kernel:
-    """A stand-in for Triton's: what it compiles, and what is launched of that."""
+    """A stand-in for a Triton kernel that records what it compiles and what is launched."""
 
     arg_names = ("x_ptr", "y_ptr", "M", "scale", "FLAG", "BLOCK")
 
@@ -61,7 +61,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(kernel: Kernel, **changes: Any) -> dict[str, Any]:
-    """A launch with some arguments changed."""
+    """Launch with some arguments changed."""
     given: dict[str, Any] = {
         "grid": (3,),
         "x": torch.zeros(64),
@@ -83,7 +83,7 @@ def test_the_same_form_is_compiled_once_and_launched_with_its_own_memory() -> No
     run(kernel)
     given = [run(kernel) for _ in range(2)]
     assert len(kernel.compiled) == 1
-    # The constants in the order of the parameters.
+    # The constants are in the order of the parameters.
     assert kernel.launched == [
         ((3, 1), (value["x"].data_ptr(), value["y"].data_ptr(), 5, 0.5, True, 16))
         for value in given
@@ -210,11 +210,11 @@ def test_versions_that_were_not_run_with_are_left_to_triton(
 
 
 def two_vectors(x_ptr, y_ptr, M, scale, FLAG, BLOCK: tl.constexpr):
-    """The signature of `Kernel`."""
+    """A kernel with the signature of `Kernel`."""
 
 
 def test_the_installed_triton_passes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch from here has the arguments of Triton's own, in its order."""
+    """A launch from here passes the same arguments as Triton's own, in the same order."""
     seen: list[tuple[Any, ...]] = []
     compiled = SimpleNamespace(
         run=lambda *passed: seen.append(passed),
@@ -269,7 +269,7 @@ def test_tritons_launch_hooks_see_every_launch() -> None:
 @pytest.mark.device_kernels
 @pytest.mark.skipif(DEVICE != "cuda", reason="memory addresses of a GPU: --device cuda")
 def test_every_alignment_and_size_has_its_own_kernel() -> None:
-    """What was compiled for aligned rows of 64 is not launched for others, nor the other way."""
+    """Code compiled for aligned rows of 64 is not launched for others, nor the reverse."""
     for start in (0, 1, 8, 0, 1):
         for columns in (64, 63, 1, 64):
             for rows in (1, 16, 5, 16):

@@ -1,4 +1,4 @@
-"""Dispatch on a simulated npu: the ops' npu kernels are what runs there, interpreted."""
+"""Dispatch on a simulated npu: the ops run their npu kernels there, interpreted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_npu(args: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def require_gradients(op: OpUnderTest, args: tuple[object, ...]) -> list[Tensor]:
-    """Those of the arguments that have a gradient, now required."""
+    """Make the arguments that have a gradient require it, and return them."""
     tensors = [arg for i, arg in enumerate(args) if isinstance(arg, Tensor) and op.has_gradient(i)]
     return [tensor.requires_grad_() for tensor in tensors]
 
@@ -49,8 +49,7 @@ def assert_same(op: OpUnderTest, output: Tensor, expected: Tensor) -> None:
 
 
 def launched_modules() -> set[str]:
-    """The files of lowering.npu whose kernels ran; anything else would be somebody else's
-    kernel."""
+    """The files of lowering.npu whose kernels ran; any other file would mean a wrong kernel."""
     modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
     assert all(module.startswith("liger_ops.lowering.npu.") for module in modules), modules
     return modules
@@ -104,8 +103,8 @@ def test_float64_runs_the_definition(op: OpUnderTest) -> None:
 
 @EVERY_OP
 def test_autocast_does_what_pytorchs_does(op: OpUnderTest) -> None:
-    """float32 where ATen's op has the rule, as its norms do; the dtypes as they come elsewhere.
-    What casts matrices is the op that an op with products is in."""
+    """float32 if ATen's op has that rule, as its norms do; otherwise the dtypes do not change. An
+    op with matrix products casts them in the composed op that contains it."""
     args = forward_args(op, torch.bfloat16)
     with torch.autocast("npu", dtype=torch.bfloat16):
         outputs = as_tuple(op.overload()(*on_npu(args)))
@@ -141,8 +140,8 @@ def test_an_op_without_a_kernel_runs_its_definition() -> None:
 
 
 def test_the_device_refuses_what_has_neither_kernel_nor_definition() -> None:
-    """The simulated device does not serve another library's missing kernel on the CPU in
-    silence."""
+    """The simulated device does not silently run another library's op on the CPU when its kernel is
+    missing."""
     with torch.library._scoped_library("liger_ops_tests", "FRAGMENT") as other:
         other.define("cpu_only(Tensor x) -> Tensor")
         other.impl("cpu_only", lambda x: x + 1, "CPU")

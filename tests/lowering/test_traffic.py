@@ -1,4 +1,4 @@
-"""Kernels read every input and write every output once, or where a row does not fit, read twice."""
+"""Kernels read every input and write every output once; rows that do not fit are read twice."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from launch_cases import LaunchCase, counted
 from op_under_test import FOLDERS
 from traffic import traffic
 
-# The elements of a row that every kernel but these reads once.
+# Rows of up to this many elements are read once by every kernel that is not in EXCEPTIONS.
 READ_ONCE = 4096
 EXCEPTIONS = {
     ("npu", "fused_add_rms_norm", False): "4096 elements take 91.8% of the Unified Buffer",
     ("npu", "group_norm", False): "flat tiles keep sums of channels as wide as themselves",
     ("npu", "group_norm", True): "flat tiles keep sums of channels as wide as themselves",
 }
-# What two passes over a row may cost beyond two reads, in turns: kernels that subtract a mean read
-# the first tile of a row before the first pass, for sums of squares about its mean.
+# Cost of two passes over a row above two reads, as a ratio: kernels that subtract a mean read the
+# first tile of a row before the first pass, to sum squares about its mean.
 FIRST_TILE = 0.14
-# What a row has one of, such as a statistic, may be read again, or be left to PyTorch.
+# Single values per row, such as a statistic, may be read again, or be left to PyTorch.
 ROUNDING = 0.01
 
 CASES = {f"{few.op.id} {few.label}": few for _, few in counted()}
 
 
 def reduced_together(case: LaunchCase) -> int:
-    """The elements of a row, or of a group."""
+    """The number of elements in a row, or in a group."""
     return torch.Size(case.case.shape[1:]).numel() // getattr(case.case, "num_groups", 1)
 
 

@@ -1,4 +1,4 @@
-"""`torch.compile(backend="liger")` on untouched models of transformers."""
+"""`torch.compile(backend="liger")` on untouched transformers models."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def rewritten(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> list[Counter[str]]:
-    """What the backend put into each graph of `model`, whose results it did not change.
+    """Check that results do not change, and return the ops in each graph of `model`.
 
-    `dtype` is that of its arithmetic, where its parameters have another.
+    `dtype` is the dtype of its arithmetic, if its parameters have another.
     """
     loss = loss_of(model) if loss is None else loss
     untouched, without = compiled(loss, "none", **options)
@@ -63,7 +63,7 @@ def rewritten_variant(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Counter[str]:
-    """As above, of one batch of one architecture, with `changes` to the batch."""
+    """The same for one batch of one architecture, with `changes` to the batch."""
     architecture = BY_NAME[name]
     batch = {**text_batch(), **(changes or {})}
     model, wide = architecture.make(dtype), architecture.make(torch.float64)
@@ -73,16 +73,16 @@ def rewritten_variant(
 
 
 def found(name: str, **changes: int) -> dict[str, int]:
-    """What is found in the architecture, but for `changes`."""
+    """The places found in the architecture, with `changes`."""
     counts = {**BY_NAME[name].found, **changes}
     return {op: count for op, count in counts.items() if count}
 
 
 @ARCHITECTURE
 def test_rewritten_as_near_to_truth(architecture: Architecture) -> None:
-    """Loss and every gradient; and in the graph, the ops of the table.
+    """Compare the loss and every gradient, and the ops in the graph with the table.
 
-    In bfloat16, whose graphs hold the casts that those of float32 lack. In float32,
+    This is in bfloat16, whose graphs have casts that float32 graphs do not have. In float32,
     test_explained counts the ops, and test_trained_models compares values.
     """
     model, batch = architecture.make(torch.bfloat16), architecture.batch(torch.bfloat16)
@@ -92,7 +92,7 @@ def test_rewritten_as_near_to_truth(architecture: Architecture) -> None:
 
 @ARCHITECTURE
 def test_explained(architecture: Architecture) -> None:
-    """`explain` counts what the graph holds, and gives a reason and a line for the rest."""
+    """`explain` counts the ops in the graph, and gives a reason and a line for other places."""
     model = architecture.make()
     explanation = liger_ops.explain(loss_of(model), **architecture.batch(torch.float32))
     assert explanation.counts() == architecture.found
@@ -116,14 +116,14 @@ def test_document_is_of_this_table() -> None:
     )
 
 
-# Variants
+# Variants.
 
 
 @pytest.mark.parametrize(
     ("name", "dynamic"), [("Llama", None), ("Gemma2", True)], ids=["automatic", "dynamic"]
 )
 def test_dynamic_shapes(name: str, dynamic: bool | None) -> None:
-    """Three lengths, with no compilation more than the untouched model has, two at most."""
+    """Three lengths compile at most twice, and not more often than the untouched model."""
     architecture = BY_NAME[name]
     batches = [text_batch(shape) for shape in ((2, 16), (2, 24), (2, 11))]
     wide = architecture.make(torch.float64)
@@ -135,7 +135,7 @@ def test_dynamic_shapes(name: str, dynamic: bool | None) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "GPTNeoX"])
 def test_autocast(name: str) -> None:
-    """Queries in bfloat16 by tables in float32 are float32 here: the op is given them as such."""
+    """bfloat16 queries with float32 tables give float32 here: the op gets float32 queries."""
     architecture = BY_NAME[name]
     model, wide = architecture.make(), architecture.make(torch.float64)
 
@@ -150,7 +150,7 @@ def test_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPTNeoX"])
 def test_gradient_checkpointing(name: str) -> None:
-    """A layer is a graph of its own: its last residual sum and the norm after it are not in one."""
+    """Each layer has its own graph, without the norm that follows its last residual sum."""
 
     def prepare(model: nn.Module) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -175,7 +175,7 @@ def test_ignored_labels() -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_padding(name: str) -> None:
-    """The mask is data: attention keeps it."""
+    """The mask is data, so attention keeps it."""
     mask = torch.ones(TOKENS, dtype=torch.long)
     mask[1, 11:] = 0
     assert rewritten_variant(name, {"attention_mask": mask}) == found(
@@ -185,7 +185,7 @@ def test_padding(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_packed_sequences(name: str) -> None:
-    """Positions that may start again part the sequences: attention keeps its mask."""
+    """Positions that may restart separate the sequences, so attention keeps its mask."""
     positions = torch.cat([torch.arange(9), torch.arange(7)]).expand(TOKENS)
     assert rewritten_variant(name, {"position_ids": positions}) == found(
         name, causal_attention=0, grouped_attention=0
@@ -193,7 +193,7 @@ def test_packed_sequences(name: str) -> None:
 
 
 def test_tied_weights() -> None:
-    """The head's weight is the embedding's, and has the gradient of both."""
+    """The head's weight is the embedding's, and gets the gradient of both."""
     model = BY_NAME["Gemma"].make()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert rewritten_variant("Gemma") == found("Gemma")
@@ -206,7 +206,7 @@ def test_untied_weights() -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_eager_attention(name: str) -> None:
-    """Attention that is written out has nothing to rewrite."""
+    """Attention computed by the model's own code is not rewritten."""
 
     def prepare(model: nn.Module) -> None:
         model.set_attn_implementation("eager")
@@ -218,7 +218,7 @@ def test_eager_attention(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_without_labels(name: str) -> None:
-    """No loss: the logits are the result, and their gradient comes from outside."""
+    """Without a loss the logits are the result, and their gradient comes from outside."""
     architecture = BY_NAME[name]
     batch = text_batch()
     del batch["labels"]
@@ -243,7 +243,7 @@ def test_without_labels(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Granite"])
 def test_returned_logits_are_kept(name: str) -> None:
-    """The model itself, compiled, returns its logits: they are computed, and the loss from them."""
+    """The compiled model returns its logits, so they are computed, and the loss uses them."""
     architecture = BY_NAME[name]
     wide, model = architecture.make(torch.float64), architecture.make()
     batch = text_batch()
@@ -267,7 +267,7 @@ def test_returned_logits_are_kept(name: str) -> None:
 
 
 def test_logits_used_beside_the_loss() -> None:
-    """A second loss on the logits, in the same function: they are computed once."""
+    """A second loss uses the logits in the same function, so they are computed once."""
     architecture = BY_NAME["Llama"]
     model, wide = architecture.make(), architecture.make(torch.float64)
 
@@ -284,7 +284,7 @@ def test_logits_used_beside_the_loss() -> None:
 
 
 def test_inference() -> None:
-    """Without gradients, in evaluation mode."""
+    """Evaluation mode without gradients."""
     model = BY_NAME["Llama"].make().eval()
     batch = text_batch()
     losses = []
@@ -297,7 +297,7 @@ def test_inference() -> None:
 
 
 def test_several_steps() -> None:
-    """Weights change between the calls of one compiled step; the losses go on as untouched."""
+    """Weights change between calls of a compiled step; losses equal the untouched model's."""
     losses = []
     for backend in ("none", "liger"):
         model = BY_NAME["Llama"].make()
@@ -317,7 +317,7 @@ def test_several_steps() -> None:
 
 
 def test_inductor() -> None:
-    """Every rewrite before Inductor, where some are left out by default."""
+    """All rewrites before Inductor, including those that are off by default."""
     architecture = BY_NAME["Llama"]
     model = architecture.make()
     batch = text_batch()

@@ -1,4 +1,4 @@
-"""Compiled models where they keep a cache: generation, and prefixes that are trained."""
+"""Compiled models that use a key-value cache: generation, and trained prefixes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rewritten(model: Any) -> tuple[Any, Inner]:
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GptOssForCausalLM"])
 def test_generate(name: str) -> None:
-    """The prompt, then token by token with the cache: the same tokens, and the logits of each."""
+    """The prompt, then token by token with the cache: same tokens, and same logits for each."""
     model = randomized(MODELS[name].build()).eval()
     prompt = text_batch()["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "output_scores": True}

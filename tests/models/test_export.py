@@ -1,4 +1,4 @@
-"""`torch.export` of what calls the ops: they stay whole, and a saved program names them."""
+"""`torch.export` of code that calls the ops: they stay whole, and a saved program names them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def ops(graph: fx.Graph) -> Counter[str]:
-    """The ops of this package in a graph, and ATen's own loss."""
+    """The ops of this package in a graph, and ATen's loss ops."""
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return Counter(n for n in names if n.startswith("liger.") or "nll" in n or "cross" in n)
 
@@ -79,7 +79,7 @@ print(program.module()(torch.ones(3, 8), torch.ones(5, 8), torch.tensor([0, 4, -
 
 
 def test_a_saved_program_is_loaded_where_the_package_is_imported(tmp_path: Path) -> None:
-    """Elsewhere torch says which op it does not know."""
+    """Without the import, torch's error names the unknown op."""
     file = tmp_path / "program.pt2"
     torch.export.save(torch.export.export(Calls(), call(), strict=False), file)
     done = subprocess.run(

@@ -1,7 +1,7 @@
-"""A step of training of models of transformers through the `liger` backend, in every way of MODES.
+"""Train transformers models for one step with the `liger` backend, in every mode of MODES.
 
-The models are those of CHOSEN. `python tests/support/trained_models_report.py` trains every model
-and writes docs/models.md, whose rows these are held to.
+CHOSEN lists the models. `python tests/support/trained_models_report.py` trains all models and
+writes docs/models.md, with whose rows these are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from training_steps import MODES, check, own_results
 
 NEW = Version(transformers.__version__) >= Version("5.23")
 
-# What its graphs have that those of the others have not.
+# Model -> what only its graphs have.
 CHOSEN = {
     WITHOUT_PADDING: "attention without a mask, of grouped heads",
     "ArceeForCausalLM": "squared ReLU",
@@ -46,7 +46,7 @@ def test_trains_as_it_is(name: str) -> None:
     own = own_results(model)
     ops: Counter[str] = Counter()
     for mode in MODES:
-        # Dynamo makes one graph of both kinds of checkpoints: one model shows it, the report all.
+        # Dynamo makes the same graph for both kinds of checkpoints: one model tests both.
         if mode != "reentrant" or name == "GptOssForCausalLM":
             ops |= check(model, mode, own).ops
     if NEW:

@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` trains a fused model as it trains the model."""
+"""A `transformers.Trainer` trains a fused model like the original."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 3
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Of different counts of labels, so that the mean over a batch is not that of its parts."""
+    """Sentences with different numbers of labels: a batch's mean is not its parts' mean."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(4)
@@ -42,7 +42,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def train(model: nn.Module, path: Path, **options: Any) -> tuple[list[float], dict[str, float]]:
-    """The loss of each step, and what evaluation gives after the last."""
+    """The loss of each step, and the results of an evaluation after the last."""
     arguments = transformers.TrainingArguments(
         output_dir=str(path),
         use_cpu=True,
@@ -72,7 +72,7 @@ def train(model: nn.Module, path: Path, **options: Any) -> tuple[list[float], di
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     evaluation = trainer.evaluate()
-    # Evaluation has logits, as before.
+    # Evaluation computes logits, as before.
     assert accuracies == [(4 * STEPS, 9, VOCABULARY)]
     return losses, {"eval_loss": evaluation["eval_loss"]}
 
@@ -104,7 +104,7 @@ def test_losses_are_those_of_the_model(options: dict[str, Any], tmp_path: Path) 
     ids=["float32", "bfloat16 and checkpointed"],
 )
 def test_compiled_by_trainer(options: dict[str, Any], tmp_path: Path) -> None:
-    """A fused model, compiled by Trainer's own switch: the same steps, and no logits in them."""
+    """A fused model compiled by Trainer's own option: same steps, without logits."""
     fused = text("Llama", 3, num_hidden_layers=1).model()
     model = copy.deepcopy(fused)
     fuse(fused)
@@ -121,7 +121,7 @@ def test_compiled_by_trainer(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_compiled_before_trainer(tmp_path: Path) -> None:
-    """`model.compile(backend="liger")`, which Trainer takes for the model that it is."""
+    """`model.compile(backend="liger")`, after which Trainer still recognises the model."""
     model = text("Llama", 3, num_hidden_layers=1).model()
     rewritten = copy.deepcopy(model)
     torch._dynamo.reset()
@@ -133,7 +133,7 @@ def test_compiled_before_trainer(tmp_path: Path) -> None:
 
 
 def test_label_smoothing_of_trainer(tmp_path: Path) -> None:
-    """Trainer computes that loss itself, of logits that it gets for a call without labels."""
+    """Trainer computes this loss itself, from the logits of a call without labels."""
     model = text("Llama", 3, num_hidden_layers=1).model()
     fused = copy.deepcopy(model)
     fuse(fused)
@@ -146,7 +146,7 @@ def test_label_smoothing_of_trainer(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_enabled_before_trainer(tmp_path: Path) -> None:
-    """`liger_ops.enable()`, and Trainer's own switch: an untouched model, compiled by Inductor."""
+    """`liger_ops.enable()` and Trainer's own option: an untouched model, compiled by Inductor."""
     model = text("Llama", 3, num_hidden_layers=1).model()
     expected = train(copy.deepcopy(model), tmp_path / "model")
     torch._dynamo.reset()
@@ -159,7 +159,7 @@ def test_enabled_before_trainer(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[set[str]]:
-    """The ops that Inductor's passes before autograd find, none read from a cache."""
+    """The ops found by Inductor's passes before autograd, with its caches disabled."""
     found: set[str] = set()
     rewrite = pass_module.rewrite
 
@@ -178,7 +178,7 @@ def counted() -> Iterator[set[str]]:
 
 
 def test_accelerate_takes_no_other_backend(tmp_path: Path) -> None:
-    """Its list is closed, and is looked at before anything of ours: README names `enable`."""
+    """accelerate checks a fixed list of backends first, so the README recommends `enable`."""
     model = text("Llama", 3, num_hidden_layers=1).model()
     options = {"torch_compile": True, "torch_compile_backend": "liger"}
     with pytest.raises(ValueError, match="'LIGER' is not a valid DynamoBackend"):

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer trains a fused model as it trains the model."""
+"""TRL's SFTTrainer trains a fused model like the original."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokenizer() -> Any:
 
 
 def train(model: Any, path: Path, **options: Any) -> list[float]:
-    """What is logged of each step, and the loss of an evaluation."""
+    """The loss logged in each step, and the loss of an evaluation."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in (5, 9, 7, 12)]
     dataset = datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in rows])

@@ -1,4 +1,4 @@
-"""clamped_swiglu against float64 truth, and against the code that people replace with it."""
+"""clamped_swiglu against float64 truth, and against the models' code that it replaces."""
 
 from __future__ import annotations
 

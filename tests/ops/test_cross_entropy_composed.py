@@ -1,4 +1,4 @@
-"""The composed op cross_entropy: one node of a graph, compiled as its part, and its transforms."""
+"""The composed op cross_entropy: one node in a graph, compiled like its part, and transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cross_entropy against torch.nn.functional's, and the options that it alone has by equations."""
+"""cross_entropy against torch.nn.functional's, and its other options against their equations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from op_under_test import DEVICE
 def test_agrees_with_torch(
     dtype: torch.dtype, reduction: str, label_smoothing: float, has_weight: bool, ignored: str
 ) -> None:
-    """With every option that it has, and the gradients of all ignored too."""
+    """With all of PyTorch's options, including the gradients if every target is ignored."""
     generator = torch.Generator().manual_seed(0)
     x = (4 * torch.randn(7, 33, generator=generator)).to(dtype).requires_grad_()
     target = torch.randint(0, 33, (7,), generator=generator)
@@ -48,7 +48,7 @@ def test_agrees_with_torch(
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_the_loss_is_float32(dtype: torch.dtype) -> None:
-    """As under autocast, where PyTorch casts the logits first; autocast changes nothing here."""
+    """As under autocast, where PyTorch first casts the logits; autocast changes nothing here."""
     x = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     target = torch.arange(5)
     expected = F.cross_entropy(x.float(), target)
@@ -61,8 +61,8 @@ def test_the_loss_is_float32(dtype: torch.dtype) -> None:
 
 
 def test_the_other_options_are_their_equations() -> None:
-    """The z-loss, weighted and differentiable by itself; token weights; what the mean divides by;
-    softcap and scale."""
+    """The z-loss, weighted and differentiated by itself; token weights; the mean's divisor; softcap
+    and scale."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 11, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.rand(11, generator=generator, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_the_other_options_are_their_equations() -> None:
 @pytest.mark.device_kernels
 @pytest.mark.parametrize("shards", (2, 3))
 def test_a_vocabulary_on_several_devices(shards: int) -> None:
-    """Its loss is made of each shard's lse and target logit, and each shard's gradient of it."""
+    """The loss follows from each shard's lse and target logit, and so does each gradient."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 30, generator=generator).to(DEVICE).requires_grad_()
     target = torch.randint(0, 30, (7,), generator=generator).to(DEVICE)

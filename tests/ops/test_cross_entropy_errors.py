@@ -1,4 +1,4 @@
-"""What cross_entropy refuses, and what it says."""
+"""The errors of cross_entropy, and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cross_entropy of infinities, of NaN, of huge logits, and of targets out of range."""
+"""cross_entropy of infinities, NaN, huge logits, and targets out of range."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("tile", (None, (2, 64), (2, 16), (1, 16)))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: torch.dtype) -> None:
-    """As PyTorch: classes of -inf have probability 0, at the start of a row, at its end, and all
-    but one; -inf alone, inf and NaN make NaN of their own token, and nothing of an ignored one."""
+    """Same results as PyTorch: classes of -inf have probability 0, at the start or the end of a
+    row, or all but one. A row of only -inf, or with inf or NaN, gives NaN for its own token, unless
+    that is ignored."""
     x = torch.randn(10, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     x[0, :33] = x[1, 20:] = x[2, 1:] = x[3] = -INF
     x[4, 5] = INF
@@ -39,7 +40,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     loss, _, lse, _, total_weight, _, _ = outputs
     reference = x.float().requires_grad_()
     expected = F.cross_entropy(reference, target, reduction="none")
-    # Of logits so large that log(40) is lost in lse, PyTorch's devices give 0 or log(40).
+    # log(40) is lost in the lse of such large logits: PyTorch gives 0 or log(40), by device.
     assert 0 <= loss[6] <= 3.7
     others = [row for row in range(10) if row != 6]
     torch.testing.assert_close(loss[others], expected.detach()[others], equal_nan=True)
@@ -59,7 +60,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
 @EVERY_FOLDER
 @pytest.mark.parametrize("tile", (None, (2, 16)))
 def test_softcap_of_huge_logits(folder: str, tile: tuple[int, int] | None) -> None:
-    """The cap holds where the logits leave float32's range of exponents, and their slope is 0."""
+    """The cap holds even if the logits exceed float32's range, and the slope is then 0."""
     x = torch.tensor([[3e38, -3e38, 1e4, -1e4, INF, -INF, 0.0, 1.0]] * 2, device=DEVICE)
     target = torch.tensor([0, 6], device=DEVICE)
     case = LossCase(shape=(2, 8), dtype=x.dtype, tile=tile, softcap=20.0, reduction="none")
@@ -89,7 +90,7 @@ def test_softcap_of_huge_logits(folder: str, tile: tuple[int, int] | None) -> No
 def test_a_target_out_of_range_is_loud(
     folder: str, wrong: int, tile: tuple[int, int] | None
 ) -> None:
-    """Where no assertion stops the kernel, as in the interpreter, its loss is NaN."""
+    """Where no assertion stops the kernel, as in the interpreter, the loss is NaN."""
     if DEVICE == "cuda":
         pytest.skip("a device-side assertion ends the process's use of the GPU")
     case = LossCase(shape=(3, 33), dtype=torch.float32, tile=tile, reduction="none")
@@ -103,7 +104,7 @@ def test_a_target_out_of_range_is_loud(
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 @pytest.mark.parametrize("wrong", (-1, 33, 2**40))
 def test_the_gpus_assertion(monkeypatch: pytest.MonkeyPatch, wrong: int, reduction: str) -> None:
-    """What `debug` compiles into the reduction stops at a target out of range, and at no other."""
+    """The assertion that `debug` compiles in fails for targets out of range, and for no others."""
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
     kernel = OP.kernel("cuda")

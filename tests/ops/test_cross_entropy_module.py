@@ -1,4 +1,4 @@
-"""CrossEntropyLoss is torch's, and gives what else it is asked for."""
+"""CrossEntropyLoss agrees with torch's, and returns additional results on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How elementwise kernels see tensors: as rows, without a copy where there is such a view."""
+"""Elementwise kernels view tensors as rows, without a copy if such a view exists."""
 
 from __future__ import annotations
 

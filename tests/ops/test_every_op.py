@@ -1,4 +1,4 @@
-"""What holds for every op, whatever it computes."""
+"""Tests of properties that every op has."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_leaves(slots: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[An
 
 
 def differentiable(op: OpUnderTest, case: Case) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """The arguments of a case, and the tensors of them; those that have a gradient require it."""
+    """The arguments of a case, and its tensors; those with a gradient require it."""
     args = op.forward_args(case, op.tensors(case))
     return requiring(args, [op.has_gradient(i) for i in range(len(args))])
 
@@ -49,7 +49,7 @@ def differentiable(op: OpUnderTest, case: Case) -> tuple[tuple[Any, ...], tuple[
 def requiring(
     args: tuple[Any, ...], needed: Iterable[bool]
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """Copies of the arguments, of which those that are needed require a gradient."""
+    """Copies of the arguments; those marked in `needed` require a gradient."""
     args = tuple(
         arg.clone().requires_grad_(wanted) if isinstance(arg, Tensor) else arg
         for arg, wanted in zip(args, needed, strict=True)
@@ -64,7 +64,7 @@ def required(tensors: Iterable[Tensor]) -> list[Tensor]:
 def as_function(
     op: OpUnderTest, call: Callable[..., Any], args: tuple[Any, ...]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The call as a function of its tensors alone, giving the outputs that are differentiable."""
+    """The call as a function of its tensors alone, which returns the differentiable outputs."""
     return lambda *tensors: op.results(call(*with_leaves(form(args), tensors)))
 
 
@@ -89,7 +89,7 @@ def test_opcheck_backward(op: OpUnderTest, dy_layout: str) -> None:
 
 @EVERY_OP
 def test_opcheck_of_the_defaults(op: OpUnderTest) -> None:
-    """The dispatcher drops arguments that are the default, and the gradient has to count them."""
+    """The dispatcher drops arguments equal to their default; the gradient must account for them."""
     case = op.sample(torch.float32)
     given = [
         argument for argument in op.overload()._schema.arguments if not argument.has_default_value()
@@ -108,7 +108,7 @@ def test_opcheck_of_the_defaults(op: OpUnderTest) -> None:
 def test_kernels_return_memory_of_their_own(
     op: OpUnderTest, folder: str, dtype: torch.dtype
 ) -> None:
-    """Nothing checks it at run time."""
+    """No run-time check covers this."""
     case = op.sample(dtype)
     tensors = op.tensors(case)
     for backward, arguments in ((False, op.forward_args), (True, op.backward_args)):
@@ -161,7 +161,7 @@ def test_gradient_present_exactly_when_required(op: OpUnderTest) -> None:
 
 @EVERY_OP
 def test_backward_twice_is_bitwise_equal(op: OpUnderTest) -> None:
-    """Nothing saved is written to by the first backward."""
+    """The first backward does not write to saved tensors."""
     args, tensors = differentiable(op, op.sample(torch.float32))
     outputs = op.results(op.overload()(*args))
     loss = sum(output.square().sum() for output in outputs)
@@ -182,8 +182,8 @@ def test_saves_nothing_but_tensors_that_exist_anyway(op: OpUnderTest) -> None:
 
 @EVERY_OP
 def test_one_dynamic_compilation(op: OpUnderTest) -> None:
-    """Two batch sizes, one compilation; each op once in the graph, whole; results those of
-    eager."""
+    """Two batch sizes give one compilation; each op is in the graph once, whole; results equal
+    eager's."""
     recorder = Recorder()
     samples = [op.sample(torch.float32, rows=rows) for rows in (3, 5)]
     slots = form(op.forward_args(samples[0], op.tensors(samples[0])))
@@ -209,7 +209,7 @@ def test_one_dynamic_compilation(op: OpUnderTest) -> None:
 
 
 def test_inductor_compiles_every_op_whole() -> None:
-    """One function with all ops, through Inductor, at two sizes."""
+    """Compile one function with all ops by Inductor, at two sizes."""
     forms = {}
     for op in OPS.values():
         case = op.sample(torch.float32)
@@ -255,7 +255,7 @@ def test_transforms_are_those_of_the_definition(op: OpUnderTest) -> None:
     true = torch.func.jvp(definition, tensors, tangents)
     assert true[1] != 0
     compare(torch.func.jvp(f, tensors, tangents), true)
-    # Of the first, with the others held: no argument of jacfwd may be complex.
+    # Differentiate by the first tensor only: no argument of jacfwd may be complex.
     hessian, expected = (
         torch.func.hessian(lambda x, g=g: g(x, *tensors[1:]))(tensors[0]) for g in (f, definition)
     )
@@ -285,7 +285,7 @@ def test_wrong_types_name_the_op_and_the_argument(op: OpUnderTest) -> None:
 
 
 def refusals(op: OpUnderTest, backward: bool, given: tuple[Any, ...]) -> set[str]:
-    """What op says of arguments that it must refuse: to its caller, and while it is traced."""
+    """The messages for arguments that an op must refuse: in a call, and while it is traced."""
     with pytest.raises(TypeError) as eager:
         op.overload(backward)(*given)
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -298,7 +298,7 @@ def refusals(op: OpUnderTest, backward: bool, given: tuple[Any, ...]) -> set[str
 @EVERY_OP
 @pytest.mark.parametrize("backward", (False, True))
 def test_what_no_op_takes_is_refused(op: OpUnderTest, backward: bool) -> None:
-    """None for a tensor that is needed, and in each place a nested or a sparse tensor."""
+    """None for a required tensor, and a nested or sparse tensor in each position."""
     case = op.sample(torch.float32)
     args = (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
     name = (op.backward_name if backward else op.name).removesuffix("_forward")
@@ -325,8 +325,8 @@ def test_what_no_op_takes_is_refused(op: OpUnderTest, backward: bool) -> None:
 
 @EVERY_OP
 def test_every_tensor_is_checked(op: OpUnderTest) -> None:
-    """Integers, another device and another shape are refused in each place, eagerly and in tracing
-    alike."""
+    """Integers, another device and another shape are refused in each position, eagerly and in
+    tracing."""
     case = op.sample(torch.float32)
     for backward in (False, True):
         args = (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
@@ -346,7 +346,7 @@ def test_every_tensor_is_checked(op: OpUnderTest) -> None:
                 given = (*args[:i], wrong, *args[i + 1 :])
                 with pytest.raises(error) as eager:
                     library.OPS[name].check_and_define(*given)
-                # The op that a user calls, where it is made of this one.
+                # The op that a user calls, if it is composed of this one.
                 assert str(eager.value).startswith(f"{name.removesuffix('_forward')}: ")
                 if wrong.is_meta:
                     continue

@@ -1,4 +1,4 @@
-"""geglu against float64 truth, and against the code that people replace with it."""
+"""geglu against float64 truth, and against the models' code that it replaces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_agrees_with_the_models_code(dtype: torch.dtype, approximate: str) -> No
     x = torch.randn(5, 16).to(dtype)
     act = "gelu_pytorch_tanh" if approximate == "tanh" else "gelu"
     gemma = GemmaMLP(GemmaConfig(hidden_size=16, intermediate_size=40)).to(dtype)
-    # Gemma's code has "gelu" mean the approximation.
+    # In Gemma's code "gelu" means the tanh approximation.
     gemma.act_fn = ACT2FN[act]
     activation_checks.assert_model_may_be_replaced(
         lambda: gemma(x),

@@ -83,8 +83,8 @@ def test_agrees_with_aten(dtype: torch.dtype, shape: tuple[int, ...], affine: bo
     assert ours.dtype is dtype
     torch.testing.assert_close(ours, theirs)
     given_tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    # ATen rounds inside its half-precision backward: a few units in the last place of the largest
-    # gradient.
+    # ATen rounds inside its half-precision backward, by a few units in the last place of the
+    # largest gradient.
     bounds = {} if dtype.itemsize > 2 else {"rtol": 0.02, "atol": 16 * torch.finfo(dtype).eps}
     torch.testing.assert_close(
         torch.autograd.grad(ours, given_tensors, dy),

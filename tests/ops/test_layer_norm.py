@@ -43,7 +43,7 @@ def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None
 @EVERY_FOLDER
 @pytest.mark.parametrize("tile", (None, (1, 16)))
 def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
-    """Where mean(x**2) - mean(x)**2 would have no correct digit."""
+    """Here mean(x**2) - mean(x)**2 would have no correct digit."""
     dtype = torch.float32
     case = NormCase(
         shape=(4, 100), dtype=dtype, weight_dtype=dtype, bias_dtype=dtype, shift=1e4, tile=tile
@@ -65,8 +65,8 @@ def test_agrees_with_aten(dtype: torch.dtype, has_weight: bool, has_bias: bool) 
     theirs = torch.nn.functional.layer_norm(x, (33,), weight, bias, 1e-5)
     torch.testing.assert_close(ours, theirs)
     given_tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    # ATen rounds inside its half-precision backward: a few units in the last place of the largest
-    # gradient.
+    # ATen rounds inside its half-precision backward, by a few units in the last place of the
+    # largest gradient.
     bounds = {} if dtype.itemsize > 2 else {"rtol": 0.02, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(
         torch.autograd.grad(ours, given_tensors, dy),

@@ -1,4 +1,4 @@
-"""What registration promises beside what every op shows: devices, autocast, caches."""
+"""Properties of registration that the tests of every op do not cover: devices, autocast, caches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_cpu_autocast_leaves_the_dtypes() -> None:
 
 @pytest.mark.parametrize("training", (False, True))
 def test_dynamo_does_not_trace_into_an_op(training: bool) -> None:
-    """Of a function that it cannot compile, it would compile what the ops run, and warn of that."""
+    """Otherwise Dynamo would compile the code inside the ops of a function that it cannot compile,
+    and warn."""
     graphs: list[torch.fx.GraphModule] = []
 
     def function(x: Tensor) -> Tensor:
@@ -108,8 +109,8 @@ def test_a_signature_that_is_no_schema_is_refused() -> None:
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_pytorchs_own_autograd_runs_the_registered_formula(op: OpUnderTest) -> None:
-    """The formula is registered by `register_autograd`; the project's kernel overrides PyTorch's,
-    which gives the same gradients."""
+    """The formula is registered with `register_autograd`; the project's kernel overrides PyTorch's,
+    and both give the same gradients."""
     record, case = library.OPS[op.name], op.sample(torch.float64)
     args = op.forward_args(case, op.tensors(case))
     floating = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
@@ -129,7 +130,7 @@ def test_pytorchs_own_autograd_runs_the_registered_formula(op: OpUnderTest) -> N
 
 
 def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
-    """The key of the compile caches changes with any source, and a tag of the user's stays."""
+    """The key of the compile caches depends on every source; a tag set by the user is kept."""
     assert f"liger_ops={package_hash()}" in torch.compiler.config.cache_key_tag.split(";")
     code = (
         "import torch.compiler.config as c; c.cache_key_tag = 'mine'; import liger_ops;"
@@ -152,7 +153,7 @@ def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
     assert tags[0] != tags[1]
 
 
-# The files of the kernels that several ops are launched with.
+# The files of kernels that several ops launch.
 SHARED = {
     "swiglu": "gated",
     "clamped_swiglu": "gated",

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against torch.nn.functional: of any dtype, of no tokens, of ignored ones."""
+"""linear_cross_entropy against torch.nn.functional: all dtypes, no tokens, ignored tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from linear_cross_entropy_cases import HeadCase
 
 
 def unfused(args: list[Any]) -> Tensor:
-    """What PyTorch has of the options."""
+    """The same computation by PyTorch, with the options that it has."""
     x, weight, target, bias, class_weight, _, _, ignore_index, reduction, label_smoothing = args[
         :10
     ]
@@ -72,7 +72,7 @@ def test_agrees_with_aten(
 @EVERY_DTYPE
 @pytest.mark.parametrize("shape", ((), (1,), (0,), (2, 0), (4,)))
 def test_few_tokens_and_none(shape: tuple[int, ...], dtype: torch.dtype, reduction: str) -> None:
-    """As PyTorch: of tokens that are all ignored, or of none, the mean is NaN, and no gradient."""
+    """As in PyTorch: without tokens, or if all are ignored, the mean is NaN, its gradient zero."""
     for ignored in ("none", "all"):
         args, tensors = leaves(
             HeadCase(shape=shape, dtype=dtype, reduction=reduction, ignored=ignored, rows=1)
@@ -96,8 +96,8 @@ def test_ignored_tokens_have_no_gradient_beside_others() -> None:
 
 
 def test_float16_neither_overflows_nor_vanishes() -> None:
-    """A loss scale and many tokens of one class: the unscaled gradient of the sum is beyond float16
-    for weight, and the scaled mean is within."""
+    """With a loss scale and many tokens of one class, the unscaled gradient of the sum exceeds
+    float16's range for weight, and the scaled mean's does not."""
     tokens, scale = 4096, 65536.0
     generator = torch.Generator().manual_seed(0)
     x = (30 + torch.randn(tokens, 4, generator=generator)).half().requires_grad_()
@@ -114,7 +114,7 @@ def test_float16_neither_overflows_nor_vanishes() -> None:
     total = liger_ops.linear_cross_entropy(x, weight, target, reduction="sum")
     (dweight,) = torch.autograd.grad(total / tokens, (weight,))
     assert dweight.isfinite().all() and dweight.any()
-    # The sum's gradient of x is beyond float16 where the mean's is not.
+    # The sum's gradient of x exceeds float16's range, and the mean's does not.
     x, weight = torch.zeros(tokens, 1), torch.tensor([[-5e4], [5e4]])
     x, weight = x.half().requires_grad_(), weight.half()
     token_weight = torch.full((tokens,), 4.0)
@@ -124,7 +124,7 @@ def test_float16_neither_overflows_nor_vanishes() -> None:
 
 
 def test_a_vocabulary_on_two_devices() -> None:
-    """The loss of lse and target_logit of each half, which ignores the targets of the other."""
+    """The loss from lse and target_logit of each half, which ignores the other half's targets."""
     args, tensors = leaves(HeadCase(dtype=torch.float64, ignored="none", V=12, reduction="sum"))
     x, weight, target, bias = args[:4]
     lses, target_logits = [], []

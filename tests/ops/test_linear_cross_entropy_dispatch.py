@@ -14,8 +14,8 @@ from linear_cross_entropy_cases import NOT_COMPUTED, HeadCase
 
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if any(mask)])
 def test_compiled_once_and_asked_for_what_is_needed(mask: tuple[bool, ...]) -> None:
-    """The graph holds the forward op whole, and no other: its gradients are multiplied. That of a
-    frozen head asks for no gradient of the head."""
+    """The graph holds one forward op and no other op; its gradients are multiplied. With a frozen
+    head, the forward computes no gradient of the head."""
     recorder = Recorder()
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -83,8 +83,8 @@ def test_opcheck(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_autocast_is_that_of_linear(dtype: torch.dtype) -> None:
-    """The result and the gradients are those of tensors that the caller cast, to the bit: what the
-    op does inside is not cast again, the float32 sums of the chunks above all."""
+    """The result and the gradients are bitwise those of a caller that casts the tensors. Nothing
+    inside the op is cast again, in particular not the float32 sums of the chunks."""
     args, tensors = leaves(HeadCase(class_weight=True, token_weight=True))
     narrow = [tensor.to(dtype) if i in (0, 1, 3) else tensor for i, tensor in enumerate(args)]
     expected = call(narrow)

@@ -1,4 +1,4 @@
-"""What linear_cross_entropy refuses, eagerly and traced, and what it says."""
+"""The errors of linear_cross_entropy, eager and traced, and their messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reject(error: type[Exception], message: str, op: str = "forward", **changes:
         with pytest.raises(Exception) as caught:
             run(**args)
         assert compiled or isinstance(caught.value, error), caught.value
-        # Dynamo quotes the message, and escapes the quotes in it.
+        # Dynamo quotes the message, and escapes quotes in it.
         assert f"linear_cross_entropy: {message}" in str(caught.value).replace("\\'", "'")
 
 

@@ -1,4 +1,4 @@
-"""The gradients of linear_cross_entropy: which are computed, in which pass, and of what."""
+"""The gradients of linear_cross_entropy: which are computed, when, and for which results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from linear_cross_entropy_cases import HeadCase
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradient_present_exactly_when_required(reduction: str, mask: tuple[bool, ...]) -> None:
-    """Each gradient is that of all, and the forward is asked for no other."""
+    """Each gradient equals that of a call with all, and the forward computes no others."""
     args, tensors = leaves(HeadCase(reduction=reduction, dtype=torch.float64))
     expected = torch.autograd.grad(call(args).sum(), tensors)
     for tensor, wanted in zip(tensors, mask, strict=True):
@@ -65,8 +65,8 @@ def test_a_reentrant_checkpoint_computes_gradients_in_its_second_pass_alone() ->
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_a_second_backward_equals_the_first(dtype: torch.dtype, reduction: str) -> None:
-    """Nothing that the forward computed for the backward is written to, and gradients accumulate
-    over two losses of one head."""
+    """The backward does not write to what the forward saved, and gradients of two losses of one
+    head accumulate."""
     args, tensors = leaves(HeadCase(reduction=reduction, dtype=dtype))
     loss = call(args).sum()
     first = torch.autograd.grad(loss, tensors, retain_graph=True)
@@ -79,7 +79,7 @@ def test_a_second_backward_equals_the_first(dtype: torch.dtype, reduction: str) 
 
 
 def test_what_the_forward_computed_serves_once_and_for_any_loss() -> None:
-    """A loss of the loss; and the forward op itself, of which some gradients were not asked for."""
+    """A function of the loss, and the forward op itself with some gradients not requested."""
     args, tensors = leaves(HeadCase(dtype=torch.float64))
     expected = [3 * gradient for gradient in torch.autograd.grad(call(args), tensors)]
     for mask in MASKS:
@@ -97,7 +97,7 @@ def test_what_the_forward_computed_serves_once_and_for_any_loss() -> None:
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("reduction", ("mean", "none"))
 def test_every_result_has_its_gradient(which: int, reduction: str) -> None:
-    """z_loss, lse and target_logit beside the loss, against autograd through the definition."""
+    """z_loss, lse and target_logit beside the loss, against autograd of the definition."""
     case = HeadCase(
         reduction=reduction,
         dtype=torch.float64,

@@ -1,4 +1,4 @@
-"""LinearCrossEntropyLoss gives what the op gives, and what else it is asked for."""
+"""LinearCrossEntropyLoss agrees with the op, and returns additional results on request."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ KERNELS = kernel_tests.every_folder(OP)
 
 
 def widened_log_softmax(x: Tensor) -> Tensor:
-    """On a CPU, ATen's log_softmax of half precision rounds on the way, unless it widens first."""
+    """ATen's CPU log_softmax in half precision rounds in between unless it is given float32."""
     wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
     return torch.nn.functional.log_softmax(x, -1, dtype=wide).to(x.dtype)
 

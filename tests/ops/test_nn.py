@@ -1,4 +1,4 @@
-"""The modules: torch.nn's contract where torch.nn has the module, the ops' options everywhere."""
+"""The modules: torch.nn's contract where it has the module, and all options of the ops."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_drop_in_for_torch(
     options: dict[str, Any],
     shape: tuple[int, ...],
 ) -> None:
-    """Same start, same state dict, same results in float64, where both compute exactly alike."""
+    """Same initial values, state dict, and results in float64, where both compute alike."""
     theirs = getattr(nn, ours.__name__)(*args, **options, dtype=torch.float64)
     module = ours(*args, **options, dtype=torch.float64)
     assert isinstance(module, type(theirs))

@@ -1,4 +1,4 @@
-"""What the backend marks to be saved, and what to be computed again in the backward."""
+"""The tensors that the backend marks to be saved, and those to be recomputed in the backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(x: Tensor, words: Tensor, target: Tensor, *parameters: Tensor) -> Tens
 def inputs() -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     shapes = ((32, 16), (50, 16), (16,), (24, 16), (24, 16), (16, 24))
-    # Small enough for the softmax to be smooth.
+    # Values are small, so that the softmax is smooth.
     x, words, *parameters = ((torch.randn(shape) / 8).requires_grad_() for shape in shapes)
     return x, words, torch.randint(50, (32,)), *parameters
 
@@ -51,7 +51,7 @@ def fresh() -> Iterator[None]:
 def run(
     function: Callable[..., Tensor], inputs: tuple[Tensor, ...]
 ) -> tuple[Counter[str], Counter[str]]:
-    """The ops of the forward and the backward graph; the gradients are those of the function."""
+    """The ops of the forward and of the backward graph; also checks the gradients."""
     graphs = Recorder()
     inner = graphs.backend(partition_fn=min_cut_rematerialization_partition)
     compiled = torch.compile(

@@ -1,4 +1,4 @@
-"""relu_squared against float64 truth, and against the code that people replace with it."""
+"""relu_squared against float64 truth, and against the models' code that it replaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ test_a_nan_stays_one = activation_checks.a_nan_stays_one(KERNELS)
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_is_the_models_code(dtype: torch.dtype) -> None:
-    """Bit for bit: of the two operations only the square is rounded."""
+    """Bitwise equal: of the two operations only the square rounds."""
     torch.manual_seed(0)
     x = torch.randn(5, 33).to(dtype)
     assert torch.equal(liger_ops.relu_squared(x), ACT2FN["relu2"](x))

@@ -1,4 +1,4 @@
-"""rms_norm against float64 truth, and against the code that people replace with it."""
+"""rms_norm against float64 truth, and against the models' code that it replaces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 def test_zero_eps_with_rows_left_over(folder: str) -> None:
-    """The rows that pad a tile are zeros, whose 1 / rms is infinite without an eps."""
+    """A tile is padded with rows of zeros, whose 1 / rms is infinite without an eps."""
     dtype = torch.float32
     case = NormCase(shape=(3, 13), dtype=dtype, weight_dtype=dtype, eps=0.0, tile=(4, 64))
     op_checks.assert_forward_matches_truth(OP, folder, case)
@@ -46,8 +46,8 @@ def test_zero_eps_with_rows_left_over(folder: str) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_definition_is_the_models_code(dtype: torch.dtype) -> None:
-    """Bit for bit: Llama's norm, Gemma's, a norm that never leaves its dtype; and ATen's to a
-    rounding."""
+    """Bitwise equal to Llama's norm, Gemma's, and a norm that stays in its dtype; equal to ATen's
+    up to a rounding."""
     torch.manual_seed(0)
     x, weight = torch.randn(7, 96).to(dtype), torch.randn(96).to(dtype)
     llama, gemma = LlamaRMSNorm(96, 1e-5).to(dtype), GemmaRMSNorm(96, 1e-5).to(dtype)

@@ -1,4 +1,4 @@
-"""Calls of rope: those that mean the same, the module's, and those that it refuses."""
+"""Equivalent calls of rope, the module's calls, and invalid calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rope in torch.compile: one compilation for every size, no copy, and eager's layout."""
+"""rope in torch.compile: one compilation for all sizes, no copy, and the same layout as eager."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from graphs import Recorder
 
 @pytest.mark.parametrize("form", ("elements", "pairs", "complex", "sections"))
 def test_batch_and_length_never_recompile(form: str) -> None:
-    """One compilation for every batch and length, of the heads of a projection; no copy of them in
-    the graph, and results with the layout of eager's."""
+    """One compilation serves every batch and length of the heads of a projection. The graph does
+    not copy them, and results have the layout of eager's."""
     options = {"pairs": (False, True), "sections": (False, False, [2, 3, 3])}.get(form, ())
 
     def model(x: torch.Tensor, *tables: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -29,7 +29,7 @@ def test_batch_and_length_never_recompile(form: str) -> None:
     recorder = Recorder()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
-    # No size is that of the three tables, which dynamo would take it for.
+    # No size is 3, the number of tables, which Dynamo would take to be the same size.
     for B, S in ((2, 6), (5, 7), (4, 64)):
         x = torch.randn(B, S, 96, requires_grad=True)
         args = tables(B, S)
@@ -46,7 +46,7 @@ def test_batch_and_length_never_recompile(form: str) -> None:
 
 
 def test_inductor_keeps_the_layout() -> None:
-    """Where Inductor itself writes q and k: the strides that tracing saw."""
+    """If Inductor itself writes q and k, they keep the strides that tracing saw."""
 
     def model(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q, k = (2 * x).view(*x.shape[:2], -1, 16).transpose(1, 2).split((4, 2), 1)

@@ -1,4 +1,4 @@
-"""The gradients of learned tables, and what is saved where tables are fixed."""
+"""The gradients of learned tables, and the tensors saved if tables are fixed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_gradients_of_learned_tables(
 def test_gradients_of_learned_complex_frequencies(
     tables: str, sections: tuple[int, ...] | None
 ) -> None:
-    """By PyTorch's convention, and those of the real tables that they hold."""
+    """They follow PyTorch's convention, and agree with those of the equivalent real tables."""
     case = replace(LEARNED, tables=tables, is_complex=True, sections=sections)
     q, k, freqs_cis, _, *options = OP.forward_args(case, OP.tensors(case))
     leaves = [tensor.requires_grad_() for tensor in (q, k, freqs_cis)]

@@ -1,4 +1,4 @@
-"""rope against the code of models that people replace with it, forward and gradient."""
+"""rope against the models' code that it replaces, forward and gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rotary_inputs import heads, rotary_angles, rotary_tables
 
 
 def assert_agrees(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Transformers rounds both products and their sum; we once."""
+    """transformers rounds both products and their sum; the op rounds once."""
     unit = torch.finfo(ours.dtype).eps * theirs.abs().max().item()
     assert ours.dtype is theirs.dtype
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2 * unit)
@@ -28,7 +28,7 @@ def assert_all_agree(
     outputs: tuple[torch.Tensor, ...],
     expected: tuple[torch.Tensor, ...],
 ) -> None:
-    """And the gradients of the inputs."""
+    """Outputs agree, and so do the gradients of the inputs."""
     weights = [torch.randn_like(output) for output in outputs]
     grads = torch.autograd.grad(outputs, inputs, weights)
     expected_grads = torch.autograd.grad(expected, inputs, weights)
@@ -41,9 +41,9 @@ DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.
 
 @DTYPES
 def test_agrees_with_transformers(dtype: torch.dtype) -> None:
-    """Llama's, Cohere's, GLM4's partial and GPT-OSS's rotation, forward and gradient."""
+    """The rotations of Llama, Cohere, GPT-OSS and (partial) GLM4, forward and gradient."""
     half, interleaved = rotary_tables(dtype), rotary_tables(dtype, interleaved=True)
-    # The numbers of the pairs, as views.
+    # Views of the tables with one number per pair.
     first_half, every_other = (
         tuple(table[..., index] for table in tables)
         for tables, index in ((half, slice(8)), (interleaved, slice(None, None, 2)))
@@ -64,7 +64,7 @@ def test_agrees_with_transformers(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_agrees_with_llama4(dtype: torch.dtype) -> None:
-    """Its complex frequencies; q and k are (B, S, heads, D), and stay so."""
+    """Complex frequencies; q and k are (B, S, heads, D), and keep that layout."""
     freqs = torch.polar(torch.ones(()), rotary_angles())
     for freqs_cis in (freqs, freqs[:1], freqs * 0.7):
         q, k = (x.transpose(1, 2).detach().requires_grad_() for x in heads(dtype))
@@ -77,7 +77,7 @@ def test_agrees_with_llama4(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("sections", ((2, 3, 3), (8, 0, 0), (1, 7, 0)))
 def test_agrees_with_qwen2_vl(dtype: torch.dtype, sections: tuple[int, ...]) -> None:
-    """Of the three positions, the model puts one table together; here the three are given."""
+    """The model combines the tables of three positions into one; the op takes all three."""
     config = Qwen2VLTextConfig(
         hidden_size=64,
         num_attention_heads=4,

@@ -1,4 +1,4 @@
-"""swiglu against float64 truth, and against the code that people replace with it."""
+"""swiglu against float64 truth, and against the models' code that it replaces."""
 
 from __future__ import annotations
 

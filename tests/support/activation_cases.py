@@ -13,7 +13,7 @@ from torch import Tensor
 
 from op_under_test import Case, OpUnderTest, Tensors, Values, laid_out
 
-# Below it, exp and products of float32 run out of exponents.
+# Below this, float32 exp and products underflow.
 TINY = torch.finfo(torch.float32).tiny
 
 Options = Callable[["ActivationCase"], tuple[Any, ...]]
@@ -22,7 +22,7 @@ Options = Callable[["ActivationCase"], tuple[Any, ...]]
 @dataclass(frozen=True, kw_only=True)
 class ActivationCase(Case):
     up_dtype: torch.dtype | None = None
-    # The first elements of gate, or of x: values that a normal distribution does not have.
+    # The first elements of gate, or of x: values that a normal distribution does not produce.
     special: tuple[float, ...] = ()
     gate_multiplier: float = 1.0
     down_multiplier: float = 1.0
@@ -41,7 +41,7 @@ def gate_like(case: ActivationCase, values: Values, shape: tuple[int, ...]) -> T
 
 
 def gated_tensors(case: ActivationCase, form: str) -> Tensors:
-    """gate, up and dy; without up, gate holds both."""
+    """gate, up and dy; if up is None, gate holds both."""
     values = Values(case.seed)
     up_dtype = case.up_dtype if not form and case.up_dtype else case.dtype
     gate, up = (
@@ -71,9 +71,9 @@ def together(dgate: Tensor, dup: Tensor, form: str) -> list[Tensor]:
 
 
 def terms(op: str, case: ActivationCase, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """What is added in the activation of gate and in its slope, and multiplied by what of up.
+    """Magnitudes of the terms of the activation and of its slope, and of their factors from up.
 
-    The relative error of exp(z) is that of z times z: hence the factors 1 + |z|.
+    The relative error of exp(z) is z times that of z, hence the factors 1 + |z|.
     """
     if op == "geglu" and case.approximate == "none":
         density = gate.square().mul(-0.5).exp() / math.sqrt(2 * math.pi)

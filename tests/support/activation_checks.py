@@ -13,7 +13,7 @@ from kernel_tests import Test
 from op_checks import run_kernel
 from op_under_test import OpUnderTest
 
-# The interpreter is NumPy, which warns of the infinities that the arithmetic is made for.
+# The interpreter is NumPy, which warns of the infinities that these tests produce on purpose.
 INFINITIES_ARE_MEANT = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 WIDE_ROWS = {
@@ -26,7 +26,7 @@ def a_nan_stays_one(kernels: pytest.MarkDecorator) -> Test:
     @pytest.mark.device_kernels
     @kernels
     def test_a_nan_stays_one(op: OpUnderTest, folder: str) -> None:
-        """In every result, and in every gradient, that is made of a NaN."""
+        """Every result and gradient that depends on a NaN is NaN."""
         case = op.sample(torch.float32, rows=1)
         for name in op.gradients_of:
             tensors = op.tensors(case)
@@ -36,7 +36,7 @@ def a_nan_stays_one(kernels: pytest.MarkDecorator) -> Test:
             outputs = run_kernel(op, folder, False, case, op.forward_args(case, tensors))
             gradients = run_kernel(op, folder, True, case, op.backward_args(case, tensors))
             for output in outputs + gradients:
-                # The gradient of up is made of gate alone.
+                # The gradient of up depends on gate alone.
                 if output is not None and not (name == "up" and output is gradients[1]):
                     assert bool(output.isnan().all()), (op.id, name)
 
@@ -46,13 +46,13 @@ def a_nan_stays_one(kernels: pytest.MarkDecorator) -> Test:
 def assert_model_may_be_replaced(
     theirs: Callable[[], Tensor], ours: Callable[[], Tensor], model: nn.Module
 ) -> None:
-    """The same result and the same gradients of the model's parameters, within a dtype's roundings.
+    """The results and the gradients of the model's parameters agree within the dtype's rounding.
 
-    Model code rounds after every operation, and its error is the larger.
+    Model code rounds after every operation, so its error is the larger one.
     """
     expected, found = theirs(), ours()
     assert found.dtype is expected.dtype
-    # Roundings of terms that cancel in the products around the activation are of the size of these.
+    # Rounding errors of terms that cancel in the surrounding products have this size.
     dtype = expected.dtype
     bounds = {} if dtype is torch.float32 else {"rtol": 4 * torch.finfo(dtype).eps}
     parameters = list(model.parameters())

@@ -1,8 +1,8 @@
-"""Small models of random weights, one of each architecture of transformers that the `liger` backend
-is proved on, untouched; and the places in them where an op is to be found.
+"""Small models with random weights, one per transformers architecture that the `liger` backend is
+tested on, and the places in them where an op is to be found.
 
-What is to be found is what a person who reads the model's code would count, in one step of training
-with labels and without padding. docs/architectures.md is written from this table.
+The counts are those of a person who reads the model's code, for one training step with labels and
+without padding. docs/architectures.md is written from this table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 VOCABULARY = 96
 TOKENS = (2, 16)
-# Shorter than a sequence, so that a mask with a window is not a causal one.
+# Shorter than a sequence, so that a sliding window mask is not a causal mask.
 WINDOW = 8
 
 TEXT = {
@@ -39,10 +39,10 @@ ALTERNATING = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-# What some models are made of changed: how they attend, and whether experts compile whole on a CPU.
+# Newer versions changed how some models attend, and whether experts compile whole on a CPU.
 NEW = Version(transformers.__version__) >= Version("5.23")
-# Every token goes to every expert: a choice of experts would turn with the last bit of a router's
-# logit, and two runs that round differently could not be compared.
+# Every token goes to every expert: a choice of experts could flip with the last bit of a router's
+# logit, and two runs with different rounding could not be compared.
 EXPERTS = {
     "num_experts_per_tok": 4,
     **({} if NEW else {"experts_implementation": "batched_mm"}),
@@ -51,7 +51,7 @@ EXPERTS = {
 
 @dataclass(frozen=True)
 class Missed:
-    """How many of an op's places are found where that is not all, and why."""
+    """How many of an op's places are found if it is not all, and the reason."""
 
     found: int
     reason: str
@@ -59,7 +59,7 @@ class Missed:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model, and how many places there are for each op of the `liger` backend."""
+    """A model, and the number of places for each op of the `liger` backend."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -69,7 +69,7 @@ class Architecture:
 
     @property
     def found(self) -> dict[str, int]:
-        """What the backend finds, by op; none of zero."""
+        """The places that the backend finds, by op, without zeros."""
         counts = {
             op: self.missed[op].found if op in self.missed else count
             for op, count in self.to_find.items()
@@ -79,9 +79,9 @@ class Architecture:
     def make(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model for training, with weights large enough that every part of it matters.
 
-        A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's are
-        so small that attention is nearly uniform, which hides a wrong mask or rotation. Every dtype
-        starts from the same numbers, of bfloat16.
+        A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's is
+        so small that attention is nearly uniform, which hides a wrong mask or rotation. All dtypes
+        start from the same numbers, which bfloat16 represents exactly.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -103,7 +103,7 @@ def text_batch(shape: tuple[int, int] = TOKENS) -> dict[str, Tensor]:
 
 
 def image_batch(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random numbers that every dtype holds."""
+    """Random numbers that every dtype represents exactly."""
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randn(2, 3, 16, 16, generator=generator).bfloat16().to(dtype)
     return {"pixel_values": pixels, "labels": torch.randint(0, 5, (2,), generator=generator)}
@@ -119,7 +119,7 @@ def text(
     without: tuple[str, ...] = (),
     **options: Any,
 ) -> Architecture:
-    """A language model: `<name>Config`, with TEXT and the options, and `<name>ForCausalLM`."""
+    """A language model, `<name>ForCausalLM`, with `<name>Config(**TEXT, **options)`."""
 
     def build() -> nn.Module:
         arguments = {key: value for key, value in TEXT.items() if key not in without}
@@ -179,7 +179,7 @@ def vit() -> nn.Module:
 
 
 def places(**counts: int) -> dict[str, int]:
-    """What most decoders of two layers have, with what this one has more, less or else."""
+    """The places of most two-layer decoders, changed by `counts`."""
     usual = {
         "rms_norm": 1,
         "fused_add_rms_norm": 4,
@@ -193,10 +193,10 @@ def places(**counts: int) -> dict[str, int]:
 
 
 LAYER_NORMS = {"rms_norm": 0, "fused_add_rms_norm": 0}
-# Attention is written out in the model: there is no scaled_dot_product_attention to change.
+# The model's own code computes attention: there is no scaled_dot_product_attention to change.
 OWN_ATTENTION = {"causal_attention": 0, "grouped_attention": 0}
 
-# The other attentions of such a model have a causal mask, and their repeated heads are found.
+# Other attentions of such a model have a causal mask, and their repeated heads are found.
 MASKED = "with a mask, scaled_dot_product_attention has no fast kernel that takes grouped heads"
 
 ARCHITECTURES = [
@@ -338,7 +338,7 @@ ARCHITECTURES = [
     text("Olmo", places(**LAYER_NORMS, layer_norm=5)),
     text(
         "Gemma3n",
-        # It rotates queries and keys apart from each other.
+        # Queries and keys are rotated separately.
         places(rms_norm=22, fused_add_rms_norm=2, swiglu=0, geglu=4, rope=4, causal_attention=1),
         missed={"grouped_attention": Missed(1, MASKED)},
         config="Gemma3nTextConfig",
@@ -352,7 +352,7 @@ ARCHITECTURES = [
         altup_active_idx=0,
         activation_sparsity_pattern=[0.0, 0.0],
     ),
-    # A newer one asks for causal attention and grouped heads itself.
+    # A newer version sets is_causal and enable_gqa itself.
     Architecture("Qwen2VL", qwen2_vl, places(**(OWN_ATTENTION if NEW else {}))),
     text("Ernie4_5", places(), **HEAD),
     text("NanoChat", places(rms_norm=6, swiglu=0, relu_squared=2)),

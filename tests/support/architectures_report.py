@@ -2,7 +2,7 @@
 
     python tests/support/architectures_report.py
 
-from the table in architectures.py, which tests/models/test_architectures.py holds the backend to.
+The table is in architectures.py; tests/models/test_architectures.py checks it.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ def compiled(
     dynamic: bool = False,
     inner: Callable[..., Any] = aot_eager,
 ) -> tuple[Callable[..., Any], Report, list[fx.GraphModule]]:
-    """The function through Dynamo, the rewrites and `inner`; the graphs as rewritten.
+    """Compile the function with Dynamo, the rewrites and `inner`; return the rewritten graphs too.
 
-    With dynamic shapes AOTAutograd may call for another trace, with floats for constants: only the
-    last is kept.
+    With dynamic shapes AOTAutograd may request another trace, with floats as constants: only the
+    last trace is kept.
     """
     report = Report()
     graphs: list[fx.GraphModule] = []
@@ -47,7 +47,7 @@ def compiled(
 
 
 def attention_options(graphs: Sequence[fx.GraphModule]) -> list[dict[str, Any]]:
-    """What each call of attention is given by name."""
+    """The keyword arguments of each attention call."""
     return [
         dict(node.kwargs)
         for graph in graphs
@@ -57,14 +57,14 @@ def attention_options(graphs: Sequence[fx.GraphModule]) -> list[dict[str, Any]]:
 
 
 def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """An inner backend that compiles nothing, which is the quickest."""
+    """An inner backend that compiles nothing, which is the fastest."""
     return module.forward
 
 
 def results(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], gradients: bool = True
 ) -> list[Tensor]:
-    """The output, and the gradient of each input that has one."""
+    """The output, and the gradient of each input that requires one."""
     if not gradients:
         with torch.no_grad():
             return [function(*inputs)]
@@ -81,8 +81,8 @@ def checked(
     dynamic: bool,
     gradients: bool,
 ) -> tuple[Report, list[dict[str, Any]]]:
-    """The report of the function's rewrite, and what its calls of attention are given by name; the
-    results are compared."""
+    """Compare the results with and without the rewrite; return its report, and the keyword
+    arguments of the attention calls."""
     inner = aot_eager if gradients else as_it_is
     rewritten, report, graphs = compiled(function, [rewrite], dynamic, inner)
     actual, expected = (results(f, inputs, gradients) for f in (rewritten, function))

@@ -1,4 +1,4 @@
-"""A function of two ops, and what `backend="liger"` may hand its graphs to."""
+"""A function with two ops, and inner backends for `backend="liger"`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def inductor_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Inductor is called with, in its place."""
+    """Replace Inductor, and list the arguments of its calls."""
     import torch._inductor.compile_fx as compile_fx
 
     calls = []
@@ -60,7 +60,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 class Inner:
-    """A backend that keeps the graphs that it is given, and runs them."""
+    """A backend that keeps the graphs that it gets, and runs them."""
 
     def __init__(self) -> None:
         self.graphs: list[fx.GraphModule] = []
@@ -81,7 +81,7 @@ class Inner:
 def run(code: str, *arguments: str, root: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *arguments],
-        # Where -c imports from first.
+        # The directory that -c imports from first.
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root), **environment},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Points of a run that never was, for what only shows them."""
+"""Invented points of a run, to test how results are shown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def timed(provider: str, ms: float, share: float, **where: str) -> list[Point]:
 
 
 def full_house() -> Points:
-    """A workload of six providers, the most that an op has, of the longest numbers."""
+    """A workload with six providers, the most that an op has, and the longest numbers."""
     points = Points(rates())
     for name in SIX:
         for mode in ("forward", "backward", "full"):

@@ -1,4 +1,4 @@
-"""The CPU in the place of an accelerator, and of its clock: for the bench's logic, not figures."""
+"""A CPU stand-in for an accelerator, and a stand-in for its clock, to test the bench's logic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_ops.bench.timing import Accelerator
 
 
 class ManualClock:
-    """Seconds that pass when a test says so."""
+    """A clock that advances only when a test advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class ClockEvent:
 
 
 class CpuStandIn(Accelerator):
-    """What it is asked for is listed in `log`."""
+    """A stand-in that lists its calls in `log`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__("cpu")

@@ -29,7 +29,7 @@ def causal(q: int, k: int) -> Tensor:
 
 
 def transformers_packed(q: int, k: int) -> Tensor:
-    """transformers' mask without a cache, where its own position ids may be packed."""
+    """transformers' mask without a cache, where position ids that it makes itself may be packed."""
     positions = torch.arange(q)[None].expand(2, -1)
     first = positions[:, :1] - 1
     sequence = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
@@ -44,7 +44,7 @@ def float_mask(kept: Callable[[int, int], Tensor], low: float) -> Mask:
 
 
 def least() -> float:
-    """A function instead of a global, because with dynamic shapes a global is a graph input."""
+    """A function, because with dynamic shapes a global would be a graph input."""
     return torch.finfo(torch.float32).min
 
 
@@ -63,9 +63,9 @@ def check(
     dynamic: bool = False,
     attentions: int = 1,
 ) -> list[str | None]:
-    """The number of calls rewritten, and the results; what the report says of the others.
+    """Check the number of rewritten calls and the results; return the reasons for the other calls.
 
-    Gradients are looked at where a call is rewritten, at fixed sizes.
+    Gradients are compared if a call is rewritten, for static sizes.
     """
     gradients = bool(count) and not dynamic
     report, options = checked(function, causal_attention.rewrite, inputs, dynamic, gradients)

@@ -1,4 +1,4 @@
-"""Causal language models as they are and with their loss fused, and what both must have alike."""
+"""Causal language models with and without a fused loss, and comparisons of the two."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAUSAL = [
 
 
 def with_fused_loss(model: nn.Module) -> nn.Module:
-    """A copy of the model, of which nothing but the loss is fused."""
+    """A copy of the model in which only the loss is fused."""
     copied = copy.deepcopy(model)
     entries, left = loss.fuse(copied)
     assert [entry.op for entry in entries] == ["linear_cross_entropy"]
@@ -37,7 +37,7 @@ def pair(family: Family = LLAMA) -> tuple[nn.Module, nn.Module]:
 
 
 def batch(rows: int = 2, columns: int = 7) -> dict[str, Tensor]:
-    """Token ids and labels, of which some are ignored."""
+    """Token ids and labels, some of them ignored."""
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(1, VOCABULARY, (rows, columns), generator=generator)
     labels = torch.randint(1, VOCABULARY, (rows, columns), generator=generator)
@@ -55,7 +55,7 @@ def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
 def assert_same_gradients(
     actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-5
 ) -> None:
-    """Relative, as norms over tensors, or to a thousandth of the gradient of the whole model."""
+    """Compare norms over tensors, relative, or to a thousandth of the whole model's gradient."""
     assert actual.keys() == expected.keys()
     whole = torch.stack([grad.norm() for grad in expected.values()]).norm()
     assert whole > 0
@@ -65,7 +65,7 @@ def assert_same_gradients(
 
 
 def assert_trains_alike(fused: nn.Module, model: nn.Module, **inputs: Any) -> Any:
-    """The loss and all gradients are equal but for rounding, and there are no logits."""
+    """The loss and all gradients are equal up to rounding, and there are no logits."""
     expected = model(**inputs)
     actual = fused(**inputs)
     assert actual.logits is None
@@ -106,7 +106,7 @@ def causal_loss(
 
 
 class Tiny(nn.Module):
-    """A causal language model that transformers does not know."""
+    """A causal language model that is not from transformers."""
 
     loss_function = staticmethod(causal_loss)
 
@@ -120,7 +120,7 @@ class Tiny(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
         hidden = self.body(input_ids)
-        # What a stub for the body returns has states of several kinds.
+        # A stub for the body may return an output object instead of a tensor.
         logits = self.logits(hidden if isinstance(hidden, Tensor) else hidden.last_hidden_state)
         if labels is None:
             return {"logits": logits}

@@ -1,10 +1,9 @@
-"""Compile every cuda kernel, as its host code launches it, for GPUs that this machine need not
-have.
+"""Compile every cuda kernel, as its host code launches it, for GPUs that need not be present.
 
     TRITON_INTERPRET=0 python tests/support/compile_for_gpus.py [TARGET ...]
 
-prints a JSON record a compiled launch: kernel, target, options, registers a thread, bytes spilled a
-thread.
+prints a JSON record per compiled launch: kernel, target, options, registers per thread, and bytes
+spilled per thread.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ TYPES = {
     torch.int64: "i64",
 }
 
-# Constants that host code sets for a GPU that has what they need: the least compute capability.
+# Flag that host code sets if the GPU supports a feature -> least compute capability.
 CAPABILITY = {"KNOWN": 0, "PREFETCH": 80, "DEPENDENT": 90}
 
-# Of a launch, beside num_warps.
+# Launch options for the compiler, beside num_warps.
 COMPILER_OPTIONS = ("debug", "sanitize_overflow")
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def record_launches() -> list[Launch]:
-    """Replace the launch of every module of lowering.cuda by one that appends to the returned
+    """Replace `launch` in every module of lowering.cuda by a function that appends to the returned
     list."""
     launches: list[Launch] = []
 
@@ -71,7 +70,7 @@ def record_launches() -> list[Launch]:
 
 
 def calls() -> Iterator[Callable[[], Any]]:
-    """Every op at the sizes and options that change the compiled code."""
+    """Every op at the sizes and options that affect the compiled code."""
     kernel = {name: op.kernels["cuda"] for name, op in library.OPS.items()}
     yes, both = [True] * 3, [True] * 2
     for dtype in (torch.float32, torch.bfloat16):
@@ -129,7 +128,7 @@ def calls() -> Iterator[Callable[[], Any]]:
 def activation_calls(
     kernel: dict[str, Callable[..., Any]], gate: torch.Tensor
 ) -> Iterator[Callable[[], Any]]:
-    """Every activation, of tensors apart and packed, which are one row and several."""
+    """Every activation, of separate and of packed tensors, with one row and several."""
     packed = torch.cat((gate, gate), -1)
     forms = (
         ("swiglu", (1.0, 1.0)),
@@ -155,7 +154,7 @@ def activation_calls(
 def cross_entropy_calls(
     kernel: dict[str, Callable[..., Any]], logits: torch.Tensor
 ) -> Iterator[Callable[[], Any]]:
-    """The plain loss, and all options at once; the gradient written over the logits."""
+    """The plain loss, and all options at once; the gradient overwrites the logits."""
     M, V = logits.shape
     target, row = torch.zeros(M, dtype=torch.int64), torch.zeros(M)
     weight, items, one = torch.ones(V), torch.tensor(M), torch.tensor(1.0)
@@ -175,7 +174,7 @@ def cross_entropy_calls(
 
 
 def finish_gradients(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:
-    """linear_cross_entropy's backward of what its forward computed."""
+    """Call linear_cross_entropy's backward with the results of its forward."""
     one, lse = torch.tensor(1.0), torch.zeros(4)
     target = torch.zeros(4, dtype=torch.int64)
     inputs = (one, None, None, None, x, x, target, None, None, None, None, lse, one)
@@ -207,7 +206,7 @@ def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
 
 
 def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool]:
-    """What depends on the GPU: host code that runs here takes it for one that has nothing."""
+    """The flags that depend on the GPU; host code here assumes a GPU without any feature."""
     cuda = target.backend == "cuda"
     return {
         name: cuda and target.arch >= least for name, least in CAPABILITY.items() if name in options
@@ -215,7 +214,7 @@ def constants_of(target: GPUTarget, options: dict[str, Any]) -> dict[str, bool]:
 
 
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
-    """Registers and spilled bytes a thread, from the assembler's own report."""
+    """Registers and spilled bytes per thread, as the assembler reports them."""
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         registers, spilled = (

@@ -1,4 +1,4 @@
-"""Runs of a model, compiled with the `liger` backend and without, and what their graphs hold."""
+"""Run a model with and without the `liger` backend, and count the ops in its graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[..., Tensor]
 
 
 class Inner:
-    """An inner backend that runs a graph by way of AOT autograd, and counts what it is given."""
+    """An inner backend that runs a graph with AOT autograd, and counts the ops in it."""
 
     def __init__(self) -> None:
         self.counts: list[Counter[str]] = []
@@ -31,7 +31,7 @@ class Inner:
 
 
 def places_in(module: fx.GraphModule) -> Counter[str]:
-    """How often each op stands in a graph and those below it, by the names of `Finding.op`."""
+    """The number of each op in a graph and its subgraphs, by the names of `Finding.op`."""
     counts: Counter[str] = Counter()
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
@@ -44,7 +44,7 @@ def places_in(module: fx.GraphModule) -> Counter[str]:
 
 
 class InFloat64(TorchFunctionMode):
-    """float64 wherever the model's code asks for float32, as around norms and losses."""
+    """Use float64 wherever the model's code asks for float32, as around norms and losses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def widen(value: Any) -> Any:
@@ -57,12 +57,12 @@ class InFloat64(TorchFunctionMode):
 
 
 def loss_of(model: nn.Module) -> Loss:
-    """The common step: the logits go nowhere but into the loss."""
+    """The usual step: the logits are used only for the loss."""
     return lambda **batch: model(**batch).loss
 
 
 def results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The loss, and the gradient of every parameter that has one."""
+    """The loss, and the gradient of every parameter that requires one."""
     model.zero_grad()
     value = loss(**batch)
     value.backward()
@@ -74,7 +74,7 @@ def results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Te
 
 
 def compiled(loss: Any, backend: str, **options: Any) -> tuple[Any, Inner]:
-    """`loss` compiled whole, by the `liger` backend or "none", and what its graphs will hold."""
+    """Compile `loss` whole with the `liger` backend or "none"; the second result counts its ops."""
     torch._dynamo.reset()
     inner = Inner()
     if backend == "none":
@@ -87,15 +87,15 @@ def compiled(loss: Any, backend: str, **options: Any) -> tuple[Any, Inner]:
 
 
 def true_results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Those of the model as it stands, which is of float64, run eagerly."""
-    # The products of experts have no float64 but in this form.
+    """The results of the model, which is in float64, run eagerly."""
+    # Only this implementation of the experts' products supports float64.
     model.set_experts_implementation("batched_mm")
     with InFloat64():
         return results(model, loss, batch)
 
 
 def roundings(dtype: torch.dtype) -> float:
-    """One to `dtype`, and what sums in another order may differ by in the float32 inside."""
+    """One rounding to `dtype`, plus the effect of another summation order in float32."""
     return torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
 
 
@@ -105,12 +105,12 @@ def assert_as_near_to_truth(
     truth: dict[str, Tensor],
     allowance: float,
 ) -> None:
-    """What the rewritten model gives is as near to float64 as what the untouched one gives.
+    """The rewritten model is as close to float64 as the untouched model.
 
     An op rounds where the code that it replaces rounds, or less often, and sums in another order.
-    So its error is held to twice the untouched model's and an allowance for roundings; each as a
-    norm over the tensor. A gradient that is zero but for rounding, such as that of a key's bias, is
-    measured against a thousandth of the gradient of the whole model.
+    Its error may be at most twice the untouched model's plus an allowance for rounding, each as a
+    norm over the tensor. A gradient that is zero up to rounding, such as that of a key's bias, is
+    measured relative to a thousandth of the whole model's gradient.
     """
     assert after.keys() == before.keys() == truth.keys()
     whole = torch.stack([value.norm() for name, value in truth.items() if name != "loss"]).norm()

@@ -1,4 +1,4 @@
-"""cross_entropy under test, as cross_entropy_forward."""
+"""cross_entropy under test, in the form of cross_entropy_forward."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from op_under_test import DEVICE, Case, Magnitude, OpUnderTest, Tensors, Values
 
 @dataclass(frozen=True, kw_only=True)
 class LossCase(Case):
-    """A drawn use of cross_entropy. shape is that of the logits."""
+    """A drawn use of cross_entropy. shape is the shape of the logits."""
 
     target_dtype: torch.dtype = torch.int64
-    # Of every so many tokens, one is ignored; 0 for none, 1 for all.
+    # One token in this many is ignored; 0 for none, 1 for all.
     ignored: int = 3
     ignore_index: int = -100
     weight_dtype: torch.dtype | None = None
     token_weight_dtype: torch.dtype | None = None
-    # Whether the mean divides by a number that is given.
+    # Whether the mean divides by a given number.
     has_items: bool = False
     reduction: str = "mean"
     label_smoothing: float = 0.0
@@ -70,7 +70,7 @@ def tensors(case: LossCase) -> Tensors:
     dtype = loss.dtype
     layout = case.dy_layout if loss.dim() else "contiguous"
     given["dloss"] = values.draw(tuple(loss.shape), dtype, layout)
-    # Each of the others is there or not, as the case has it.
+    # The other gradients are present if the case has them.
     for name, wanted in zip(("dz_loss", "dlse", "dtarget_logit"), case.output_mask, strict=True):
         shape = tuple(loss.shape) if name == "dz_loss" else tuple(leading)
         given[name] = values.draw(shape, dtype if wanted else None)
@@ -92,10 +92,10 @@ def backward_args(case: LossCase, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def scaled(case: LossCase, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """The sizes of the effective logits, and of the weights of tokens and of classes."""
+    """The magnitudes of the effective logits, and of the weights of tokens and classes."""
     x = tensors["logits"].double().abs() * case.logit_scale
     if case.softcap is not None:
-        # The rounding of tanh is relative to 1.
+        # The rounding error of tanh is relative to 1.
         x = x.clamp(max=case.softcap) + case.softcap
     one = torch.ones((), dtype=torch.float64, device=x.device)
     token, weight = (tensors[name] for name in ("token_weight", "weight"))
@@ -109,7 +109,7 @@ def output_magnitudes(case: LossCase, tensors: Tensors) -> list[Magnitude]:
     if x.numel() == 0:
         return [0.0] * 5
     V = x.shape[-1]
-    # lse, and the largest x beside it; the sum over the classes rounds in every term.
+    # Magnitudes of lse and of the largest x; the sum over the classes rounds in every term.
     lse = x.amax(-1) + torch.log(torch.tensor(float(V)))
     counts = tokens * classes.max()
     z_loss = counts * case.lse_square_scale * lse.square()
@@ -143,14 +143,14 @@ def gradient_magnitudes(case: LossCase, tensors: Tensors) -> list[Magnitude]:
     count = float(tokens.max() * classes.max()) / divisor
     loss, z_loss, dlse, dtarget_logit = (float(size) for size in sizes.values())
     upstream_size = loss * count + (loss + z_loss) * count * 2 * case.lse_square_scale * lse
-    # The exponent's rounding is a relative error of a probability.
+    # A rounding error of the exponent is a relative error of the probability.
     return [(upstream_size + dlse + dtarget_logit) * (1 + lse) * case.logit_scale]
 
 
 def sample(
     reduction: str, dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any
 ) -> LossCase:
-    """Every option in use, and none of the rows' logits but a few ignored."""
+    """Every option in use; a few of the rows are ignored."""
     return LossCase(
         shape=(rows, 2, 7),
         dtype=dtype,

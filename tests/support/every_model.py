@@ -1,4 +1,4 @@
-"""Every model of transformers that can be built on the meta device, made small."""
+"""Every transformers model that can be built on the meta device, made small."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LAYERS = 4
 VOCABULARY = 512
 ANY = 2**40
 
-# How many classes of a model type are tried.
+# Number of classes to try per model type.
 CLASSES = 3
 
-# Each configuration is tried with the first class that there is: one with a head, if any has one.
+# Each configuration is tried with the first existing class: one with a head, if there is any.
 FIRST = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MASKED_LM")
 MAPPINGS = [f"MODEL_FOR_{name}_MAPPING" for name in FIRST] + [
     "MODEL_FOR_PRETRAINING_MAPPING",
     "MODEL_MAPPING",
 ]
 
-# Names of attributes that count layers.
+# Attributes that are a number of layers.
 COUNT = re.compile(r"^((num|n)_\w*layers?|\w*_layers|num_hidden_layers|depth|n_layer)$")
 
 
@@ -36,8 +36,8 @@ def model_types() -> list[str]:
 
 
 def built(model_type: str) -> nn.Module | None:
-    """A model of this type on the meta device; None where no class of its own can be built from
-    what its configuration is by default, or needs a package that is not here."""
+    """A model of this type on the meta device, or None if no class of its own can be built from
+    the default configuration, or if a package is missing."""
     for layers, vocabulary in ((LAYERS, VOCABULARY), (ANY, VOCABULARY), (ANY, ANY)):
         try:
             config = CONFIG_MAPPING[model_type]()
@@ -67,7 +67,7 @@ def classes_for(config: type) -> list[Any]:
 
 
 def shrink(config: Any, layers: int, vocabulary: int) -> None:
-    """At most so many layers and tokens, in the configuration and those that it holds."""
+    """Limit the layers and tokens in a configuration and its sub-configurations."""
     counts = set()
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PreTrainedConfig):

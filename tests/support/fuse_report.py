@@ -1,8 +1,8 @@
-"""Write docs/fuse.md: what `fuse` finds in every model of transformers, and what it leaves.
+"""Write docs/fuse.md: what `fuse` finds in every transformers model, and what it leaves.
 
     python tests/support/fuse_report.py
 
-from the models that every_model.py builds; tests/fusion/test_fuse_every_model.py holds it to them.
+every_model.py builds the models; tests/fusion/test_fuse_every_model.py checks the document.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ A number is of modules: "4" of which all are fused, "3 of 4" of which three are.
 that `fuse` fuses, and those that it names in `report.left`; the reasons follow the table.
 """
 
-# How many classes are named for each reason.
+# Number of classes to name for each reason.
 NAMED = 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """What `fuse` reported of a model."""
+    """The report of `fuse` for one model."""
 
     model_type: str
     class_name: str
@@ -73,12 +73,12 @@ def rows(model_types: Iterable[str]) -> Iterator[Row]:
 
 
 def version(document: str) -> str:
-    """The version of transformers that a document is of."""
+    """The version of transformers that a document was written with."""
     return document.partition("\ntransformers ")[2].partition(",")[0]
 
 
 def reasons(found: list[Row], kind: str) -> Iterator[str]:
-    """A line for each reason for which modules of a kind are left, the most frequent first."""
+    """One line per reason for which modules of a kind are left, the most frequent first."""
     places = defaultdict(list)
     for row in found:
         for entry in row.report.left:

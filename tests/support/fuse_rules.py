@@ -1,4 +1,4 @@
-"""What a reader of `fuse`'s report expects to find in it, fused or left, by names alone."""
+"""Modules that a reader expects in the report of `fuse`, fused or left, judged by names alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def activations(model: nn.Module) -> Iterator[str]:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Two linear layers, of which the first makes twice what the second takes."""
+    """Whether it has two linear layers, and the first returns twice what the second takes."""
     linears = [child for child in module._modules.values() if isinstance(child, nn.Linear)]
     return len(linears) == 2 and linears[0].out_features == 2 * linears[1].in_features
 
@@ -51,7 +51,7 @@ def rotary_embeddings(model: nn.Module) -> Iterator[str]:
 
 
 def losses(model: nn.Module) -> Iterator[str]:
-    """The losses of labels: those of a head, and those of classifiers."""
+    """The losses computed from labels: those of heads, and those of classifiers."""
     for name, module in model.named_modules():
         cls = type(module)
         if not hasattr(cls, "get_output_embeddings"):

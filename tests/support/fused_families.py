@@ -1,4 +1,4 @@
-"""Small models of random weights, one of each family that `fuse` has to know."""
+"""Small models with random weights, one per family that `fuse` has to handle."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TEXT = {
     "use_cache": False,
 }
 
-# Every token goes to every expert: a choice of experts would turn with the last bit of a router's
-# logit, and two runs that round differently could not be compared.
+# Every token goes to every expert: a choice of experts could flip with the last bit of a router's
+# logit, and two runs with different rounding could not be compared.
 EXPERTS = {"num_experts_per_tok": 4, "experts_implementation": "batched_mm"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model, an input, and how many ops of each name `fuse` finds in it, each of which runs once
+    """A model, an input, and the number of ops by name that `fuse` finds in it; each op runs once
     in a forward."""
 
     name: str
@@ -44,13 +44,12 @@ class Family:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What `fuse` finds. The loss is no part of a forward without labels."""
+        """The ops that `fuse` finds, and the loss, which a forward without labels does not run."""
         return {**self.ops, "linear_cross_entropy": 1} if self.has_loss else self.ops
 
     def model(self) -> nn.Module:
-        """The model in float32, training mode, with no parameter at its starting value.
-
-        A new norm's weight is all ones or zeros and hides a wrong offset.
+        """The model in float32, in training mode, with every parameter changed from its initial
+        value: a new norm's weight is all ones or zeros, which hides a wrong offset.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -73,7 +72,7 @@ def token_inputs(dtype: torch.dtype) -> Tensor:
 
 
 def image_inputs(dtype: torch.dtype) -> Tensor:
-    """Random numbers that every dtype holds."""
+    """Random numbers that every dtype represents exactly."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, 3, 8, 8, generator=generator).bfloat16().to(dtype)
 
@@ -123,7 +122,7 @@ def vit() -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """As in the UNet of a diffusion model."""
+    """A residual block as in the UNet of a diffusion model."""
 
     def __init__(self, channels: int, out_channels: int, groups: int) -> None:
         super().__init__()

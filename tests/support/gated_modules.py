@@ -1,4 +1,4 @@
-"""Modules that have a gated activation, for what `fuse` takes them for."""
+"""Modules with a gated activation, to test what `fuse` recognises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HIDDEN, WIDTH = 16, 24
 
 
 class Gated(nn.Module):
-    """A class whose name says little. The others change one thing of it."""
+    """A class with an unspecific name. The others each change one thing in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class GateSecond(Gated):
 
 
 class Limited(Gated):
-    """As in DeepSeek-V4; no number stands for no limit."""
+    """As in DeepSeek-V4; None stands for no limit."""
 
     def __init__(self, limit: float = 7.0, alpha: float = 1.0, offset: float = 0.0) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def activated(activation: Any, module: Gated | None = None) -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A linear map with a low rank added, as PEFT wraps it."""
+    """A linear layer plus a low-rank product, as PEFT wraps it."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

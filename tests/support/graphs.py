@@ -1,4 +1,4 @@
-"""The graphs that torch.compile makes of a function, for tests to look at."""
+"""Capture the graphs that torch.compile makes of a function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 
 class Recorder:
-    """A backend that runs the traced forward and backward graphs as they are, and keeps them."""
+    """A backend that keeps the traced forward and backward graphs, and runs them unchanged."""
 
     def __init__(self) -> None:
         self.forwards: list[torch.fx.GraphModule] = []
@@ -31,6 +31,6 @@ class Recorder:
 
 
 def liger_ops_of(graphs: list[torch.fx.GraphModule]) -> Counter[str]:
-    """How often each liger op stands in the graphs."""
+    """The number of each liger op in the graphs."""
     names = (str(node.target) for graph in graphs for node in graph.graph.nodes)
     return Counter(name.split(".")[1] for name in names if name.startswith("liger."))

@@ -1,4 +1,4 @@
-"""Calls of linear_cross_entropy whose gradients are wanted, and the ops that they dispatch."""
+"""Calls of linear_cross_entropy with gradients, and the ops that they dispatch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASKS = list(itertools.product((False, True), repeat=3))
 
 
 def leaves(case: HeadCase) -> tuple[list[Any], list[Tensor]]:
-    """x, weight and bias requiring gradients, in the arguments of the op and by themselves."""
+    """The arguments of the op, whose x, weight and bias require gradients, and these leaves."""
     args = [*tensors_of(case), *options_of(case)]
     for i in (0, 1, 3):
         if args[i] is not None:
@@ -36,7 +36,7 @@ def call(args: list[Any]) -> Tensor:
 
 
 class Calls(TorchDispatchMode):
-    """The ops that reach the dispatcher, and the bytes of the largest tensor that one made."""
+    """Record the ops that reach the dispatcher, and the bytes of the largest tensor they make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Calls(TorchDispatchMode):
     ) -> Any:
         self.calls.append((func._schema.name, list(args)))
         if func is torch.ops.liger.linear_cross_entropy.default:
-            # In inference mode nothing before this has taken it apart.
+            # In inference mode the op has not been decomposed yet.
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         outputs = func(*args, **(kwargs or {}))
@@ -61,12 +61,12 @@ class Calls(TorchDispatchMode):
         return [args for name, args in self.calls if name == f"liger::{op}"]
 
     def masks(self, op: str) -> list[list[bool]]:
-        """The masks given; the dispatcher drops an argument that is the default."""
+        """The gradient masks of an op's calls; the dispatcher drops a default argument."""
         n = len(library.OPS[op].overload._schema.arguments)
         return [list(args[-1]) if len(args) == n else [False] * 3 for args in self.arguments(op)]
 
     def recomputed(self) -> list[list[bool]]:
-        """Of each backward that computes logits again, which gradients it does it for."""
+        """The gradients that each backward which recomputes logits computes."""
         missing = [
             [
                 wanted and gradient is None

@@ -1,4 +1,4 @@
-"""Random programs that make a mask of (queries, keys) from indices, and the functions' values."""
+"""Random programs that compute a (queries, keys) mask from indices, and the functions' values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from liger_ops.lowering.passes.causal_mask.algebra import (
     negation,
 )
 
-# A program maps the numbers of queries and keys to a tensor that broadcasts to (queries, keys).
+# A program takes the numbers of queries and keys; its tensor broadcasts to (queries, keys).
 Program = Callable[[int, int], Tensor]
 
 COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne]
@@ -58,7 +58,7 @@ SMALL = st.integers(-3, 3)
 
 
 def _numbers(inner: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
-    """Integer tensors made of integer tensors."""
+    """Integer tensors computed from integer tensors."""
     return st.one_of(
         st.builds(lambda x, n: _of(lambda a: a + n, x), inner, SMALL),
         st.builds(lambda x, n: _of(lambda a: a * n, x), inner, st.integers(-2, 2)),
@@ -75,7 +75,7 @@ NUMBERS = st.recursive(st.sampled_from([_first, _second, _first, _second]), _num
 
 
 def _truths(inner: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
-    """Boolean tensors made of boolean tensors."""
+    """Boolean tensors computed from boolean tensors."""
     return st.one_of(
         st.builds(lambda x, y: _of(operator.and_, x, y), inner, inner),
         st.builds(lambda x, y: _of(torch.logical_or, x, y), inner, inner),
@@ -102,7 +102,7 @@ def _full(function: Callable[[Tensor], Tensor], program: Program) -> Program:
 COMPARED = st.builds(
     lambda compare, x, y: _of(compare, x, y), st.sampled_from(COMPARISONS), NUMBERS, NUMBERS
 )
-# Makes causal masks frequent enough among the drawn programs.
+# This strategy makes causal masks frequent enough among the drawn programs.
 PLAIN = st.builds(
     lambda n, place: lambda q, k: (_second(q, k) + n) <= (_first(q, k) + n + place),
     SMALL,

@@ -1,7 +1,7 @@
-"""Triton's interpreter, made to round as devices do.
+"""Triton's interpreter, changed to round as devices do.
 
-It truncates float32 to bfloat16 where every device rounds to the nearest, ties to even; a kernel's
-error would be held against bounds that its device code meets.
+It truncates float32 to bfloat16, while every device rounds to nearest, ties to even. Its results
+would miss error bounds that device code meets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 
 def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 values as the bits of the nearest bfloat16, which the interpreter keeps in uint16."""
+    """Bits of the bfloat16 nearest to float32 values, as uint16, which the interpreter uses."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     to_nearest_even = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits + to_nearest_even) >> np.uint32(16)).astype(np.uint16)

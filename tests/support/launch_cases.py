@@ -1,7 +1,7 @@
-"""With what the npu kernels are lowered, planned and run, and whose traffic is counted.
+"""Cases with which the npu kernels are lowered, planned and run, and their traffic is counted.
 
-An op whose forms are not the usual is an entry of OWN_FORMS. `shapes` are taken in every dtype;
-`options`, which change the code, each at a few of the shapes.
+An op whose forms differ from the usual has an entry in OWN_FORMS. `shapes` are used in every dtype;
+`options`, which change the code, are each used at a few of the shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
-# Narrow, odd, as in models, and huge: several rows a tile, one, and rows that no tile holds.
+# Narrow, odd, as in models, and huge: several rows per tile, one, and rows larger than any tile.
 WIDTHS = (1, 100, 512, 1023, 4096, 8192, 14336, 131072)
 ROWS = 4096
 MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, True, True))
@@ -28,17 +28,17 @@ MASKS = ((True, False, False), (False, True, False), (False, False, True), (Fals
 
 @dataclass(frozen=True, kw_only=True)
 class Forms:
-    """What an op is launched with: fields of its family's Case, beside the dtype."""
+    """The cases of an op: fields of its family's Case, except the dtype."""
 
     shapes: tuple[Fields, ...]
     options: tuple[Fields, ...] = ()
-    # Those that only the backward kernel sees.
+    # Options that only the backward kernel sees.
     backward_options: tuple[Fields, ...] = ()
-    # Indices of the shapes that the options are taken at.
+    # Indices of the shapes at which the options are used.
     optional_at: tuple[int, ...] = (0,)
-    # The shapes in docs/npu.md, and for each the fewer rows, or groups, whose traffic is counted.
+    # Shape in docs/npu.md -> fewer rows, or groups, with which its traffic is counted.
     counted: dict[int, Fields]
-    # Small shapes, some with a tile, at which the lowered code is run: with the options, the first.
+    # Small shapes, some with a tile, at which the lowered code is run; options use the first one.
     executed: tuple[Fields, ...]
 
 
@@ -48,7 +48,7 @@ class LaunchCase:
     case: Case
     label: str
     directions: tuple[bool, ...] = (False, True)
-    # Whether it is one of `shapes`, without options.
+    # Whether it is one of `shapes` without options.
     plain: bool = True
 
 
@@ -56,7 +56,7 @@ COUNTED_ROWS = {
     i: {"shape": (rows, WIDTHS[i])} for i, rows in {1: 5, 4: 3, 5: 2, 6: 2, 7: 1}.items()
 }
 
-# One row a tile and several, rows that fit and rows read twice, and the host code's own tile.
+# One and several rows per tile, rows that fit and rows read twice, and the host code's own tile.
 EXECUTED_ROWS = (
     {"shape": (7, 300), "tile": (4, 64)},
     {"shape": (5, 100), "tile": (2, 128)},
@@ -70,7 +70,7 @@ def rows(*options: Fields, backward: tuple[Fields, ...] = ()) -> Forms:
         shapes=tuple({"shape": (ROWS, N)} for N in WIDTHS),
         options=options,
         backward_options=backward,
-        # 1023, 4096 and 14336.
+        # The widths 1023, 4096 and 14336.
         optional_at=(3, 4, 6),
         counted=COUNTED_ROWS,
         executed=EXECUTED_ROWS,
@@ -78,7 +78,7 @@ def rows(*options: Fields, backward: tuple[Fields, ...] = ()) -> Forms:
 
 
 def masks(gradients: int) -> tuple[Fields, ...]:
-    """The subsets of an op's gradients, but for all and none."""
+    """The proper, nonempty subsets of an op's gradients."""
     return tuple(
         {"output_mask": mask}
         for mask in MASKS
@@ -86,7 +86,7 @@ def masks(gradients: int) -> tuple[Fields, ...]:
     )
 
 
-# Without the options that the samples of losses have in use.
+# Turns off the options that the samples of the losses use.
 PLAIN_LOSS = {
     "weight_dtype": None,
     "token_weight_dtype": None,
@@ -146,7 +146,7 @@ def head() -> Forms:
         options=({**SMOOTHED, "class_weight": True, "softcap": 30.0, "logit_scale": 0.5},),
         optional_at=(0, 1),
         counted={},
-        # Its kernels are those of cross_entropy; the products between them are not Triton's.
+        # It uses the kernels of cross_entropy; the products between them are not Triton's.
         executed=(),
     )
 
@@ -156,7 +156,7 @@ PLAIN = {"weight_dtype": None, "bias_dtype": None}
 MODES = ({"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"})
 FP32_WEIGHTS = {"weight_dtype": FP32, "bias_dtype": FP32}
 DX_ALONE = {"output_mask": (True, False, False)}
-# Rows that lie apart, and start anywhere.
+# Rows that are not contiguous, and start at any address.
 SLICED = {"layout": "sliced", "dy_layout": "sliced"}
 
 GROUPS = tuple(
@@ -181,14 +181,14 @@ ROPES = tuple(
     for heads, D, R in ((32, 128, 128), (32, 96, 24), (8, 256, 256), (8, 64, 64), (8, 8192, 8190))
 )
 
-# 4096 x 131072 x 5 is more than int32 counts.
+# 5 x 4096 x 131072 elements exceed int32.
 ACTIVATIONS = (*({"shape": (ROWS, N)} for N in WIDTHS), {"shape": (5 * ROWS, 131072)})
 
 
 def rope(
     *options: Fields, backward: tuple[Fields, ...] = (), sections: bool = False, **of_all: Any
 ) -> Forms:
-    """`of_all` is in every shape. Of forms with sections, a third of the pairs is each one's."""
+    """`of_all` is added to every shape. With `sections`, each gets a third of the pairs."""
 
     def form(**fields: Any) -> Fields:
         pairs = fields["rotary"] // 2
@@ -216,14 +216,14 @@ def activation(*options: Fields, gradients: int = 1) -> Forms:
         shapes=ACTIVATIONS,
         options=(SLICED, *options),
         backward_options=mask,
-        # 1023 and 4096.
+        # The widths 1023 and 4096.
         optional_at=(3, 4),
         counted=COUNTED_ROWS,
         executed=EXECUTED_ROWS,
     )
 
 
-# The others have the forms of rows, or where every element is for itself, of activations.
+# Ops that are not listed have the forms of rows or, if elementwise, of activations.
 OWN_FORMS = {
     "rms_norm": rows(
         *MODES,
@@ -329,7 +329,7 @@ def _taken(
 
 
 def launched() -> Iterator[LaunchCase]:
-    """What is lowered and planned."""
+    """The cases to lower and plan."""
     for name, forms in FORMS.items():
         optional = [forms.shapes[i] for i in forms.optional_at]
         for dtype, form, directions, plain in _taken(forms.shapes, optional, forms):
@@ -338,7 +338,7 @@ def launched() -> Iterator[LaunchCase]:
 
 
 def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
-    """What docs/npu.md shows in bf16: as it is planned, and as its traffic is counted."""
+    """The cases of docs/npu.md in bfloat16: as planned, and with the rows for counting traffic."""
     for name, forms in FORMS.items():
         op = OPS[name]
         for i, fewer in forms.counted.items():
@@ -350,7 +350,7 @@ def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
 
 
 def executed() -> Iterator[LaunchCase]:
-    """What is run."""
+    """The cases to run."""
     for name, forms in FORMS.items():
         for dtype, form, directions, plain in _taken(forms.executed, forms.executed[:1], forms):
             case = _case(OPS[name], dtype, form)

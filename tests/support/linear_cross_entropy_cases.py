@@ -1,4 +1,4 @@
-"""linear_cross_entropy under test, as linear_cross_entropy_forward."""
+"""linear_cross_entropy under test, in the form of linear_cross_entropy_forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from op_under_test import DEVICE, OpUnderTest, Tensors, Values, laid_out
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCase:
-    """A drawn use of linear_cross_entropy, in chunks of so many rows, or in one."""
+    """A drawn use of linear_cross_entropy, in chunks of a number of rows, or in one chunk."""
 
     shape: tuple[int, ...] = (3, 5)
     D: int = 7
@@ -38,7 +38,7 @@ class HeadCase:
     rows: int | None = 4
     scale: float = 1.0
     mask: tuple[bool, ...] = (True, True, True)
-    # Which of loss, z_loss, lse and target_logit have a gradient.
+    # Whether loss, z_loss, lse and target_logit have a gradient.
     upstream: tuple[bool, ...] = (True, False, False, False)
     seed: int = 0
 
@@ -70,7 +70,7 @@ def tensors_of(case: HeadCase) -> list[Tensor | None]:
 
 
 def options_of(case: HeadCase, stride: int | None = None) -> list[Any]:
-    """From ignore_index to chunk_bytes. A row of logits takes `stride` elements of memory."""
+    """The options from ignore_index to chunk_bytes. A row of logits occupies `stride` elements."""
     row_bytes = (stride or case.V) * case.dtype.itemsize
     return [
         -100,
@@ -93,7 +93,7 @@ INPUTS = (
     "token_weight",
     "num_items_in_batch",
 )
-# dx, dweight and dbias as a forward computes them.
+# The values of dx, dweight and dbias if a forward does not compute them.
 NOT_COMPUTED = (None, None, None)
 UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 
@@ -124,8 +124,8 @@ def backward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
 def sample(
     reduction: str, dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any
 ) -> HeadCase:
-    """Every option in use, in several chunks. No two sizes are the same, which tracing would take
-    for one."""
+    """Every option in use, in several chunks. All sizes differ, because tracing would treat equal
+    ones as one size."""
     return HeadCase(
         shape=(rows, 2),
         D=4,
@@ -144,7 +144,7 @@ def sample(
 
 
 def linear_cross_entropy(reduction: str) -> OpUnderTest:
-    # tests/ops/test_linear_cross_entropy.py holds its kernels to bounds of their own.
+    # tests/ops/test_linear_cross_entropy.py checks its kernels with bounds of their own.
     return OpUnderTest(
         name="linear_cross_entropy_forward",
         form=reduction,

@@ -1,4 +1,4 @@
-"""Losses as models spell them, of logits and of a head, for what the passes find in their code."""
+"""Losses of logits and of a head as models spell them, for tests of the passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loss = Callable[[Tensor, Tensor], Any]
 
 
 def labels(rows: int = B, length: int = S) -> Tensor:
-    """Every third of them ignored."""
+    """Labels, of which every third is ignored."""
     target = torch.arange(rows * length) % V
     target[::3] = -100
     return target.view(rows, length)
@@ -42,7 +42,7 @@ def plain(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def transformers(logits: Tensor, target: Tensor) -> Tensor:
-    """ForCausalLMLoss: labels are shifted, logits are not."""
+    """ForCausalLMLoss: it shifts the labels, not the logits."""
     logits = logits.float()
     shifted = F.pad(target, (0, 1), value=-100)[..., 1:].contiguous()
     logits = logits.view(-1, logits.shape[-1])

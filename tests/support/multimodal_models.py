@@ -1,4 +1,4 @@
-"""Models of transformers that take images or sound, made small, each with a batch of both."""
+"""Small transformers models for images or sound, each with a batch of it and text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = 2
 TEXT_TOKENS = 10
 PADDED = 3
 PATCHES = (IMAGE // PATCH) ** 2
-# Where four neighbours are made one.
+# Number of tokens if four neighbouring patches are merged.
 MERGED = PATCHES // 4
 FRAMES = 2
 BINS = 16
@@ -53,7 +53,7 @@ def build(model_type: str, class_name: str, changes: dict[str, Any]) -> nn.Modul
 
 
 def model(class_name: str, model_type: str, inputs: Inputs, **changes: Any) -> Model:
-    """`inputs` makes a batch for a configuration."""
+    """Make a model; `inputs` makes a batch for a configuration."""
     return Model(
         class_name,
         partial(build, model_type, class_name, changes),
@@ -74,9 +74,9 @@ def seeing(
     pixels: Callable[[Tensor], dict[str, Tensor]] | None = None,
     **changes: Any,
 ) -> Model:
-    """A language model in whose text `count` tokens stand for an image.
+    """A language model whose text has `count` tokens for an image.
 
-    `pixels` makes the image's inputs, from where in the text it stands.
+    `pixels` makes the image inputs from the mask of these tokens.
     """
 
     def inputs(config: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def seeing(
 def hearing(
     class_name: str, model_type: str, count: int, sound: dict[str, Tensor], **changes: Any
 ) -> Model:
-    """A language model in whose text `count` tokens stand for a sound."""
+    """A language model whose text has `count` tokens for a sound."""
     return model(
         class_name,
         model_type,
@@ -101,7 +101,7 @@ def hearing(
 
 
 def patches(kinds: Tensor) -> dict[str, Tensor]:
-    """As Qwen-VL takes them: a row a patch, of two frames."""
+    """Image inputs as Qwen-VL takes them: one row per patch, with two frames."""
     return {
         "pixel_values": random(ROWS * PATCHES, FRAMES * 3 * PATCH**2),
         "image_grid_thw": torch.tensor([[1, IMAGE // PATCH, IMAGE // PATCH]] * ROWS),
@@ -110,7 +110,7 @@ def patches(kinds: Tensor) -> dict[str, Tensor]:
 
 
 def several(kinds: Tensor) -> dict[str, Tensor]:
-    """One image a row, in a dimension of its own."""
+    """One image per row, in a separate dimension."""
     return {"pixel_values": images(ROWS, 1)}
 
 
@@ -260,7 +260,7 @@ MODELS = [
             "max_pos_emb": 32,
             "feedforward_mult": 2,
         },
-        # Two queries for every window of eight frames.
+        # Two queries per window of eight frames.
         window_size=8,
         downsample_rate=4,
         has_lora_adapter=False,

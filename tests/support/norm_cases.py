@@ -46,7 +46,7 @@ def the_sum_as_stored(case: NormCase, tensors: Tensors) -> Tensors:
 
 
 def magnitudes(op: str, case: NormCase, tensors: Tensors) -> tuple[float, float]:
-    """Of the outputs, and of dx."""
+    """The magnitudes of the outputs, and of dx."""
     x = tensors["x"].double()
     if op == "fused_add_rms_norm":
         x = x + tensors["residual"].double()
@@ -74,7 +74,7 @@ def output_magnitudes(op: str, case: NormCase, tensors: Tensors) -> list[float]:
 def gradient_magnitudes(
     op: str, parameter_dim: int, case: NormCase, tensors: Tensors
 ) -> list[float]:
-    """Of dx, dweight and dbias; the last two are sums over every row."""
+    """The magnitudes of dx, dweight and dbias; the last two are sums over all rows."""
     x, dy = tensors["x"], tensors["dy"]
     if x.numel() == 0:
         return [0.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Norms as models spell them, for what the passes find in their code."""
+"""Norms as models spell them, for tests of the passes."""
 
 from __future__ import annotations
 

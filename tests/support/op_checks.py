@@ -1,4 +1,4 @@
-"""The checks that every op goes through. Each takes the op's entry of op_table and a case."""
+"""Checks that run for every op. Each takes an entry of op_table and a case."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from liger_ops import library
 from op_under_test import DEVICE, Case, Magnitude, OpUnderTest, Tensors, max_abs
 from plans import plan
 
-# Rounding errors of float32 arithmetic that a result may collect beside the eager reference's own,
-# in units of float32's epsilon times the largest term: the two sum in different orders.
+# Number of float32 rounding errors that a result may have beside the eager reference's own, in
+# units of float32's epsilon times the largest term: the two sum in different orders.
 FLOAT32_ROUNDINGS = 8
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill torch.empty with NaN, so that an element that a kernel does not write is seen."""
+    """Fill torch.empty with NaN, so that an element that a kernel does not write is noticed."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -39,7 +39,7 @@ def widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def in_float64(value: Any) -> Any:
-    """A floating point tensor in float64, a complex one in complex128, anything else as it is."""
+    """Convert a floating point tensor to float64, and a complex one to complex128."""
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         return value.to(torch.promote_types(value.dtype, torch.float64))
     return value
@@ -69,8 +69,8 @@ def memory(tensor: Tensor) -> int:
 
 
 def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:
-    """The kernel is no further from float64 than twice the definition in the same dtype, and a
-    constant."""
+    """The kernel's error against float64 is at most twice the definition's in the same dtype, plus
+    a constant."""
     tensors = op.tensors(case)
     args = op.forward_args(case, tensors)
     before = clones(args)
@@ -86,7 +86,7 @@ def assert_forward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> No
 
 
 def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> None:
-    """Likewise for the gradients asked for; truth is autograd through the definition in float64."""
+    """The same for the requested gradients; truth is autograd of the definition in float64."""
     tensors = op.tensors(case)
     args = op.backward_args(case, tensors)
     before = clones(args)
@@ -106,7 +106,7 @@ def assert_backward_matches_truth(op: OpUnderTest, folder: str, case: Case) -> N
 
 def true_gradients(op: OpUnderTest, case: Case, tensors: Tensors) -> list[Tensor | None]:
     if op.backward_from_output:
-        # Of the output as rounded: autograd through the forward would start from another.
+        # Use the rounded output: autograd through the forward would use a different one.
         args = widened(op.backward_args(case, tensors))
         return list(as_tuple(library.OPS[op.backward_name].definition(*args)))
     wide = {
@@ -126,14 +126,14 @@ def true_gradients(op: OpUnderTest, case: Case, tensors: Tensors) -> list[Tensor
 
 
 def amax(tensor: Tensor, op: OpUnderTest) -> Tensor:
-    """The largest of each row, for rows of one tensor may differ in scale; or each element."""
+    """The largest value of each row, whose scales may differ; or every element by itself."""
     if op.elementwise or tensor.dim() == 0:
         return tensor
     return tensor.amax(-1, keepdim=True)
 
 
 def roundings(dtype: torch.dtype, values: Tensor, magnitude: Magnitude) -> Tensor:
-    """What storing values in dtype may change them by, and computing them in float32."""
+    """The largest error from computing values in float32, and from storing them in dtype."""
     stored = torch.finfo(dtype).eps * (values + torch.finfo(dtype).tiny)
     return stored + FLOAT32_ROUNDINGS * torch.finfo(torch.float32).eps * magnitude
 
@@ -152,7 +152,7 @@ def assert_close(
     assert output.dtype == reference.dtype, f"{label}: {output.dtype} is not {reference.dtype}"
     if truth.numel() == 0:
         return
-    # What is not a number in truth is none in the result, and has no error.
+    # NaN must be in the same places in truth and result, and has no error.
     assert torch.equal(output.isnan(), truth.isnan()), f"{label} of {case}: NaN is elsewhere"
     if truth.isnan().any():
         output, reference, truth = (value.nan_to_num(0.0) for value in (output, reference, truth))
@@ -179,7 +179,7 @@ def assert_unchanged(args: tuple[Any, ...], before: tuple[Any, ...]) -> None:
 def assert_allocated_as_meta(
     op: OpUnderTest, backward: bool, args: tuple[Any, ...], outputs: tuple[Tensor | None, ...]
 ) -> None:
-    """Outputs have the form that tracing was told: shape, strides, dtype."""
+    """Check that outputs have the shape, strides and dtype that tracing was given."""
     with FakeTensorMode() as mode:
         faked = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
         expected = as_tuple(op.overload(backward)(*faked))
@@ -205,7 +205,7 @@ def assert_deterministic(op: OpUnderTest, folder: str, case: Case) -> None:
 
 
 def assert_tile_does_not_matter(op: OpUnderTest, folder: str, case: Case) -> None:
-    """Every tile gives the result of every other, but for float32's rounding in another order."""
+    """All tiles give the same result, up to float32 rounding in another order."""
     whole = replace(case, tile=None)
     tensors = op.tensors(case)
     for backward, args, magnitudes in (
@@ -219,10 +219,9 @@ def assert_tile_does_not_matter(op: OpUnderTest, folder: str, case: Case) -> Non
 
 
 def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> None:
-    """Permuting the first dimension permutes the result: interpreted, bit for bit.
+    """Permuting the first dimension permutes the result; interpreted, bit for bit.
 
-    A compiler contracts the multiplications and additions of one row of a tile in another way than
-    those of the next.
+    A compiler may contract the multiplications and additions of the rows of a tile differently.
     """
     tensors = op.tensors(case)
     rows = torch.randperm(case.shape[0], generator=torch.Generator().manual_seed(case.seed))
@@ -261,7 +260,7 @@ def assert_equal_but_for_rounding(
 
 
 def assert_rejects(op: OpUnderTest, args: tuple[Any, ...], message: str) -> None:
-    """ValueError with this message, the same eagerly, in tracing and compiled."""
+    """Check for ValueError with this message: eagerly, in tracing and compiled."""
     errors = []
     for call in (op.overload(), library.OPS[op.name].check_and_define):
         try:
@@ -279,7 +278,7 @@ def assert_rejects(op: OpUnderTest, args: tuple[Any, ...], message: str) -> None
     try:
         compiled(*args)
     except Exception as error:
-        # Dynamo quotes the message, and escapes the quotes in it.
+        # Dynamo quotes the message, and escapes quotes in it.
         text = str(error).replace("\\'", "'")
         errors.append(message if message in text else text)
     assert errors == [message] * 4, errors

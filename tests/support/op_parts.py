@@ -1,4 +1,4 @@
-"""What an op is made of, file by file, and what of it is there."""
+"""The parts that every op needs, file by file, and the parts that exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_ops.bench.workloads import ENTRIES
 
 ROOT = Path(__file__).parents[2]
 
-# In a process of its own: other tests define ops, and an import that registers kernels stays.
+# This runs in its own process: other tests define ops, and registered kernels stay registered.
 REGISTRY = """
 import json
 import torch
@@ -58,22 +58,22 @@ print(json.dumps({
 }))
 """
 
-# What is there, by place.
+# Place -> the ops that have a part there.
 Found = dict[str, set[str]]
 
 
 def base(op: str) -> str:
-    """The public op that an op belongs to, and in whose files it is."""
+    """The public op that an op belongs to; its code is in that op's files."""
     return op.removesuffix("_backward").removesuffix("_forward")
 
 
 def read_registry(run: Callable[[str], str]) -> dict[str, Any]:
-    """What `run`, which runs Python code, prints of the ops that importing liger_ops registers."""
+    """The ops that importing liger_ops registers, as printed by `run`, which runs Python code."""
     return json.loads(run(REGISTRY))
 
 
 def written() -> set[str]:
-    """The public ops whose definitions are in liger_ops/ops, imported or not."""
+    """The public ops with a definition in liger_ops/ops, imported or not."""
     return {
         base(node.name)
         for file in sorted((ROOT / "liger_ops" / "ops").glob("*.py"))
@@ -86,7 +86,7 @@ def written() -> set[str]:
 
 
 def found(registry: dict[str, Any]) -> Found:
-    """All parts of all ops that are there."""
+    """All existing parts of all ops."""
     folders = ("liger_ops/ops", "tests/ops")
     files = (file for folder in folders for file in (ROOT / folder).glob("*.py"))
     forms = {base(op.name): set() for op in op_table.OPS.values()}
@@ -112,7 +112,7 @@ def found(registry: dict[str, Any]) -> Found:
 
 
 def needed(op: str) -> Iterator[tuple[str, str]]:
-    """What an op needs, and in which place of `found`."""
+    """The parts that an op needs, each with its place in `found`."""
     yield "a file", f"liger_ops/ops/{op}.py"
     yield "a file", f"tests/ops/test_{op}.py"
     yield "torch.ops.liger", op

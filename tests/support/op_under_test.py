@@ -1,7 +1,7 @@
-"""What the tests have to know of an op, whatever it computes.
+"""The description of an op that the tests need, whatever the op computes.
 
-A family of ops, such as `norms.py` or `activations.py`, subclasses Case with its options and makes
-an OpUnderTest an op; `op_table.py` lists them all.
+A family of ops, such as `norm_cases.py` or `activation_cases.py`, subclasses Case with its options
+and describes each op by an OpUnderTest; `op_table.py` lists them all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import liger_ops
 from liger_ops import library
 
 DEVICE = os.environ.get("LIGER_OPS_TEST_DEVICE", "cpu")
-# The folders whose kernels run here: both interpreted on a CPU, a device's own on the device.
+# Folders whose kernels run here: on a CPU both, interpreted; on a device, its own.
 FOLDERS = ("cuda", "npu") if DEVICE == "cpu" else (DEVICE,)
 if "npu" in FOLDERS:
     import liger_ops.lowering.npu
@@ -27,13 +27,13 @@ X_LAYOUTS = ("contiguous", "transposed", "sliced")
 DY_LAYOUTS = (*X_LAYOUTS, "expanded")
 
 Tensors = dict[str, Tensor | None]
-# Of every element, or of all of a tensor.
+# Per element, or for a whole tensor.
 Magnitude = Tensor | float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One drawn use of an op. Values come from a seed; Hypothesis draws what can go wrong: form."""
+    """A drawn use of an op. Hypothesis draws shapes, strides and dtypes; a seed gives values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Case:
 
 
 class Values:
-    """Tensors of normally distributed values, in turn from one seed."""
+    """Tensors of normally distributed values, drawn in sequence from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class Values:
         scale: float = 1.0,
         shift: float = 0.0,
     ) -> Tensor | None:
-        """None without a dtype; the values of the tensors after it are the same."""
+        """A tensor, or None without a dtype; later tensors are the same in both cases."""
         values = torch.randn(shape, generator=self.generator) * scale + shift * scale
         return None if dtype is None else laid_out(values.to(DEVICE, dtype), layout)
 
@@ -72,10 +72,10 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
     if layout == "transposed":
         return values.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "model":
-        # The heads of a projection: (B, S, heads, D) seen as (B, heads, S, D).
+        # The layout of heads from a projection: (B, S, heads, D) viewed as (B, heads, S, D).
         return values.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "strided":
-        # A stride of 2 in the last dimension, as that of the real parts of complex numbers.
+        # A stride of 2 in the last dimension, as the real parts of complex numbers have.
         return values.repeat_interleave(2, -1)[..., ::2]
     if layout == "sliced":
         # Neither the start nor the rows are aligned.
@@ -93,44 +93,42 @@ def as_they_are(case: Any, tensors: Tensors) -> Tensors:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OpUnderTest:
-    """An op, or one form of it: its arguments and its backward op's, in the order of the schema."""
+    """An op, or one form of it. Arguments are in the order of the schemas."""
 
     name: str
-    # Beside the name, where an op has several forms.
+    # Distinguishes the forms of an op that has several.
     form: str = ""
-    # The tensors of a case, dy and any other gradient that backward takes among them.
+    # Makes the tensors of a case, including dy and other gradients that backward takes.
     tensors: Callable[[Any], Tensors]
     forward_args: Callable[[Any, Tensors], tuple[Any, ...]]
     backward_args: Callable[[Any, Tensors], tuple[Any, ...]]
-    # The tensors of forward_args that backward's outputs are the gradients of, in their order.
+    # The tensors in forward_args whose gradients backward returns, in order.
     gradients_of: tuple[str, ...]
-    # How many arguments a call has at the least, where more than those without a default.
+    # Least number of arguments of a call, if more than those without a default.
     needed: int = 0
-    # The names of the incoming gradients, in the order of the outputs. Outputs after those have
-    # none.
+    # Names of the incoming gradients, in the order of the outputs. Later outputs have none.
     gradients_from: tuple[str, ...] = ("dy",)
-    # The arguments, tensors, that have no gradient.
+    # Tensor arguments that have no gradient.
     no_gradient: tuple[str, ...] = ()
-    # What the inputs of the forward are, of which backward's arguments were made.
+    # Makes the tensors from which backward's arguments follow.
     seen_by_backward: Callable[[Any, Tensors], Tensors] = as_they_are
-    # Whether backward takes the output, as rounded, in place of the inputs.
+    # Whether backward takes the rounded output instead of the inputs.
     backward_from_output: bool = False
-    # The largest terms that are summed or cancelled on the way to each output, and to each gradient
-    # of gradients_of. Where they cancel, the result is smaller than the rounding errors of what it
-    # was made of.
+    # The largest terms that are summed or cancelled in each output, and in each gradient of
+    # gradients_of. If they cancel, the result is smaller than their rounding errors.
     output_magnitudes: Callable[[Any, Tensors], list[Magnitude]]
     gradient_magnitudes: Callable[[Any, Tensors], list[Magnitude]]
-    # Whether each element is for itself, and held to its own error, or to its row's largest.
+    # Whether the error bound is per element; otherwise it depends on the row's largest value.
     elementwise: bool = False
-    # A small case: (dtype, rows, further fields of the family's Case).
+    # Makes a small case from (dtype, rows, further fields of the family's Case).
     sample: Callable[..., Any]
-    # The tensors whose first dimension is one of independent rows.
+    # Tensors whose first dimension consists of independent rows.
     per_row: tuple[str, ...]
-    # The arguments that give the others' shape.
+    # Arguments that determine the shape of the others.
     leading: tuple[str, ...]
-    # Whether it multiplies matrices, whose sums are in another order for other strides.
+    # Whether it multiplies matrices, whose summation order depends on strides.
     multiplies: bool = False
-    # The ATen op whose autocast rule it has, or, like it, has not.
+    # The ATen op whose autocast rule, or absence of one, it shares.
     autocast_as: str
 
     def __repr__(self) -> str:
@@ -155,11 +153,11 @@ class OpUnderTest:
         return library.OPS[self.backward_name if backward else self.name].kernels[folder]
 
     def has_gradient(self, i: int) -> bool:
-        """Whether the i-th argument has a gradient, if it is a tensor."""
+        """Whether the i-th argument, if it is a tensor, has a gradient."""
         return self.overload()._schema.arguments[i].name not in self.no_gradient
 
     def results(self, outputs: Any) -> tuple[Tensor, ...]:
-        """The outputs that are differentiable."""
+        """The differentiable outputs."""
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return outputs[: len(self.gradients_from)]
 

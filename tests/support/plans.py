@@ -1,4 +1,4 @@
-"""The tile that a case asks for, as each device's folder names it."""
+"""Plans with the tile of a case, in the form of each device's folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from op_under_test import Case, OpUnderTest
 
 
 def plan(folder: str, op: OpUnderTest, case: Case, backward: bool = False) -> Any:
-    """A plan of few programs with the case's tile, or None for the host code's own choice."""
+    """A plan for few programs with the case's tile, or None for the host code's own choice."""
     if case.tile is None:
         return None
     rows, columns = case.tile
@@ -35,7 +35,7 @@ def plan_of_groups(case: Case, rows: int, columns: int) -> Any:
     C_G, S = case.shape[1] // case.num_groups, math.prod(case.shape[2:])
     if rows > 2:
         return Pieces(rows, columns, ahead=2)
-    # A tile has all channels of the group: rows are how many tiles a program keeps.
+    # A tile has all channels of the group; `rows` is the number of tiles that a program keeps.
     channels = next_power_of_2(C_G)
     if columns >= S:
         return WholeGroup(channels, columns)
@@ -43,7 +43,7 @@ def plan_of_groups(case: Case, rows: int, columns: int) -> Any:
 
 
 def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -> Any:
-    """The algorithm of an op of cuda that has tiles of rows and columns."""
+    """The plan of a cuda op whose tiles have rows and columns."""
     from liger_ops.lowering.cuda import cross_entropy
     from liger_ops.lowering.cuda.launch import Tile, TwoPass, WholeRow
     from liger_ops.lowering.cuda.norm_backward_two_kernel import TwoKernel

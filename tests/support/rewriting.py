@@ -1,4 +1,4 @@
-"""A function traced by torch.compile, rewritten, and held to what it computes as it is."""
+"""Trace a function with torch.compile, rewrite it, and compare with the original."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 NARROW = (torch.bfloat16, torch.float16)
-# Rounding errors of a few operations in another order, in float32's epsilon.
+# Rounding errors of a few operations in another order, in units of float32's epsilon.
 FLOAT32_ROUNDINGS = 16
 
 Function = Callable[..., Any]
 
 
 class Rewriter:
-    """A backend that rewrites the graphs that it is given, keeps them and runs them eagerly."""
+    """A backend that rewrites the graphs that it gets, keeps them and runs them eagerly."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
         self.names = names
@@ -42,11 +42,11 @@ class Rewriter:
         return dict(Counter(finding.op for finding in self.findings if finding.used))
 
     def reasons(self, op: str) -> list[str]:
-        """Why the places of an op were refused."""
+        """The reasons that places of an op were refused."""
         return [f.reason for f in self.findings if f.op == op and f.reason is not None]
 
     def nodes(self) -> list[fx.Node]:
-        """The nodes of every graph, those of subgraphs too."""
+        """The nodes of every graph, including subgraphs."""
         return [
             node
             for graph in self.graphs
@@ -56,7 +56,7 @@ class Rewriter:
         ]
 
     def calls(self, op: str) -> list[dict[str, Any]]:
-        """The arguments of each call of an op, by their names, defaults included."""
+        """The arguments of each call of an op by name, including defaults."""
         overload = getattr(torch.ops.liger, op).default
         found = []
         for node in self.nodes():
@@ -69,7 +69,7 @@ class Rewriter:
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """A leaf of normally distributed values, for which gradients are wanted."""
+    """A leaf tensor of normally distributed values that requires gradients."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
@@ -82,11 +82,11 @@ def check(
     names: Collection[str] | None = None,
     dynamic: bool | None = None,
 ) -> Rewriter:
-    """Rewrite `function`, and hold its values and gradients to those of it as it is.
+    """Rewrite `function`, and compare its values and gradients with the original's.
 
-    Each must be no further from the truth, the same in a wider dtype, than twice what the function
-    itself is, and the rounding of the result. `then` holds the inputs of a second call, for which
-    nothing may be compiled again.
+    The error of each against the same function in a wider dtype may be at most twice the
+    original's, plus the rounding of the result. `then` holds the inputs of a second call, which
+    must not compile again.
     """
     torch._dynamo.reset()
     rewriter = Rewriter(names)
@@ -106,8 +106,8 @@ def refused(
     reason: str = "",
     counts: dict[str, int] | None = None,
 ) -> Rewriter:
-    """Check a function in which `op` is not used, with a reason that has `reason` in it: one where
-    the pattern comes close, none where `reason` is empty."""
+    """Check a function in which `op` is not used. The reported reason must contain `reason`; if
+    that is empty, no pattern may come close enough to report one."""
     rewriter = check(function, *inputs, counts=counts or {})
     reasons = rewriter.reasons(op)
     if reason:
@@ -155,7 +155,7 @@ def _copied(inputs: Sequence[Any], widest: torch.dtype | None = None) -> list[An
         if not isinstance(one, Tensor):
             return one
         dtype = widest if widest is not None and one.is_floating_point() else one.dtype
-        # As it is laid out, unlike a clone of a view.
+        # Keep the strides, unlike a clone of a view.
         other = torch.empty_strided(one.shape, one.stride(), dtype=dtype)
         other.copy_(one.detach())
         return other.requires_grad_(one.requires_grad)
@@ -164,7 +164,7 @@ def _copied(inputs: Sequence[Any], widest: torch.dtype | None = None) -> list[An
 
 
 def _results(run: Function, function: Function, inputs: list[Any]) -> list[Any]:
-    """The outputs of a call, the gradients of all that it takes, and what it left in its inputs."""
+    """The outputs of a call, the gradients of all inputs, and the inputs after the call."""
     outputs = [
         one.detach().clone() if isinstance(one, Tensor) and not one.requires_grad else one
         for one in pytree.tree_leaves(run(*inputs))
@@ -178,12 +178,12 @@ def _results(run: Function, function: Function, inputs: list[Any]) -> list[Any]:
     for output in outputs:
         if isinstance(output, Tensor) and output.requires_grad:
             grad = torch.randn(output.shape, generator=generator)
-            # What the narrowest dtype holds: the same in each.
+            # Values that the narrowest dtype represents are the same in each.
             loss = loss + (output * grad.to(torch.bfloat16).to(output.dtype)).sum()
     gradients: Sequence[Tensor | None] = [None] * len(wanted)
     if loss.requires_grad:
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-    # The strides of outputs are theirs; a gradient's are nobody's concern.
+    # Outputs must keep their strides; those of gradients do not matter.
     strides = [one.stride() for one in outputs if isinstance(one, Tensor)]
     outputs = [one.detach() if isinstance(one, Tensor) else one for one in outputs] + strides
     left = [one.detach() for one in leaves if not one.requires_grad]

@@ -13,10 +13,10 @@ from op_under_test import Case, OpUnderTest, Tensors, Values, laid_out, max_abs
 
 @dataclass(frozen=True, kw_only=True)
 class RopeCase(Case):
-    """A drawn use of rope. shape is q's, dy and ds the gradients of the two results."""
+    """A drawn use of rope. shape is q's; dy and ds are the gradients of the two results."""
 
     k_heads: int = 1
-    # The shape of cos and sin before (S, R): none, one, or a table for each of the batch.
+    # Dimensions of cos and sin before (S, R): "none", one of size 1, or the batch.
     tables: str = "none"
     rotary: int = 2
     table_dtype: torch.dtype = torch.float32
@@ -24,9 +24,9 @@ class RopeCase(Case):
     table_layout: str = "contiguous"
     interleaved: bool = False
     per_pair: bool = False
-    # cos + i sin in one tensor.
+    # Whether one tensor holds cos + i sin.
     is_complex: bool = False
-    # Each of cos and sin is then three tables, and none is as one.
+    # Pairs of each section: cos and sin then have three tables each; with None, one.
     sections: tuple[int, int, int] | None = None
 
 
@@ -67,9 +67,9 @@ def magnitudes(names: tuple[str, str], tensors: Tensors) -> list[float]:
 
 def rope(form: str, needed: int, is_complex: bool = False, **fields: Any) -> OpUnderTest:
     def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **drawn: Any) -> RopeCase:
-        """Some batches of a partial rotation, with tables for each; k laid out as in a model."""
-        # Dynamo takes equal sizes to be one: the batch is of no other's, that of three tables among
-        # them.
+        """Batches of a partial rotation, with tables for each; k laid out as in a model."""
+        # Dynamo treats equal sizes as one, so the batch differs from all other sizes, including
+        # that of three tables.
         batch = rows + 2 if fields.get("sections") else rows
         return RopeCase(
             shape=(batch, 2, 2, 8),
@@ -77,7 +77,7 @@ def rope(form: str, needed: int, is_complex: bool = False, **fields: Any) -> OpU
             k_heads=1,
             tables="batch",
             rotary=4,
-            # There are no complex numbers of bfloat16.
+            # There is no complex dtype for bfloat16.
             table_dtype=torch.promote_types(dtype, torch.float32) if is_complex else dtype,
             k_layout="model",
             is_complex=is_complex,

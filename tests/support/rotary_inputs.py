@@ -1,4 +1,4 @@
-"""Heads, angles and tables as a small model has them, for rope."""
+"""Heads, angles and tables of a small model, for rope."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from op_under_test import laid_out
 
 
 def rotary_angles() -> torch.Tensor:
-    """Of 2 sequences of 5 positions, for 8 pairs."""
+    """Angles of 2 sequences of 5 positions, for 8 pairs."""
     positions = torch.arange(5.0) + torch.tensor([[0.0], [7.0]])
     return positions[..., None] / 10000 ** (torch.arange(8) / 8)
 

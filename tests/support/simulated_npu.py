@@ -1,10 +1,9 @@
-"""A simulated `npu` device: PrivateUse1, with the CPU for memory and Triton's interpreter for
-kernels.
+"""A simulated `npu` device: PrivateUse1, with CPU memory, and Triton's interpreter for kernels.
 
-An npu tensor is a plain tensor whose storage holds nothing; the values are in a CPU tensor found by
-that storage. ATen ops run on the CPU tensors. Ops of other namespaces are refused unless they have
-an npu kernel or a definition of their own: a missing kernel must be seen, not served by somebody
-else's.
+An npu tensor is a plain tensor with an empty storage; its values are in a CPU tensor that is looked
+up by that storage. ATen ops run on the CPU tensors. Ops of other namespaces are refused unless they
+have an npu kernel or a definition of their own, so that a missing kernel fails instead of running
+another device's.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from triton.runtime.interpreter import GridExecutor
 
 
 class _DeviceModule:
-    """What torch_npu calls torch.npu."""
+    """Stands for torch.npu, as torch_npu defines it."""
 
     def is_available(self) -> bool:
         return active
@@ -51,19 +50,19 @@ class _DeviceModule:
         pass
 
 
-# Whether the device shows itself: other tests of the process are to find a machine without one.
+# Whether the device is visible: other tests of the process must find a machine without one.
 active = False
 _values: dict[int, torch.Tensor] = {}
 launched: list[str] = []
-# By the memory of a copy: the copy, and the view that it is of.
+# Memory of a copy -> the copy, and the view that it was made from.
 _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def to_npu(value: Any) -> Any:
-    """A CPU tensor as an npu tensor that shares its memory where it is contiguous.
+    """A CPU tensor as an npu tensor; they share memory if the CPU tensor is contiguous.
 
-    An npu tensor is contiguous. A view that is not has a copy for its values, which is written
-    back when a kernel was given it.
+    An npu tensor is contiguous. The values of a non-contiguous view are in a copy, which is written
+    back after a kernel had it as an argument.
     """
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
@@ -78,13 +77,13 @@ def to_npu(value: Any) -> Any:
 
 
 def forget() -> None:
-    """Start a test: nothing launched, no copies held."""
+    """Reset before a test: no kernels launched, no copies held."""
     launched.clear()
     _copies.clear()
 
 
 def to_cpu(value: Any) -> Any:
-    """The CPU tensor that holds an npu tensor's values."""
+    """The CPU tensor with the values of an npu tensor."""
     if isinstance(value, torch.Tensor) and value.device.type == "npu":
         return _values[value.untyped_storage()._cdata]
     if isinstance(value, torch.device) and value.type == "npu":
@@ -96,7 +95,7 @@ def _on_cpu(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = (args, kwargs)
     on_cpu = pytree.tree_map(to_cpu, given)
     outputs = op(*on_cpu[0], **on_cpu[1])
-    # An op that returns its argument, such as an out= variant, has to return the npu tensor of it.
+    # An op that returns its argument, such as an out= variant, must return that npu tensor.
     same = {
         id(cpu): npu
         for cpu, npu in zip(pytree.tree_leaves(on_cpu), pytree.tree_leaves(given), strict=True)
@@ -125,23 +124,23 @@ def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
 
 
 _OWN = {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy_from}
-# Composites of the above, whose kernels are right for any device.
+# Composite ops of those above, whose kernels are right for any device.
 _COMPOSITE = {"detach", "alias", "_to_copy", "copy_", "_local_scalar_dense"}
 _libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Make the device, before the process's first backward: autograd counts the devices then."""
+    """Create the device; call before the first backward, at which autograd counts devices."""
     _setup_privateuseone_for_python_backend("npu", backend_module=_DeviceModule())
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
-    # As torch_npu: an op without a rule of its own is left alone by autocast.
+    # As in torch_npu, autocast ignores ops that have no rule of their own.
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     _libraries.extend([everything, aten])
     for name, kernel in _OWN.items():
         aten.impl(name, kernel, "PrivateUse1")
-    # ATen's kernels for every device outrank a fallback, and would touch the empty storage.
+    # ATen's kernels for all devices take precedence over a fallback, but would use empty storages.
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, name = qualified.partition("::")
         if namespace != "aten" or name in _OWN or name in _COMPOSITE:
@@ -156,7 +155,7 @@ def install() -> None:
 
 
 def _interpret_npu_tensors() -> None:
-    """Let the interpreter find an npu tensor's values, and note which kernels it runs."""
+    """Let the interpreter find an npu tensor's values, and record the kernels that it runs."""
     run = GridExecutor.__call__
 
     def call(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +166,7 @@ def _interpret_npu_tensors() -> None:
         for arg in on_cpu:
             if isinstance(arg, torch.Tensor):
                 held, view = _copies.get(arg.untyped_storage().data_ptr(), (None, None))
-                # An expanded view cannot be written to, and no kernel does.
+                # An expanded view cannot be written to, and no kernel writes to one.
                 if held is not None and not torch.equal(held, view):
                     view.copy_(held)
         return result

@@ -1,4 +1,4 @@
-"""A configuration of transformers made small, whatever the model: by the names of what it holds."""
+"""Make any transformers configuration small, by the names of its fields."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INTERMEDIATE = 96
 LONGEST = 128
 IMAGE = 16
 PATCH = 4
-# Shorter than a sequence, so that a mask with a window is not a causal one.
+# Shorter than a sequence, so that a sliding window mask is not a causal mask.
 WINDOW = 8
-# Models have a token for images, one for their start, and more: each gets an id of its own from
-# here on; text is below.
+# Models have tokens for images, for their start, and more: each gets an id of its own from here
+# on. Text uses smaller ids.
 FIRST_SPECIAL_TOKEN = 64
 
 SIZES = [
@@ -76,8 +76,8 @@ SIZES = [
         expert_ffn_hidden_size moe_shared_expert_intermediate_size hidden_size_per_layer_input
         router_hidden_size q_lora_rank o_lora_rank adapter_rank time_step_rank mamba_dt_rank""",
     ),
-    # Every token goes to every expert: a choice of experts would turn with the last bit of a
-    # router's logit, and two runs that round differently could not be compared.
+    # Every token goes to every expert: a choice of experts could flip with the last bit of a
+    # router's logit, and two runs with different rounding could not be compared.
     (
         EXPERTS,
         """num_experts n_routed_experts num_local_experts moe_num_experts
@@ -94,10 +94,10 @@ SIZES = [
         max_source_positions max_target_positions index_topk""",
     ),
     (HEAD_DIM + WINDOW, "qk_head_dim"),
-    # Small images: sixteen patches, or four where four are made one.
+    # Small images: sixteen patches, or four if four are merged.
     (16, "num_mel_bins num_position_embeddings classifier_proj_size"),
     (4, "mm_tokens_per_image"),
-    # Mamba 2's are of twice the hidden size.
+    # Mamba 2 uses twice the hidden size.
     (2 * HEADS, "mamba_n_heads mamba_num_heads"),
     (2 * HIDDEN, "mamba_d_ssm"),
     (1, "n_group topk_group num_expert_group first_k_dense_replace n_shared_experts bos_token_id"),
@@ -106,14 +106,14 @@ SIZES = [
     (0, "num_nextn_predict_layers pad_token_id"),
 ]
 BY_NAME = {name: size for size, names in SIZES for name in names.split()}
-# What each layer is, in configurations that say so.
+# Fields that list the type of each layer.
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
 
 
 def small(config: str | PretrainedConfig, **changes: Any) -> PretrainedConfig:
-    """The default configuration of a model type, or the one given, made small.
+    """The default configuration of a model type, or the given one, made small.
 
-    `changes` are made on top; those to a configuration in it are a dictionary.
+    `changes` are applied last; for a sub-configuration, the value is a dictionary.
     """
     default = CONFIG_MAPPING[config]() if isinstance(config, str) else config
     return type(default)(**_arguments(default, changes))
@@ -158,7 +158,7 @@ def _arguments(config: PretrainedConfig, changes: dict[str, Any]) -> dict[str, A
 
 
 def _layers(config: PretrainedConfig) -> dict[str, Any]:
-    """One layer of each kind, and two at least."""
+    """One layer of each type, at least two in all."""
     lists = {name: vars(config).get(name) for name in LAYER_LISTS}
     lists = {name: kinds for name, kinds in lists.items() if kinds}
     if not lists:
@@ -171,7 +171,7 @@ def _layers(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Without the scaling for lengths beyond those of training, whose factors are per dimension."""
+    """Remove the scaling for longer sequences than in training, whose factors are per dimension."""
     if any(isinstance(part, dict) for part in parameters.values()):
         return {name: _rope(part) if part else part for name, part in parameters.items()}
     kept = {

@@ -25,7 +25,7 @@ def output_magnitudes(op: str, case: Case, tensors: Tensors) -> list[float]:
     x, y = tensors["x"].double(), tensors["y"].double()
     if x.numel() == 0:
         return [0.0]
-    # The rounding of x - max(x) is a relative error of its exponential.
+    # The rounding error of x - max(x) is a relative error of its exponential.
     exponent = 1 + (x - x.amax(-1, keepdim=True)).abs()
     terms = y * exponent if op == "softmax" else y.abs() + exponent
     return [float(terms.max())]

@@ -1,4 +1,4 @@
-"""Tests that softmax and log_softmax share. Each function but assert_rejects makes one of them."""
+"""Tests that softmax and log_softmax share. Each function except assert_rejects makes one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def infinities(
     def test_infinities(
         op: OpUnderTest, folder: str, tile: tuple[int, int] | None, dtype: torch.dtype
     ) -> None:
-        """As PyTorch: elements of -inf have probability 0, at the start of a row, at its end, and
-        all but one; rows of -inf alone, with inf and with NaN are NaN. The lowest number is a
-        number."""
+        """Same results as PyTorch. Elements of -inf have probability 0: at the start or the end of
+        a row, or all but one. Rows of only -inf, or with inf or NaN, are NaN. The lowest finite
+        number is an ordinary value."""
         inf = torch.inf
         x = torch.randn(9, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
         x[0, :33] = x[1, 20:] = x[2, 1:] = x[3] = -inf
@@ -65,8 +65,8 @@ def agrees_with_aten(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor]
         assert y.dtype is dtype, f"{y.dtype} is not {dtype}"
         torch.testing.assert_close(y, expected)
         (dx,), (expected_dx,) = (torch.autograd.grad(output, x, dy) for output in (y, expected))
-        # ATen rounds inside softmax's half-precision backward. log_softmax's starts from the
-        # rounded y, as ATen's own does.
+        # ATen rounds inside softmax's half-precision backward. log_softmax's backward starts from
+        # the rounded y, as ATen's does.
         bounds = {} if dtype.itemsize > 2 else {"rtol": 0.02, "atol": 16 * torch.finfo(dtype).eps}
         torch.testing.assert_close(dx, expected_dx, **bounds)
 
@@ -86,7 +86,7 @@ def module_is_torchs(ours: type[nn.Module], theirs: type[nn.Module]) -> Test:
 
 
 def assert_rejects(op: OpUnderTest, module: type[nn.Module], name: str) -> None:
-    """What neither the op nor the module of this name takes."""
+    """Check the inputs that neither the op nor its module `name` accepts."""
     op_checks.assert_rejects(
         op, (torch.tensor(1.0),), f"{op.name}: x must be (..., N), got shape ()"
     )

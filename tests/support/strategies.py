@@ -1,4 +1,4 @@
-"""Hypothesis strategies: a drawn case is a form of use; its values come from a seed."""
+"""Hypothesis strategies: they draw shapes, strides and options; the values come from a seed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
 from rope_cases import RopeCase
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# One element, odd, prime, both sides of a power of two, a round model size.
+# One, odd, prime, around a power of two, and round as in models.
 SIZES = (1, 2, 3, 7, 13, 16, 31, 64, 127, 128, 129, 257, 300, 768, 1021)
 ROWS = (0, 1, 2, 3, 5, 9)
-# Small tiles, so that programs walk several and rows need several.
+# Small tiles, so that a program loops over several and a row needs several.
 TILES = (None, (1, 16), (2, 16), (4, 64), (1, 64), (2, 1024))
 
 
@@ -37,7 +37,7 @@ def row_norms(
     parameter_dtype = st.sampled_from((dtype, torch.float32, None))
     weight_dtype = draw(parameter_dtype)
     tile = draw(st.sampled_from(TILES))
-    # Interpreted time grows with the tiles walked, some milliseconds each.
+    # The interpreter's time grows with the number of tiles, by a few milliseconds each.
     sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
     return NormCase(
         shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
@@ -54,7 +54,7 @@ def row_norms(
         output_mask=tuple(draw(st.booleans()) for _ in range(mask_length)),
         tile=tile,
         scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
-        # A mean far from zero, which layer_norm must subtract before it squares.
+        # layer_norm must subtract a mean far from zero before it squares.
         shift=0.0 if has_offset else draw(st.sampled_from((0.0, 30.0))),
         seed=draw(st.integers(0, 2**31)),
     )
@@ -74,7 +74,7 @@ def layer_norms() -> st.SearchStrategy[NormCase]:
 
 @st.composite
 def softmaxes(draw: st.DrawFn) -> Case:
-    """A case of softmax and log_softmax. float16 holds 5 times the largest scale."""
+    """A case of softmax and log_softmax. float16 can hold 5 times the largest scale."""
     tile = draw(st.sampled_from(TILES))
     sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
     scale = draw(st.sampled_from((1.0, 0.05, 10.0, 1e4)))
@@ -97,7 +97,7 @@ def group_norms(draw: st.DrawFn) -> NormCase:
     num_groups = draw(st.sampled_from((1, 2, 3)))
     channels = num_groups * draw(st.sampled_from((1, 2, 3, 7)))
     tile = draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4), (4, 16))))
-    # Interpreted time grows with the tiles walked, some milliseconds each.
+    # The interpreter's time grows with the number of tiles, by a few milliseconds each.
     positions = ((), (1,), (7,), (0,), (5, 7), (2, 3, 3))
     large = () if tile else ((129,), (16, 16))
     spatial = draw(st.sampled_from(positions + large))
@@ -118,8 +118,8 @@ def group_norms(draw: st.DrawFn) -> NormCase:
     )
 
 
-# Beyond where exp and its square leave float32, and where an activation is flat or its own slope;
-# NaN and 0 are themselves.
+# Values beyond which exp or its square leaves float32's range, and where an activation is flat or
+# linear; NaN and 0 stay what they are.
 SPECIAL_GATES = (1e4, -1e4, 88.0, -88.0, -104.0, 20.0, -20.0, -1.278, 0.0, 1e-7, -1e-30)
 HUGE_GATES = (3e38, -3e38, 1e20, -1e20)
 
@@ -154,7 +154,7 @@ def activations(draw: st.DrawFn) -> ActivationCase:
 def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -> RopeCase:
     dtype = draw(st.sampled_from(DTYPES))
     layouts = (*X_LAYOUTS, "model")
-    # Interpreted time grows with the tiles walked, some milliseconds each.
+    # The interpreter's time grows with the number of tiles, by a few milliseconds each.
     D = draw(st.sampled_from((2, 3, 6, 16, 20, 34, 80)))
     whole = D - D % 2
     positions, heads = st.sampled_from((1, 2, 3, 5, 0)), st.sampled_from((1, 2, 3, 0))
@@ -162,7 +162,7 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
     is_complex = draw(st.sampled_from((False, False, True)))
     sections = None
     if draw(st.booleans()):
-        # Between multiples of 8 the cuda kernel loads vectors of the tables.
+        # The cuda kernel loads vectors of the tables if sections end at multiples of 8.
         ends = st.sampled_from(sorted({0, 1, 8, 16, 24, rotary // 2}))
         first, second = sorted(min(draw(ends), rotary // 2) for _ in range(2))
         sections = (first, second - first, rotary // 2 - second)
@@ -182,7 +182,7 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
         is_complex=is_complex,
         sections=sections,
         output_mask=(draw(st.booleans()), draw(st.booleans())),
-        # Positions and pairs.
+        # The tile has positions and pairs.
         tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),
         scale=draw(st.sampled_from((1.0, 0.05, 100.0))),
         seed=draw(st.integers(0, 2**31)),
@@ -202,7 +202,7 @@ def losses(draw: st.DrawFn) -> LossCase:
         dtype=dtype,
         target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
         ignored=draw(st.sampled_from((0, 1, 2, 3))),
-        # One that is a class as well as one that is not.
+        # One ignored index is also a class, one is not.
         ignore_index=draw(st.sampled_from((-100, 0))),
         weight_dtype=draw(weight_dtype),
         token_weight_dtype=draw(weight_dtype),
@@ -224,5 +224,5 @@ def losses(draw: st.DrawFn) -> LossCase:
 
 
 def has_rows(case: Case) -> bool:
-    """Whether the first dimension is one of several rows."""
+    """Whether the first dimension has several rows."""
     return len(case.shape) > 1 and case.shape[0] > 1

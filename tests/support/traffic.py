@@ -1,8 +1,8 @@
-"""Bytes that kernels load from and store to global memory, counted under Triton's interpreter.
+"""Count the bytes that kernels load from and store to global memory, under Triton's interpreter.
 
     TRITON_INTERPRET=1 python tests/support/traffic.py
 
-prints how often each npu kernel of docs/npu.md moves its tensors.
+prints how many times each npu kernel of docs/npu.md moves its tensors.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from op_under_test import Case, OpUnderTest
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one call. Of the tensors that have the case's rows as their first dimension: how
-    many were moved, and how many they hold. `other` are those of weights, tables, and memory that
-    the host code allocates between kernels."""
+    """Bytes of one call: moved and held by the tensors whose first dimension is the case's rows.
+    `other` is the bytes moved of weights, tables, and memory that the host code allocates between
+    kernels."""
 
     moved: int
     inputs: int
@@ -37,7 +37,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """Times that the tensors of rows cross the memory bus: 1 is the least."""
+        """Number of times that the row tensors cross the memory bus; the least is 1."""
         return self.moved / (self.inputs + self.outputs)
 
     @property
@@ -52,7 +52,7 @@ Access = tuple[int, int]
 
 @contextmanager
 def accesses() -> Iterator[list[Access]]:
-    """List every access, with the bytes that its mask lets through."""
+    """List every access, with the number of bytes that its mask does not exclude."""
     listed: list[Access] = []
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
@@ -80,7 +80,7 @@ def accesses() -> Iterator[list[Access]]:
 
 
 def traffic(op: OpUnderTest, folder: str, backward: bool, case: Case) -> Traffic:
-    """Of the kernels of one call, whose tensors are contiguous."""
+    """The traffic of the kernels of one call with contiguous tensors."""
     args = (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
     with accesses() as listed:
         results = as_tuple(op.kernel(folder, backward)(*args))
@@ -111,7 +111,8 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def npu_ratio(case: tuple[int, bool]) -> tuple[str, float]:
-    """The name and the ratio of a case of docs/npu.md: which of `counted`, and its direction."""
+    """The name and the ratio of a case of docs/npu.md, given by its index in `counted` and its
+    direction."""
     i, backward = case
     planned, few = list(counted())[i]
     name = f"{few.op.id}{'_backward' * backward} {planned.label}"
@@ -119,7 +120,7 @@ def npu_ratio(case: tuple[int, bool]) -> tuple[str, float]:
 
 
 def main() -> None:
-    """Print, as JSON, the ratio of every case of docs/npu.md, by op, direction and label."""
+    """Print the ratio of every case of docs/npu.md as JSON, by op, direction and label."""
     cases = product(range(len(list(counted()))), (False, True))
     with Pool() as pool:
         print(json.dumps(dict(pool.map(npu_ratio, cases, chunksize=1)), indent=1))

@@ -1,5 +1,5 @@
-"""Every causal language model and encoder-decoder of transformers, made small, and models of more
-than text."""
+"""Every causal language model and encoder-decoder of transformers, and multimodal models, all
+small."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import multimodal_models
 from small_configs import EXPERTS, FIRST_SPECIAL_TOKEN, HEAD_DIM, HEADS, HIDDEN, small
 from training_steps import Model
 
-# What a configuration needs beside being small.
+# Changes to a configuration besides making it small.
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -37,7 +37,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    # As many as its cycles through its two stacks make.
+    # The number of layers that its cycles through its two stacks make.
     "hrm_text": {"num_hidden_layers": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -82,7 +82,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-# Why a class is not trained.
+# Reasons that a class is not trained.
 LEFT_OUT = {
     "EncoderDecoderModel": "it is made of two other models",
     "Gemma3nForConditionalGeneration": "it needs timm",
@@ -95,12 +95,12 @@ LEFT_OUT = {
     "VoxtralRealtimeForConditionalGeneration": "it takes a sound a token",
 }
 TOKENS = (2, 16)
-# The second row of a batch is shorter.
+# Length of the second row of a batch, which is shorter.
 PADDED = 5
 
 
 def text_batch() -> dict[str, Tensor]:
-    """As a collator makes it: padded on the right, where labels are ignored."""
+    """A batch as a collator makes it: padded on the right, where labels are ignored."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, FIRST_SPECIAL_TOKEN, TOKENS, generator=generator)
     mask = torch.ones_like(tokens)
@@ -110,7 +110,7 @@ def text_batch() -> dict[str, Tensor]:
 
 
 def build(model_type: str, class_name: str, **changes: Any) -> nn.Module:
-    """A model of random weights, by the configuration of its type, or the text's in it."""
+    """A model with random weights from the configuration of its type, or its text configuration."""
     model_class = getattr(transformers, class_name)
     default = CONFIG_MAPPING[model_type]()
     if not isinstance(default, model_class.config_class):
@@ -119,7 +119,7 @@ def build(model_type: str, class_name: str, **changes: Any) -> nn.Module:
 
 
 def models(types: dict[str, str]) -> list[Model]:
-    """One of each class, under the name of its class."""
+    """One model per class, under the name of the class."""
     by_class: dict[str, str] = {}
     for model_type, class_name in types.items():
         by_class.setdefault(class_name, model_type)
@@ -130,7 +130,7 @@ def models(types: dict[str, str]) -> list[Model]:
 
 
 def whole_sequences() -> dict[str, Tensor]:
-    """Without padding and its mask."""
+    """A batch without padding and mask."""
     batch = text_batch()
     tokens = torch.where(batch["attention_mask"] == 0, 3, batch["input_ids"])
     return {"input_ids": tokens, "labels": tokens.clone()}
@@ -141,7 +141,7 @@ MODELS: dict[str, Model] = {
     model.name: model
     for model in (
         *models(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        # transformers has it among the models of images, though it takes none.
+        # transformers lists it among image models, though it takes no images.
         *models({"mistral4": "Mistral4ForCausalLM"}),
         *models(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
         Model(
@@ -149,7 +149,7 @@ MODELS: dict[str, Model] = {
             partial(build, "llama", "LlamaForCausalLM", num_key_value_heads=HEADS // 2),
             whole_sequences,
         ),
-        # In the place of those above that were to be trained on text alone.
+        # These replace models above that would be trained on text alone.
         *multimodal_models.MODELS,
     )
     if model.name not in LEFT_OUT

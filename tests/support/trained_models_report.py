@@ -4,7 +4,7 @@
     python tests/support/trained_models_report.py --missing         # those not in the document
     python tests/support/trained_models_report.py LlamaForCausalLM  # some of them, by name
 
-The document keeps what it has of the others, and is written after each model.
+The document keeps its rows of other models, and is written after each model.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LEFT = """
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a model: its ops, and what came of each mode."""
+    """The ops of a model, and the outcome of each mode."""
 
     ops: Counter[str]
     results: tuple[str, ...]
@@ -77,7 +77,7 @@ class Row:
 
 
 def rows() -> dict[str, Row]:
-    """What the document has."""
+    """The rows of the document."""
     found = {}
     for line in DOCUMENT.read_text().splitlines() if DOCUMENT.exists() else ():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -1,4 +1,4 @@
-"""A step of training through the `liger` backend, held to the same step of the model as it is."""
+"""Compare a training step through the `liger` backend with the same step of the model itself."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch._dynamo.exc import BackendCompilerFailed
 import liger_ops
 from compiled_models import Inner, loss_of, results
 
-# How a model is trained, and its `use_reentrant`. A plain step is compiled as a function, in which
-# the logits go nowhere but into the loss; of one with checkpoints the model itself is compiled.
+# Mode -> its `use_reentrant`. A plain step is compiled as a function in which the logits are used
+# only for the loss; with checkpoints the model itself is compiled.
 MODES: dict[str, bool | None] = {"plain": None, "checkpointed": False, "reentrant": True}
 
-# The same sums in another order, in float32, through a few layers. What is lost or done twice shows
-# from a hundredth on.
+# The same sums in another order, in float32, through a few layers. A lost or repeated term gives
+# 1e-2 or more.
 NEAR = 1e-4
 
 
 @dataclass(frozen=True)
 class Model:
-    """How a model is made, with the same weights every time, and a batch of it."""
+    """How to make a model, always with the same weights, and a batch for it."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -34,20 +34,20 @@ class Model:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The ops that one mode's graphs held, and how far its results were from the model's own."""
+    """The ops in the graphs of one mode, and the distance of its results from the model's own."""
 
     ops: Counter[str]
     difference: float
 
 
 class CannotTrain(Exception):
-    """The model as it is fails, without rewrites."""
+    """The model itself fails, without rewrites."""
 
 
 def randomized(model: nn.Module) -> nn.Module:
     """The model for training, with weights large enough that every part of it matters.
 
-    A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's are so
+    A new norm's weight is all ones or zeros, which hides a wrong offset; a new projection's is so
     small that attention is nearly uniform, which hides a wrong mask or rotation.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -64,15 +64,15 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def check(model: Model, mode: str, expected: dict[str, Tensor]) -> Outcome:
-    """Train for one step by the `liger` backend: loss and gradients are `expected`, the model's
-    own.
+    """Train one step with the `liger` backend, and compare loss and gradients with `expected`, the
+    model's own.
 
-    Where they are not, or the backend raises, they are held to those of the model compiled without
-    rewrites.
+    If they differ, or the backend raises, they are compared with those of the model compiled
+    without rewrites.
 
     Raises:
-        AssertionError: the results differ, or the backend raises where the model as it is does not.
-        CannotTrain: the model as it is cannot be compiled or trained so.
+        AssertionError: the results differ, or the backend raises where the model itself does not.
+        CannotTrain: the model itself cannot be compiled or trained in this mode.
     """
     inner = Inner()
     options = {"inner_backend": inner, "rewrites": "all", "strict": True}
@@ -95,10 +95,10 @@ def check(model: Model, mode: str, expected: dict[str, Tensor]) -> Outcome:
 
 
 def own_results(model: Model) -> dict[str, Tensor]:
-    """The loss and gradients of the model as it is, run eagerly.
+    """The loss and gradients of the model itself, run eagerly.
 
     Raises:
-        CannotTrain: it raises, or gives no loss or one that is not finite.
+        CannotTrain: the model raises, or its loss is missing or not finite.
     """
     try:
         found = step(model, "plain")
@@ -110,7 +110,7 @@ def own_results(model: Model) -> dict[str, Tensor]:
 
 
 def step(model: Model, mode: str, **how: Any) -> dict[str, Tensor]:
-    """The loss and gradients of one step, compiled as `how` says, or eager."""
+    """The loss and gradients of one step: compiled with the arguments `how`, or eager."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = randomized(model.build())
@@ -125,10 +125,10 @@ def step(model: Model, mode: str, **how: Any) -> dict[str, Tensor]:
 
 
 def difference(actual: dict[str, Tensor] | None, expected: dict[str, Tensor]) -> float:
-    """The largest of loss and gradients, relative, each as a norm; infinite where one is missing.
+    """The largest relative difference of loss and gradients, as norms; infinite if one is missing.
 
-    A gradient that is zero but for rounding, such as that of a key's bias, is measured against a
-    thousandth of the gradient of the whole model.
+    A gradient that is zero up to rounding, such as that of a key's bias, is measured relative to a
+    thousandth of the whole model's gradient.
     """
     if actual is None or actual.keys() != expected.keys():
         return float("inf")
@@ -142,7 +142,7 @@ def difference(actual: dict[str, Tensor] | None, expected: dict[str, Tensor]) ->
 
 
 def one_line(error: Exception) -> str:
-    """What an error says first; of one that a backend raised, what that one says."""
+    """The first line of an error; for an error of a backend, that of its cause."""
     while isinstance(error, BackendCompilerFailed):
         error = error.inner_exception
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

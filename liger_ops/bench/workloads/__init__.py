@@ -1,4 +1,4 @@
-"""Every op of the bench, one file a family, and the choice among ops, shapes and dtypes."""
+"""All ops of the bench, one file per family, and the selection of ops, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ SETS = ("figures", "models", "small")
 def selected(
     ops: Sequence[str] | None, shapes: Sequence[str], dtypes: Sequence[str] | None
 ) -> list[Workload]:
-    """The workloads of the ops, each once, in the order of the ops.
+    """The workloads of the selected ops, each once, in the order of the ops.
 
     Args:
-        ops: their names, or None for all.
-        shapes: any of SETS; names of models; sizes such as "8192x4096", which every op of that
-            many dimensions takes.
-        dtypes: names of DTYPES. None is all, but bfloat16 alone for the figures, which are given
-            in it.
+        ops: names of ops, or None for all.
+        shapes: any of SETS; names of models; or sizes such as "8192x4096", which apply to every op
+            with that many dimensions.
+        dtypes: names of DTYPES. None is all, except that the figures are in bfloat16 only.
 
     Raises:
-        ValueError: an op, a shape or a dtype is not known, or nothing is left.
+        ValueError: an op, a shape or a dtype is unknown, or nothing is selected.
     """
     for op in ops or ():
         if op not in ENTRIES:
@@ -56,7 +55,7 @@ def selected(
 
 def _shapes(entry: Entry, choice: str) -> list[Shape]:
     if choice == "figures":
-        # The host's cost at a small shape is among the figures of rms_norm.
+        # The figures of rms_norm include the host's time at a small shape.
         return [*entry.figures, *([entry.small] if entry.op == "rms_norm" else [])]
     if choice == "models":
         return list(entry.models.values())

@@ -1,4 +1,4 @@
-"""What the bench knows of an op, and an op at one shape and dtype: a workload."""
+"""An op in the bench (Entry), and an op at one shape and dtype (Workload)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 Function = Callable[..., Any]
-# The truth's outputs, then its gradients.
+# Computes the true outputs, followed by the true gradients.
 Truth = Callable[[Function, Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 MODES = ("forward", "backward", "full")
 
 
 class Draw:
-    """Random tensors of one dtype on one device, in turn from one seed."""
+    """Random tensors of one dtype on one device, drawn in sequence from one seed."""
 
     def __init__(self, device: str, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = device, dtype
@@ -29,7 +29,7 @@ class Draw:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """The same shape and strides."""
+        """A random tensor of the same shape and strides."""
         return torch.empty_like(tensor, device=self.device).copy_(self.normal(*tensor.shape))
 
     def leaf(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -42,7 +42,7 @@ class Draw:
 def truth_at_once(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The definition and its gradients in float64."""
+    """The definition's outputs and gradients in float64."""
     wide = [
         t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
         for t in tensors
@@ -54,7 +54,7 @@ def truth_at_once(
 
 
 def leaves(tensors: int, vectors: int = 0) -> Callable[[Draw, Shape], list[Tensor]]:
-    """The inputs of an op: tensors of the whole shape, then vectors of its second size."""
+    """The inputs of an op: tensors of the full shape, then vectors of its second dimension."""
 
     def inputs(draw: Draw, shape: Shape) -> list[Tensor]:
         return [draw.leaf(*size) for size in (*[shape] * tensors, *[shape[1:2]] * vectors)]
@@ -63,7 +63,7 @@ def leaves(tensors: int, vectors: int = 0) -> Callable[[Draw, Shape], list[Tenso
 
 
 def moved(forward: int, backward: int) -> dict[str, int]:
-    """How often each mode reads or writes as many elements as the op's shape has."""
+    """How many times each mode moves as many elements as the op's shape has."""
     return {"forward": forward, "backward": backward, "full": forward + backward}
 
 
@@ -73,26 +73,26 @@ class Entry:
 
     op: str
     ours: Function
-    # ours with its options for less memory, where it has any.
+    # The op with its options for less memory, if it has any.
     low_memory: Function | None = None
-    # The code that models contain; where that is a call of ATen's fused op, `aten` has it alone.
+    # The code in models. If that is a call of ATen's fused op, only `aten` is set.
     eager: Function | None = None
     aten: Function | None = None
-    # Provider to the name of its function, or to what makes its call from the imported package.
+    # Provider -> name of its function, or a function that makes the call from its package.
     peers: Mapping[str, str | Callable[[Any], Function]] = field(default_factory=dict)
-    # The names of a shape's numbers.
+    # The names of the sizes of a shape.
     dims: tuple[str, ...] = ("M", "N")
-    # The arguments. Those that require gradients are differentiated.
+    # Makes the arguments. Those that require gradients are differentiated.
     inputs: Callable[[Draw, Shape], list[Tensor]] = leaves(1)
-    # Mode to the least number of times that every element is moved, or takes part in an operation.
-    # By default x is read and y written, then x and dy are read and dx is written.
+    # Mode -> least number of times that every element is moved, or takes part in an operation.
+    # By default the forward reads x and writes y, and the backward reads x and dy and writes dx.
     passes: Mapping[str, int] = field(default_factory=lambda: moved(2, 3))
     elements: Callable[[Shape], int] = math.prod
     is_matrix_product: bool = False
-    # The shapes of docs/benchmarks.md, and those of named models.
+    # The shapes in docs/benchmarks.md, and those of named models.
     figures: tuple[Shape, ...] = ()
     models: Mapping[str, Shape]
-    # A shape at which the host is the limit; the time of the host is measured at it.
+    # A host-bound shape, at which the host's time is measured.
     small: Shape = (2048, 4096)
     truth: Truth = truth_at_once
 
@@ -104,7 +104,7 @@ class Entry:
 
     @torch.no_grad()
     def upstream(self, draw: Draw, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the outputs: random, and 1 for a loss."""
+        """The gradients of the outputs: random, or 1 for a loss."""
         empty = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         return [
             draw.like(y) if y.dim() else torch.ones((), device=draw.device)
@@ -112,13 +112,13 @@ class Entry:
         ]
 
     def work(self, shape: Shape) -> dict[str, int]:
-        """Mode to the least elements to move, or to the least operations."""
+        """Mode -> least number of elements to move, or of operations."""
         return {mode: times * self.elements(shape) for mode, times in self.passes.items()}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An op at a shape, in a dtype."""
+    """An op at one shape and dtype."""
 
     entry: Entry
     shape: Shape
@@ -133,7 +133,7 @@ class Workload:
         return self.shape == self.entry.small
 
     def work(self, mode: str) -> int:
-        """The fewest bytes that a mode has to move, or the fewest operations."""
+        """The least number of bytes that a mode has to move, or of operations."""
         count = self.entry.work(self.shape)[mode]
         return count if self.entry.is_matrix_product else count * self.dtype.itemsize
 
@@ -143,7 +143,7 @@ class Workload:
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """The names of op, dtype and shape in the figures."""
+        """The names of op, dtype and shape in the results."""
         return self.entry.op, dtype_name(self.dtype), self.shape_text
 
     def __str__(self) -> str:
@@ -160,5 +160,5 @@ def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x.float()` of models, which keeps float64: the truth is the same code in float64."""
+    """Like `x.float()` in models, but keeps float64, so that the truth can run the same code."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -15,7 +15,7 @@ import liger_ops
 from .entry import Draw, Entry, Function, Shape, wide
 from .models import HEAD, VOCABULARY
 
-# The truth holds at most this many logits in float64 at once: a gigabyte.
+# The truth has at most this many logits in float64 at a time: a gigabyte.
 LOGITS_AT_ONCE = 2**27
 
 
@@ -30,9 +30,9 @@ def model_head_and_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def truth_by_rows(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The mean loss and its gradients in float64, a part of the rows at a time.
+    """The mean loss and its gradients in float64, computed for a part of the rows at a time.
 
-    The first tensor and the last, the target, are divided; no token is ignored.
+    The first tensor and the last, the target, are split by rows; no token is ignored.
     """
     *floats, target = tensors
     leaves = [t.detach().double().requires_grad_() for t in floats]
@@ -51,15 +51,15 @@ def truth_by_rows(
 
 def _x_weight_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
     rows, width, classes = shape
-    # Logits of deviation 1.
+    # The logits have standard deviation 1.
     weight = draw.leaf(classes, width, scale=width**-0.5)
     return [draw.leaf(rows, width), weight, draw.classes(rows, classes)]
 
 
 def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Smaller chunks would take less in the forward alone: the peak is then the backward's, which
-    holds the gradients as they were computed and as they are returned. On an H100, 8192 x 2048 x
-    128256: 1067 MiB with chunks of 512 MiB and of 128, in 20.5 ms and 24.5."""
+    """Smaller chunks would save memory in the forward only: the peak is the backward's, which holds
+    the gradients as computed and as returned. On an H100, 8192 x 2048 x 128256: 1067 MiB with
+    chunks of 512 MiB and of 128, in 20.5 ms and 24.5."""
     return liger_ops.linear_cross_entropy(x, weight, target, accum_dtype=weight.dtype)
 
 
@@ -77,7 +77,7 @@ ENTRIES = (
         peers={"liger-kernel": "liger_cross_entropy", "quack": "cross_entropy"},
         dims=("M", "V"),
         inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
-        # The gradient needs the sums of the forward, so that its mode reads the logits again.
+        # "full" reads the logits again, because the gradient needs the forward's sums.
         passes={"forward": 1, "full": 3},
         figures=((8192, 32768), (8192, 128256)),
         models=VOCABULARY,
@@ -92,7 +92,7 @@ ENTRIES = (
         peers={"liger-kernel": "liger_fused_linear_cross_entropy", "quack": _quack_linear},
         dims=("M", "D", "V"),
         inputs=_x_weight_and_target,
-        # Three products: the logits, the gradient of x and that of the weight.
+        # Three products: the logits, and the gradients of x and of the weight.
         passes={"full": 6},
         is_matrix_product=True,
         figures=((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),

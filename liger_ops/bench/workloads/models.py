@@ -1,10 +1,10 @@
-"""The sizes of models that people train, from their published configurations."""
+"""The sizes of commonly trained models, from their published configurations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Tokens a device has at once, and fewer where every token has a row of the vocabulary's size.
+# Tokens on a device at once; fewer if every token has a row as long as the vocabulary.
 TOKENS = 8192
 TOKENS_OF_VOCABULARY = 4096
 
@@ -13,7 +13,7 @@ TOKENS_OF_VOCABULARY = 4096
 class Model:
     hidden: int
     intermediate: int
-    # The heads of q and of k, and the elements of a head that rope turns.
+    # The number of heads of q and of k, and the elements of a head that rope rotates.
     heads: tuple[int, int, int]
     vocabulary: int
     activation: str = "swiglu"

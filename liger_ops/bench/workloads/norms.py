@@ -29,7 +29,7 @@ def llama_add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Ten
 
 
 def _liger_rms_norm(liger: Any) -> Function:
-    # Not in place: its default writes dx over dy, which the other providers are given too.
+    # Not in place: by default it writes dx over dy, which the other providers use too.
     return lambda x, weight: liger.liger_rms_norm(x, weight, EPS, 0.0, "llama", False)
 
 
@@ -98,7 +98,7 @@ ENTRIES = (
         dims=("batch", "C", "H", "W"),
         inputs=leaves(1, 2),
         figures=((64, 512, 64, 64), (16, 1280, 32, 32)),
-        # The widths of the U-Net, at 1024 x 1024 pixels.
+        # The widths of SDXL's U-Net, at 1024 x 1024 pixels.
         models={
             "sdxl-1": (4, 320, 128, 128),
             "sdxl-2": (4, 640, 64, 64),
