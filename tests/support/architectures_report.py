@@ -27,9 +27,10 @@ training step, `torch.compile(lambda **batch: model(**batch).loss, backend="lige
 without padding. The numbers count places in the code: "4" means that all 4 are found, "3 of 4" that
 three are. The places to find were counted by reading the models' code.
 
-The test checks these numbers in float32 and in bfloat16. In bfloat16 it also checks that the errors
-of the loss and of every gradient against float64 are at most twice those of the same model compiled
-without the rewrites, plus a rounding. [models.md](models.md) has the results in float32.
+The test checks these numbers in bfloat16, and for some models in float32. It also checks that in
+bfloat16 the errors of the loss and of every gradient against float64 are at most twice those of the
+same model compiled without the rewrites, plus a rounding. [models.md](models.md) has the results in
+float32.
 
 With Inductor as the inner backend, these rewrites are off by default, because Inductor is as fast;
 `options={{"rewrites": "all"}}` turns them on:
