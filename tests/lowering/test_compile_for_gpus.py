@@ -19,11 +19,14 @@ SCRIPT = ROOT / "tests" / "support" / "compile_for_gpus.py"
 SPILLED_BYTES = 192
 
 
-@pytest.mark.parametrize("target", ("sm_80", "sm_90", "sm_100", "gfx942"))
-def test_every_kernel_compiles_without_spilling(target: str) -> None:
+# Every launch is compiled for the GPU that plans were measured on, and for AMD's. For the others of
+# NVIDIA, those of each kernel and dtype that need most registers: all of them take six minutes of a
+# core.
+@pytest.mark.parametrize("targets", (("sm_90", "--heaviest", "sm_80", "sm_100"), ("gfx942",)))
+def test_every_kernel_compiles_without_spilling(targets: tuple[str, ...]) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, SCRIPT, target], env=environment, capture_output=True, text=True
+        [sys.executable, SCRIPT, *targets], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-3000:]
     records = [json.loads(line) for line in run.stdout.splitlines()]
@@ -32,6 +35,8 @@ def test_every_kernel_compiles_without_spilling(target: str) -> None:
         for path in (ROOT / "lowering" / "cuda").glob("*.py")
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
-    assert kernels and kernels == {record["kernel"] for record in records}
+    for target in set(targets) - {"--heaviest"}:
+        found = {record["kernel"] for record in records if record["target"] == target}
+        assert kernels and kernels == found
     spilling = [record for record in records if record["spilled_bytes"] > SPILLED_BYTES]
     assert not spilling, spilling

@@ -1,6 +1,6 @@
 """Compile every cuda kernel, as its host code launches it, for GPUs that need not be present.
 
-    TRITON_INTERPRET=0 python tests/support/compile_for_gpus.py [TARGET ...]
+    TRITON_INTERPRET=0 python tests/support/compile_for_gpus.py [TARGET ...] [--heaviest TARGET ...]
 
 prints a JSON record per compiled launch: kernel, target, options, registers per thread, and bytes
 spilled per thread.
@@ -8,6 +8,7 @@ spilled per thread.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import pkgutil
@@ -235,31 +236,63 @@ def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
     return {"registers": registers, "spilled_bytes": stack}
 
 
-def main(names: list[str]) -> None:
+def compiled(
+    kernel: Any, args: tuple[Any, ...], launched: dict[str, Any], target: str
+) -> dict[str, Any]:
+    """The record of a launch, compiled for a target."""
+    options = {**launched, **constants_of(TARGETS[target], launched)}
+    source = specialised(kernel, args, options)
+    compiler = {"num_warps": warps(launched, target)}
+    compiler |= {key: options[key] for key in COMPILER_OPTIONS if key in options}
+    result = triton.compile(source, target=TARGETS[target], options=compiler)
+    return {
+        "kernel": kernel.__name__,
+        "target": target,
+        "options": {key: str(value) for key, value in options.items()},
+        **resources(result, TARGETS[target]),
+    }
+
+
+def warps(launched: dict[str, Any], target: str) -> int:
+    return launched.get("num_warps", 4) * WARP_SIZE // TARGETS[target].warp_size
+
+
+def distinct(launches: list[Launch], target: str) -> Iterator[Launch]:
+    """One launch for each code that a target's compiler is given."""
+    seen = set()
+    for kernel, args, launched in launches:
+        options = {**launched, **constants_of(TARGETS[target], launched)}
+        key = (specialised(kernel, args, options).hash(), warps(launched, target))
+        if key not in seen:
+            seen.add(key)
+            yield kernel, args, launched
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("targets", nargs="*", default=list(TARGETS), help="compile every launch")
+    parser.add_argument(
+        "--heaviest",
+        nargs="*",
+        default=[],
+        help="compile the launches of each kernel and dtype that need most registers on the first",
+    )
+    options = parser.parse_args(arguments)
     launches = record_launches()
     for call in calls():
         call()
-    seen = set()
-    for kernel, args, launched in launches:
-        for name in names or list(TARGETS):
-            target = TARGETS[name]
-            options = {**launched, **constants_of(target, launched)}
-            source = specialised(kernel, args, options)
-            num_warps = options.get("num_warps", 4) * WARP_SIZE // target.warp_size
-            key = (source.hash(), name, num_warps)
-            if key in seen:
-                continue
-            seen.add(key)
-            compiler = {"num_warps": num_warps}
-            compiler |= {key: options[key] for key in COMPILER_OPTIONS if key in options}
-            compiled = triton.compile(source, target=target, options=compiler)
-            record = {
-                "kernel": kernel.__name__,
-                "target": name,
-                "options": {key: str(value) for key, value in options.items()},
-                **resources(compiled, target),
-            }
+    heaviest: dict[Any, tuple[int, Launch]] = {}
+    for target in options.targets:
+        for launch in distinct(launches, target):
+            record = compiled(*launch, target)
             print(json.dumps(record), flush=True)
+            dtype = next(arg.dtype for arg in launch[1] if isinstance(arg, torch.Tensor))
+            key = (record["kernel"], dtype)
+            if target == options.targets[0] and record["registers"] > heaviest.get(key, (-1,))[0]:
+                heaviest[key] = (record["registers"], launch)
+    for target in options.heaviest:
+        for _, launch in heaviest.values():
+            print(json.dumps(compiled(*launch, target)), flush=True)
 
 
 if __name__ == "__main__":
