@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,21 +27,16 @@ def formula(op: Op, gradient: Op) -> tuple[Any, Any]:
     names = [argument.name for argument in gradient.schema.arguments]
     results = [name.removeprefix("d") for name in names[:count]]
     saved = [name for name in names[count:] if name != "output_mask"]
+    has_mask = "output_mask" in names
 
     def setup_context(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         values = dict(zip((*results, *inputs), (*outputs, *args), strict=True))
-        kept = [values[name] for name in saved]
-        ctx.is_tensor = [isinstance(value, Tensor) for value in kept]
-        ctx.save_for_backward(*(value for value in kept if isinstance(value, Tensor)))
-        ctx.others = [value for value in kept if not isinstance(value, Tensor)]
+        _save(ctx, [values[name] for name in saved])
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        values = iter(ctx.saved_tensors), iter(ctx.others)
-        kept = [next(values[0] if is_tensor else values[1]) for is_tensor in ctx.is_tensor]
-        if "output_mask" in names:
-            kept.append([ctx.needs[i] for i in tensors])
-        found = gradient.overload(*grads, *kept)
+        mask = [[ctx.needs[i] for i in tensors]] if has_mask else []
+        found = gradient.overload(*grads, *_saved(ctx), *mask)
         gradients = iter(found if isinstance(found, tuple) else (found,))
         return tuple(next(gradients) if i in tensors else None for i in range(len(inputs)))
 
@@ -51,21 +47,14 @@ def formula_of_definition(op: Op) -> tuple[Any, Any]:
     """The formula that differentiates an op's definition, for double backward."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        ctx.save_for_backward(*tensors)
-        ctx.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
+        _save(ctx, inputs)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = [i for i, needed in enumerate(ctx.needs) if needed]
         with torch.enable_grad():
             # Views, because one input may have been computed from another: the gradient stops at
             # each input's view, instead of flowing on into the other input.
-            views = iter([tensor.view_as(tensor) for tensor in ctx.saved_tensors])
-            inputs = [
-                next(views) if is_tensor else value
-                for is_tensor, value in zip(ctx.is_tensor, ctx.inputs, strict=True)
-            ]
+            inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in _saved(ctx)]
             outputs = op.definition(*inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [
@@ -87,6 +76,22 @@ def formula_of_definition(op: Op) -> tuple[Any, Any]:
         return tuple(result)
 
     return backward, setup_context
+
+
+def _save(ctx: Any, values: Sequence[Any]) -> None:
+    """Keep the arguments of a backward: tensors for autograd to save, the others as they are."""
+    ctx.is_tensor = [isinstance(value, Tensor) for value in values]
+    ctx.save_for_backward(*(value for value in values if isinstance(value, Tensor)))
+    ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """The values that `_save` kept, in their order."""
+    tensors = iter(ctx.saved_tensors)
+    return [
+        next(tensors) if is_tensor else other
+        for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+    ]
 
 
 def register(op: Op) -> None:

@@ -40,7 +40,7 @@ class Left:
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What `fuse` changed and what it left. Its length is the number of changes."""
+    """Lists what `fuse` changed and what it left. Its length is the number of changes."""
 
     fused: tuple[Fused, ...] = ()
     left: tuple[Left, ...] = ()

@@ -318,7 +318,7 @@ class Pieces(GroupPlan):
 
 @dataclass(frozen=True)
 class Moments:
-    """What the tiles were reduced to: moments (4, samples x pieces, C), statistics (4, groups)."""
+    """Holds the sums of the tiles: moments (4, samples x pieces, C), statistics (4, groups)."""
 
     moments: Tensor
     statistics: Tensor

@@ -12,7 +12,7 @@ from .partial_sums import partial_sums, summed
 
 
 class NormBackward(NamedTuple):
-    """What the backward of a norm reads and writes. A tensor is None if it is absent or not wanted.
+    """Arguments of the backward of a norm. A tensor is None if it is absent or not wanted.
 
     dy, ds and x are rows, (M, N), with unit stride in the last dimension; the others are
     contiguous. layer_norm has a mean, and rms_norm has none.
