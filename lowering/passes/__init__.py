@@ -18,6 +18,7 @@ from . import (
     grouped_attention,
     layer_norm,
     linear_cross_entropy,
+    masked_attention,
     recompute,
     relu_squared,
     rms_norm,
@@ -40,6 +41,8 @@ INLINED = {
 
 REWRITES: dict[str, Rewrite] = {
     "causal_attention": causal_attention.rewrite,
+    # After causal_attention, which is faster where the mask is causal.
+    "masked_attention": masked_attention.rewrite,
     # After causal_attention, because it needs attention without a mask.
     "grouped_attention": grouped_attention.rewrite,
     # Before rms_norm, which would match the part after the subtraction of the mean.

@@ -11,6 +11,7 @@ from torch import fx
 from . import rewrite
 from .chosen import checked_strict, chosen
 from .inductor import declare_ops
+from .padding import Looking, assume_ones, padding_masks
 from .unfused_loss import warn
 
 Compiled = Callable[..., Any]
@@ -34,13 +35,17 @@ def liger(
     is not and why. `liger_ops.enable` does the same for every compilation by Inductor.
 
     `mode`, `dynamic`, `fullgraph` and `options` of `torch.compile` work as usual, and this backend
-    adds four options:
+    adds five options:
 
     * "mode": the mode, because `torch.compile` does not accept both mode and options.
     * "inner_backend": the backend that compiles the rewritten graph, a name or a function. Default:
       "inductor".
     * "rewrites": names from `liger_ops.lowering.passes.REWRITES`, or "all". Default: before
       Inductor all but `chosen.KEPT_BY_INDUCTOR`, before another backend all.
+    * "padding": what is known of the attention_mask. Default: each call looks whether it is 1
+      everywhere, which waits for the device once; such batches run causal attention, compiled
+      apart. False promises that every batch is full, and the device checks it; True says that
+      batches have padding, so that nothing is looked at.
     * "strict": whether an exception in a rewrite is raised. By default the graph is compiled
       without any rewrite, with a warning; LIGER_OPS_STRICT=1 in the environment makes True the
       default.
@@ -54,7 +59,8 @@ def liger(
 
     Raises:
         TypeError: options["inner_backend"] is neither a name nor a function, options["rewrites"] is
-            neither a name nor a list of names, or options["strict"] is not a bool.
+            neither a name nor a list of names, or options["padding"] or options["strict"] is not a
+            bool.
         ValueError: options["rewrites"] names a rewrite that does not exist.
     """
     rest = dict(options or {})
@@ -64,13 +70,24 @@ def liger(
         rest.pop("rewrites", None), inner == "inductor", "backend liger: options['rewrites']"
     )
     strict = checked_strict(rest.pop("strict", None), "backend liger: options['strict']")
-    warn(rewrite(module, names, strict=strict).findings)
-    if inner == "inductor":
-        declare_ops()
-        inductor = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
-        return inductor(module, example_inputs)
-    wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
-    return wrapper(module, example_inputs)
+    padding = _checked_padding(rest.pop("padding", None))
+
+    def compiled(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        warn(rewrite(module, names, strict=strict).findings)
+        if inner == "inductor":
+            declare_ops()
+            inductor = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
+            return inductor(module, example_inputs)
+        wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
+        return wrapper(module, example_inputs)
+
+    places = padding_masks(module) if "causal_attention" in names and padding is not True else []
+    if not places:
+        return compiled(module, example_inputs)
+    if padding is False:
+        assume_ones(module, places, check=True)
+        return compiled(module, example_inputs)
+    return Looking(module, example_inputs, places, compiled)
 
 
 def _reset() -> None:
@@ -90,3 +107,12 @@ def _checked_inner(inner: Any) -> InnerBackend:
             f" {type(inner).__name__}"
         )
     return inner
+
+
+def _checked_padding(padding: Any) -> bool | None:
+    if padding is not None and not isinstance(padding, bool):
+        raise TypeError(
+            "backend liger: options['padding'] must be a bool or None, got"
+            f" {type(padding).__name__}"
+        )
+    return padding

@@ -12,19 +12,18 @@ with the mask, 1.6 ms causal.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from .attention import attentions, obstacle, set_arguments
 from .canonical import value
-from .causal_mask.algebra import Unknown, known
-from .causal_mask.evaluate import IndexFunctions
-from .causal_mask.proof import departure, visible_keys
 from .graph_state import GraphState, erase_unused
+from .mask.algebra import Unknown, known
+from .mask.evaluate import IndexFunctions
+from .mask.proof import departure, visible_keys
+from .mask.scopes import parts, scopes
 from .report import Report
 from .rewrite import Refused
 
@@ -38,22 +37,20 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
     A block's mask is computed outside of the block, so the outer graph is rewritten first.
     """
-    parts = graph.owning_module.modules() if graph.owning_module is not None else ()
-    graphs = [part.graph for part in parts if isinstance(part, fx.GraphModule)]
-    states = {one: GraphState(one) for one in (graph, *graphs)}
-    for functions, scope in _scopes(graph, IndexFunctions()):
-        for node, arguments in attentions(scope, OP, report):
+    states = {part: GraphState(part) for part in parts(graph)}
+    for scope in scopes(graph):
+        for node, arguments in attentions(scope.graph, OP, report):
             mask = arguments["attn_mask"]
             if mask is None or arguments["is_causal"] is not False or node.meta.get(_JUDGED):
                 continue
             node.meta[_JUDGED] = True
             try:
-                _make_causal(node, arguments, functions, states, scope)
+                _make_causal(node, arguments, scope.functions, states, scope.graph)
             except Refused as refused:
                 report.refused(OP, node, str(refused))
                 continue
             report.used(OP, node)
-            erase_unused(mask, set(functions.read(mask)))
+            erase_unused(mask, set(scope.functions.read(mask)))
 
 
 def _make_causal(
@@ -66,40 +63,11 @@ def _make_causal(
     reason = (
         obstacle(node, arguments, states[scope])
         or _difference(functions, arguments)
-        or _write(functions, arguments["attn_mask"], states.values())
+        or write(functions, arguments["attn_mask"], states.values())
     )
     if reason is not None:
         raise Refused(reason)
     set_arguments(node, {**arguments, "attn_mask": None, "is_causal": True}, states[scope])
-
-
-def _scopes(
-    graph: fx.Graph, functions: IndexFunctions
-) -> Iterator[tuple[IndexFunctions, fx.Graph]]:
-    """The graph, and each subgraph that it calls once, with the functions of its operands."""
-    yield functions, graph
-    calls = _calls(graph)
-    called = Counter(module for _, module in calls)
-    for node, module in calls:
-        inputs = [inner for inner in module.graph.nodes if inner.op == "placeholder"]
-        if called[module] > 1 or len(inputs) != len(node.args) - 1:
-            continue
-        operands = dict(zip(inputs, node.args[1:], strict=True))
-        operands = {inner: outer for inner, outer in operands.items() if isinstance(outer, fx.Node)}
-        yield from _scopes(module.graph, IndexFunctions(functions, operands))
-
-
-def _calls(graph: fx.Graph) -> list[tuple[fx.Node, fx.GraphModule]]:
-    """The calls of checkpointed blocks, each with the block's module."""
-    calls = []
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and (
-            node.target.name() == "tag_activation_checkpoint"
-        ):
-            module = getattr(graph.owning_module, str(node.args[0].target), None)
-            if isinstance(module, fx.GraphModule):
-                calls.append((node, module))
-    return calls
 
 
 def _difference(functions: IndexFunctions, arguments: dict[str, Any]) -> str | None:
@@ -123,7 +91,7 @@ def _difference(functions: IndexFunctions, arguments: dict[str, Any]) -> str | N
         return f"its mask cannot be analysed: {unknown}"
 
 
-def _write(functions: IndexFunctions, mask: fx.Node, states: Iterable[GraphState]) -> str | None:
+def write(functions: IndexFunctions, mask: fx.Node, states: Iterable[GraphState]) -> str | None:
     """Reason to keep the mask if any tensor that it was computed from is written in place."""
     read = set(functions.read(mask))
     for state in states:

@@ -62,7 +62,7 @@ def _group(
     reason = obstacle(node, arguments, state) or _obstacle(node, arguments, repeats, state)
     if reason is not None:
         raise Refused(reason)
-    key, values = (_unrepeated(repeat, node) for repeat in repeats)
+    key, values = (unrepeated(repeat, node) for repeat in repeats)
     set_arguments(node, {**arguments, "key": key, "value": values, "enable_gqa": True}, state)
 
 
@@ -160,7 +160,7 @@ def not_flash(
     return None
 
 
-def _unrepeated(repeat: Repeat, before: fx.Node) -> fx.Node:
+def unrepeated(repeat: Repeat, before: fx.Node) -> fx.Node:
     node = repeat.source
     for dims in repeat.swaps:
         node = derive(before, torch.transpose, node, *dims)

@@ -20,7 +20,7 @@ from .pattern import CHEAP, Match, Pattern
 from .report import Report
 
 # Metadata copied to a new node: its origin in the user's code.
-_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
+ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 # Returns the op that replaces a match and its arguments, or raises Refused.
 Replacement = Callable[[Match], tuple[Any, tuple[Any, ...]]]
@@ -278,7 +278,7 @@ def insert(before: fx.Node, target: Any, args: tuple[Any, ...], result: Any) -> 
     graph = before.graph
     with graph.inserting_before(before):
         new = graph.call_function(target, args)
-    new.meta.update({key: before.meta[key] for key in _ORIGIN if key in before.meta})
+    new.meta.update({key: before.meta[key] for key in ORIGIN if key in before.meta})
     new.meta["example_value"] = result
     return new
 
@@ -295,7 +295,7 @@ def items(of: fx.Node, count: int) -> list[fx.Node]:
     for i, result in enumerate(of.meta["example_value"][:count]):
         with of.graph.inserting_after(after):
             item = of.graph.call_function(operator.getitem, (of, i))
-        item.meta.update({key: of.meta[key] for key in _ORIGIN if key in of.meta})
+        item.meta.update({key: of.meta[key] for key in ORIGIN if key in of.meta})
         item.meta["example_value"] = result
         results.append(item)
         after = item

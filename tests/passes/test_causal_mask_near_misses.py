@@ -20,8 +20,8 @@ from causal_masks import (
     with_mask,
 )
 from liger_ops.lowering.passes import causal_attention
-from liger_ops.lowering.passes.causal_mask.algebra import Unknown, affine
-from liger_ops.lowering.passes.causal_mask.proof import visible_keys
+from liger_ops.lowering.passes.mask.algebra import Unknown, affine
+from liger_ops.lowering.passes.mask.proof import visible_keys
 
 NEAR_MISSES: dict[str, Mask] = {
     "shifted later": lambda q, k: columns(k) <= rows(q) + 1,

@@ -15,9 +15,10 @@ from attention_graphs import as_it_is, compiled, heads
 from causal_masks import OP, causal
 from index_programs import conditions, masks, value_at
 from liger_ops.lowering.passes import causal_attention
-from liger_ops.lowering.passes.causal_mask.algebra import Unknown, everywhere, is_condition
-from liger_ops.lowering.passes.causal_mask.evaluate import IndexFunctions
-from liger_ops.lowering.passes.causal_mask.proof import departure
+from liger_ops.lowering.passes.mask.algebra import Unknown, is_condition
+from liger_ops.lowering.passes.mask.evaluate import IndexFunctions
+from liger_ops.lowering.passes.mask.proof import departure
+from liger_ops.lowering.passes.mask.region import everywhere
 
 
 @settings(max_examples=40)

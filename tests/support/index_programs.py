@@ -10,11 +10,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops.lowering.passes.causal_mask.algebra import (
+from liger_ops.lowering.passes.mask.algebra import (
     Affine,
     Both,
     NonNegative,
     Not,
+    Quotient,
     affine,
     both,
     either,
@@ -32,7 +33,11 @@ def value_at(value: Any, place: Sequence[int]) -> Any:
     if isinstance(value, bool):
         return value
     if isinstance(value, Affine):
-        return value.constant + sum(slope * place[axis] for axis, slope in value.slopes.items())
+        quotients = sum(slope * value_at(term, place) for term, slope in value.terms.items())
+        slopes = sum(slope * place[axis] for axis, slope in value.slopes.items())
+        return value.constant + slopes + quotients
+    if isinstance(value, Quotient):
+        return value_at(value.dividend, place) // value.divisor
     if isinstance(value, NonNegative):
         return value_at(value.value, place) >= 0
     if isinstance(value, Not):

@@ -2,7 +2,8 @@
 
 `IndexFunctions().value(node)` returns that function. It raises `Unknown`, with the reason, for an
 input of the graph, for an operation without a rule, and where arithmetic in the node's dtype could
-differ from integer arithmetic.
+differ from integer arithmetic. With `data`, an integer or boolean tensor that cannot be evaluated
+is instead read: its elements are `Datum`s of the function.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..canonical import operation
+from ..canonical import is_tensor, operation
 from ..canonical import value as traced
+from ..effects import is_plain
 from .algebra import (
     Affine,
+    Datum,
     Size,
     Unknown,
     Value,
     affine,
     at,
+    at_least,
     axes_of,
-    everywhere,
+    index,
     known,
     lift,
     number,
+    same,
     truth,
 )
+from .region import everywhere
 from .rules import RULES
 
 # The masks of transformers are about 12 nodes deep. The limit keeps the recursion from following a
@@ -47,9 +53,12 @@ class IndexFunctions:
         self,
         outer: IndexFunctions | None = None,
         operands: Mapping[fx.Node, Any] | None = None,
+        *,
+        data: bool = False,
     ) -> None:
         self.outer = outer
-        self.operands = operands or {}
+        self.operands: dict[fx.Node, Any] = dict(operands or {})
+        self.data: bool = outer.data if outer is not None else data
         self._values: dict[fx.Node, Value | Unknown] = {}
         self._depth = 0
 
@@ -59,13 +68,27 @@ class IndexFunctions:
             try:
                 self._values[node] = self._found(node)
             except Unknown as unknown:
-                self._values[node] = Unknown(*unknown.args)
+                self._values[node] = self._read(node) or Unknown(*unknown.args)
             finally:
                 self._depth -= 1
         value = self._values[node]
         if isinstance(value, Unknown):
             raise Unknown(*value.args)
         return value
+
+    def _read(self, node: fx.Node) -> Value | None:
+        """The elements of `node` as data, or None if it is not a plain tensor of integers."""
+        example = traced(node)
+        if not self.data or not is_tensor(node) or not is_plain(example):
+            return None
+        if example.dtype.is_floating_point or example.dtype.is_complex:
+            return None
+        places = tuple(
+            affine(0) if known(size == 1) else index(axis)
+            for axis, size in enumerate(example.shape, start=-example.dim())
+        )
+        element = affine(0, {}, {Datum(node, places): 1})
+        return at_least(element, affine(1)) if example.dtype == torch.bool else element
 
     def read(self, node: fx.Node) -> Iterator[fx.Node]:
         """`node`, and every node that its value was computed from."""
@@ -143,7 +166,7 @@ def held(leaf: Affine, dtype: torch.dtype) -> Affine:
     """
     constant, slopes = leaf.constant, leaf.slopes
     if dtype.is_floating_point:
-        if isinstance(constant, (int, float)) and not slopes:
+        if isinstance(constant, (int, float)) and leaf.is_constant:
             constant = float(constant)
             if abs(constant) > torch.finfo(dtype).max:
                 constant = float("inf") if constant > 0 else -float("inf")
@@ -152,11 +175,24 @@ def held(leaf: Affine, dtype: torch.dtype) -> Affine:
     elif isinstance(constant, float):
         if constant in (0.0, 1.0):
             return affine(int(constant))
+    elif leaf.terms:
+        if dtype == torch.int64 or _is_element(leaf, dtype):
+            return leaf
     elif dtype in (torch.int64, torch.int32):
         bits = torch.iinfo(dtype).bits
         small = isinstance(constant, torch.SymInt) or abs(constant) < 2 ** (bits - 2)
         if small and sum(map(abs, slopes.values())) <= (2 if bits == 32 else 2**20):
             return leaf
-    elif not slopes and not isinstance(constant, torch.SymInt) and constant in (0, 1):
+    elif leaf.is_constant and not isinstance(constant, torch.SymInt) and constant in (0, 1):
         return leaf
     raise Unknown(f"it holds numbers that {dtype} may round or overflow")
+
+
+def _is_element(leaf: Affine, dtype: torch.dtype) -> bool:
+    """Whether the number is an element of a tensor of `dtype`, unchanged."""
+    return any(
+        isinstance(term, Datum)
+        and traced(term.node).dtype == dtype
+        and same(leaf, affine(0, {}, {term: 1}))
+        for term in leaf.terms
+    )

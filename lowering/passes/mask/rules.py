@@ -28,15 +28,16 @@ from .algebra import (
     differ,
     either,
     equal,
-    everywhere,
     index,
     is_condition,
     known,
     lift,
     negation,
     number,
+    quotient,
     truth,
 )
+from .region import everywhere
 
 if TYPE_CHECKING:
     from .evaluate import IndexFunctions
@@ -288,14 +289,14 @@ def _mul(of: IndexFunctions, node: fx.Node, x: Any, y: Any) -> Value:
     if traced(node).dtype == torch.bool:
         return both(truth(x), truth(y))
     return lift(
-        lambda a, b: b.times(a.constant) if not a.slopes else a.times(_factor(b)),
+        lambda a, b: b.times(a.constant) if a.is_constant else a.times(_factor(b)),
         number(x),
         number(y),
     )
 
 
 def _factor(value: Affine) -> Any:
-    if value.slopes:
+    if not value.is_constant:
         raise Unknown("it multiplies two indices")
     return value.constant
 
@@ -307,24 +308,37 @@ elementwise("abs", lambda x: choose(at_least(x, affine(0)), x, x.times(-1)))
 
 @rule("floordiv", "floor_divide")
 def _floor_divide(of: IndexFunctions, node: fx.Node, x: Any, y: Any) -> Value:
-    """0 if the dividend is proved to be in [0, divisor), as for chunks longer than the sequence."""
     shape = shape_of(node)
     x, y = number(of.shaped(x, shape)), number(of.shaped(y, shape))
     if not isinstance(x, Affine) or not isinstance(y, Affine):
         raise Unknown(f"{node.name} divides numbers that depend on a condition")
     below = both(at_least(x, affine(0)), at_least(y, x + affine(1)))
-    if everywhere(shape).decide(below) is not True:
-        raise Unknown(f"{node.name} divides indices that may be as large as the divisor")
-    return affine(0)
+    if everywhere(shape).decide(below) is True:
+        return affine(0)
+    if not y.is_constant or not isinstance(y.constant, int) or y.constant < 1:
+        raise Unknown(f"{node.name} divides by a number that is not a positive constant")
+    return quotient(x, y.constant)
 
 
 @rule("cumsum")
 def _cumsum(of: IndexFunctions, node: fx.Node, x: Any, dim: Any, **options: Any) -> Value:
     accept(options)
     value = everywhere(shape_of(x)).simplified(number(of.value(x)))
-    if not isinstance(value, Affine) or value.slopes or not isinstance(value.constant, int):
+    if not isinstance(value, Affine) or not value.is_constant or isinstance(value.constant, float):
         raise Unknown(f"{node.name} sums values that are not all the same constant")
+    if isinstance(value.constant, torch.SymInt):
+        raise Unknown(f"{node.name} sums a size")
     return index(axis_of(node, dim)).times(value.constant) + value
+
+
+@rule("sum")
+def _sum(of: IndexFunctions, node: fx.Node, x: Any, dim: Any, **options: Any) -> Value:
+    """0 if every element is proved to be 0, as the count of padding tokens where there are none."""
+    accept(options)
+    value = everywhere(shape_of(x)).simplified(number(of.value(x)))
+    if isinstance(value, Affine) and value.is_constant and known(value.constant == 0):
+        return affine(0)
+    raise Unknown(f"{node.name} is a sum of values that are not all 0")
 
 
 @rule("diff")

@@ -1,25 +1,28 @@
 """Tensors as functions of their indices, and proofs about such functions.
 
 Axes are counted from the right, -1 being the last, because broadcasting keeps that count. An
-integer tensor is `Affine` in its indices, a boolean tensor is a tree of comparisons (`Condition`),
-and a tensor whose numbers depend on a condition is a `Choice`. Sizes may be symbolic: a proof holds
-for every size that the graph is compiled for, and adds no guard.
+integer tensor is `Affine` in its indices and in `Term`s: elements of tensors of the graph, and
+quotients. A boolean tensor is a tree of comparisons (`Condition`), and a tensor whose numbers
+depend on a condition is a `Choice`. Sizes may be symbolic: a proof holds for every size that the
+graph is compiled for, and adds no guard.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Size = int | torch.SymInt
+Key = TypeVar("Key")
 LEAVES = 16
 
 
@@ -29,31 +32,91 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """constant + sum(slopes[axis] * index[axis] for each axis)."""
+    """constant + sum(slopes[axis] * index[axis]) + sum(terms[term] * term)."""
 
     constant: Size | float
     slopes: Mapping[int, int]
+    terms: Mapping[Term, int] = field(default_factory=dict)
+
+    @property
+    def is_constant(self) -> bool:
+        return not self.slopes and not self.terms
 
     def __add__(self, other: Affine) -> Affine:
-        axes = {**self.slopes, **other.slopes}
-        slopes = {axis: self.slopes.get(axis, 0) + other.slopes.get(axis, 0) for axis in axes}
-        return affine(self.constant + other.constant, slopes)
+        return affine(
+            self.constant + other.constant,
+            _sum(self.slopes, other.slopes),
+            _sum(self.terms, other.terms),
+        )
 
     def __sub__(self, other: Affine) -> Affine:
         return self + other.times(-1)
 
     def times(self, factor: Size | float) -> Affine:
-        if not self.slopes:
+        if self.is_constant:
             return affine(self.constant * factor)
         if not isinstance(factor, int):
             raise Unknown("it multiplies an index by a number that is not a constant integer")
         return affine(
-            self.constant * factor, {axis: slope * factor for axis, slope in self.slopes.items()}
+            self.constant * factor,
+            {axis: slope * factor for axis, slope in self.slopes.items()},
+            {term: slope * factor for term, slope in self.terms.items()},
         )
 
 
-def affine(constant: Size | float, slopes: Mapping[int, int] | None = None) -> Affine:
-    return Affine(constant, {axis: slope for axis, slope in (slopes or {}).items() if slope})
+@dataclass(frozen=True, eq=False)
+class Datum:
+    """The element of an integer or boolean tensor of the graph at `places`, one for each axis."""
+
+    node: fx.Node
+    places: tuple[Affine, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.node)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Datum)
+            and self.node is other.node
+            and all(map(same, self.places, other.places))
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Quotient:
+    """floor(dividend / divisor), for a positive divisor."""
+
+    dividend: Affine
+    divisor: int
+
+    def __hash__(self) -> int:
+        return hash(self.divisor)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Quotient)
+            and self.divisor == other.divisor
+            and same(self.dividend, other.dividend)
+        )
+
+
+Term = Datum | Quotient
+
+
+def _sum(left: Mapping[Key, int], right: Mapping[Key, int]) -> dict[Key, int]:
+    return {key: left.get(key, 0) + right.get(key, 0) for key in {**left, **right}}
+
+
+def affine(
+    constant: Size | float,
+    slopes: Mapping[int, int] | None = None,
+    terms: Mapping[Term, int] | None = None,
+) -> Affine:
+    return Affine(constant, _nonzero(slopes or {}), _nonzero(terms or {}))
+
+
+def _nonzero(factors: Mapping[Key, int]) -> dict[Key, int]:
+    return {key: factor for key, factor in factors.items() if factor}
 
 
 def index(axis: int) -> Affine:
@@ -164,17 +227,25 @@ def at_least(left: Affine, right: Affine) -> Condition:
     """left >= right. A float can be compared with constants only."""
     if isinstance(left.constant, float) or isinstance(right.constant, float):
         sides = (left.constant, right.constant)
-        if left.slopes or right.slopes or any(isinstance(side, torch.SymInt) for side in sides):
+        constants = left.is_constant and right.is_constant
+        if not constants or any(isinstance(side, torch.SymInt) for side in sides):
             raise Unknown("it compares an index with a floating-point number")
         return bool(left.constant >= right.constant)
     difference = left - right
-    if not difference.slopes and isinstance(difference.constant, int):
+    if difference.is_constant and isinstance(difference.constant, int):
         return difference.constant >= 0
     return NonNegative(difference)
 
 
 def equal(left: Affine, right: Affine) -> Condition:
     return both(at_least(left, right), at_least(right, left))
+
+
+def quotient(dividend: Affine, divisor: int) -> Affine:
+    """floor(dividend / divisor)."""
+    if dividend.is_constant and isinstance(dividend.constant, int):
+        return affine(dividend.constant // divisor)
+    return affine(0, {}, {Quotient(dividend, divisor): 1})
 
 
 def truth(value: Value) -> Condition:
@@ -195,11 +266,18 @@ def at(value: Value, places: Mapping[int, Affine]) -> Any:
             done[id(part)] = rebuilt(part)
         return done[id(part)]
 
+    def term_at(term: Term) -> Affine:
+        if isinstance(term, Quotient):
+            return quotient(replaced(term.dividend), term.divisor)
+        return affine(0, {}, {Datum(term.node, tuple(map(replaced, term.places))): 1})
+
     def rebuilt(part: Any) -> Any:
         if isinstance(part, Affine):
             total = affine(part.constant)
             for axis, slope in part.slopes.items():
                 total = total + places.get(axis, index(axis)).times(slope)
+            for term, slope in part.terms.items():
+                total = total + term_at(term).times(slope)
             return total
         if isinstance(part, NonNegative):
             return at_least(replaced(part.value), affine(0))
@@ -224,87 +302,38 @@ def axes_of(value: Value) -> set[int]:
         seen.add(id(part))
         if isinstance(part, Affine):
             found |= part.slopes.keys()
+            for term in part.terms:
+                waiting += term.places if isinstance(term, Datum) else [term.dividend]
         else:
             waiting += vars(part).values()
     return found
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A region's indices, written as affine functions of variables with ranges.
-
-    The range of a variable is its lowest value and a tuple of upper bounds, all of which hold.
-    """
-
-    indices: Mapping[int, Affine]
-    ranges: Mapping[int, tuple[int, tuple[Size, ...]]]
-
-    def proves_nonnegative(self, value: Affine) -> bool:
-        value = at(value, self.indices)
-        least: list[Any] = [value.constant]
-        for variable, slope in value.slopes.items():
-            low, highs = self.ranges[variable]
-            ends = (low,) if slope > 0 else highs
-            least = [constant + slope * end for constant in least for end in ends]
-        return any(known(constant >= 0) for constant in least)
+def terms_of(value: Value) -> set[Term]:
+    """The terms that the value depends on, those in quotients and in places of data included."""
+    found: set[Term] = set()
+    waiting: list[Any] = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Affine):
+            new = part.terms.keys() - found
+            found |= new
+            for term in new:
+                waiting += term.places if isinstance(term, Datum) else [term.dividend]
+        elif not isinstance(part, bool):
+            waiting += vars(part).values()
+    return found
 
 
-@dataclass(frozen=True)
-class Region:
-    """A set of indices, described by one frame or several. A proof in any frame is valid."""
-
-    frames: Sequence[Frame]
-
-    def decide(self, condition: Condition) -> bool | None:
-        """True if the condition holds in the whole region, False if nowhere, None if unknown."""
-        done: dict[int, bool | None] = {}
-
-        def decided(part: Condition) -> bool | None:
-            if isinstance(part, bool):
-                return part
-            if id(part) not in done:
-                done[id(part)] = found(part)
-            return done[id(part)]
-
-        def found(part: NonNegative | Not | Both) -> bool | None:
-            if isinstance(part, NonNegative):
-                if self.proves_nonnegative(part.value):
-                    return True
-                below = affine(-1) - part.value
-                return False if self.proves_nonnegative(below) else None
-            if isinstance(part, Not):
-                inner = decided(part.of)
-                return None if inner is None else not inner
-            sides = (decided(part.left), decided(part.right))
-            if False in sides:
-                return False
-            return None if None in sides else True
-
-        return decided(condition)
-
-    def proves_nonnegative(self, value: Affine) -> bool:
-        return any(frame.proves_nonnegative(value) for frame in self.frames)
-
-    def simplified(self, value: Number) -> Number:
-        """The value without choices that are decided in the whole region."""
-        if not isinstance(value, Choice):
-            return value
-        decision = self.decide(value.condition)
-        if decision is not None:
-            return self.simplified(value.yes if decision else value.no)
-        yes, no = self.simplified(value.yes), self.simplified(value.no)
-        if isinstance(yes, Affine) and isinstance(no, Affine) and _same(yes, no):
-            return yes
-        return Choice(value.condition, yes, no)
+def data_of(value: Value) -> set[Datum]:
+    return {term for term in terms_of(value) if isinstance(term, Datum)}
 
 
-def _same(left: Affine, right: Affine) -> bool:
+def same(left: Affine, right: Affine) -> bool:
     if isinstance(left.constant, float) != isinstance(right.constant, float):
         return False
-    return left.slopes == right.slopes and known(left.constant == right.constant)
-
-
-def everywhere(shape: Sequence[Size]) -> Region:
-    """All indices of a tensor of this shape."""
-    axes = range(-len(shape), 0)
-    return Region([Frame({}, {axis: (0, (shape[axis] - 1,)) for axis in axes})])
+    return (
+        left.slopes == right.slopes
+        and left.terms == right.terms
+        and known(left.constant == right.constant)
+    )

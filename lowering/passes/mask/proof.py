@@ -1,0 +1,119 @@
+"""Whether a mask is causal, query i sees exactly the keys j <= i, or a window of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .algebra import (
+    Affine,
+    Both,
+    Condition,
+    NonNegative,
+    Not,
+    Size,
+    Unknown,
+    Value,
+    index,
+    is_condition,
+    known,
+    lift,
+)
+from .region import Frame, Region
+
+QUERY, KEY = -2, -1
+
+
+def visible_keys(mask: Value) -> Condition:
+    """The condition under which a mask lets a query see a key.
+
+    Raises:
+        Unknown: the mask adds something other than 0 and a very low number.
+    """
+    if is_condition(mask):
+        return mask
+
+    def leaf_is_visible(leaf: Affine) -> Condition:
+        # In float32 exp(score - largest score) is 0 from -104 on, and no score comes near -1e30.
+        # The lowest float16, -65504, is not that far from real scores.
+        if leaf.is_constant and leaf.constant == 0.0:
+            return True
+        if leaf.is_constant and isinstance(leaf.constant, float) and leaf.constant <= -1e30:
+            return False
+        raise Unknown("it adds something other than 0 and minus infinity")
+
+    return lift(leaf_is_visible, mask)
+
+
+def departure(visible: Condition, shape: Sequence[Size]) -> str | None:
+    """How `visible` may differ from j <= i, for query i and key j; None if it is the same.
+
+    The three regions are the keys before the diagonal, the diagonal, and the keys after it.
+    """
+    queries, keys = shape[QUERY], shape[KEY]
+    earlier = known(queries <= 1) or _distant(shape, KEY, QUERY, 1).decide(visible)
+    if earlier is not True:
+        return "its mask may hide an earlier key, as a sliding window does"
+    if _diagonal(shape).decide(visible) is not True:
+        return "its mask may hide a query's own key"
+    if not known(keys <= 1) and _distant(shape, QUERY, KEY, 1).decide(visible) is not False:
+        return "its mask may show a later key"
+    return None
+
+
+def window(visible: Condition, shape: Sequence[Size]) -> int | None:
+    """The number w for which `visible` is proved to be j <= i and i - j < w, or None."""
+    if not known(shape[QUERY] > 1) or _diagonal(shape).decide(visible) is not True:
+        return None
+    if not known(shape[KEY] <= 1) and _distant(shape, QUERY, KEY, 1).decide(visible) is not False:
+        return None
+    for size in _window_sizes(visible):
+        inside = size == 1 or _distant(shape, KEY, QUERY, 1, size - 1).decide(visible)
+        if inside is True and _distant(shape, KEY, QUERY, size).decide(visible) is False:
+            return size
+    return None
+
+
+def _window_sizes(visible: Condition) -> list[int]:
+    """The candidates: each w for which i - j < w or i - j >= w is a part of the condition."""
+    sizes = set()
+    waiting = [visible]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, NonNegative):
+            constant, slopes = part.value.constant, part.value.slopes
+            if isinstance(constant, int) and {abs(slope) for slope in slopes.values()} == {1}:
+                sizes |= {constant + 1, -constant}
+        elif isinstance(part, Not):
+            waiting.append(part.of)
+        elif isinstance(part, Both):
+            waiting += [part.left, part.right]
+    return sorted(size for size in sizes if size >= 1)
+
+
+def _diagonal(shape: Sequence[Size]) -> Region:
+    ends = (shape[QUERY] - 1, shape[KEY] - 1)
+    return Region([Frame({KEY: index(QUERY)}, {**_others(shape), QUERY: (0, ends)})])
+
+
+def _distant(
+    shape: Sequence[Size], lower: int, upper: int, least: int, most: int | None = None
+) -> Region:
+    """index[upper] = index[lower] + t with least <= t <= most, written in each pair of variables.
+
+    t, a variable that is no axis, is the distance between i and j.
+    """
+    t = 0
+    last = {axis: shape[axis] - 1 for axis in (QUERY, KEY)}
+    ranges: dict[int, tuple[int, tuple[Size, ...]]] = {
+        **_others(shape),
+        lower: (0, (last[lower], last[upper] - least)),
+        upper: (least, (last[upper],)),
+        t: (least, (last[upper], *([] if most is None else [most]))),
+    }
+    by_lower = {upper: index(lower) + index(t)}
+    by_upper = {lower: index(upper) - index(t)}
+    return Region([Frame({}, ranges), Frame(by_lower, ranges), Frame(by_upper, ranges)])
+
+
+def _others(shape: Sequence[Size]) -> dict[int, tuple[int, tuple[Size, ...]]]:
+    return {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), QUERY)}
