@@ -38,7 +38,8 @@ class Blocks:
     columns: tuple[Any, Any]
 
     def moved(self, move: Callable[[fx.Node], fx.Node]) -> Blocks:
-        return Blocks(*(tuple(map(move, pair)) for pair in vars(self).values()))
+        """The same blocks in another graph."""
+        return Blocks(**{name: (move(a), move(b)) for name, (a, b) in vars(self).items()})
 
 
 def dense_datum(data: Iterable[Datum]) -> Datum | None:
