@@ -179,12 +179,21 @@ class Bounds:
         return places
 
     def _ordered(self, blocks: Any) -> tuple[Any, Any]:
-        """The number of blocks in each row, and their indices before those of the others."""
+        """The number of blocks in each row, and their indices, followed by zeros.
+
+        The indices are scattered to their ranks, not sorted: Triton compiles a sort for seconds.
+        """
         emit = self.emit
-        chosen = emit(torch.Tensor.to, blocks, torch.int32)
-        count = emit(torch.sum, chosen, -1, dtype=torch.int32)
-        order = emit(torch.argsort, chosen, dim=-1, descending=True, stable=True)
-        return count, emit(torch.Tensor.to, order, torch.int32)
+        ranks = emit(torch.cumsum, emit(torch.Tensor.to, blocks, torch.int64), -1)
+        count = emit(torch.Tensor.to, emit(torch.select, ranks, -1, -1), torch.int32)
+        length = emit.size(blocks, -1)
+        # The blocks that are not in the list go to an element after the last, which is cut off.
+        places = emit(torch.where, blocks, emit(operator.sub, ranks, 1), length)
+        indices = emit(torch.Tensor.expand_as, self._arange(length), places)
+        room = emit(torch.nn.functional.pad, emit(torch.zeros_like, places), (0, 1))
+        order = emit(torch.scatter, room, -1, places, indices)
+        cut = emit(torch.narrow, order, -1, 0, length)
+        return count, emit(torch.Tensor.to, cut, torch.int32)
 
     def _facing(self, positions: Any, axis: int) -> Any:
         """A vector as a tensor of 4 dimensions, along `axis`."""

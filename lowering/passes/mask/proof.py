@@ -73,6 +73,11 @@ def window(visible: Condition, shape: Sequence[Size]) -> int | None:
     return None
 
 
+def sees_itself(visible: Condition, shape: Sequence[Size]) -> bool:
+    """Whether every query is proved to see the key at its own position."""
+    return known(shape[QUERY] <= shape[KEY]) and _diagonal(shape).decide(visible) is True
+
+
 def _window_sizes(visible: Condition) -> list[int]:
     """The candidates: each w for which i - j < w or i - j >= w is a part of the condition."""
     sizes = set()

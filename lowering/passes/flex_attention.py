@@ -1,0 +1,97 @@
+"""Calls of the operator flex_attention in a graph."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .canonical import value
+from .emitter import Emitter
+from .graph_state import fake_mode_of
+from .mask.blocks import BLOCK, Blocks
+
+
+def attend(
+    emit: Emitter,
+    node: fx.Node,
+    operands: tuple[Any, Any, Any],
+    scale: float,
+    blocks: Blocks,
+    predicate: fx.GraphModule,
+    data: tuple[fx.Node, ...],
+) -> fx.Node:
+    """Insert the attention that replaces `node`, with a block mask and its predicate."""
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    query, key, _ = operands
+    lengths = (emit.size(query, -2), emit.size(key, -2))
+    score = _submodule(emit, "liger_score", _unchanged_scores())
+    mask = _submodule(emit, "liger_mask", predicate)
+    block_mask = _block_tuple(blocks, lengths, mask)
+    options = _kernel_options(*map(value, operands))
+    args = (*operands, score, block_mask, scale, options, (), data)
+    result = _result(node, *args)
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(flex_attention, args)
+    call.meta.update({**node.meta, "example_value": result})
+    return emit(operator.getitem, call, 0)
+
+
+def _block_tuple(blocks: Blocks, lengths: tuple[Any, Any], mask: fx.Node) -> tuple[Any, ...]:
+    """The block mask in the form of this version of PyTorch, which `BlockMask` knows."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    nodes = {
+        f"{full}{side}_{what}": node
+        for side, parts in (
+            ("kv", {"num_blocks": blocks.row_counts, "indices": blocks.rows}),
+            ("q", {"num_blocks": blocks.column_counts, "indices": blocks.columns}),
+        )
+        for what, pair in parts.items()
+        for full, node in zip(("", "full_"), pair, strict=True)
+    }
+    stand_ins: dict[str, Any] = {name: torch.empty(1, 1, 1, 1) for name in nodes}
+    form = BlockMask(
+        seq_lengths=(BLOCK, BLOCK), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=noop, **stand_ins
+    ).as_tuple()
+    by_identity = {id(stand_ins[name]): node for name, node in nodes.items()} | {id(noop): mask}
+    return (*lengths, *(by_identity.get(id(part), part) for part in form[2:]))
+
+
+def noop(*indices: Tensor) -> Tensor:
+    raise AssertionError("stands for the predicate in a block mask")
+
+
+def _unchanged_scores() -> fx.GraphModule:
+    graph = fx.Graph()
+    score, *_ = (graph.placeholder(name) for name in ("score", "b", "h", "i", "j"))
+    graph.output(score)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _submodule(emit: Emitter, name: str, module: fx.GraphModule) -> fx.Node:
+    owner: Any = emit.before.graph.owning_module
+    count = sum(one.startswith(name) for one, _ in owner.named_children())
+    owner.add_submodule(f"{name}_{count}", module)
+    with emit.before.graph.inserting_before(emit.before):
+        return emit.before.graph.get_attr(f"{name}_{count}")
+
+
+def _kernel_options(query: Tensor, key: Tensor, values: Tensor) -> dict[str, Any]:
+    """The options that flex_attention() itself sets."""
+    from torch.nn.attention.flex_attention import AuxRequest, _apply_kernel_options
+
+    return dict(_apply_kernel_options(query, key, values, False, None, AuxRequest(lse=True)))
+
+
+def _result(node: fx.Node, *arguments: Any) -> tuple[Tensor, ...]:
+    """What flex_attention returns for these arguments: the output, lse and the largest scores."""
+    from torch._higher_order_ops.flex_attention import flex_attention_fake_impl
+
+    with fake_mode_of([value(node)]), torch.no_grad():
+        out, *rest = flex_attention_fake_impl(*pytree.tree_map(value, arguments))
+    return out.requires_grad_(value(node).requires_grad), *rest
