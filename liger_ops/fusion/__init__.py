@@ -15,9 +15,9 @@ from . import loss as losses
 from . import norms as norm_modules
 from . import rope as rotary_embeddings
 from .planning import Plan, wholly_or_not_at_all
-from .report import Fused, FuseReport, Left
+from .report import Finding, FuseReport
 
-__all__ = ["FuseReport", "Fused", "Left", "fuse", "unfuse"]
+__all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 
 
 def fuse(
@@ -117,16 +117,20 @@ def fuse(
         loss: whether to fuse the loss with the head.
 
     Returns:
-        A report: `report.fused` and `report.left` list modules, `str(report)` is a table,
-        `len(report)` the number of modules fused.
+        A report of findings: `report.fused` are the modules that were changed, each with its name
+        in the model (`where`), `class_name`, `kind`, `op` and `options`; `report.left` those that
+        look fusible and were left, each with the `reason`. `report.counts()` is the number of
+        modules fused per op, `len(report)` of all, and `str(report)` a table like that of
+        `explain`, where `*` stands for a layer's number.
 
     Raises:
         TypeError: model is not a torch.nn.Module, or a switch is not a bool.
 
     Example:
         >>> print(liger_ops.fuse(torch.nn.Sequential(torch.nn.LayerNorm(8))))
-        1 norm fused
-          1 x LayerNorm -> layer_norm(eps=1e-05)  0
+        1 op used
+          1 x layer_norm(eps=1e-05): LayerNorm
+              0
     """
     _check_module("fuse", model)
     switches = {"norms": norms, "activations": activations, "rope": rope, "loss": loss}
@@ -134,17 +138,14 @@ def fuse(
         if not isinstance(value, bool):
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
     plans = [plan(model) for plan, wanted in _planners(norms, activations, rope) if wanted]
-    fused = [entry for plan in plans for entry in plan.fused]
-    left = [entry for plan in plans for entry in plan.left]
+    findings = [finding for plan in plans for finding in plan.findings]
     with wholly_or_not_at_all(model):
         for plan in plans:
             for change in plan.changes:
                 change()
         if loss:
-            fused_losses, left_losses = losses.fuse(model)
-            fused += fused_losses
-            left += left_losses
-    return FuseReport(tuple(fused), tuple(left))
+            findings += losses.fuse(model).findings
+    return FuseReport(tuple(findings))
 
 
 def _planners(

@@ -14,43 +14,38 @@ from . import (
 )
 from .loss_probe import probe
 from .loss_value import CausalLoss
-from .probing import NotAnOp, first_line
-from .report import Fused, Left
+from .planning import Plan
+from .probing import NotAnOp
+from .report import FuseReport
 
 OP = "linear_cross_entropy"
 
 
-def fuse(model: nn.Module) -> tuple[list[Fused], list[Left]]:
+def fuse(model: nn.Module) -> FuseReport:
     """Give every language model in `model` a forward that skips the logits."""
-    fused: list[Fused] = []
-    left: list[Left] = []
-    for name, module in model.named_modules():
+
+    def look(plan: Plan, name: str, module: nn.Module) -> None:
         cls = classes.class_of(module)
         if "loss" in classes.overrides(module) or not _has_a_loss(cls):
-            continue
-        try:
-            head = _output_embedding(module)
-            if head is None:
-                if _is_classifier(cls.__name__):
-                    raise NotAnOp("its loss is a classifier's, of no vocabulary")
-                continue
-            loss = _probed(module, _path_to(module, head))
-        except NotAnOp as reason:
-            left.append(Left(name, cls.__name__, str(reason), "loss"))
-            continue
-        except Exception as error:
-            # A model's code may do anything in a probe, so any exception means that it is left.
-            text = f"it cannot be probed: {first_line(error)}"
-            left.append(Left(name, cls.__name__, text, "loss"))
-            continue
-        classes.override(module, "loss", loss)
+            return
+        head = _output_embedding(module)
+        if head is None:
+            if _is_classifier(cls.__name__):
+                raise NotAnOp("its loss is a classifier's, of no vocabulary")
+            return
+        loss = _probed(module, _path_to(module, head))
+        plan.changes.append(lambda: classes.override(module, "loss", loss))
         options = {"logit_scale": loss.logit_scale, "softcap": loss.softcap}
-        fused.append(Fused(name, cls.__name__, OP, options, "loss"))
+        plan.fuse(name, module, OP, options)
+
+    plan = Plan("loss", model, look)
+    for change in plan.changes:
+        change()
     for module in model.modules():
         facts = classes.overrides(module).get("loss")
         if facts is not None:
             loss_view.prepare(module, facts.head)
-    return fused, left
+    return FuseReport(tuple(plan.findings))
 
 
 def _has_a_loss(cls: Any) -> bool:

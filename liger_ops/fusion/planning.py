@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from ..lowering.passes.report import Finding
 from . import classes
 from .probing import NotAnOp, first_line
-from .report import Fused, Left
 
 
 class Plan:
@@ -25,8 +25,7 @@ class Plan:
         left. A module on which it raises any other exception is left too.
         """
         self.kind = kind
-        self.fused: list[Fused] = []
-        self.left: list[Left] = []
+        self.findings: list[Finding] = []
         self.changes: list[Callable[[], object]] = []
         for name, module in model.named_modules():
             try:
@@ -37,11 +36,18 @@ class Plan:
                 self.leave(name, module, f"it cannot be probed: {first_line(error)}")
 
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
-        self.left.append(Left(name, classes.class_of(module).__name__, reason, self.kind))
+        self._find("", reason, name, module, {})
 
     def fuse(self, name: str, module: nn.Module, op: str, options: dict[str, Any]) -> None:
+        self._find(op, None, name, module, options)
+
+    def _find(
+        self, op: str, reason: str | None, name: str, module: nn.Module, options: dict[str, Any]
+    ) -> None:
         class_name = classes.class_of(module).__name__
-        self.fused.append(Fused(name, class_name, op, options, self.kind))
+        self.findings.append(
+            Finding(op, reason, name, class_name=class_name, kind=self.kind, options=options)
+        )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,16 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...library import COMPOSED, DEVICES, OPS, implementation
 from . import rewrite
-from .chosen import KEPT_BY_INDUCTOR
-from .report import Finding, Report, counted
+from .report import Finding, Findings
+from .table import counted, table
 from .verify import Verification
 from .verify import verify as measure
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Findings):
     """The result of `explain`. `print` shows it as a table.
 
     The counts are those of `options={"rewrites": "all"}`; the table marks the ops that are left to
@@ -41,20 +39,12 @@ class Explanation:
     graph_breaks: tuple[str, ...] = ()
     verification: Verification | None = None
 
-    def counts(self) -> dict[str, int]:
-        """Number of places where each op was used."""
-        return counted(self.findings)
-
     def __str__(self) -> str:
         breaks = len(self.graph_breaks)
-        lines = [f"{_counted(self.graphs, 'graph')}, {_counted(breaks, 'graph break')}"]
+        lines = [f"{counted(self.graphs, 'graph')}, {counted(breaks, 'graph break')}"]
         for reason in self.graph_breaks:
             lines += textwrap.wrap(reason, 96, initial_indent="  ", subsequent_indent="    ")
-        used = [finding for finding in self.findings if finding.used]
-        lines += [f"{_counted(len(used), 'op')} used", *_table(used, _kernel)]
-        left = [finding for finding in self.findings if not finding.used]
-        if left:
-            lines += [f"{_counted(len(left), 'place')} left", *_table(left, lambda f: f.reason)]
+        lines += table(self.findings)
         if self.verification is not None:
             lines.append(str(self.verification))
         return "\n".join(lines)
@@ -99,14 +89,14 @@ def explain(
 
     if not isinstance(verify, bool):
         raise TypeError(f"explain: verify must be a bool, got {type(verify).__name__}")
-    report = Report()
+    findings: list[Finding] = []
     graphs = 0
 
     def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         nonlocal graphs
         graphs += 1
         untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
-        report.findings.extend(rewrite(module).findings)
+        findings.extend(rewrite(module).findings)
         return untouched.forward
 
     before = Counter(counters["graph_break"])
@@ -119,7 +109,7 @@ def explain(
         torch._dynamo.reset()
     breaks = Counter(counters["graph_break"]) - before
     reasons = tuple(" ".join(str(reason).split()) for reason in breaks.elements())
-    return Explanation(tuple(report.findings), graphs, reasons, verification)
+    return Explanation(tuple(findings), graphs, reasons, verification)
 
 
 @contextlib.contextmanager
@@ -140,35 +130,3 @@ def _state_kept(model: Callable[..., Any]) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
-
-
-def _kernel(finding: Finding) -> str:
-    """The implementation that runs an op on its device."""
-    kept = ", by default left to Inductor" if finding.op in KEPT_BY_INDUCTOR else ""
-    return _implementation(finding) + kept
-
-
-def _implementation(finding: Finding) -> str:
-    if finding.op not in COMPOSED and finding.op not in OPS:
-        return "PyTorch's own"
-    name = f"{finding.op}_forward" if finding.op in COMPOSED else finding.op
-    device = finding.device if finding.device in DEVICES else ""
-    return implementation(OPS[name], device)
-
-
-def _table(findings: list[Finding], detail: Callable[[Finding], str | None]) -> list[str]:
-    """One entry for equal findings: their number, the op, the kernel or reason, and the place."""
-    width = max(60, shutil.get_terminal_size((100, 24)).columns)
-    alike = Counter((finding.op, detail(finding) or "", finding.where) for finding in findings)
-    lines = []
-    for (op, text, where), count in alike.items():
-        lines += textwrap.wrap(
-            f"{count} x {op}: {text}", width, initial_indent="  ", subsequent_indent="      "
-        )
-        where = f"      {where}"
-        lines.append(where if len(where) <= width else f"{where[: width - 4]} ...")
-    return lines
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,12 +1,13 @@
-"""Report of what the rewrites replaced in a graph, and what they refused."""
+"""Findings: where ops are used, and where they are not and why, in a graph or in a model."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,27 +18,49 @@ _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<func
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where a rewrite was made, or where a pattern almost matched.
+    """A place where an op is used, or where one was looked for and is not used.
 
     Attributes:
-        op: the rewrite: an op's name, "causal_attention" or "grouped_attention".
-        reason: why it was refused, one clause; None where the rewrite was made.
-        where: the innermost line of the code that the graph was traced from.
-        device: the type of the device that the place runs on.
+        op: the rewrite: an op's name, "causal_attention" or "grouped_attention"; "" for a module
+            that `fuse` left.
+        reason: why it is not used, one clause; None where it is.
+        where: the innermost line of the code that a graph was traced from, or the name of a module
+            in its model, "" for the model itself.
+        device: the type of the device that the place runs on; "" for a module.
+        class_name, kind, options: with `fuse`, the module's class, the kind of part that it is,
+            and the op's options.
     """
 
     op: str
     reason: str | None
     where: str
-    device: str
+    device: str = ""
+    class_name: str = ""
+    kind: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def used(self) -> bool:
         return self.reason is None
 
 
+class Findings:
+    """What `explain` and `fuse` return: findings, counted and printed as a table."""
+
+    findings: Sequence[Finding]
+
+    def counts(self) -> dict[str, int]:
+        """Number of places where each op is used."""
+        return dict(Counter(finding.op for finding in self.findings if finding.used))
+
+    @property
+    def left(self) -> tuple[Finding, ...]:
+        """The places where no op is used, each with the reason."""
+        return tuple(finding for finding in self.findings if not finding.used)
+
+
 @dataclass
-class Report:
+class Report(Findings):
     """The findings of one or several graphs, in the order in which they were made."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -62,15 +85,6 @@ class Report:
         for node in nodes:
             self.at = (rewrite, node)
             yield node
-
-    def counts(self) -> dict[str, int]:
-        """How many times each op was used."""
-        return counted(self.findings)
-
-
-def counted(findings: Iterable[Finding]) -> dict[str, int]:
-    """Number of rewrites made, for each op."""
-    return dict(Counter(finding.op for finding in findings if finding.used))
 
 
 def source_line(node: fx.Node) -> str:

@@ -60,7 +60,7 @@ def refusal(op: str, loss: Loss, refused: Refused) -> Finding:
     finding = (op, str(refused), source_line(node), device_of(node))
     # A loss without a gradient is an evaluation, which does not need a warning.
     if value(node).requires_grad and logits.shape[-1] >= LEAST_CLASSES:
-        return UnfusedLoss(*finding, getattr(refused, "advice", OTHER))
+        return UnfusedLoss(*finding, advice=getattr(refused, "advice", OTHER))
     return Finding(*finding)
 
 

@@ -32,7 +32,7 @@ def test_every_model(shard: int) -> None:
         expected = {(rule.__name__, name) for rule in fuse_rules.RULES for name in rule(model)}
         class_name = type(model).__name__
         report = fuse(model)
-        named = {entry.name for entry in (*report.fused, *report.left)}
+        named = {entry.where for entry in (*report.fused, *report.left)}
         silent = [(rule, name) for rule, name in expected if name not in named]
         assert not silent, f"{model_type}: {sorted(silent)[:5]} are neither fused nor left"
         failed = [entry for entry in report.left if entry.reason.startswith(FAILED)]

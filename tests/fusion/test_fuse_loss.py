@@ -38,10 +38,10 @@ def test_trains_as_before(family: Family) -> None:
     fused = copy.deepcopy(model)
     report = fuse(fused)
     (entry,) = [entry for entry in report.fused if entry.kind == "loss"]
-    assert (entry.name, entry.class_name) == ("", type(model).__name__)
+    assert (entry.where, entry.class_name) == ("", type(model).__name__)
     assert entry.op == "linear_cross_entropy"
     assert entry.options == OPTIONS.get(family.name, {"logit_scale": 1.0, "softcap": None})
-    assert "1 loss" in str(report)
+    assert "1 x linear_cross_entropy(" in str(report)
     output = assert_trains_alike(fused, model, **batch())
     assert ("aux_loss" in output) == (family.name == "GptOss")
 
@@ -149,6 +149,6 @@ def test_large_vocabularies(name: str, options: dict[str, Any]) -> None:
     """The loss is found although its sums round. Only the probe's stand-in allocates memory."""
     with torch.device("meta"):
         model = text(name, 5, **options).build()
-    entries, left = loss.fuse(model)
-    assert not left
-    assert entries[0].options["softcap"] == options.get("final_logit_softcapping")
+    report = loss.fuse(model)
+    assert not report.left
+    assert report.fused[0].options["softcap"] == options.get("final_logit_softcapping")

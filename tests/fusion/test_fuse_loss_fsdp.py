@@ -39,9 +39,9 @@ def test_trains_as_before(mesh: Any, when: str) -> None:
         loss.fuse(fused)
     sharded(fused, mesh)
     if when == "after":
-        entries, left = loss.fuse(fused)
-        assert [entry.class_name for entry in entries] == ["LlamaForCausalLM"]
-        assert not left
+        report = loss.fuse(fused)
+        assert [entry.class_name for entry in report.fused] == ["LlamaForCausalLM"]
+        assert not report.left
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output = fused(**batch())
@@ -74,6 +74,6 @@ def test_head_sharded_by_itself(mesh: Any) -> None:
     with pytest.warns(UserWarning, match="from all logits, as it did before fuse: its head has"):
         output = fused(**batch())
     torch.testing.assert_close(output.loss, model(**batch()).loss)
-    entries, left = loss.fuse(sharded(FAMILY.model(), mesh, head=True))
-    assert not entries
-    assert left[0].reason == "its head has hooks"
+    report = loss.fuse(sharded(FAMILY.model(), mesh, head=True))
+    assert not report
+    assert report.left[0].reason == "its head has hooks"

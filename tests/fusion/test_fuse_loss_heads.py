@@ -164,10 +164,10 @@ CHANGED_HEAD = pytest.mark.parametrize(
 def test_other_heads_are_left(reason: str, change: Callable[[nn.Module], None]) -> None:
     model, changed = LLAMA.model(), LLAMA.model()
     change(model), change(changed)
-    entries, left = loss.fuse(changed)
-    assert not entries
-    assert [(entry.name, entry.class_name) for entry in left] == [("", "LlamaForCausalLM")]
-    assert reason in left[0].reason
+    report = loss.fuse(changed)
+    assert not report
+    assert [(entry.where, entry.class_name) for entry in report.left] == [("", "LlamaForCausalLM")]
+    assert reason in report.left[0].reason
     assert_same_output(changed(**batch()), model(**batch()))
 
 

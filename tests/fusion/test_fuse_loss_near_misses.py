@@ -236,13 +236,13 @@ def test_near_miss_is_left_with_the_reason(cls: type[Tiny], reason: str) -> None
     report = fuse(model)
     assert not report
     assert type(model) is cls
-    assert [(entry.name, entry.class_name) for entry in report.left] == [("", cls.__name__)]
+    assert [(entry.where, entry.class_name) for entry in report.left] == [("", cls.__name__)]
     assert reason in report.left[0].reason
 
 
 def test_models_of_other_tasks_are_named() -> None:
     """Only models whose loss takes labels are in the report."""
-    left = [[entry.reason for entry in loss.fuse(f.model())[1]] for f in FAMILIES[-2:]]
+    left = [[entry.reason for entry in loss.fuse(f.model()).left] for f in FAMILIES[-2:]]
     assert left == [["its loss is a classifier's, of no vocabulary"], []]
 
 

@@ -82,9 +82,9 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 def test_trains_as_before(build: Callable[[], nn.Module], path: str, shifts: bool) -> None:
     model = built(build)
     fused = copy.deepcopy(model)
-    entries, left = loss.fuse(fused)
-    assert entries[0].name == ""
-    assert not left
+    report = loss.fuse(fused)
+    assert report.fused[0].where == ""
+    assert not report.left
     facts = loss.classes.overrides(fused)["loss"]
     assert (facts.head, facts.shifts) == (path, shifts)
     with warnings.catch_warnings():
@@ -95,7 +95,7 @@ def test_trains_as_before(build: Callable[[], nn.Module], path: str, shifts: boo
     torch.testing.assert_close(compiled(**batch(), use_cache=False).loss, output.loss)
     copied = pickle.loads(pickle.dumps(fused))
     torch.testing.assert_close(copied(**batch(), use_cache=False).loss, output.loss)
-    assert unfuse(fused) == len(entries)
+    assert unfuse(fused) == len(report)
     assert type(fused) is type(model)
 
 
@@ -137,19 +137,19 @@ def test_what_holds_the_head_has_to_be_called(
 ) -> None:
     model, fused = Held(), Held()
     fused.load_state_dict(model.state_dict())
-    assert loss.fuse(fused)[0]
+    assert loss.fuse(fused)
     assert list(fused(**batch())) == ["loss"]
     change(model), change(fused)
     with pytest.warns(UserWarning, match=reason):
         output = fused(**batch())
     assert torch.equal(output["loss"], model(**batch())["loss"])
-    assert [entry.reason for entry in loss.fuse(model)[1]] == [reason]
+    assert [entry.reason for entry in loss.fuse(model).left] == [reason]
 
 
 def test_classifiers_are_left() -> None:
     config = transformers.LlamaConfig(**TEXT, num_labels=3)
-    entries, left = loss.fuse(transformers.LlamaForSequenceClassification(config))
-    assert not entries
-    assert [(entry.class_name, entry.reason) for entry in left] == [
+    report = loss.fuse(transformers.LlamaForSequenceClassification(config))
+    assert not report
+    assert [(entry.class_name, entry.reason) for entry in report.left] == [
         ("LlamaForSequenceClassification", "its loss is a classifier's, of no vocabulary")
     ]

@@ -30,12 +30,12 @@ def adapted_pair(when: str, **options: Any) -> tuple[Any, Any]:
     """The model with adapters, and the same model fused before or after adding them."""
     model, fused = FAMILY.model(), FAMILY.model()
     if when == "before":
-        assert loss.fuse(fused)[0]
+        assert loss.fuse(fused)
     model, fused = adapted(model, **options), adapted(fused, **options)
     if when == "after":
-        entries, left = loss.fuse(fused)
-        assert [entry.name for entry in entries] == ["base_model.model"]
-        assert not left
+        report = loss.fuse(fused)
+        assert [entry.where for entry in report.fused] == ["base_model.model"]
+        assert not report.left
     return model, fused
 
 
@@ -88,7 +88,7 @@ def test_adapted_head_is_left_and_fused_once_merged() -> None:
     assert all(torch.equal(output.loss, model(**batch()).loss) for output in outputs)
     with pytest.raises(ValueError, match=f"skip_logits=True and its head is a {LORA}"):
         fused(**batch(), skip_logits=True)
-    left = loss.fuse(copy.deepcopy(model))[1]
+    left = loss.fuse(copy.deepcopy(model)).left
     assert f"its head is a {LORA}, not a torch.nn.Linear" in left[0].reason
     for one in (model, fused):
         one.lm_head.merge()

@@ -85,9 +85,9 @@ def pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
         model = build().train()
     fused = copy.deepcopy(model)
-    entries, left = loss.fuse(fused)
-    assert [entry.name for entry in entries] == [""]
-    assert not left
+    report = loss.fuse(fused)
+    assert [entry.where for entry in report.fused] == [""]
+    assert not report.left
     return model, fused
 
 
@@ -248,7 +248,7 @@ def test_a_written_loss_is_found() -> None:
 )
 def test_near_miss_is_left_with_the_reason(cls: type[nn.Module], reason: str) -> None:
     model = cls()
-    entries, left = loss.fuse(model)
-    assert not entries
+    report = loss.fuse(model)
+    assert not report
     assert type(model) is cls
-    assert reason in left[0].reason
+    assert reason in report.left[0].reason

@@ -40,7 +40,7 @@ def test_second_call_changes_nothing() -> None:
     module = Gated()
     fuse(module)
     cls = type(module)
-    assert fuse(module) == FuseReport((), ())
+    assert fuse(module) == FuseReport()
     assert type(module) is cls
 
 

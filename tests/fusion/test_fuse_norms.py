@@ -326,7 +326,7 @@ def test_near_miss_is_left_with_the_reason(module: nn.Module, reason: str) -> No
     report = fuse(model)
     assert not report
     assert model["input_norm"] is module
-    assert [(entry.name, entry.class_name) for entry in report.left] == [
+    assert [(entry.where, entry.class_name) for entry in report.left] == [
         ("input_norm", type(module).__name__)
     ]
     assert reason in report.left[0].reason
@@ -341,15 +341,15 @@ def test_script_module_is_left() -> None:
 
 def test_left_modules_that_no_one_calls_a_norm_are_not_reported() -> None:
     report = fuse(nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.PReLU(), nn.SiLU(), Scaled()))
-    assert report == FuseReport((), ())
+    assert report == FuseReport()
 
 
 def test_class_name_decides_nothing() -> None:
     liar = type("LlamaRMSNorm", (Scaled,), {})()
     model = nn.ModuleDict({"norm": liar, "plain": Rms()})
     report = fuse(model)
-    assert [entry.name for entry in report.fused] == ["plain"]
-    assert [entry.name for entry in report.left] == ["norm"]
+    assert [entry.where for entry in report.fused] == ["plain"]
+    assert [entry.where for entry in report.left] == ["norm"]
 
 
 def test_weight_of_another_dtype_than_the_model() -> None:
@@ -358,8 +358,8 @@ def test_weight_of_another_dtype_than_the_model() -> None:
         {"linear": nn.Linear(24, 24, dtype=torch.bfloat16), "norm": Rms(), "gemma": GemmaStyle()}
     )
     report = fuse(model)
-    assert [entry.name for entry in report.fused] == ["gemma"]
-    assert [entry.name for entry in report.left] == ["norm"]
+    assert [entry.where for entry in report.fused] == ["gemma"]
+    assert [entry.where for entry in report.left] == ["norm"]
     assert "it returns float32 for input of bfloat16" in report.left[0].reason
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = GemmaStyle()(x)

@@ -141,7 +141,7 @@ def test_options_are_found(
 ) -> None:
     """The op runs with the function's results: in float32, and within rounding in bfloat16."""
     module = calling(function)
-    report_of = rope.plan(Rotating()).fused
+    report_of = rope.plan(Rotating()).findings
     assert [(entry.op, entry.options, entry.kind) for entry in report_of] == [
         ("rope", options, "rotary embedding")
     ]
@@ -307,7 +307,7 @@ def test_near_miss_is_left_with_the_reason(
     report = fuse(module)
     assert not report
     assert type(module[0]) is Rotating
-    assert [(entry.name, entry.class_name) for entry in report.left] == [("0", "Rotating")]
+    assert [(entry.where, entry.class_name) for entry in report.left] == [("0", "Rotating")]
     assert reason in report.left[0].reason
 
 
@@ -316,7 +316,7 @@ def test_functions_of_other_parameters_are_not_called(monkeypatch: pytest.Monkey
         raise AssertionError("called")
 
     monkeypatch.setattr(sys.modules[__name__], "rotate", dangerous)
-    assert fuse(Rotating()) == FuseReport((), ())
+    assert fuse(Rotating()) == FuseReport()
 
 
 # Forwards.
@@ -408,7 +408,7 @@ def test_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Rotating.forward
     assert len(fuse(module)) == 1
     cls = type(module)
-    assert fuse(module) == FuseReport((), ())
+    assert fuse(module) == FuseReport()
     assert type(module) is cls and cls.__name__ == "Rotating" and isinstance(module, Rotating)
     assert type(other) is Rotating and Rotating.forward is forward and rotate is llama
     args = tensors()

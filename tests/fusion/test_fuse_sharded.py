@@ -147,4 +147,4 @@ def test_other_dtensors_are_left() -> None:
     parallelize_module(norm, init_device_mesh("cpu", (1,)), {"0": SequenceParallel()})
     report = fuse(norm)
     assert not report
-    assert report.left[0].name == "0"
+    assert report.left[0].where == "0"

@@ -25,9 +25,9 @@ CAUSAL = [
 def with_fused_loss(model: nn.Module) -> nn.Module:
     """A copy of the model in which only the loss is fused."""
     copied = copy.deepcopy(model)
-    entries, left = loss.fuse(copied)
-    assert [entry.op for entry in entries] == ["linear_cross_entropy"]
-    assert not left
+    report = loss.fuse(copied)
+    assert [entry.op for entry in report.fused] == ["linear_cross_entropy"]
+    assert not report.left
     return copied
 
 
