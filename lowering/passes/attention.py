@@ -30,6 +30,11 @@ def attentions(
             yield node, arguments
 
 
+def scores(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """The shape of the scores: (..., queries, keys)."""
+    return (*value(arguments["query"]).shape[:-1], value(arguments["key"]).shape[-2])
+
+
 def obstacle(node: fx.Node, arguments: dict[str, Any], state: GraphState) -> str | None:
     """Reason to leave a call unchanged, whatever its mask and heads are, or None."""
     tensors = [one for one in node.all_input_nodes if isinstance(value(one), Tensor)]

@@ -61,7 +61,8 @@ def liger(
         TypeError: options["inner_backend"] is neither a name nor a function, options["rewrites"] is
             neither a name nor a list of names, or options["padding"] or options["strict"] is not a
             bool.
-        ValueError: options["rewrites"] names a rewrite that does not exist.
+        ValueError: options["rewrites"] names a rewrite that does not exist, or one that only runs
+            before Inductor.
     """
     rest = dict(options or {})
     mode = rest.pop("mode", mode)

@@ -1,9 +1,10 @@
-"""Attention with a mask that is proved causal becomes causal attention.
+"""Attention with a mask that is proved causal, or to hide nothing, needs no mask.
 
 With is_causal=True query i sees the keys j <= i, both counted from 0, for any number of queries and
 keys. A mask is replaced if every element is proved to mean that: a boolean mask is j <= i, a mask
-that is added to the scores is 0 for j <= i, and elsewhere so low that the softmax gives 0. Every
-query sees key 0, so there is no row without a key, where masked and causal attention could differ.
+that is added to the scores is 0 for j <= i, and elsewhere so low that the softmax gives 0. A mask
+that hides nothing, such as the padding of a full batch, is dropped. Every query sees key 0, so
+there is no row without a key, where masked and causal attention could differ.
 Attention with dropout is not changed: another kernel would draw other random numbers.
 
 On an H200, 8 x 32 heads x 2048 x 64 in bfloat16 with 8 heads of keys, forward and backward: 3.9 ms
@@ -17,12 +18,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .attention import attentions, obstacle, set_arguments
+from .attention import attentions, obstacle, scores, set_arguments
 from .canonical import value
 from .graph_state import GraphState, erase_unused
 from .mask.algebra import Unknown, known
 from .mask.evaluate import IndexFunctions
 from .mask.proof import departure, visible_keys
+from .mask.region import everywhere
 from .mask.scopes import parts, scopes
 from .report import Report
 from .rewrite import Refused
@@ -62,22 +64,21 @@ def _make_causal(
 ) -> None:
     reason = (
         obstacle(node, arguments, states[scope])
-        or _difference(functions, arguments)
+        or misfit(arguments)
         or write(functions, arguments["attn_mask"], states.values())
     )
     if reason is not None:
         raise Refused(reason)
-    set_arguments(node, {**arguments, "attn_mask": None, "is_causal": True}, states[scope])
+    causal = _is_causal(functions, arguments)
+    set_arguments(node, {**arguments, "attn_mask": None, "is_causal": causal}, states[scope])
 
 
-def _difference(functions: IndexFunctions, arguments: dict[str, Any]) -> str | None:
-    """How the mask may differ from the causal mask; None if it is the causal mask."""
-    mask, query = arguments["attn_mask"], value(arguments["query"])
-    keys = value(arguments["key"]).shape[-2]
-    shape = (*query.shape[:-1], keys)
+def misfit(arguments: dict[str, Any]) -> str | None:
+    """Why the mask may not be a mask of these scores, or None."""
+    mask, shape = arguments["attn_mask"], scores(arguments)
     if not isinstance(value(mask), Tensor) or not isinstance(mask, fx.Node):
         return "its mask is not a tensor of the graph"
-    if not known(keys >= 1):
+    if not known(shape[-1] >= 1):
         return "it may have no keys"
     mask_shape = value(mask).shape
     if len(mask_shape) > len(shape) or not all(
@@ -85,10 +86,22 @@ def _difference(functions: IndexFunctions, arguments: dict[str, Any]) -> str | N
         for axis, size in enumerate(mask_shape, start=-len(mask_shape))
     ):
         return f"its mask of {tuple(mask_shape)} may not fit its scores of {shape}"
+    return None
+
+
+def _is_causal(functions: IndexFunctions, arguments: dict[str, Any]) -> bool:
+    """Whether the mask is causal; False if it hides nothing. Raises Refused for any other."""
+    shape = scores(arguments)
     try:
-        return departure(visible_keys(functions.value(mask)), shape)
+        visible = visible_keys(functions.value(arguments["attn_mask"]))
     except Unknown as unknown:
-        return f"its mask cannot be analysed: {unknown}"
+        raise Refused(f"its mask cannot be analysed: {unknown}") from None
+    difference = departure(visible, shape)
+    if difference is None:
+        return True
+    if everywhere(shape).decide(visible) is True:
+        return False
+    raise Refused(difference)
 
 
 def write(functions: IndexFunctions, mask: fx.Node, states: Iterable[GraphState]) -> str | None:

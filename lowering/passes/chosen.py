@@ -29,16 +29,21 @@ KEPT_BY_INDUCTOR = frozenset(
 )
 
 
+# Inductor compiles flex_attention; another backend would compute the dense scores.
+NEEDS_INDUCTOR = frozenset({"masked_attention"})
+
+
 def chosen(names: Any, before_inductor: bool, argument: str) -> Collection[str]:
     """The rewrites in `names`; None stands for the default before the inner backend.
 
     `argument` is how error messages name the option.
     """
+    available = [name for name in REWRITES if before_inductor or name not in NEEDS_INDUCTOR]
     if names is None:
         kept = KEPT_BY_INDUCTOR if before_inductor else ()
-        return [name for name in REWRITES if name not in kept]
+        return [name for name in available if name not in kept]
     if names == "all":
-        return list(REWRITES)
+        return available
     if not isinstance(names, (str, list, tuple, set, frozenset)):
         raise TypeError(
             f"{argument} must be 'all', a name or a list of names, got {type(names).__name__}"
@@ -47,6 +52,8 @@ def chosen(names: Any, before_inductor: bool, argument: str) -> Collection[str]:
     unknown = [name for name in names if name not in REWRITES]
     if unknown:
         raise ValueError(f"{argument} has {unknown[0]!r}; there are 'all' and {list(REWRITES)}")
+    if missing := [name for name in names if name not in available]:
+        raise ValueError(f"{argument} has {missing[0]!r}, which only runs before Inductor")
     return names
 
 

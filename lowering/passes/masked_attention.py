@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from . import flash_attention, flex_attention
-from .attention import attentions, obstacle
+from .attention import attentions, obstacle, scores
 from .canonical import same, value
-from .causal_attention import write
+from .causal_attention import misfit, write
 from .emitter import Emitter
 from .graph_state import GraphState, erase_unused
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated, unrepeated
@@ -57,12 +57,15 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
             if mask is None or arguments["is_causal"] is not False or node.meta.get(_JUDGED):
                 continue
             node.meta[_JUDGED] = True
+            if value(arguments["query"]).device.type not in DEVICES:
+                continue
             try:
                 with attempt(scope.graph):
                     new = _lower(node, arguments, scope, states, made)
             except (Refused, Unknown) as refused:
                 report.refused(OP, node, str(refused))
                 continue
+            report.superseded(node)
             _replace(node, new, arguments, scope)
             report.used(OP, new)
 
@@ -85,7 +88,7 @@ def _lower(
     emit = Emitter(node, value(node))
     operands = _operands(emit, node, arguments)
     scale = _scale(arguments)
-    size = None if data_of(condition) else window(condition, _scores(arguments))
+    size = None if data_of(condition) else window(condition, scores(arguments))
     if size is not None and flash_attention.is_faster(node, operands, size):
         new = flash_attention.attend(emit, operands, scale, size)
     else:
@@ -114,11 +117,6 @@ def _replace(node: fx.Node, new: fx.Node, arguments: dict[str, Any], scope: Scop
     erase_unused(mask, set(scope.functions.read(mask)))
 
 
-def _scores(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """The shape of the scores."""
-    return (*value(arguments["query"]).shape[:-1], value(arguments["key"]).shape[-2])
-
-
 def _scale(arguments: dict[str, Any]) -> float:
     scale = arguments.get("scale")
     if scale is None:
@@ -131,8 +129,6 @@ def _scale(arguments: dict[str, Any]) -> float:
 def _unsupported(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """Why flex_attention does not run these tensors, or not fast; None if it does."""
     query, key, values = (value(arguments[name]) for name in ("query", "key", "value"))
-    if query.device.type not in DEVICES:
-        return f"flex_attention, which takes masks by block, has no fast kernel on {query.device}"
     if not query.dim() == key.dim() == values.dim() == 4:
         return "flex_attention takes tensors of 4 dimensions"
     if not same(query.shape[0], key.shape[0]) or not same(query.shape[0], values.shape[0]):
@@ -159,15 +155,11 @@ def _expected(size: Any) -> int:
 
 def _condition(mask: Any, arguments: dict[str, Any], scope: Scope) -> Condition:
     """When a query sees a key, as a function of (b, h, i, j)."""
-    shape = _scores(arguments)
-    if not isinstance(mask, fx.Node) or not isinstance(value(mask), Tensor):
-        raise Refused("its mask is not a tensor of the graph")
+    shape = scores(arguments)
+    if reason := misfit(arguments):
+        raise Refused(reason)
     if value(mask).requires_grad:
         raise Refused("its mask has a gradient")
-    mask_shape = value(mask).shape
-    for axis, size in enumerate(mask_shape, start=-len(mask_shape)):
-        if not known(size == 1) and not known(size == shape[axis]):
-            raise Refused(f"its mask of {tuple(mask_shape)} may not fit its scores of {shape}")
     try:
         function = scope.functions.value(mask)
         condition = visible_keys(function)
@@ -187,7 +179,7 @@ def _blocks(condition: Condition, mask: fx.Node, home: Scope, arguments: dict[st
     emit = Emitter(mask.next, value(mask))
     sizes = {
         axis: size if isinstance(size, int) else _symbolic(emit, mask, axis, size)
-        for axis, size in enumerate(_scores(arguments), start=-4)
+        for axis, size in enumerate(scores(arguments), start=-4)
     }
     tensors = {tensor: home.inward(tensor) for tensor in read_tensors(condition)}
     return Bounds(emit, sizes, tensors, value(mask).device).blocks(condition)

@@ -73,12 +73,14 @@ class Report(Findings):
         self.findings.append(self._of[node])
 
     def superseded(self, node: fx.Node) -> None:
-        """Remove the finding of the op `node`, which another op replaces."""
+        """Remove the finding of `node`: another op replaces the op, or what was refused."""
         if node in self._of:
             self.findings.remove(self._of.pop(node))
 
     def refused(self, op: str, node: fx.Node, reason: str) -> None:
-        self.findings.append(Finding(op, reason, source_line(node), device_of(node)))
+        finding = Finding(op, reason, source_line(node), device_of(node))
+        self._of.setdefault(node, finding)
+        self.findings.append(finding)
 
     def visiting(self, rewrite: str, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
         """Yield the nodes, each recorded as the position of `rewrite`."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_graphs import qkv
+from attention_graphs import checked, qkv
 from causal_masks import (
     LENGTH,
+    OP,
     Mask,
     causal,
     check,
@@ -18,6 +19,7 @@ from causal_masks import (
     transformers_packed,
     with_mask,
 )
+from liger_ops.lowering.passes import causal_attention
 
 CAUSAL: dict[str, Mask] = {
     "arange": causal,
@@ -72,7 +74,7 @@ def test_is_causal_counts_queries_and_keys_from_0(queries, keys, dynamic):
     inputs = qkv(queries, keys)
     check(with_mask(causal), inputs, 1, dynamic)
     check(with_mask(CAUSAL["tril"]), inputs, 1, dynamic)
-    check(with_mask(lambda q, k: columns(k) <= rows(q) + (k - q) + 4), inputs, 0, dynamic)
+    check(with_mask(lambda q, k: columns(k) <= rows(q) + 2), inputs, 0, dynamic)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5), (5, 1)])
@@ -80,8 +82,19 @@ def test_one_query_or_one_key(queries, keys):
     check(with_mask(causal), qkv(queries, keys), 1)
 
 
-def test_one_query_of_a_cache_sees_all_keys():
-    check(with_mask(lambda q, k: columns(k) <= rows(q) + 4), qkv(1, 5), 0)
-    everything = with_mask(lambda q, k: torch.ones(q, k, dtype=torch.bool))
-    check(everything, qkv(1, 5), 0)
-    check(everything, qkv(1, 1), 1)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mask_that_hides_nothing_is_dropped(dynamic):
+    shows_all: list[Mask] = [
+        lambda q, k: torch.ones(q, k, dtype=torch.bool),
+        lambda q, k: torch.zeros(q, k),
+        # The last queries of a cache.
+        lambda q, k: columns(k) <= rows(q) + 4,
+    ]
+    for mask in shows_all:
+        for queries, keys in ((1, 5), (3, 5)):
+            inputs = qkv(queries, keys)
+            report, options = checked(
+                with_mask(mask), causal_attention.rewrite, inputs, dynamic, True
+            )
+            assert report.counts() == {OP: 1}
+            assert options == [{}]

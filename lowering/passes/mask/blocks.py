@@ -179,21 +179,19 @@ class Bounds:
         return places
 
     def _ordered(self, blocks: Any) -> tuple[Any, Any]:
-        """The number of blocks in each row, and their indices, followed by zeros.
+        """The number of blocks in each row, and their indices before those of the others.
 
         The indices are scattered to their ranks, not sorted: Triton compiles a sort for seconds.
         """
         emit = self.emit
         ranks = emit(torch.cumsum, emit(torch.Tensor.to, blocks, torch.int64), -1)
-        count = emit(torch.Tensor.to, emit(torch.select, ranks, -1, -1), torch.int32)
-        length = emit.size(blocks, -1)
-        # The blocks that are not in the list go to an element after the last, which is cut off.
-        places = emit(torch.where, blocks, emit(operator.sub, ranks, 1), length)
-        indices = emit(torch.Tensor.expand_as, self._arange(length), places)
-        room = emit(torch.nn.functional.pad, emit(torch.zeros_like, places), (0, 1))
-        order = emit(torch.scatter, room, -1, places, indices)
-        cut = emit(torch.narrow, order, -1, 0, length)
-        return count, emit(torch.Tensor.to, cut, torch.int32)
+        count = emit(torch.narrow, ranks, -1, -1, 1)
+        indices = emit(torch.Tensor.expand_as, self._arange(emit.size(blocks, -1)), ranks)
+        others = emit(operator.add, count, emit(operator.sub, indices, ranks))
+        places = emit(torch.where, blocks, emit(operator.sub, ranks, 1), others)
+        order = emit(torch.scatter, emit(torch.zeros_like, places), -1, places, indices)
+        count, order = (emit(torch.Tensor.to, one, torch.int32) for one in (count, order))
+        return emit(torch.squeeze, count, -1), order
 
     def _facing(self, positions: Any, axis: int) -> Any:
         """A vector as a tensor of 4 dimensions, along `axis`."""
