@@ -55,14 +55,9 @@ def rms_rstd(sum_of_squares, N, eps, dtype: tl.constexpr, CASTING_MODE: tl.const
 
 @triton.jit
 def rms_scaled(
-    x,
-    rstd,
-    weight,
-    offset,
-    dtype: tl.constexpr,
-    CASTING_MODE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-):
+    x, rstd, weight, offset,
+    dtype: tl.constexpr, CASTING_MODE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+):  # fmt: skip
     """x * rstd * (weight + offset), rounded as the casting mode says; weight may be None."""
     y = x * rstd
     if HAS_WEIGHT:

@@ -56,28 +56,12 @@ def _store_y(x, mean, rstd, affine, y_ptr, place, HAS_WEIGHT: tl.constexpr, HAS_
 
 @triton.jit(do_not_specialize=["GROUPS", "tiles"])
 def group_walk_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    GROUPS,
-    tiles,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILES: tl.constexpr,
-    KNOWN: tl.constexpr,
-    KEPT: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr,
+    G, C_G, S, length, eps, GROUPS, tiles,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
+    KNOWN: tl.constexpr, KEPT: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     rounds = 1 if KEPT == 1 else tl.cdiv(GROUPS - program, tl.num_programs(0))
     count = TILES if KNOWN else tiles
@@ -131,31 +115,12 @@ def _store_dx(dy, x, factor, slope, level, dx_ptr, offsets, mask):
 
 @triton.jit(do_not_specialize=["GROUPS", "tiles"])
 def group_walk_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    GROUPS,
-    tiles,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    TILES: tl.constexpr,
-    KNOWN: tl.constexpr,
-    KEPT: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    G, C_G, S, length, eps, GROUPS, tiles,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, TILES: tl.constexpr,
+    KNOWN: tl.constexpr, KEPT: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     # A tile is all channels of the group at some positions. Threads exchange the sums of channels,
     # which the group's sums are made of, once, at the end of the first walk. Kept tiles are x's,
     # and dy's too if only one is kept: 64 x 512 x 64 x 64 takes 0.218 ms on an H200 with 4 of x,
@@ -325,18 +290,12 @@ def launch_walk(
         options["PARTS"] = parts
     launch(
         group_walk_backward_kernel if backward else group_walk_kernel,
-        (shape.groups if plan.kept == 1 else min(shape.groups, processors(x)),),
-        x,
+        (shape.groups if plan.kept == 1 else min(shape.groups, processors(x)),), x,
         *args,
         GROUPS=shape.groups,
         # AMD's compiler unrolls a walk of a length it knows, and hoists its loads until it spills
         # 1224 bytes a thread. NVIDIA's loses up to a tenth of the speed if it does not know it.
-        tiles=tiles,
-        TILES=tiles,
-        KNOWN=on_nvidia(x),
-        KEPT=min(plan.kept, tiles),
-        UNROLL=plan.unroll,
-        FOLD=min(8, lane),
-        **options,
-        **plan.options,
-    )
+        tiles=tiles, TILES=tiles, KNOWN=on_nvidia(x),
+        KEPT=min(plan.kept, tiles), UNROLL=plan.unroll, FOLD=min(8, lane),
+        **options, **plan.options,
+    )  # fmt: skip

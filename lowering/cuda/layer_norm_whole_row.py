@@ -22,19 +22,10 @@ def affine(xhat, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT: tl.constexpr, HAS_BI
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    stride_x,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr,
+    M, N, stride_x, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = cols < N
@@ -64,25 +55,11 @@ def layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_x,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, stride_dy, stride_x, eps,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if HAS_WEIGHT:
@@ -126,17 +103,10 @@ def layer_norm_backward_kernel(
 def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
     stride_dy, _, stride_x = norm.strides
     launch_norm_backward(
-        layer_norm_backward_kernel,
-        (plan.programs,),
-        norm,
-        (norm.dy, norm.x, norm.weight),
-        (stride_dy, stride_x, norm.eps),
-        HAS_WEIGHT=norm.weight is not None,
-        NEEDS_DX=norm.dx is not None,
+        layer_norm_backward_kernel, (plan.programs,), norm,
+        (norm.dy, norm.x, norm.weight), (stride_dy, stride_x, norm.eps),
+        HAS_WEIGHT=norm.weight is not None, NEEDS_DX=norm.dx is not None,
         NEEDS_DWEIGHT=norm.dweight is not None,
-        NEEDS_DBIAS=norm.dbias is not None,
-        BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=plan.BLOCK_N,
-        STAGES=plan.num_stages,
-        num_warps=plan.num_warps,
-    )
+        NEEDS_DBIAS=norm.dbias is not None, BLOCK_M=plan.BLOCK_M,
+        BLOCK_N=plan.BLOCK_N, STAGES=plan.num_stages, num_warps=plan.num_warps,
+    )  # fmt: skip

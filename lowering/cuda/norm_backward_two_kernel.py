@@ -22,20 +22,10 @@ from .row_sums import first_mean, mean_and_rstd
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_statistics_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    projection_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_x,
-    eps,
-    offset,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr,
+    M, N, stride_dy, stride_x, eps, offset,
+    HAS_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # Each row's rstd and mean(g * xhat), the projection of g on xhat.
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros((BLOCK_N,), tl.float32)
@@ -56,19 +46,10 @@ def rms_norm_statistics_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_statistics_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    statistics_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_x,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, statistics_ptr,
+    M, N, stride_dy, stride_x, eps,
+    HAS_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     # Each row's mean, rstd, mean(g) and mean(g * xhat), in one pass.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
@@ -101,33 +82,13 @@ def layer_norm_statistics_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def two_kernel_backward_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_ds,
-    stride_x,
-    offset,
-    HAS_DS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
+    mean_g_ptr, projection_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, stride_dy, stride_ds, stride_x, offset,
+    HAS_DS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     group = tl.program_id(1).to(tl.int64)
     if HAS_WEIGHT:
@@ -194,17 +155,11 @@ def plan_two_kernels(x: Tensor) -> TwoKernel:
 def launch_two_kernels(plan: TwoKernel, norm: NormBackward) -> None:
     columns = min(OWNED_COLUMNS, plan.BLOCK_N)
     launch_norm_backward(
-        two_kernel_backward_kernel,
-        (cdiv(norm.x.shape[1], columns), plan.programs),
-        norm,
+        two_kernel_backward_kernel, (cdiv(norm.x.shape[1], columns), plan.programs), norm,
         (norm.dy, norm.ds, norm.x, norm.weight, *_statistics(plan, norm)),
         (*norm.strides, norm.offset),
-        **norm.options,
-        BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=columns,
-        STAGES=plan.num_stages,
-        num_warps=4,
-    )
+        **norm.options, BLOCK_M=plan.BLOCK_M, BLOCK_N=columns, STAGES=plan.num_stages, num_warps=4,
+    )  # fmt: skip
 
 
 def _statistics(plan: TwoKernel, norm: NormBackward) -> tuple[Tensor | None, ...]:

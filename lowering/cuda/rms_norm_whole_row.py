@@ -13,14 +13,10 @@ from .row_sums import two_row_sums
 
 @triton.jit
 def load_sum(
-    x_ptr,
-    residual_ptr,
-    cols,
-    mask,
-    dtype: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    EVICTION: tl.constexpr,
-):
+    x_ptr, residual_ptr,
+    cols, mask,
+    dtype: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICTION: tl.constexpr,
+):  # fmt: skip
     """A tile of x, with the residual added if there is one."""
     x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy=EVICTION)
     if HAS_RESIDUAL:
@@ -31,23 +27,11 @@ def load_sum(
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    s_ptr,
-    M,
-    N,
-    stride_x,
-    stride_residual,
-    eps,
-    offset,
-    CASTING_MODE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr,
+    M, N, stride_x, stride_residual, eps, offset,
+    CASTING_MODE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -70,28 +54,12 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_backward_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_ds,
-    stride_x,
-    eps,
-    offset,
-    HAS_DS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    KEEPS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr,
+    M, N, stride_dy, stride_ds, stride_x, eps, offset,
+    HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr, KEEPS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     # KEEPS_WEIGHT: weight stays in registers. A wide row needs those, and loads weight again with
     # every row. A float32 row needs more of them, and loads ds only when its sums are known.
     DS_EARLY: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
@@ -151,19 +119,10 @@ def rms_norm_backward_kernel(
 
 def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
     launch_norm_backward(
-        rms_norm_backward_kernel,
-        (plan.programs,),
-        norm,
-        (norm.dy, norm.ds, norm.x, norm.weight),
-        (*norm.strides, norm.eps, norm.offset),
-        has_dbias=False,
-        HAS_DS=norm.ds is not None,
-        HAS_WEIGHT=norm.weight is not None,
-        NEEDS_DX=norm.dx is not None,
-        NEEDS_DWEIGHT=norm.dweight is not None,
-        KEEPS_WEIGHT=plan.BLOCK_N <= 8192,
-        BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=plan.BLOCK_N,
-        STAGES=plan.num_stages,
-        num_warps=plan.num_warps,
-    )
+        rms_norm_backward_kernel, (plan.programs,), norm,
+        (norm.dy, norm.ds, norm.x, norm.weight), (*norm.strides, norm.eps, norm.offset),
+        has_dbias=False, HAS_DS=norm.ds is not None, HAS_WEIGHT=norm.weight is not None,
+        NEEDS_DX=norm.dx is not None, NEEDS_DWEIGHT=norm.dweight is not None,
+        KEEPS_WEIGHT=plan.BLOCK_N <= 8192, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
+        STAGES=plan.num_stages, num_warps=plan.num_warps,
+    )  # fmt: skip

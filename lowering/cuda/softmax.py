@@ -26,15 +26,10 @@ from .launch import (
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_kernel(
-    x_ptr,
-    y_ptr,
-    M,
-    N,
-    stride_x,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, y_ptr,
+    M, N, stride_x,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
@@ -48,17 +43,11 @@ def _softmax_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_two_pass_kernel(
-    x_ptr,
-    y_ptr,
-    M,
-    N,
-    stride_x,
-    LOG: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    x_ptr, y_ptr,
+    M, N, stride_x,
+    LOG: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     # A program has one row. A lane is FOLD neighbours of each tile, which one thread holds. A lane
     # keeps its maximum so far and its sum of exponentials relative to that (online softmax); lanes
     # exchange nothing before the row's end. The first pass asks the L2 cache to keep the row. The
@@ -93,17 +82,10 @@ def _softmax_two_pass_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_backward_kernel(
-    dy_ptr,
-    y_ptr,
-    dx_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_y,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, y_ptr, dx_ptr,
+    M, N, stride_dy, stride_y,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
@@ -122,16 +104,10 @@ def _softmax_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_two_pass_backward_kernel(
-    dy_ptr,
-    y_ptr,
-    dx_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_y,
-    LOG: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, y_ptr, dx_ptr,
+    M, N, stride_dy, stride_y,
+    LOG: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     sums = tl.zeros((BLOCK_N,), tl.float32)
     for start in tl.range(0, N, BLOCK_N, num_stages=1):

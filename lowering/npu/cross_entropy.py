@@ -38,19 +38,10 @@ COSTS.update(
 
 @triton.jit(do_not_specialize=["M"])
 def _walk_kernel(
-    logits_ptr,
-    weight_ptr,
-    lse_ptr,
-    weighted_x_ptr,
-    predicted_ptr,
-    entropy_ptr,
-    M,
-    V,
-    softcap,
-    logit_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    logits_ptr, weight_ptr, lse_ptr, weighted_x_ptr, predicted_ptr, entropy_ptr,
+    M, V, softcap, logit_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # Online softmax: each row keeps a running maximum, and a sum of exponentials relative to it.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -112,21 +103,10 @@ def _walk_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gradient_kernel(
-    logits_ptr,
-    weight_ptr,
-    lse_ptr,
-    soft_ptr,
-    smoothed_ptr,
-    hard_ptr,
-    column_ptr,
-    dlogits_ptr,
-    M,
-    V,
-    softcap,
-    logit_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    logits_ptr, weight_ptr, lse_ptr, soft_ptr, smoothed_ptr, hard_ptr, column_ptr, dlogits_ptr,
+    M, V, softcap, logit_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * V + cols
@@ -154,16 +134,10 @@ def _gradient_kernel(
                 class_weight = load(weight_ptr + col, cols, cols < count)
             is_target = (cols == column - col).to(tl.float32)
             dx = logit_gradient(
-                x,
-                tl.exp(x - lse),
-                class_weight,
-                soft,
-                smoothed,
-                hard * is_target,
-                logit_scale,
-                softcap,
+                x, tl.exp(x - lse), class_weight, soft, smoothed,
+                hard * is_target, logit_scale, softcap,
                 smoothed_ptr is not None,
-            )
+            )  # fmt: skip
             tl.store(dlogits_ptr + start + offsets, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
@@ -188,20 +162,10 @@ def loss_and_gradient(
     name = "cross_entropy" if plain else "cross_entropy_options"
     forward_plan = plan or tiling.plan(name, V, logits)
     launch(
-        _walk_kernel,
-        forward_plan,
-        cdiv(M, forward_plan.BLOCK_M),
-        logits,
-        weight if call.label_smoothing != 0 else None,
-        lse,
-        weighted_x,
-        predicted,
-        entropy,
-        M,
-        V,
-        call.softcap,
-        _scale(call),
-    )
+        _walk_kernel, forward_plan, cdiv(M, forward_plan.BLOCK_M),
+        logits, weight if call.label_smoothing != 0 else None, lse, weighted_x, predicted, entropy,
+        M, V, call.softcap, _scale(call),
+    )  # fmt: skip
     ignored = target == call.ignore_index
     inside = _inside(target, V, call.ignore_index)
     column = torch.where(inside, target, 0).long()
@@ -295,22 +259,11 @@ def _launch_gradient(
     name = "cross_entropy" if call.softcap is None and not smoothing else "cross_entropy_options"
     plan = plan or tiling.plan(f"{name}_backward", V, logits)
     launch(
-        _gradient_kernel,
-        plan,
-        cdiv(M, plan.BLOCK_M),
-        logits,
-        weight if smoothing else None,
-        torch.where(alive, lse, float("inf")),
-        soft,
-        smoothed if smoothing else None,
-        hard,
-        column.int(),
-        dlogits,
-        M,
-        V,
-        call.softcap,
-        _scale(call),
-    )
+        _gradient_kernel, plan, cdiv(M, plan.BLOCK_M),
+        logits, weight if smoothing else None, torch.where(alive, lse, float("inf")),
+        soft, smoothed if smoothing else None, hard, column.int(), dlogits,
+        M, V, call.softcap, _scale(call),
+    )  # fmt: skip
 
 
 def _scale(call: Any) -> float | None:

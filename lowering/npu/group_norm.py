@@ -51,24 +51,11 @@ def _standardised(x, inside, length, eps, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "slabs"])
 def _group_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    batch,
-    G,
-    C_G,
-    S,
-    length,
-    slabs,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    FLAT: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr,
+    batch, G, C_G, S, length, slabs, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     channels = tl.arange(0, BLOCK_M)[:, None]
     positions = tl.arange(0, BLOCK_N)[None, :]
     if FLAT:
@@ -98,28 +85,12 @@ def _group_norm_kernel(
 
 @triton.jit(do_not_specialize=["batch", "slabs"])
 def _group_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    batch,
-    G,
-    C_G,
-    S,
-    length,
-    slabs,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    FLAT: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    batch, G, C_G, S, length, slabs, eps,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     channels = tl.arange(0, BLOCK_M)[:, None]
     positions = tl.arange(0, BLOCK_N)[None, :]
     if FLAT:
@@ -178,24 +149,11 @@ def group_norm(call, y, plan):
         return
     slabs = plan.slabs(shape.batch, shape.G)
     launch(
-        _group_norm_kernel,
-        plan,
-        shape.G * slabs,
-        x,
-        weight,
-        bias,
-        y,
-        shape.batch,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        slabs,
-        call.eps,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        **shape.layout(plan),
-    )
+        _group_norm_kernel, plan, shape.G * slabs,
+        x, weight, bias, y,
+        shape.batch, shape.G, shape.C_G, shape.S, shape.length, slabs, call.eps,
+        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **shape.layout(plan),
+    )  # fmt: skip
 
 
 @library.kernel("group_norm_backward", "npu")
@@ -215,27 +173,11 @@ def group_norm_backward(call, dx, dweight, dbias, plan):
     dweights = partial_sums(dweight, slabs)
     dbiases = partial_sums(dbias, slabs)
     launch(
-        _group_norm_backward_kernel,
-        plan,
-        shape.G * slabs,
-        dy,
-        x,
-        weight,
-        dx,
-        dweights,
-        dbiases,
-        shape.batch,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        slabs,
-        call.eps,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
-        **shape.layout(plan),
-    )
+        _group_norm_backward_kernel, plan, shape.G * slabs,
+        dy, x, weight, dx, dweights, dbiases,
+        shape.batch, shape.G, shape.C_G, shape.S, shape.length, slabs, call.eps,
+        HAS_WEIGHT=weight is not None, NEEDS_DX=dx is not None,
+        NEEDS_DWEIGHT=dweight is not None, NEEDS_DBIAS=dbias is not None, **shape.layout(plan),
+    )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)

@@ -23,18 +23,10 @@ STATISTICS_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["M"])
 def _channel_moments_kernel(
-    x_ptr,
-    dy_ptr,
-    mean_ptr,
-    m2_ptr,
-    sum_dy_ptr,
-    product_ptr,
-    M,
-    S,
-    HAS_DY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, dy_ptr, mean_ptr, m2_ptr, sum_dy_ptr, product_ptr,
+    M, S,
+    HAS_DY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The moments of each channel: mean, squared deviations, and the sums of dy and of
     # dy * (x - mean). Each lane keeps the last sum about its running mean, and corrects it whenever
     # that mean changes.
@@ -74,28 +66,12 @@ def _channel_moments_kernel(
 
 @triton.jit(do_not_specialize=["groups"])
 def _group_statistics_kernel(
-    means_ptr,
-    m2_ptr,
-    sum_dy_ptr,
-    product_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    dweight_ptr,
-    groups,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    HAS_DY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    means_ptr, m2_ptr, sum_dy_ptr, product_ptr, weight_ptr,
+    mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, dweight_ptr,
+    groups, G, C_G, S, length, eps,
+    HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its channels, which have
     # S elements each; and each channel's part of the gradient of weight.
     one = tl.arange(0, BLOCK_M)[:, None]
@@ -146,25 +122,11 @@ def _group_statistics_kernel(
 
 @triton.jit(do_not_specialize=["groups"])
 def _group_apply_kernel(
-    x_ptr,
-    dy_ptr,
-    weight_ptr,
-    bias_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    out_ptr,
-    groups,
-    G,
-    C_G,
-    S,
-    BACKWARD: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, out_ptr,
+    groups, G, C_G, S,
+    BACKWARD: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # Write y, or for BACKWARD dx, from the groups' statistics. A work item is a block of channels
     # of one group.
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -219,34 +181,18 @@ def _statistics(
     moments = [*x.new_empty((4 - len(absent), channels), dtype=torch.float32), *absent]
     statistics = [*x.new_empty((4 - len(absent), shape.groups), dtype=torch.float32), *absent]
     launch(
-        _channel_moments_kernel,
-        plan,
-        cdiv(channels, plan.BLOCK_M),
-        x,
-        dy,
-        *moments,
-        channels,
+        _channel_moments_kernel, plan, cdiv(channels, plan.BLOCK_M),
+        x, dy, *moments, channels,
         shape.S,
         HAS_DY=dy is not None,
-    )
+    )  # fmt: skip
     launch(
         _group_statistics_kernel,
-        Plan(1, min(STATISTICS_BLOCK, plan.BLOCK_M * plan.BLOCK_N), plan.cores),
-        shape.groups,
-        *moments,
-        weight,
-        *statistics,
-        dweights,
-        shape.groups,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        eps,
-        HAS_DY=dy is not None,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DWEIGHT=dweights is not None,
-    )
+        Plan(1, min(STATISTICS_BLOCK, plan.BLOCK_M * plan.BLOCK_N), plan.cores), shape.groups,
+        *moments, weight, *statistics, dweights,
+        shape.groups, shape.G, shape.C_G, shape.S, shape.length, eps,
+        HAS_DY=dy is not None, HAS_WEIGHT=weight is not None, NEEDS_DWEIGHT=dweights is not None,
+    )  # fmt: skip
     return moments, statistics
 
 
@@ -285,20 +231,8 @@ def apply(
     plan: Plan,
 ) -> None:
     launch(
-        _group_apply_kernel,
-        plan,
-        shape.groups * cdiv(shape.C_G, plan.BLOCK_M),
-        x,
-        dy,
-        weight,
-        bias,
-        *statistics,
-        out,
-        shape.groups,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        BACKWARD=dy is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-    )
+        _group_apply_kernel, plan, shape.groups * cdiv(shape.C_G, plan.BLOCK_M),
+        x, dy, weight, bias, *statistics, out,
+        shape.groups, shape.G, shape.C_G, shape.S,
+        BACKWARD=dy is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+    )  # fmt: skip

@@ -36,19 +36,11 @@ def _standardised(x, inside, N, eps, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr,
+    M, N, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -74,18 +66,10 @@ def _layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_wide_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr,
+    M, N, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The second pass finds the rows in the L2 cache.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -120,24 +104,12 @@ def _layer_norm_wide_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    M,
-    N,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    PADDED: tl.constexpr,
-    REUSES_PRODUCT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, eps,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr, PADDED: tl.constexpr, REUSES_PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -191,20 +163,10 @@ def _layer_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_statistics_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    M,
-    N,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr,
+    M, N, eps,
+    HAS_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # One pass: each lane keeps the sum of g * (x - its running mean), and corrects it whenever that
     # mean changes.
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -267,21 +229,11 @@ def layer_norm_backward(call, dx, dweight, dbias, plan):
     if plan.BLOCK_N < N:
         mean, rstd, mean_g, projection = x.new_empty((4, M), dtype=torch.float32)
         launch(
-            _layer_norm_statistics_kernel,
-            plan,
-            tiles,
-            dy,
-            x,
-            weight,
-            mean,
-            rstd,
-            mean_g,
-            projection,
-            M,
-            N,
-            call.eps,
+            _layer_norm_statistics_kernel, plan, tiles,
+            dy, x, weight, mean, rstd, mean_g, projection,
+            M, N, call.eps,
             HAS_WEIGHT=weight is not None,
-        )
+        )  # fmt: skip
         statistics = wide_backward.Statistics(rstd, projection, mean, mean_g)
         wide_backward.launch_wide_backward(
             dy, None, x, weight, dx, dweight, dbias, 0.0, statistics, forced
@@ -290,24 +242,12 @@ def layer_norm_backward(call, dx, dweight, dbias, plan):
     dweights = partial_sums(dweight, plan.programs(tiles))
     dbiases = partial_sums(dbias, plan.programs(tiles))
     launch(
-        _layer_norm_backward_kernel,
-        plan,
-        tiles,
-        dy,
-        x,
-        weight,
-        dx,
-        dweights,
-        dbiases,
-        M,
-        N,
-        call.eps,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
-        PADDED=plan.BLOCK_N > N,
-        REUSES_PRODUCT=plan.BLOCK_N == N and x.element_size() > 2,
-    )
+        _layer_norm_backward_kernel, plan, tiles,
+        dy, x, weight, dx, dweights, dbiases,
+        M, N, call.eps,
+        HAS_WEIGHT=weight is not None, NEEDS_DX=dx is not None,
+        NEEDS_DWEIGHT=dweight is not None, NEEDS_DBIAS=dbias is not None,
+        PADDED=plan.BLOCK_N > N, REUSES_PRODUCT=plan.BLOCK_N == N and x.element_size() > 2,
+    )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)

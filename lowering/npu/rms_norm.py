@@ -45,21 +45,11 @@ def _load(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    s_ptr,
-    M,
-    N,
-    eps,
-    offset,
-    CASTING_MODE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr,
+    M, N, eps, offset,
+    CASTING_MODE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -84,21 +74,11 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_wide_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    s_ptr,
-    M,
-    N,
-    eps,
-    offset,
-    CASTING_MODE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr,
+    M, N, eps, offset,
+    CASTING_MODE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The second pass finds the rows in the L2 cache. It adds the residual again, because reading s
     # back would have to wait for the store.
     dtype: tl.constexpr = y_ptr.dtype.element_ty
@@ -133,23 +113,11 @@ def _rms_norm_wide_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_backward_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    M,
-    N,
-    eps,
-    offset,
-    HAS_DS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr,
+    M, N, eps, offset,
+    HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -197,20 +165,10 @@ def _rms_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_statistics_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    projection_ptr,
-    M,
-    N,
-    eps,
-    offset,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr,
+    M, N, eps, offset,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -246,21 +204,12 @@ def launch_rms_norm(
         plan = tiling.plan("rms_norm" if residual is None else "fused_add_rms_norm", N, x, residual)
     launch(
         _rms_norm_kernel if plan.BLOCK_N >= N else _rms_norm_wide_kernel,
-        plan,
-        cdiv(M, plan.BLOCK_M),
-        x,
-        residual,
-        weight,
-        y,
-        s,
-        M,
-        N,
-        call.eps,
-        call.offset,
+        plan, cdiv(M, plan.BLOCK_M),
+        x, residual, weight, y, s,
+        M, N, call.eps, call.offset,
         CASTING_MODE=call.casting_mode,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
-    )
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
+    )  # fmt: skip
 
 
 def launch_rms_norm_backward(
@@ -279,21 +228,11 @@ def launch_rms_norm_backward(
     if plan.BLOCK_N < N:
         rstd, projection = x.new_empty((2, M), dtype=torch.float32)
         launch(
-            _rms_norm_statistics_kernel,
-            plan,
-            tiles,
-            dy,
-            x,
-            weight,
-            rstd,
-            projection,
-            M,
-            N,
-            call.eps,
-            call.offset,
-            HAS_WEIGHT=weight is not None,
-            NEEDS_DX=dx is not None,
-        )
+            _rms_norm_statistics_kernel, plan, tiles,
+            dy, x, weight, rstd, projection,
+            M, N, call.eps, call.offset,
+            HAS_WEIGHT=weight is not None, NEEDS_DX=dx is not None,
+        )  # fmt: skip
         statistics = wide_backward.Statistics(rstd=rstd, projection=projection)
         wide_backward.launch_wide_backward(
             dy, ds, x, weight, dx, dweight, None, call.offset, statistics, forced
@@ -301,24 +240,12 @@ def launch_rms_norm_backward(
         return
     partial = partial_sums(dweight, plan.programs(tiles))
     launch(
-        _rms_norm_backward_kernel,
-        plan,
-        tiles,
-        dy,
-        ds,
-        x,
-        weight,
-        dx,
-        partial,
-        M,
-        N,
-        call.eps,
-        call.offset,
-        HAS_DS=ds is not None,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-    )
+        _rms_norm_backward_kernel, plan, tiles,
+        dy, ds, x, weight, dx, partial,
+        M, N, call.eps, call.offset,
+        HAS_DS=ds is not None, HAS_WEIGHT=weight is not None,
+        NEEDS_DX=dx is not None, NEEDS_DWEIGHT=dweight is not None,
+    )  # fmt: skip
     summed(partial, dweight)
 
 

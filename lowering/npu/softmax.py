@@ -33,14 +33,10 @@ def _load(ptr, offsets, mask):
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_kernel(
-    x_ptr,
-    y_ptr,
-    M,
-    N,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, y_ptr,
+    M, N,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -59,14 +55,10 @@ def _softmax_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_wide_kernel(
-    x_ptr,
-    y_ptr,
-    M,
-    N,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, y_ptr,
+    M, N,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The first pass is an online softmax: each row keeps a running maximum, and a sum of
     # exponentials relative to it. The second pass finds the rows in the L2 cache.
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -94,15 +86,10 @@ def _softmax_wide_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_backward_kernel(
-    dy_ptr,
-    y_ptr,
-    dx_ptr,
-    M,
-    N,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, y_ptr, dx_ptr,
+    M, N,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -120,15 +107,10 @@ def _softmax_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_wide_backward_kernel(
-    dy_ptr,
-    y_ptr,
-    dx_ptr,
-    M,
-    N,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, y_ptr, dx_ptr,
+    M, N,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols

@@ -42,30 +42,13 @@ COSTS.update(
 
 @triton.jit(do_not_specialize=["M", "slabs"])
 def _wide_backward_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    M,
-    N,
-    slabs,
-    offset,
-    HAS_DS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
+    mean_g_ptr, projection_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, slabs, offset,
+    HAS_DS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     offsets = rows * N + cols
@@ -132,30 +115,12 @@ def launch_wide_backward(
     dweights = partial_sums(dweight, slabs)
     dbiases = partial_sums(dbias, slabs)
     launch(
-        _wide_backward_kernel,
-        plan,
-        chunks * slabs,
-        dy,
-        ds,
-        x,
-        weight,
-        statistics.mean,
-        statistics.rstd,
-        statistics.mean_g,
-        statistics.projection,
-        dx,
-        dweights,
-        dbiases,
-        M,
-        N,
-        slabs,
-        offset,
-        HAS_DS=ds is not None,
-        HAS_MEAN=statistics.mean is not None,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
-    )
+        _wide_backward_kernel, plan, chunks * slabs,
+        dy, ds, x, weight, statistics.mean, statistics.rstd,
+        statistics.mean_g, statistics.projection, dx, dweights, dbiases,
+        M, N, slabs, offset,
+        HAS_DS=ds is not None, HAS_MEAN=statistics.mean is not None, HAS_WEIGHT=weight is not None,
+        NEEDS_DX=dx is not None, NEEDS_DWEIGHT=dweight is not None, NEEDS_DBIAS=dbias is not None,
+    )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,31 @@ def test_nothing_waits_for_the_device_or_mutates():
 )
 def test_a_call_that_waits_or_mutates_is_found(source):
     assert len(synchronising_calls(Path("meta/x.py"), source)) == 1
+
+
+def listed_one_by_one(source: str) -> list[str]:
+    """The kernels whose header has two successive lines of one parameter each."""
+    wrong = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+            lines = Counter(parameter.lineno for parameter in function.args.args)
+            alone = {line for line, parameters in lines.items() if parameters == 1}
+            if any(line + 1 in alone for line in alone):
+                wrong.append(function.name)
+    return wrong
+
+
+def test_kernels_parameters_are_grouped():
+    wrong = {file.name: listed_one_by_one(file.read_text()) for file in sources("lowering")}
+    assert any(wrong) and not any(wrong.values()), wrong
+
+
+def test_a_kernel_with_a_parameter_on_each_line_is_found():
+    grouped = "@triton.jit\ndef kernel(\n    x_ptr, y_ptr,\n    N,\n):  # fmt: skip\n    pass\n"
+    listed = grouped.replace("x_ptr, y_ptr", "x_ptr,\n    y_ptr")
+    assert listed_one_by_one(grouped) == [] and listed_one_by_one(listed) == ["kernel"]
 
 
 @pytest.fixture(scope="module")
