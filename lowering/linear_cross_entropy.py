@@ -82,11 +82,7 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        head: Head,
-        dx: Tensor | None,
-        dweight: Tensor | None,
-        dbias: Tensor | None,
+        self, head: Head, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
     ) -> None:
         self.head = head
         self.dx, self.dweight, self.dbias = dx, dweight, dbias
@@ -190,15 +186,9 @@ def _backward(
     rows, lse = call.x.reshape(-1, call.x.shape[-1]), flat(call.lse)
     tokens = Tokens(*map(flat, (call.class_weight, call.target, call.token_weight)))
     upstream = upstream_of_tokens(
-        call.dloss,
-        call.dz_loss,
-        call.dlse,
-        call.dtarget_logit,
-        call.lse,
-        call.reduction,
-        call.total_weight,
-        call.num_items_in_batch,
-    )
+        call.dloss, call.dz_loss, call.dlse, call.dtarget_logit,
+        call.lse, call.reduction, call.total_weight, call.num_items_in_batch,
+    )  # fmt: skip
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
     head = head_of(call, rows, unfinished[1], alignment)
     gradients = Gradients(head, *unfinished)

@@ -74,15 +74,9 @@ def divisor(
 
 
 def upstream_of_tokens(
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    lse: Tensor,
-    reduction: str,
-    total_weight: Tensor,
-    num_items_in_batch: Tensor | None,
-) -> list[Tensor | None]:
+    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
+    lse: Tensor, reduction: str, total_weight: Tensor, num_items_in_batch: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
     """The gradients of each token's own loss, z-loss, lse and target logit."""
     items = divisor(reduction, total_weight, num_items_in_batch)
     reduced = [None if grad is None else grad.to(lse.dtype) / items for grad in (dloss, dz_loss)]
@@ -134,12 +128,9 @@ class Gradients:
     """The gradients of x, weight and bias, accumulated over the chunks of logits."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        mask: tuple[bool, ...] | list[bool],
-        accum_dtype: torch.dtype | None,
-        waiting: bool,
-    ) -> None:
+        self, weight: Tensor,
+        mask: tuple[bool, ...] | list[bool], accum_dtype: torch.dtype | None, waiting: bool,
+    ) -> None:  # fmt: skip
         self.weight = weight
         self.mask = mask
         self.accumulated = accumulation_dtype(weight, accum_dtype)

@@ -112,14 +112,9 @@ def loss_and_gradient(
 
 
 def gradient(
-    call: Any,
-    upstream: Sequence[Tensor | None],
-    logits: Tensor,
-    tokens: Tokens,
-    lse: Tensor,
-    dlogits: Tensor,
-    plan: Plan | None = None,
-) -> None:
+    call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
+    tokens: Tokens, lse: Tensor, dlogits: Tensor, plan: Plan | None = None,
+) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
     The incoming gradients: (M,) of any stride, 0 too, with the reduction's factor in them. logits

@@ -15,8 +15,7 @@ from .launch import Plan
 
 @triton.jit
 def _load(
-    gate_ptr, up_ptr,
-    rows, col, M, N, stride_gate, stride_up,
+    gate_ptr, up_ptr, rows, col, M, N, stride_gate, stride_up,
     INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if INTERLEAVED:
@@ -32,8 +31,7 @@ def _load(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_kernel(
-    gate_ptr, up_ptr, y_ptr,
-    M, N, stride_gate, stride_up, a, b, c,
+    gate_ptr, up_ptr, y_ptr, M, N, stride_gate, stride_up, a, b, c,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

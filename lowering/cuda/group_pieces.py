@@ -203,8 +203,7 @@ def group_pieces_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def group_sums_kernel(
-    moments_ptr, statistics_ptr, dweight_ptr, dbias_ptr,
-    P, G, C_G, groups, pieces, moment_stride,
+    moments_ptr, statistics_ptr, dweight_ptr, dbias_ptr, P, G, C_G, groups, pieces, moment_stride,
     NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -263,15 +262,9 @@ def plan_pieces(x: Tensor, shape: Groups, backward: bool) -> Pieces:
 
 
 def launch_pieces(
-    plan: Pieces,
-    shape: Groups,
-    dy: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor | None,
-    eps: float,
-) -> Moments:
+    plan: Pieces, shape: Groups, dy: Tensor | None, x: Tensor,
+    weight: Tensor | None, bias: Tensor | None, out: Tensor | None, eps: float,
+) -> Moments:  # fmt: skip
     """Write y, or with dy dx, to `out`, unless that is None."""
     pieces = cdiv(shape.S, plan.BLOCK_S)
     tiles = cdiv(shape.C_G, plan.BLOCK_C) * pieces

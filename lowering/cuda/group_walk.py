@@ -56,8 +56,7 @@ def _store_y(x, mean, rstd, affine, y_ptr, place, HAS_WEIGHT: tl.constexpr, HAS_
 
 @triton.jit(do_not_specialize=["GROUPS", "tiles"])
 def group_walk_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr,
-    G, C_G, S, length, eps, GROUPS, tiles,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, G, C_G, S, length, eps, GROUPS, tiles,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
     KNOWN: tl.constexpr, KEPT: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,

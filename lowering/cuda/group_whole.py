@@ -16,8 +16,7 @@ from .launch import launch
 
 @triton.jit
 def group_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr,
-    G, C_G, S, length, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, G, C_G, S, length, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
@@ -37,8 +36,7 @@ def group_norm_kernel(
 
 @triton.jit
 def group_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    G, C_G, S, length, eps,
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, G, C_G, S, length, eps,
     HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
     NEEDS_DBIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip

@@ -17,8 +17,7 @@ from .row_sums import first_mean, mean_and_rstd
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_two_pass_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr,
-    M, N, stride_x, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, stride_x, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, TRIPS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip

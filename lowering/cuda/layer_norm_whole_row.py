@@ -22,8 +22,7 @@ def affine(xhat, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT: tl.constexpr, HAS_BI
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr,
-    M, N, stride_x, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, stride_x, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -55,8 +54,7 @@ def layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    M, N, stride_dy, stride_x, eps,
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, stride_dy, stride_x, eps,
     HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
     NEEDS_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip

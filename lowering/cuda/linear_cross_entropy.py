@@ -17,8 +17,7 @@ ALIGNMENT = 16
 
 @triton.jit(do_not_specialize=["M"])
 def _scale_kernel(
-    gradient_ptr, factor_ptr, result_ptr,
-    M, N, stride_factor,
+    gradient_ptr, factor_ptr, result_ptr, M, N, stride_factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows, col = place(M, N, BLOCK_M, BLOCK_N)

@@ -69,14 +69,9 @@ def plan_whole_rows_backward(x: Tensor, loads: int) -> WholeRow:
 
 
 def launch_norm_backward(
-    kernel: Any,
-    grid: tuple[int, ...],
-    norm: NormBackward,
-    inputs: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    has_dbias: bool = True,
-    **constants: Any,
-) -> None:
+    kernel: Any, grid: tuple[int, ...], norm: NormBackward, inputs: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...], has_dbias: bool = True, **constants: Any,
+) -> None:  # fmt: skip
     """Launch a kernel that stores a part of the gradients of weight and bias in each row of the
     grid's last dimension, and sum the parts.
 

@@ -22,8 +22,7 @@ from .row_sums import first_mean, mean_and_rstd
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_statistics_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr,
-    M, N, stride_dy, stride_x, eps, offset,
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr, M, N, stride_dy, stride_x, eps, offset,
     HAS_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Each row's rstd and mean(g * xhat), the projection of g on xhat.
@@ -46,8 +45,7 @@ def rms_norm_statistics_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_statistics_kernel(
-    dy_ptr, x_ptr, weight_ptr, statistics_ptr,
-    M, N, stride_dy, stride_x, eps,
+    dy_ptr, x_ptr, weight_ptr, statistics_ptr, M, N, stride_dy, stride_x, eps,
     HAS_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     # Each row's mean, rstd, mean(g) and mean(g * xhat), in one pass.

@@ -26,8 +26,7 @@ def _sum_columns(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit(do_not_specialize=["P"])
 def _column_sums_kernel(
-    partial_ptr, out_ptr, second_partial_ptr, second_out_ptr,
-    P, N,
+    partial_ptr, out_ptr, second_partial_ptr, second_out_ptr, P, N,
     DEPENDENT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # One gradient, or two in one launch.

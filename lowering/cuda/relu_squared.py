@@ -23,8 +23,7 @@ def _relu_squared_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _relu_squared_backward_kernel(
-    dy_ptr, x_ptr, dx_ptr,
-    M, N, stride_dy, stride_x,
+    dy_ptr, x_ptr, dx_ptr, M, N, stride_dy, stride_x,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows, col = place(M, N, BLOCK_M, BLOCK_N)

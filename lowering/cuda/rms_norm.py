@@ -63,13 +63,9 @@ def launch_rms_norm(
 
 
 def launch_rms_norm_backward(
-    call: Any,
-    ds: Tensor | None,
-    x: Tensor,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    plan: Plan | None,
-) -> None:
+    call: Any, ds: Tensor | None, x: Tensor, dx: Tensor | None,
+    dweight: Tensor | None, plan: Plan | None,
+) -> None:  # fmt: skip
     x, dy, weight = rows(x), rows(call.dy), contiguous(call.weight)
     ds = None if ds is None else rows(ds)
     options = (call.eps, call.offset)

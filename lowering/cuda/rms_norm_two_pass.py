@@ -35,8 +35,7 @@ def _store_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_two_pass_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr,
-    M, N, stride_x, stride_residual, eps, offset,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, stride_x, stride_residual, eps, offset,
     CASTING_MODE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip

@@ -13,8 +13,7 @@ from .row_sums import two_row_sums
 
 @triton.jit
 def load_sum(
-    x_ptr, residual_ptr,
-    cols, mask,
+    x_ptr, residual_ptr, cols, mask,
     dtype: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     """A tile of x, with the residual added if there is one."""
@@ -27,8 +26,7 @@ def load_sum(
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr,
-    M, N, stride_x, stride_residual, eps, offset,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, stride_x, stride_residual, eps, offset,
     CASTING_MODE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

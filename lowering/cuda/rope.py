@@ -212,18 +212,10 @@ def aligned(x: Tensor) -> bool:
 
 
 def rotate(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    q_out: Tensor | None,
-    k_out: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    backward: bool,
-    plan: RopePlan | None,
-) -> None:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, q_out: Tensor | None,
+    k_out: Tensor | None, interleaved: bool, per_pair: bool,
+    sections: list[int] | None, backward: bool, plan: RopePlan | None,
+) -> None:  # fmt: skip
     """Launch the rotation, or for backward the rotation back, of what has an output."""
     B, _, S, D = q.shape
     given = [(x, out) for x, out in ((q, q_out), (k, k_out)) if out is not None and x.numel() > 0]

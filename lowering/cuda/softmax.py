@@ -26,8 +26,7 @@ from .launch import (
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_kernel(
-    x_ptr, y_ptr,
-    M, N, stride_x,
+    x_ptr, y_ptr, M, N, stride_x,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -43,8 +42,7 @@ def _softmax_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_two_pass_kernel(
-    x_ptr, y_ptr,
-    M, N, stride_x,
+    x_ptr, y_ptr, M, N, stride_x,
     LOG: tl.constexpr, BLOCK_N: tl.constexpr,
     TILES: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
@@ -82,8 +80,7 @@ def _softmax_two_pass_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr,
-    M, N, stride_dy, stride_y,
+    dy_ptr, y_ptr, dx_ptr, M, N, stride_dy, stride_y,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -104,8 +101,7 @@ def _softmax_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_two_pass_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr,
-    M, N, stride_dy, stride_y,
+    dy_ptr, y_ptr, dx_ptr, M, N, stride_dy, stride_y,
     LOG: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)

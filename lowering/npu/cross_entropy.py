@@ -176,15 +176,9 @@ def loss_and_gradient(
     class_sum = _class_sum(weight, V, call.label_smoothing)
     smooth = None if weighted_x is None else (class_sum * lse - weighted_x) / V
     losses = definition.token_losses(
-        lse,
-        target_logit,
-        smooth,
-        weights,
-        counts,
-        inside,
-        call.label_smoothing,
-        call.lse_square_scale,
-    )
+        lse, target_logit, smooth, weights, counts, inside,
+        call.label_smoothing, call.lse_square_scale,
+    )  # fmt: skip
     for result, value in zip((loss, z_loss), losses, strict=True):
         result.copy_(torch.where(inside | ignored, value, float("nan")))
     if predicted_tokens is not None:
@@ -193,32 +187,17 @@ def loss_and_gradient(
         entropy.copy_(torch.where(ignored, 0.0, entropy))
     if gradient:
         factors = definition.gradient_factors(
-            torch.ones_like(lse),
-            None,
-            None,
-            None,
-            lse,
-            weights,
-            counts,
-            inside,
-            class_sum,
-            V,
-            call.label_smoothing,
-            call.lse_square_scale,
-        )
+            torch.ones_like(lse), None, None, None, lse, weights, counts, inside,
+            class_sum, V, call.label_smoothing, call.lse_square_scale,
+        )  # fmt: skip
         column = torch.where(inside, target, -1)
         _launch_gradient(call, factors, column, logits, weight, lse, logits, plan)
 
 
 def gradient(
-    call: Any,
-    upstream: Sequence[Tensor | None],
-    logits: Tensor,
-    tokens: Tokens,
-    lse: Tensor,
-    dlogits: Tensor,
-    plan: Plan | None = None,
-) -> None:
+    call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
+    tokens: Tokens, lse: Tensor, dlogits: Tensor, plan: Plan | None = None,
+) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
     upstream: (M,) each, of any stride, also 0, with the reduction's factor included. logits and
@@ -230,29 +209,18 @@ def gradient(
     weight, target, token_weight, *_ = tokens
     inside = _inside(target, V, call.ignore_index)
     factors = definition.gradient_factors(
-        *upstream,
-        lse,
-        *definition.token_weights(target, inside, weight, token_weight, torch.float32),
-        inside,
-        _class_sum(weight, V, call.label_smoothing),
-        V,
-        call.label_smoothing,
-        call.lse_square_scale,
-    )
+        *upstream, lse,
+        *definition.token_weights(target, inside, weight, token_weight, torch.float32), inside,
+        _class_sum(weight, V, call.label_smoothing), V, call.label_smoothing, call.lse_square_scale,
+    )  # fmt: skip
     column = torch.where(inside, target, -1)
     _launch_gradient(call, factors, column, logits, weight, lse, dlogits, plan)
 
 
 def _launch_gradient(
-    call: Any,
-    factors: tuple[Tensor, Tensor, Tensor, Tensor],
-    column: Tensor,
-    logits: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    dlogits: Tensor,
-    plan: Plan | None,
-) -> None:
+    call: Any, factors: tuple[Tensor, Tensor, Tensor, Tensor], column: Tensor,
+    logits: Tensor, weight: Tensor | None, lse: Tensor, dlogits: Tensor, plan: Plan | None,
+) -> None:  # fmt: skip
     M, V = logits.shape
     smoothing = call.label_smoothing != 0
     soft, smoothed, hard, alive = factors

@@ -40,8 +40,7 @@ COSTS.update(
 
 @triton.jit
 def _load(
-    gate_ptr, up_ptr,
-    row, col, M, N, stride_gate, stride_up,
+    gate_ptr, up_ptr, row, col, M, N, stride_gate, stride_up,
     INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if INTERLEAVED:
@@ -55,8 +54,7 @@ def _load(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_kernel(
-    y_ptr, gate_ptr, up_ptr,
-    M, N, stride_gate, stride_up, a, b, c,
+    y_ptr, gate_ptr, up_ptr, M, N, stride_gate, stride_up, a, b, c,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip

@@ -51,8 +51,7 @@ def _standardised(x, inside, length, eps, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "slabs"])
 def _group_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr,
-    batch, G, C_G, S, length, slabs, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, batch, G, C_G, S, length, slabs, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +84,7 @@ def _group_norm_kernel(
 
 @triton.jit(do_not_specialize=["batch", "slabs"])
 def _group_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    batch, G, C_G, S, length, slabs, eps,
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, batch, G, C_G, S, length, slabs, eps,
     HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
     NEEDS_DBIAS: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -23,8 +23,7 @@ STATISTICS_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["M"])
 def _channel_moments_kernel(
-    x_ptr, dy_ptr, mean_ptr, m2_ptr, sum_dy_ptr, product_ptr,
-    M, S,
+    x_ptr, dy_ptr, mean_ptr, m2_ptr, sum_dy_ptr, product_ptr, M, S,
     HAS_DY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The moments of each channel: mean, squared deviations, and the sums of dy and of
@@ -167,14 +166,9 @@ def _group_apply_kernel(
 
 
 def _statistics(
-    dy: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    dweights: Tensor | None,
-    shape: Groups,
-    eps: float,
-    plan: Plan,
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    dy: Tensor | None, x: Tensor, weight: Tensor | None, dweights: Tensor | None,
+    shape: Groups, eps: float, plan: Plan,
+) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """The channels' moments and the groups' statistics; the last two of each need dy."""
     channels = shape.groups * shape.C_G
     absent = [None, None] if dy is None else []
@@ -202,15 +196,9 @@ def forward_statistics(x: Tensor, shape: Groups, eps: float, plan: Plan) -> list
 
 
 def backward_statistics(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    shape: Groups,
-    eps: float,
-    plan: Plan,
-) -> list[Tensor | None]:
+    dy: Tensor, x: Tensor, weight: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
+    shape: Groups, eps: float, plan: Plan,
+) -> list[Tensor | None]:  # fmt: skip
     """Write dweight and dbias; return the groups' mean, rstd, mean(g) and mean(g * xhat)."""
     sums = (shape.batch, shape.G * shape.C_G)
     dweights = None if dweight is None else x.new_empty(sums, dtype=torch.float32)
@@ -221,15 +209,9 @@ def backward_statistics(
 
 
 def apply(
-    dy: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: list[Tensor | None],
-    out: Tensor,
-    shape: Groups,
-    plan: Plan,
-) -> None:
+    dy: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    statistics: list[Tensor | None], out: Tensor, shape: Groups, plan: Plan,
+) -> None:  # fmt: skip
     launch(
         _group_apply_kernel, plan, shape.groups * cdiv(shape.C_G, plan.BLOCK_M),
         x, dy, weight, bias, *statistics, out,

@@ -36,8 +36,7 @@ def _standardised(x, inside, N, eps, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr,
-    M, N, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -66,8 +65,7 @@ def _layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_wide_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr,
-    M, N, eps,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The second pass finds the rows in the L2 cache.
@@ -104,8 +102,7 @@ def _layer_norm_wide_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    M, N, eps,
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, eps,
     HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
     NEEDS_DBIAS: tl.constexpr, PADDED: tl.constexpr, REUSES_PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -163,8 +160,7 @@ def _layer_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_statistics_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr,
-    M, N, eps,
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, M, N, eps,
     HAS_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # One pass: each lane keeps the sum of g * (x - its running mean), and corrects it whenever that

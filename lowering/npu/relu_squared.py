@@ -34,8 +34,7 @@ def _relu_squared_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _relu_squared_backward_kernel(
-    dx_ptr, dy_ptr, x_ptr,
-    M, N, stride_dy, stride_x,
+    dx_ptr, dy_ptr, x_ptr, M, N, stride_dy, stride_x,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)

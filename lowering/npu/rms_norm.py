@@ -45,8 +45,7 @@ def _load(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr,
-    M, N, eps, offset,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, eps, offset,
     CASTING_MODE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -74,8 +73,7 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr,
-    M, N, eps, offset,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, eps, offset,
     CASTING_MODE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -113,8 +111,7 @@ def _rms_norm_wide_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_backward_kernel(
-    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr,
-    M, N, eps, offset,
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, M, N, eps, offset,
     HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr,
     NEEDS_DWEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -165,8 +162,7 @@ def _rms_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_statistics_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr,
-    M, N, eps, offset,
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr, M, N, eps, offset,
     HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -213,13 +209,9 @@ def launch_rms_norm(
 
 
 def launch_rms_norm_backward(
-    call: Any,
-    ds: Tensor | None,
-    x: Tensor,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    plan: Plan | None,
-) -> None:
+    call: Any, ds: Tensor | None, x: Tensor, dx: Tensor | None,
+    dweight: Tensor | None, plan: Plan | None,
+) -> None:  # fmt: skip
     dy, ds, x, weight = *map(tiling.rows, (call.dy, ds, x)), contiguous(call.weight)
     M, N = x.shape
     op = "add_rms_norm_backward_dx" if dweight is None and ds is not None else "rms_norm_backward"

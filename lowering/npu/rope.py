@@ -203,16 +203,9 @@ def _table_strides(table: Tensor) -> list[int]:
 
 
 def rotate(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    y: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    backward: bool,
-    plan: Plan | None,
-) -> None:
+    x: Tensor, cos: Tensor, sin: Tensor | None, y: Tensor | None, interleaved: bool,
+    per_pair: bool, sections: list[int] | None, backward: bool, plan: Plan | None,
+) -> None:  # fmt: skip
     """Launch the rotation of x, or for backward the inverse rotation, into y unless it is None."""
     if y is None or y.numel() == 0:
         return

@@ -33,8 +33,7 @@ def _load(ptr, offsets, mask):
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_kernel(
-    x_ptr, y_ptr,
-    M, N,
+    x_ptr, y_ptr, M, N,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -55,8 +54,7 @@ def _softmax_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_wide_kernel(
-    x_ptr, y_ptr,
-    M, N,
+    x_ptr, y_ptr, M, N,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The first pass is an online softmax: each row keeps a running maximum, and a sum of
@@ -86,8 +84,7 @@ def _softmax_wide_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr,
-    M, N,
+    dy_ptr, y_ptr, dx_ptr, M, N,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -107,8 +104,7 @@ def _softmax_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_wide_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr,
-    M, N,
+    dy_ptr, y_ptr, dx_ptr, M, N,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)[:, None]

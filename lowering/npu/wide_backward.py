@@ -97,17 +97,10 @@ def _wide_backward_kernel(
 
 
 def launch_wide_backward(
-    dy: Tensor,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    offset: float,
-    statistics: Statistics,
-    plan: Plan | None,
-) -> None:
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
+    dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
+    offset: float, statistics: Statistics, plan: Plan | None,
+) -> None:  # fmt: skip
     M, N = x.shape
     plan = plan or tiling.plan("wide_backward", N, x, dy)
     chunks = cdiv(N, plan.BLOCK_N)
