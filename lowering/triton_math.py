@@ -22,7 +22,7 @@ def rounded(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def widened_again(x):
+def to_float32_again(x):
     """Convert to float32 again, by bit shift if x is bfloat16, so that the compiler cannot reuse an
     earlier x.to(float32).
 

@@ -160,7 +160,7 @@ def linear_cross_entropy_forward(
     """
     rows, targets, token_weights = flattened(x, target, token_weight)
     options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
-    gradients = Gradients(weight, gradient_mask, accum_dtype, waiting=True)
+    gradients = Gradients(weight, gradient_mask, accum_dtype, in_forward=True)
     parts = []
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
@@ -250,7 +250,7 @@ def linear_cross_entropy_backward(
         dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
     )
     lse = lse.reshape(-1)
-    gradients = Gradients(weight, missing, accum_dtype, waiting=False)
+    gradients = Gradients(weight, missing, accum_dtype, in_forward=False)
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)

@@ -107,7 +107,7 @@ def loss_and_gradient(
             cross_entropy_online_kernel, (M,), logits,
             *arguments, *scalars,
             GRADIENT=gradient, BLOCK_N=plan.BLOCK_N, FOLD=fold,
-            STAGES=1 if weighted else plan.num_stages, num_warps=plan.num_warps,
+            NUM_STAGES=1 if weighted else plan.num_stages, num_warps=plan.num_warps,
         )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def gradient(
         logits.stride(0), dlogits.stride(0),
         call.ignore_index, call.label_smoothing or None, call.lse_square_scale,
         call.softcap, None if call.logit_scale == 1 else call.logit_scale,
-        BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, STAGES=1, num_warps=plan.num_warps,
+        BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, NUM_STAGES=1, num_warps=plan.num_warps,
     )  # fmt: skip
 
 

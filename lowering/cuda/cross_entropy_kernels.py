@@ -93,11 +93,11 @@ def cross_entropy_kernel(
 
 @triton.jit
 def _lanes_updated(
-    logits, x, class_weights, cols, V, maxima, sums, weighted_xs, expectations, best, predictions,
+    logits, x, weight_ptr, cols, V, maxima, sums, weighted_xs, expectations, best, predictions,
     HAS_SMOOTHING: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_PREDICTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile to the running values of every lane. Past the last column x is -inf and
-    class_weights is 0."""
+    """Add one tile to the running values of every lane. Past the last column x is -inf."""
+    class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
     LANES: tl.constexpr = maxima.numel
     FOLD: tl.constexpr = x.numel // LANES
     lanes = tl.reshape(x, (LANES, FOLD))
@@ -127,7 +127,7 @@ def cross_entropy_online_kernel(
     logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
     z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr,
     V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
-    GRADIENT: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # A program has one row. A lane is FOLD neighbours of each tile, which one thread holds. A lane
     # keeps its maximum so far and its sum of exponentials relative to that (online softmax); lanes
@@ -152,13 +152,12 @@ def cross_entropy_online_kernel(
     best = tl.full((LANES,), -float("inf"), tl.float32)
     predictions = tl.zeros((LANES,), tl.int32)
     whole = V // BLOCK_N * BLOCK_N
-    for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(0, whole, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         logits = tl.load(logits_ptr + cols, eviction_policy=POLICY).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
-        class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
         maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
-            logits, x, class_weights, cols, V, maxima, sums,
+            logits, x, weight_ptr, cols, V, maxima, sums,
             weighted_xs, expectations, best, predictions,
             HAS_SMOOTHING, entropy_ptr is not None, predicted_ptr is not None,
         )  # fmt: skip
@@ -170,9 +169,8 @@ def cross_entropy_online_kernel(
         x = effective(logits, logit_scale, softcap)
         if softcap is not None:
             x = tl.where(cols < V, x, -float("inf"))
-        class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
         maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
-            logits, x, class_weights, cols, V, maxima, sums,
+            logits, x, weight_ptr, cols, V, maxima, sums,
             weighted_xs, expectations, best, predictions,
             HAS_SMOOTHING, entropy_ptr is not None, predicted_ptr is not None,
         )  # fmt: skip
@@ -238,7 +236,7 @@ def cross_entropy_backward_kernel(
     M, V,
     stride_dloss, stride_dz_loss, stride_dlse, stride_dtarget_logit, stride_logits, stride_dlogits,
     ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # The programs along the grid's second dimension share the tiles of the same rows.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -269,7 +267,7 @@ def cross_entropy_backward_kernel(
     logits_ptr += rows[:, None] * stride_logits
     dlogits_ptr += rows[:, None] * stride_dlogits
     first = tl.program_id(1) * BLOCK_N
-    for start in tl.range(first, V, tl.num_programs(1) * BLOCK_N, num_stages=STAGES):
+    for start in tl.range(first, V, tl.num_programs(1) * BLOCK_N, num_stages=NUM_STAGES):
         cols = start + tl.arange(0, BLOCK_N)[None, :]
         mask = cols < V
         logits = tl.load(logits_ptr + cols, mask=mask & nonzero, other=0.0).to(tl.float32)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import cdiv, next_power_of_2
-from ..triton_math import folded, widened_again
+from ..triton_math import folded, to_float32_again
 from .group_plan import GroupPlan, Groups, per_channel
 from .launch import Table, launch, on_nvidia, plan_for, processors
 from .row_sums import four_sums, mean_and_rstd, near_mean, two_totals
@@ -87,7 +87,7 @@ def group_walk_kernel(
         affine = (weight_ptr, bias_ptr, group, G, C_G)
         for i in tl.static_range(KEPT):
             place = _tile(count - 1 - i, C_G, S, PARTS, BLOCK_C, BLOCK_S)
-            x = widened_again(kept[KEPT - 1 - i])
+            x = to_float32_again(kept[KEPT - 1 - i])
             _store_y(x, mean, rstd, affine, y_group, place, HAS_WEIGHT, HAS_BIAS)
         for stored in tl.range(KEPT, count, num_stages=1, loop_unroll_factor=UNROLL):
             place = _tile(count - 1 - stored, C_G, S, PARTS, BLOCK_C, BLOCK_S)
@@ -108,7 +108,7 @@ def _lane_sums(x, dy, shift, FOLD: tl.constexpr):
 
 @triton.jit
 def _store_dx(dy, x, factor, slope, level, dx_ptr, offsets, mask):
-    dx = widened_again(dy) * factor + (widened_again(x) * slope + level)
+    dx = to_float32_again(dy) * factor + (to_float32_again(x) * slope + level)
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_math import widened_again
+from ..triton_math import to_float32_again
 from .launch import WholeRow
 from .norm_backward import NormBackward, launch_norm_backward
 from .row_sums import two_row_sums
@@ -42,10 +42,10 @@ def layer_norm_kernel(
         step = sums / N
         mean = shift + step
         variance = tl.maximum(squares / N - step * step, 0.0)
-        centred = widened_again(x) - mean
+        centred = to_float32_again(x) - mean
     else:
         mean = tl.sum(x.to(tl.float32), 1)[:, None] / N
-        centred = tl.where(mask, widened_again(x) - mean, 0.0)
+        centred = tl.where(mask, to_float32_again(x) - mean, 0.0)
         variance = tl.sum(centred * centred, 1)[:, None] / N
     rstd = tl.rsqrt(variance + eps)
     y = affine(centred * rstd, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT, HAS_BIAS)
@@ -56,7 +56,8 @@ def layer_norm_kernel(
 def layer_norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, stride_dy, stride_x, eps,
     HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -64,7 +65,9 @@ def layer_norm_backward_kernel(
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+    for start in tl.range(
+        program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES
+    ):
         rows = (start + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
@@ -106,5 +109,5 @@ def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
         HAS_WEIGHT=norm.weight is not None, NEEDS_DX=norm.dx is not None,
         NEEDS_DWEIGHT=norm.dweight is not None,
         NEEDS_DBIAS=norm.dbias is not None, BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=plan.BLOCK_N, STAGES=plan.num_stages, num_warps=plan.num_warps,
+        BLOCK_N=plan.BLOCK_N, NUM_STAGES=plan.num_stages, num_warps=plan.num_warps,
     )  # fmt: skip

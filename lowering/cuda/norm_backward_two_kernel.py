@@ -85,7 +85,7 @@ def two_kernel_backward_kernel(
     M, N, stride_dy, stride_ds, stride_x, offset,
     HAS_DS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     group = tl.program_id(1).to(tl.int64)
@@ -95,7 +95,7 @@ def two_kernel_backward_kernel(
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # The rows that the first kernel read last come first: they may still be in the L2 cache.
     tiles = tl.cdiv(M, BLOCK_M)
-    for tile in tl.range(group, tiles, tl.num_programs(1), num_stages=STAGES):
+    for tile in tl.range(group, tiles, tl.num_programs(1), num_stages=NUM_STAGES):
         rows = ((tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
@@ -156,7 +156,8 @@ def launch_two_kernels(plan: TwoKernel, norm: NormBackward) -> None:
         two_kernel_backward_kernel, (cdiv(norm.x.shape[1], columns), plan.programs), norm,
         (norm.dy, norm.ds, norm.x, norm.weight, *_statistics(plan, norm)),
         (*norm.strides, norm.offset),
-        **norm.options, BLOCK_M=plan.BLOCK_M, BLOCK_N=columns, STAGES=plan.num_stages, num_warps=4,
+        **norm.options, BLOCK_M=plan.BLOCK_M, BLOCK_N=columns,
+        NUM_STAGES=plan.num_stages, num_warps=4,
     )  # fmt: skip
 
 

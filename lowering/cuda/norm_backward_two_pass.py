@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import cdiv, next_power_of_2
-from ..triton_math import folded, widened_again
+from ..triton_math import folded, to_float32_again
 from .launch import Plan, Table, on_nvidia, plan_for, processors
 from .norm_backward import NormBackward, launch_norm_backward
 from .prefetch import prefetch_row
@@ -92,17 +92,17 @@ def two_pass_backward_kernel(
                 dy = tl.load(dy_row + cols, mask=cols < N, other=0.0)
                 if HAS_WEIGHT:
                     weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
-            xhat = widened_again(x) * rstd
+            xhat = to_float32_again(x) * rstd
             if HAS_MEAN:
                 xhat += centre
-            g = widened_again(dy)
+            g = to_float32_again(dy)
             if NEEDS_DWEIGHT:
                 dweight = (dweight_so_far[TILES - 1 - done] + g * xhat,) + dweight
             if NEEDS_DBIAS:
                 dbias = (dbias_so_far[TILES - 1 - done] + g,) + dbias
             if NEEDS_DX:
                 if HAS_WEIGHT:
-                    g *= widened_again(weight) + offset
+                    g *= to_float32_again(weight) + offset
                 rest = xhat * slope
                 if HAS_MEAN:
                     rest -= mean_g * rstd

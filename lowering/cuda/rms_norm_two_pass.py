@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import cdiv
-from ..triton_math import folded, rms_rstd, rms_scaled, rms_square, widened_again
+from ..triton_math import folded, rms_rstd, rms_scaled, rms_square, to_float32_again
 from .launch import Table, TwoPass, launch, plan_for
 from .rms_norm_whole_row import load_sum
 
@@ -29,7 +29,7 @@ def _store_tile(
     weight = None
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    y = rms_scaled(widened_again(x), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
+    y = rms_scaled(to_float32_again(x), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
     tl.store(y_ptr + cols, y.to(dtype), mask=mask, cache_modifier=".cs")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_math import rms_rstd, rms_scaled, rms_square, widened_again
+from ..triton_math import rms_rstd, rms_scaled, rms_square, to_float32_again
 from .launch import WholeRow
 from .norm_backward import NormBackward, launch_norm_backward
 from .row_sums import two_row_sums
@@ -46,7 +46,7 @@ def rms_norm_kernel(
     weight = None
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    y = rms_scaled(widened_again(x), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
+    y = rms_scaled(to_float32_again(x), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
     tl.store(y_ptr + rows * N + cols, y.to(dtype), mask=mask)
 
 
@@ -56,7 +56,7 @@ def rms_norm_backward_kernel(
     M, N, stride_dy, stride_ds, stride_x, eps, offset,
     HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr,
     NEEDS_DWEIGHT: tl.constexpr, KEEPS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # KEEPS_WEIGHT: weight stays in registers. A wide row needs those, and loads weight again with
     # every row. A float32 row needs more of them, and loads ds only when its sums are known.
@@ -66,7 +66,9 @@ def rms_norm_backward_kernel(
     if HAS_WEIGHT and KEEPS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+    for start in tl.range(
+        program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES
+    ):
         rows = (start + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
@@ -84,9 +86,9 @@ def rms_norm_backward_kernel(
                 if HAS_WEIGHT:
                     g *= weight.to(tl.float32) + offset
             else:
-                g = widened_again(dy)
+                g = to_float32_again(dy)
                 if HAS_WEIGHT:
-                    g *= widened_again(weight) + offset
+                    g *= to_float32_again(weight) + offset
             squares, products = two_row_sums(wide * wide, g * wide)
         else:
             squares = tl.sum(wide * wide, 1)[:, None]
@@ -97,13 +99,13 @@ def rms_norm_backward_kernel(
         rstd = tl.rsqrt(mean_square + eps)
         if NEEDS_DX:
             projection = products / N * rstd
-        xhat = widened_again(x) * rstd
-        g = widened_again(dy)
+        xhat = to_float32_again(x) * rstd
+        g = to_float32_again(dy)
         if NEEDS_DWEIGHT:
             dweight += g * xhat
         if NEEDS_DX:
             if HAS_WEIGHT:
-                g *= widened_again(weight) + offset
+                g *= to_float32_again(weight) + offset
             dx = rstd * (g - xhat * projection)
             if HAS_DS:
                 if not DS_EARLY:
@@ -122,5 +124,5 @@ def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
         has_dbias=False, HAS_DS=norm.ds is not None, HAS_WEIGHT=norm.weight is not None,
         NEEDS_DX=norm.dx is not None, NEEDS_DWEIGHT=norm.dweight is not None,
         KEEPS_WEIGHT=plan.BLOCK_N <= 8192, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
-        STAGES=plan.num_stages, num_warps=plan.num_warps,
+        NUM_STAGES=plan.num_stages, num_warps=plan.num_warps,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from ..loss_math import effective, logit_gradient
 from ..sizes import cdiv
 from ..triton_math import LOWEST
 from . import tiling
-from .tile import load, remaining, within
+from .tile import load, remaining, tile_offsets, within
 from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
@@ -43,13 +43,10 @@ def _walk_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Online softmax: each row keeps a running maximum, and a sum of exponentials relative to it.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * V + cols
+    rows, cols, offsets = tile_offsets(V, BLOCK_M, BLOCK_N)
     # Whether columns past the last stay -inf in x without a mask.
     BY_ITSELF: tl.constexpr = (softcap is None) and (weighted_x_ptr is None)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         maximum = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
@@ -107,11 +104,8 @@ def _gradient_kernel(
     M, V, softcap, logit_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * V + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    rows, cols, offsets = tile_offsets(V, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         lse = load(lse_ptr + row, rows, row_mask)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..sizes import cdiv
 from .partial_sums import summed
-from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, within
+from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, tile_offsets, within
 from .tiling import Groups, Plan, launch
 
 # Channels in a tile of `_group_statistics_kernel`, which does a thousandth of the work.
@@ -29,12 +29,9 @@ def _channel_moments_kernel(
     # The moments of each channel: mean, squared deviations, and the sums of dy and of
     # dy * (x - mean). Each lane keeps the last sum about its running mean, and corrects it whenever
     # that mean changes.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * S + cols
+    rows, cols, offsets = tile_offsets(S, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, S, BLOCK_N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -128,9 +125,7 @@ def _group_apply_kernel(
 ):  # fmt: skip
     # Write y, or for BACKWARD dx, from the groups' statistics. A work item is a block of channels
     # of one group.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * S + cols
+    rows, cols, offsets = tile_offsets(S, BLOCK_M, BLOCK_N)
     one = tl.arange(0, 1)[:, None]
     blocks = tl.cdiv(C_G, BLOCK_M)
     program = tl.program_id(0).to(tl.int64)

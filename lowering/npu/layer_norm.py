@@ -11,7 +11,16 @@ from ..sizes import cdiv
 from ..tensors import contiguous
 from . import tiling, wide_backward
 from .partial_sums import partial_sums, summed
-from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, within
+from .tile import (
+    lane_counts,
+    lanes_merged,
+    lanes_updated,
+    load,
+    remaining,
+    tile_offsets,
+    whole_rows,
+    within,
+)
 from .tiling import COSTS, Cost, launch
 
 COSTS.update(
@@ -40,21 +49,14 @@ def _layer_norm_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    inside = None
-    if PADDED:
-        inside = within(cols, N)
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    inside = within(cols, N)
     if HAS_WEIGHT:
         weight = load(weight_ptr, cols, cols < N)
     if HAS_BIAS:
         bias = load(bias_ptr, cols, cols < N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        row = tile * BLOCK_M
-        start = row * N
-        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        start, mask = whole_rows(tile, rows, cols, M, N, BLOCK_M)
         y, _ = _standardised(load(x_ptr + start, offsets, mask), inside, N, eps, PADDED)
         if HAS_WEIGHT:
             y = y * weight
@@ -69,12 +71,9 @@ def _layer_norm_wide_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The second pass finds the rows in the L2 cache.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, N, BLOCK_N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -107,12 +106,8 @@ def _layer_norm_backward_kernel(
     NEEDS_DBIAS: tl.constexpr, PADDED: tl.constexpr, REUSES_PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    inside = None
-    if PADDED:
-        inside = within(cols, N)
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    inside = within(cols, N)
     if HAS_WEIGHT:
         weight = load(weight_ptr, cols, cols < N)
     if NEEDS_DWEIGHT:
@@ -165,12 +160,9 @@ def _layer_norm_statistics_kernel(
 ):  # fmt: skip
     # One pass: each lane keeps the sum of g * (x - its running mean), and corrects it whenever that
     # mean changes.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, N, BLOCK_N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

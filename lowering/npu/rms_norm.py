@@ -15,7 +15,7 @@ from ..tensors import contiguous
 from ..triton_math import rms_rstd, rms_scaled, rms_square
 from . import tiling, wide_backward
 from .partial_sums import partial_sums, summed
-from .tile import load, remaining, within
+from .tile import load, remaining, tile_offsets, within
 from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
@@ -50,14 +50,11 @@ def _rms_norm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     weight = None
     if HAS_WEIGHT:
         weight = load(weight_ptr, cols, cols < N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         start = row * N
         mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
@@ -80,11 +77,8 @@ def _rms_norm_wide_kernel(
     # The second pass finds the rows in the L2 cache. It adds the residual again, because reading s
     # back would have to wait for the store.
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -115,9 +109,7 @@ def _rms_norm_backward_kernel(
     HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr,
     NEEDS_DWEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     if HAS_WEIGHT:
         weight = load(weight_ptr, cols, cols < N) + offset
     if NEEDS_DWEIGHT:
@@ -165,11 +157,8 @@ def _rms_norm_statistics_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr, M, N, eps, offset,
     HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

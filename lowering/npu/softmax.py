@@ -10,7 +10,7 @@ from ..sizes import cdiv
 from ..softmax import register
 from ..triton_math import LOWEST
 from . import tiling
-from .tile import load, remaining
+from .tile import load, remaining, tile_offsets, whole_rows
 from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
@@ -36,14 +36,9 @@ def _softmax_kernel(
     x_ptr, y_ptr, M, N,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        row = tile * BLOCK_M
-        start = row * N
-        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        start, mask = whole_rows(tile, rows, cols, M, N, BLOCK_M)
         x = _load(x_ptr + start, offsets, mask)
         x = x - tl.maximum(tl.max(x, axis=1), LOWEST)[:, None]
         exp = tl.exp(x)
@@ -59,11 +54,8 @@ def _softmax_wide_kernel(
 ):  # fmt: skip
     # The first pass is an online softmax: each row keeps a running maximum, and a sum of
     # exponentials relative to it. The second pass finds the rows in the L2 cache.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         maximum = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
@@ -87,14 +79,9 @@ def _softmax_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        row = tile * BLOCK_M
-        start = row * N
-        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        start, mask = whole_rows(tile, rows, cols, M, N, BLOCK_M)
         dy = load(dy_ptr + start, offsets, mask)
         y = load(y_ptr + start, offsets, mask)
         sum = tl.sum(dy if LOG else dy * y, axis=1)[:, None]
@@ -107,11 +94,8 @@ def _softmax_wide_backward_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N,
     LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         sum = tl.zeros((BLOCK_M, 1), tl.float32)

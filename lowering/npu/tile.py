@@ -9,6 +9,14 @@ import triton.language as tl
 
 
 @triton.jit
+def tile_offsets(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows and columns of a tile, and its elements' offsets in a tensor with rows of N."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    return rows, cols, rows * N + cols
+
+
+@triton.jit
 def load(ptr, offsets, mask):
     """Load elements as float32, with 0 where masked off."""
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -18,6 +26,13 @@ def load(ptr, offsets, mask):
 def remaining(size, first, BLOCK: tl.constexpr):
     """How many of the BLOCK elements from `first` on are within `size`, as int32."""
     return tl.minimum(size - first, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def whole_rows(tile, rows, cols, M, N, BLOCK_M: tl.constexpr):
+    """The start of a tile of whole rows, and the mask of its elements that are within (M, N)."""
+    row = tile * BLOCK_M
+    return row * N, (rows < remaining(M, row, BLOCK_M)) & (cols < N)
 
 
 @triton.jit

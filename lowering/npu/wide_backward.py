@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sizes import cdiv
 from . import tiling
 from .partial_sums import partial_sums, summed
-from .tile import load, remaining
+from .tile import load, remaining, tile_offsets
 from .tiling import COSTS, Cost, Plan, launch
 
 
@@ -40,23 +40,21 @@ COSTS.update(
 )
 
 
-@triton.jit(do_not_specialize=["M", "slabs"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def _wide_backward_kernel(
     dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
     mean_g_ptr, projection_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    M, N, slabs, offset,
+    M, N, splits, offset,
     HAS_DS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    # A work item is a chunk of columns and a slab: every slabs-th tile of rows.
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    # A work item is a chunk of columns and a split: every splits-th tile of rows.
     program = tl.program_id(0).to(tl.int64)
-    for item in tl.range(program, tl.cdiv(N, BLOCK_N) * slabs, tl.num_programs(0)):
-        slab = item % slabs
-        col = (item // slabs) * BLOCK_N
+    for item in tl.range(program, tl.cdiv(N, BLOCK_N) * splits, tl.num_programs(0)):
+        split = item % splits
+        col = (item // splits) * BLOCK_N
         col_mask = cols < remaining(N, col, BLOCK_N)
         if HAS_WEIGHT:
             weight = load(weight_ptr + col, cols, col_mask) + offset
@@ -64,7 +62,7 @@ def _wide_backward_kernel(
             dweight = tl.zeros((1, BLOCK_N), tl.float32)
         if NEEDS_DBIAS:
             dbias = tl.zeros((1, BLOCK_N), tl.float32)
-        for tile in tl.range(slab, tl.cdiv(M, BLOCK_M), slabs):
+        for tile in tl.range(split, tl.cdiv(M, BLOCK_M), splits):
             row = tile * BLOCK_M
             row_mask = rows < remaining(M, row, BLOCK_M)
             mask = row_mask & col_mask
@@ -89,7 +87,7 @@ def _wide_backward_kernel(
                 if HAS_DS:
                     dx += load(ds_ptr + start, offsets, mask)
                 tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        sums = slab * N + col
+        sums = split * N + col
         if NEEDS_DWEIGHT:
             tl.store(dweight_ptr + sums + cols, dweight, mask=col_mask)
         if NEEDS_DBIAS:
@@ -104,14 +102,14 @@ def launch_wide_backward(
     M, N = x.shape
     plan = plan or tiling.plan("wide_backward", N, x, dy)
     chunks = cdiv(N, plan.BLOCK_N)
-    slabs = plan.slabs(cdiv(M, plan.BLOCK_M), chunks)
-    dweights = partial_sums(dweight, slabs)
-    dbiases = partial_sums(dbias, slabs)
+    splits = plan.splits(cdiv(M, plan.BLOCK_M), chunks)
+    dweights = partial_sums(dweight, splits)
+    dbiases = partial_sums(dbias, splits)
     launch(
-        _wide_backward_kernel, plan, chunks * slabs,
+        _wide_backward_kernel, plan, chunks * splits,
         dy, ds, x, weight, statistics.mean, statistics.rstd,
         statistics.mean_g, statistics.projection, dx, dweights, dbiases,
-        M, N, slabs, offset,
+        M, N, splits, offset,
         HAS_DS=ds is not None, HAS_MEAN=statistics.mean is not None, HAS_WEIGHT=weight is not None,
         NEEDS_DX=dx is not None, NEEDS_DWEIGHT=dweight is not None, NEEDS_DBIAS=dbias is not None,
     )  # fmt: skip
