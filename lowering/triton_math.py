@@ -56,11 +56,11 @@ def rms_rstd(sum_of_squares, N, eps, dtype: tl.constexpr, CASTING_MODE: tl.const
 @triton.jit
 def rms_scaled(
     x, rstd, weight, offset,
-    dtype: tl.constexpr, CASTING_MODE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    dtype: tl.constexpr, CASTING_MODE: tl.constexpr,
 ):  # fmt: skip
     """x * rstd * (weight + offset), rounded as the casting mode says; weight may be None."""
     y = x * rstd
-    if HAS_WEIGHT:
+    if weight is not None:
         scale = weight + offset
         if CASTING_MODE == "none":
             scale = rounded(scale, dtype)

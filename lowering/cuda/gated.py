@@ -48,8 +48,8 @@ def _gated_kernel(
 def _gated_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
     M, N, stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, a, b, c,
-    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, NEEDS_DGATE: tl.constexpr,
-    NEEDS_DUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows, col = place(M, N, BLOCK_M, BLOCK_N)
     gate, up = _load(
@@ -63,10 +63,10 @@ def _gated_backward_kernel(
         cols, mask = columns(col * 2, rows, M, N * 2, BLOCK_N * 2)
         tl.store(dgate_ptr + rows * stride_dgate + cols, pairs, mask=mask)
     else:
-        if NEEDS_DGATE:
+        if dgate_ptr is not None:
             dgate = dgate.to(dgate_ptr.dtype.element_ty)
             tl.store(dgate_ptr + rows * stride_dgate + cols, dgate, mask=mask)
-        if NEEDS_DUP:
+        if dup_ptr is not None:
             dup = dup.to(dup_ptr.dtype.element_ty)
             tl.store(dup_ptr + rows * stride_dup + cols, dup, mask=mask)
 
@@ -91,7 +91,6 @@ def launch_gated_backward(
         *tensors,
         *dy.shape, *map(row_stride, tensors), *activation.scalars,
         ACTIVATION=activation.name, INTERLEAVED=activation.interleaved,
-        NEEDS_DGATE=others[-2] is not None, NEEDS_DUP=others[-1] is not None,
     )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from .row_sums import first_mean, mean_and_rstd
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_two_pass_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, stride_x, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, TRIPS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     # A program has one row. The first pass asks the caches to keep it, for the second.
@@ -42,7 +41,7 @@ def layer_norm_two_pass_kernel(
             mask = cols < N
             x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first")
             xhat = (x.to(tl.float32) - mean) * rstd
-            y = affine(xhat, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT, HAS_BIAS)
+            y = affine(xhat, weight_ptr, bias_ptr, cols, N)
             tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

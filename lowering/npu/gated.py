@@ -72,8 +72,8 @@ def _gated_kernel(
 def _gated_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
     M, N, stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, a, b, c,
-    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, NEEDS_DGATE: tl.constexpr,
-    NEEDS_DUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
@@ -87,9 +87,9 @@ def _gated_backward_kernel(
             pairs = tl.interleave(dgate, dup)
             store(dgate_ptr, row, col * 2, M, N * 2, stride_dgate, pairs, BLOCK_M, BLOCK_N * 2)
         else:
-            if NEEDS_DGATE:
+            if dgate_ptr is not None:
                 store(dgate_ptr, row, col, M, N, stride_dgate, dgate, BLOCK_M, BLOCK_N)
-            if NEEDS_DUP:
+            if dup_ptr is not None:
                 store(dup_ptr, row, col, M, N, stride_dup, dup, BLOCK_M, BLOCK_N)
 
 
@@ -116,7 +116,6 @@ def launch_gated_backward(
         f"{_cost(activation)}_backward", _gated_backward_kernel, plan,
         tensors, *map(row_stride, tensors), *activation.scalars,
         ACTIVATION=activation.name, INTERLEAVED=activation.interleaved,
-        NEEDS_DGATE=others[-2] is not None, NEEDS_DUP=others[-1] is not None,
     )  # fmt: skip
 
 

@@ -63,24 +63,23 @@ def _tile(C_G, S, FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 @triton.jit(do_not_specialize=["batch", "splits"])
 def _group_norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, batch, G, C_G, S, length, splits, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FLAT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     channels, offsets, mask, inside = _tile(C_G, S, FLAT, BLOCK_M, BLOCK_N)
     # A work item is one group in every splits-th sample: its weight and bias are loaded only once.
     program = tl.program_id(0).to(tl.int64)
     for item in tl.range(program, G * splits, tl.num_programs(0)):
         first = (item // splits) * C_G
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             weight = load(weight_ptr + first, channels, channels < C_G)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             bias = load(bias_ptr + first, channels, channels < C_G)
         for sample in tl.range(item % splits, batch, splits):
             start = (sample * G * C_G + first) * S
             y, _ = _standardised(load(x_ptr + start, offsets, mask), inside, length, eps, PADDED)
-            if HAS_WEIGHT:
+            if weight_ptr is not None:
                 y = y * weight
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 y = y + bias
             tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -89,35 +88,33 @@ def _group_norm_kernel(
 def _group_norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     batch, G, C_G, S, length, splits, eps,
-    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FLAT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     channels, offsets, mask, inside = _tile(C_G, S, FLAT, BLOCK_M, BLOCK_N)
     program = tl.program_id(0).to(tl.int64)
     for item in tl.range(program, G * splits, tl.num_programs(0)):
         split = item % splits
         first = (item // splits) * C_G
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             weight = load(weight_ptr + first, channels, channels < C_G)
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             dweight = tl.zeros(channels.shape, tl.float32)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             dbias = tl.zeros(channels.shape, tl.float32)
         for sample in tl.range(split, batch, splits):
             start = (sample * G * C_G + first) * S
             dy = load(dy_ptr + start, offsets, mask)
-            if NEEDS_DBIAS:
+            if dbias_ptr is not None:
                 dbias += _channel_sums(dy, FLAT)
-            if NEEDS_DX or NEEDS_DWEIGHT:
+            if dx_ptr is not None or dweight_ptr is not None:
                 x = load(x_ptr + start, offsets, mask)
                 xhat, rstd = _standardised(x, inside, length, eps, PADDED)
                 sums = _channel_sums(dy * xhat, FLAT)
-                if NEEDS_DWEIGHT:
+                if dweight_ptr is not None:
                     dweight += sums
-                if NEEDS_DX:
+                if dx_ptr is not None:
                     g = dy
-                    if HAS_WEIGHT:
+                    if weight_ptr is not None:
                         g = dy * weight
                         sums = sums * weight
                     mean_g = _group_sum(g) / length
@@ -125,9 +122,9 @@ def _group_norm_backward_kernel(
                     dx = (g - mean_g - xhat * projection) * rstd
                     tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         sums_at = split * G * C_G + first + channels
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             tl.store(dweight_ptr + sums_at, dweight, mask=channels < C_G)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             tl.store(dbias_ptr + sums_at, dbias, mask=channels < C_G)
 
 
@@ -146,7 +143,7 @@ def group_norm(call, y, plan):
         _group_norm_kernel, plan, shape.G * splits,
         x, weight, bias, y,
         shape.batch, shape.G, shape.C_G, shape.S, shape.length, splits, call.eps,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **shape.layout(plan),
+        **shape.layout(plan),
     )  # fmt: skip
 
 
@@ -170,8 +167,7 @@ def group_norm_backward(call, dx, dweight, dbias, plan):
         _group_norm_backward_kernel, plan, shape.G * splits,
         dy, x, weight, dx, dweights, dbiases,
         shape.batch, shape.G, shape.C_G, shape.S, shape.length, splits, call.eps,
-        HAS_WEIGHT=weight is not None, NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None, NEEDS_DBIAS=dbias is not None, **shape.layout(plan),
+        **shape.layout(plan),
     )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)

@@ -24,7 +24,7 @@ STATISTICS_BLOCK = 1024
 @triton.jit(do_not_specialize=["M"])
 def _channel_moments_kernel(
     x_ptr, dy_ptr, mean_ptr, m2_ptr, sum_dy_ptr, product_ptr, M, S,
-    HAS_DY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The moments of each channel: mean, squared deviations, and the sums of dy and of
     # dy * (x - mean). Each lane keeps the last sum about its running mean, and corrects it whenever
@@ -36,7 +36,7 @@ def _channel_moments_kernel(
         row_mask = rows < remaining(M, row, BLOCK_M)
         lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         m2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if HAS_DY:
+        if dy_ptr is not None:
             sum_dy = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for chunk in tl.range(0, tl.cdiv(S, BLOCK_N)):
@@ -46,14 +46,14 @@ def _channel_moments_kernel(
             x = load(x_ptr + row * S + col, offsets, mask)
             before = lane_mean
             lane_mean, m2 = lanes_updated(x, within(cols, left), chunk + 1, lane_mean, m2)
-            if HAS_DY:
+            if dy_ptr is not None:
                 dy = load(dy_ptr + row * S + col, offsets, mask)
                 product += dy * (x - lane_mean) - sum_dy * (lane_mean - before)
                 sum_dy += dy
         mean, deviation, rest, squares = lanes_merged(lane_mean, m2, counts, S)
         tl.store(mean_ptr + row + rows, mean + rest, mask=row_mask)
         tl.store(m2_ptr + row + rows, squares, mask=row_mask)
-        if HAS_DY:
+        if dy_ptr is not None:
             total_dy = tl.sum(sum_dy, axis=1)[:, None]
             dyx = tl.sum(product + sum_dy * deviation, axis=1)[:, None] - total_dy * rest
             tl.store(sum_dy_ptr + row + rows, total_dy, mask=row_mask)
@@ -65,7 +65,6 @@ def _group_statistics_kernel(
     means_ptr, m2_ptr, sum_dy_ptr, product_ptr, weight_ptr,
     mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, dweight_ptr,
     groups, G, C_G, S, length, eps,
-    HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its channels, which have
@@ -91,10 +90,10 @@ def _group_statistics_kernel(
             mask = cols < left
             deviation = (load(means_ptr + base + col, cols, mask) - mean) * within(cols, left)
             squares += load(m2_ptr + base + col, cols, mask) + S * deviation * deviation
-            if HAS_DY:
+            if sum_dy_ptr is not None:
                 g = load(sum_dy_ptr + base + col, cols, mask)
                 gx = load(product_ptr + base + col, cols, mask) + g * deviation
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     weight = load(weight_ptr + (group % G) * C_G + col, cols, mask)
                     g = g * weight
                     gx = gx * weight
@@ -103,11 +102,11 @@ def _group_statistics_kernel(
         rstd = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / length + eps)
         tl.store(mean_ptr + group + one, mean)
         tl.store(rstd_ptr + group + one, rstd)
-        if HAS_DY:
+        if sum_dy_ptr is not None:
             tl.store(mean_g_ptr + group + one, tl.sum(sum_g, axis=1)[:, None] / length)
             projection = tl.sum(product, axis=1)[:, None] / length * rstd
             tl.store(projection_ptr + group + one, projection)
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             for col in tl.range(0, C_G, BLOCK_N):
                 mask = cols < remaining(C_G, col, BLOCK_N)
                 deviation = load(means_ptr + base + col, cols, mask) - mean
@@ -120,8 +119,7 @@ def _group_statistics_kernel(
 def _group_apply_kernel(
     x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, out_ptr,
     groups, G, C_G, S,
-    BACKWARD: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Write y, or for BACKWARD dx, from the groups' statistics. A work item is a block of channels
     # of one group.
@@ -138,9 +136,9 @@ def _group_apply_kernel(
         if BACKWARD:
             mean_g = tl.load(mean_g_ptr + group + one)
             projection = tl.load(projection_ptr + group + one)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             weight = load(weight_ptr + (group % G) * C_G + channel, rows, row_mask)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             bias = load(bias_ptr + (group % G) * C_G + channel, rows, row_mask)
         base = (group * C_G + channel) * S
         for col in tl.range(0, S, BLOCK_N):
@@ -148,14 +146,14 @@ def _group_apply_kernel(
             xhat = (load(x_ptr + base + col, offsets, mask) - mean) * rstd
             if BACKWARD:
                 g = load(dy_ptr + base + col, offsets, mask)
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     g = g * weight
                 out = (g - mean_g - xhat * projection) * rstd
             else:
                 out = xhat
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     out = out * weight
-                if HAS_BIAS:
+                if bias_ptr is not None:
                     out = out + bias
             tl.store(out_ptr + base + col + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -171,16 +169,13 @@ def _statistics(
     statistics = [*x.new_empty((4 - len(absent), shape.groups), dtype=torch.float32), *absent]
     launch(
         _channel_moments_kernel, plan, cdiv(channels, plan.BLOCK_M),
-        x, dy, *moments, channels,
-        shape.S,
-        HAS_DY=dy is not None,
+        x, dy, *moments, channels, shape.S,
     )  # fmt: skip
     launch(
         _group_statistics_kernel,
         Plan(1, min(STATISTICS_BLOCK, plan.BLOCK_M * plan.BLOCK_N), plan.cores), shape.groups,
         *moments, weight, *statistics, dweights,
         shape.groups, shape.G, shape.C_G, shape.S, shape.length, eps,
-        HAS_DY=dy is not None, HAS_WEIGHT=weight is not None, NEEDS_DWEIGHT=dweights is not None,
     )  # fmt: skip
     return moments, statistics
 
@@ -211,5 +206,5 @@ def apply(
         _group_apply_kernel, plan, shape.groups * cdiv(shape.C_G, plan.BLOCK_M),
         x, dy, weight, bias, *statistics, out,
         shape.groups, shape.G, shape.C_G, shape.S,
-        BACKWARD=dy is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        BACKWARD=dy is not None,
     )  # fmt: skip

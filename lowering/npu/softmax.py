@@ -10,7 +10,7 @@ from ..sizes import cdiv
 from ..softmax import register
 from ..triton_math import LOWEST
 from . import tiling
-from .tile import load, remaining, tile_offsets, whole_rows
+from .tile import load, remaining, tile_offsets
 from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
@@ -38,7 +38,9 @@ def _softmax_kernel(
 ):  # fmt: skip
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        start, mask = whole_rows(tile, rows, cols, M, N, BLOCK_M)
+        row = tile * BLOCK_M
+        start = row * N
+        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
         x = _load(x_ptr + start, offsets, mask)
         x = x - tl.maximum(tl.max(x, axis=1), LOWEST)[:, None]
         exp = tl.exp(x)
@@ -81,7 +83,9 @@ def _softmax_backward_kernel(
 ):  # fmt: skip
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        start, mask = whole_rows(tile, rows, cols, M, N, BLOCK_M)
+        row = tile * BLOCK_M
+        start = row * N
+        mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
         dy = load(dy_ptr + start, offsets, mask)
         y = load(y_ptr + start, offsets, mask)
         sum = tl.sum(dy if LOG else dy * y, axis=1)[:, None]

@@ -29,13 +29,6 @@ def remaining(size, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def whole_rows(tile, rows, cols, M, N, BLOCK_M: tl.constexpr):
-    """The start of a tile of whole rows, and the mask of its elements that are within (M, N)."""
-    row = tile * BLOCK_M
-    return row * N, (rows < remaining(M, row, BLOCK_M)) & (cols < N)
-
-
-@triton.jit
 def within(indices, count):
     """1.0 where an index is below count, else 0.0.
 

@@ -45,8 +45,6 @@ def _wide_backward_kernel(
     dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
     mean_g_ptr, projection_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     M, N, splits, offset,
-    HAS_DS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
@@ -56,11 +54,11 @@ def _wide_backward_kernel(
         split = item % splits
         col = (item // splits) * BLOCK_N
         col_mask = cols < remaining(N, col, BLOCK_N)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             weight = load(weight_ptr + col, cols, col_mask) + offset
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             dweight = tl.zeros((1, BLOCK_N), tl.float32)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             dbias = tl.zeros((1, BLOCK_N), tl.float32)
         for tile in tl.range(split, tl.cdiv(M, BLOCK_M), splits):
             row = tile * BLOCK_M
@@ -70,27 +68,27 @@ def _wide_backward_kernel(
             rstd = load(rstd_ptr + row, rows, row_mask)
             x = load(x_ptr + start, offsets, mask)
             dy = load(dy_ptr + start, offsets, mask)
-            if HAS_MEAN:
+            if mean_ptr is not None:
                 x -= load(mean_ptr + row, rows, row_mask)
             xhat = x * rstd
-            if NEEDS_DWEIGHT:
+            if dweight_ptr is not None:
                 dweight += tl.sum(dy * xhat, axis=0)[None, :]
-            if NEEDS_DBIAS:
+            if dbias_ptr is not None:
                 dbias += tl.sum(dy, axis=0)[None, :]
-            if NEEDS_DX:
+            if dx_ptr is not None:
                 g = dy
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     g = dy * weight
-                if HAS_MEAN:
+                if mean_ptr is not None:
                     g -= load(mean_g_ptr + row, rows, row_mask)
                 dx = rstd * (g - xhat * load(projection_ptr + row, rows, row_mask))
-                if HAS_DS:
+                if ds_ptr is not None:
                     dx += load(ds_ptr + start, offsets, mask)
                 tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         sums = split * N + col
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             tl.store(dweight_ptr + sums + cols, dweight, mask=col_mask)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             tl.store(dbias_ptr + sums + cols, dbias, mask=col_mask)
 
 
@@ -110,8 +108,6 @@ def launch_wide_backward(
         dy, ds, x, weight, statistics.mean, statistics.rstd,
         statistics.mean_g, statistics.projection, dx, dweights, dbiases,
         M, N, splits, offset,
-        HAS_DS=ds is not None, HAS_MEAN=statistics.mean is not None, HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None, NEEDS_DWEIGHT=dweight is not None, NEEDS_DBIAS=dbias is not None,
     )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)
