@@ -150,7 +150,7 @@ def kernel(
 
     The function is given the call, the outputs that the op's fake allocated, and `plan`, which is
     None except in tests. It is not called if every required tensor is empty (the outputs are then
-    filled with zeros), or if no output is wanted. With `allocates` it is given only the call, and
+    filled with zeros), or if no output is wanted. With `allocates` it is given the call alone, and
     returns the outputs. `module` names the device code's module, if it is not the function's.
 
     `custom_op.register_kernel` is not used: it takes 1 us per call to check that no output aliases
@@ -170,7 +170,8 @@ def kernel(
                 if isinstance(value, Tensor) and value.dtype in DOUBLES:
                     return op.check_and_define(*call)
             if allocates:
-                return function(call, **({} if plan is None else {"plan": plan}))
+                assert plan is None, f"{name}: a kernel that allocates takes no plan"
+                return function(call)
             outputs = allocate(name, call)
             given = outputs if isinstance(outputs, tuple) else (outputs,)
             if any(call[i].numel() for i in needed):

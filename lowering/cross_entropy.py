@@ -47,12 +47,9 @@ def tokens_of(call, weight, *outputs):
 
 
 def register(
-    device: str,
-    rows: Callable[[Tensor], Tensor],
-    loss_and_gradient: Callable[..., None],
-    gradient: Callable[..., None],
-    reduce: Callable[..., None],
-) -> None:
+    device: str, rows: Callable[[Tensor], Tensor], loss_and_gradient: Callable[..., None],
+    gradient: Callable[..., None], reduce: Callable[..., None],
+) -> None:  # fmt: skip
     """Register the row functions of a device; `rows` returns the logits as (M, V) for them."""
     module = loss_and_gradient.__module__
 

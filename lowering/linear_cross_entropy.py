@@ -26,7 +26,7 @@ from .tensors import flat
 
 
 @dataclass(frozen=True)
-class Head:
+class ChunkedLinear:
     """The rows of x, the linear layer, and the row chunks in which its logits are computed."""
 
     x: Tensor
@@ -53,9 +53,9 @@ class Head:
             yield chunk, logits
 
 
-def head_of(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> Head:
-    """The head of a call, with x as (M, D). Each row of logits starts at a multiple of `alignment`
-    elements."""
+def chunked_linear(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> ChunkedLinear:
+    """The linear layer of a call, with x as (M, D). Each row of logits starts at a multiple of
+    `alignment` elements."""
     weight, accum_dtype = call.weight, call.accum_dtype
     stride = cdiv(weight.shape[0], alignment) * alignment
     sum_dtype = accumulation_dtype(weight, accum_dtype)
@@ -71,7 +71,7 @@ def head_of(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> Hea
     slices = list(chunks(x.shape[0], row_bytes, call.chunk_bytes, later_bytes, saved_bytes))
     if dweight is not None and saved_bytes > 0 and len(slices) == 1:
         sum_dtype = dweight.dtype
-    return Head(x, weight, call.bias, stride, slices, sum_dtype)
+    return ChunkedLinear(x, weight, call.bias, stride, slices, sum_dtype)
 
 
 class Gradients:
@@ -82,26 +82,22 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        head: Head,
-        dx: Tensor | None,
-        dweight: Tensor | None,
-        dbias: Tensor | None,
+        self, linear: ChunkedLinear, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
     ) -> None:
-        self.head = head
+        self.linear = linear
         self.dx, self.dweight, self.dbias = dx, dweight, dbias
-        self.dx_rows = None if dx is None else dx.view(head.x.shape)
+        self.dx_rows = None if dx is None else dx.view(linear.x.shape)
         self.dtype = None if dweight is None else dweight.dtype
-        if dweight is not None and dweight.dtype is not head.sum_dtype:
+        if dweight is not None and dweight.dtype is not linear.sum_dtype:
             # The op's output is allocated after the last chunk, when the logits are freed.
-            self.dweight = torch.empty_like(dweight, dtype=head.sum_dtype)
+            self.dweight = torch.empty_like(dweight, dtype=linear.sum_dtype)
         self.bias_sum = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
 
     def add(self, chunk: slice, dlogits: Tensor) -> None:
         if self.dx_rows is not None:
-            product(self.dx_rows[chunk], dlogits, self.head.weight, add=False)
+            product(self.dx_rows[chunk], dlogits, self.linear.weight, add=False)
         if self.dweight is not None:
-            product(self.dweight, dlogits.t(), self.head.x[chunk], add=chunk.start > 0)
+            product(self.dweight, dlogits.t(), self.linear.x[chunk], add=chunk.start > 0)
         if self.bias_sum is not None:
             self.bias_sum += dlogits.sum(0, dtype=torch.float32)
 
@@ -160,10 +156,10 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
     *outputs, dx, dweight, dbias = library.allocate("linear_cross_entropy_forward", call)
     rows = call.x.reshape(-1, call.x.shape[-1])
     tokens = tokens_of(call, call.class_weight, *outputs)
-    head = head_of(call, rows, dweight, alignment)
-    gradients = Gradients(head, dx, dweight, dbias)
+    linear = chunked_linear(call, rows, dweight, alignment)
+    gradients = Gradients(linear, dx, dweight, dbias)
     del dweight
-    for chunk, logits in head.logits():
+    for chunk, logits in linear.logits():
         kernels.loss_and_gradient(call, logits, tokens.chunk(chunk), any(call.gradient_mask))
         gradients.add(chunk, logits)
     del logits
@@ -190,20 +186,14 @@ def _backward(
     rows, lse = call.x.reshape(-1, call.x.shape[-1]), flat(call.lse)
     tokens = Tokens(*map(flat, (call.class_weight, call.target, call.token_weight)))
     upstream = upstream_of_tokens(
-        call.dloss,
-        call.dz_loss,
-        call.dlse,
-        call.dtarget_logit,
-        call.lse,
-        call.reduction,
-        call.total_weight,
-        call.num_items_in_batch,
-    )
+        call.dloss, call.dz_loss, call.dlse, call.dtarget_logit,
+        call.lse, call.reduction, call.total_weight, call.num_items_in_batch,
+    )  # fmt: skip
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
-    head = head_of(call, rows, unfinished[1], alignment)
-    gradients = Gradients(head, *unfinished)
+    linear = chunked_linear(call, rows, unfinished[1], alignment)
+    gradients = Gradients(linear, *unfinished)
     del results, unfinished
-    for chunk, logits in head.logits():
+    for chunk, logits in linear.logits():
         grads = [None if grad is None else grad[chunk] for grad in upstream]
         kernels.gradient(call, grads, logits, tokens.chunk(chunk), lse[chunk], logits)
         gradients.add(chunk, logits)

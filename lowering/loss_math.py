@@ -22,16 +22,9 @@ def effective(logits, logit_scale, softcap):
 
 @triton.jit
 def logit_gradient(
-    x,
-    p,
-    class_weight,
-    soft,
-    smoothed,
-    hard,
-    logit_scale,
-    softcap,
+    x, p, class_weight, soft, smoothed, hard, logit_scale, softcap,
     HAS_SMOOTHING: tl.constexpr,
-):
+):  # fmt: skip
     """The gradient of a tile of logits. hard is 0 except for the target's class."""
     dx = soft * p - hard
     if HAS_SMOOTHING:

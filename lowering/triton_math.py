@@ -22,7 +22,7 @@ def rounded(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def widened_again(x):
+def to_float32_again(x):
     """Convert to float32 again, by bit shift if x is bfloat16, so that the compiler cannot reuse an
     earlier x.to(float32).
 
@@ -55,17 +55,12 @@ def rms_rstd(sum_of_squares, N, eps, dtype: tl.constexpr, CASTING_MODE: tl.const
 
 @triton.jit
 def rms_scaled(
-    x,
-    rstd,
-    weight,
-    offset,
-    dtype: tl.constexpr,
-    CASTING_MODE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-):
+    x, rstd, weight, offset,
+    dtype: tl.constexpr, CASTING_MODE: tl.constexpr,
+):  # fmt: skip
     """x * rstd * (weight + offset), rounded as the casting mode says; weight may be None."""
     y = x * rstd
-    if HAS_WEIGHT:
+    if weight is not None:
         scale = weight + offset
         if CASTING_MODE == "none":
             scale = rounded(scale, dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..ops.head import waiting_dtype, waiting_weight_dtype
+from ..ops.head import forward_dweight_dtype, forward_gradient_dtype
 from . import checks
 from .cross_entropy import check_gradients, check_options, check_target, losses
 
@@ -22,12 +22,13 @@ def linear_cross_entropy_forward(call: Any) -> tuple[Tensor | None, ...]:
             f"{checks.op(call)}: gradient_mask must be all False for the reduction 'none', whose"
             f" gradient the backward computes, got {list(mask)}"
         )
-    waiting, of_weight = waiting_dtype(weight), waiting_weight_dtype(weight, call.accum_dtype)
+    dtype = forward_gradient_dtype(weight)
+    dweight_dtype = forward_dweight_dtype(weight, call.accum_dtype)
     return (
         *losses(call, x),
-        checks.like(x, waiting) if mask[0] else None,
-        checks.like(weight, of_weight) if mask[1] else None,
-        checks.like(bias, waiting) if mask[2] else None,
+        checks.like(x, dtype) if mask[0] else None,
+        checks.like(weight, dweight_dtype) if mask[1] else None,
+        checks.like(bias, dtype) if mask[2] else None,
     )
 
 

@@ -155,11 +155,9 @@ RATE_EFFORT = Effort(seconds=3.0)
 
 
 def interleaved(
-    accelerator: Accelerator,
-    prepares: Mapping[str, Prepare],
-    effort: Effort,
-    clock: Clock = time.perf_counter,
-) -> tuple[dict[str, Spread], dict[str, str]]:
+    accelerator: Accelerator, prepares: Mapping[str, Prepare],
+    effort: Effort, clock: Clock = time.perf_counter,
+) -> tuple[dict[str, Spread], dict[str, str]]:  # fmt: skip
     """Time calls on the device: milliseconds per call, and one line for each call that failed.
 
     In every round each call runs once, after a flush of the cache, and the order rotates from round

@@ -82,11 +82,8 @@ class ClampedSwiGLU(nn.Module):
 
     def __init__(
         self,
-        alpha: float = 1.702,
-        limit: float = 7.0,
-        up_offset: float = 1.0,
-        interleaved: bool = False,
-    ) -> None:
+        alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, interleaved: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.alpha = alpha
         self.limit = limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,22 +54,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """
 
     def __init__(
-        self,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        *,
-        lse_square_scale: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        return_entropy: bool = False,
-    ) -> None:
+        self, weight: Tensor | None = None, size_average: bool | None = None,
+        ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
+        label_smoothing: float = 0.0, *,
+        lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+        return_z_loss: bool = False, return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False, return_entropy: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.lse_square_scale = lse_square_scale
         self.softcap = softcap
@@ -79,46 +70,30 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.return_predicted_tokens = return_predicted_tokens
         self.return_entropy = return_entropy
         # Raises the op's own errors for wrong options now, not at the first forward.
-        nothing = torch.empty(0, 1, device="meta")
-        cross_entropy(
-            nothing,
-            torch.empty(0, dtype=torch.int64, device="meta"),
-            None,
-            None,
-            None,
-            ignore_index,
-            self.reduction,
-            label_smoothing,
-            lse_square_scale,
-            softcap,
-            logit_scale,
-        )
+        logits = torch.empty(0, 1, device="meta")
+        target = torch.empty(0, dtype=torch.int64, device="meta")
+        cross_entropy(logits, target, None, None, None, *self._options)
 
     def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        target: Tensor,
-        token_weight: Tensor | None = None,
+        self, input: Tensor, target: Tensor, token_weight: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
-    ) -> Tensor | CrossEntropyOutput:
-        loss, z_loss, _, _, _, predicted_tokens, entropy = cross_entropy_forward(
-            input,
-            target,
-            self.weight,
-            token_weight,
-            items_on(input.device, num_items_in_batch),
-            self.ignore_index,
-            self.reduction,
-            self.label_smoothing,
-            self.lse_square_scale,
-            self.softcap,
-            self.logit_scale,
-            self.wants_predicted,
-            self.return_entropy,
-        )
+    ) -> Tensor | CrossEntropyOutput:  # fmt: skip
+        items = items_on(input.device, num_items_in_batch)
+        arguments: tuple[Any, ...] = (input, target, self.weight, token_weight, items)
+        arguments = (*arguments, *self._options, self.wants_predicted, self.return_entropy)
+        outputs = cross_entropy_forward(*arguments)
+        loss, z_loss, _, _, _, predicted_tokens, entropy = outputs
         if not self.has_parts:
             return loss
         return self._output(target, loss, z_loss, predicted_tokens, entropy)
+
+    @property
+    def _options(self) -> tuple[Any, ...]:
+        """The options of both loss ops, in the order of their arguments."""
+        return (
+            self.ignore_index, self.reduction, self.label_smoothing,
+            self.lse_square_scale, self.softcap, self.logit_scale,
+        )  # fmt: skip
 
     @property
     def wants_predicted(self) -> bool:
@@ -130,13 +105,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return self.return_z_loss or self.wants_predicted or self.return_entropy
 
     def _output(
-        self,
-        target: Tensor,
-        loss: Tensor,
-        z_loss: Tensor,
-        predicted_tokens: Tensor | None,
-        entropy: Tensor | None,
-    ) -> CrossEntropyOutput:
+        self, target: Tensor, loss: Tensor, z_loss: Tensor,
+        predicted_tokens: Tensor | None, entropy: Tensor | None,
+    ) -> CrossEntropyOutput:  # fmt: skip
         accuracy = None
         if self.return_token_accuracy and predicted_tokens is not None:
             accuracy = token_accuracy(predicted_tokens, target, self.ignore_index)

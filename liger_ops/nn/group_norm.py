@@ -43,14 +43,9 @@ class GroupNorm(nn.GroupNorm):
     """
 
     def __init__(
-        self,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         check_size("GroupNorm", "num_groups", num_groups)
         check_size("GroupNorm", "num_channels", num_channels)
         if num_channels % num_groups != 0:

@@ -46,14 +46,10 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, normalized_shape: int | Sequence[int] | None, eps: float = 1e-5,
+        elementwise_affine: bool = True, bias: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         if normalized_shape is None:
             if elementwise_affine:
                 raise ValueError(

@@ -48,12 +48,9 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        accum_dtype: torch.dtype | None = None,
-        chunk_bytes: int | None = None,
-        **options: Any,
-    ) -> None:
+        self, *args: Any, accum_dtype: torch.dtype | None = None,
+        chunk_bytes: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **options)
         if chunk_bytes is not None and chunk_bytes < 1:
             raise ValueError(
@@ -63,27 +60,12 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         self.chunk_bytes = chunk_bytes
 
     def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        token_weight: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-    ) -> Tensor | CrossEntropyOutput:
-        options: tuple[Any, ...] = (
-            self.weight,
-            token_weight,
-            items_on(x.device, num_items_in_batch),
-            self.ignore_index,
-            self.reduction,
-            self.label_smoothing,
-            self.lse_square_scale,
-            self.softcap,
-            self.logit_scale,
-            self.accum_dtype,
-            self.chunk_bytes,
-        )
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        token_weight: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
+    ) -> Tensor | CrossEntropyOutput:  # fmt: skip
+        items = items_on(x.device, num_items_in_batch)
+        options: tuple[Any, ...] = (self.weight, token_weight, items, *self._options)
+        options = (*options, self.accum_dtype, self.chunk_bytes)
         if not self.has_parts:
             return linear_cross_entropy(x, weight, target, bias, *options)
         x, weight, bias = cast_as_linear(x, weight, bias)

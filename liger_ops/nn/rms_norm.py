@@ -16,15 +16,10 @@ class _RMSNormBase(nn.Module):
     weight: nn.Parameter | None
 
     def __init__(
-        self,
-        hidden_size: int | None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden_size: int | None, eps: float = 1e-6, offset: float = 0.0,
+        casting_mode: str = "llama", elementwise_affine: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         owner = type(self).__name__
         weight = None

@@ -40,10 +40,8 @@ class Rope(nn.Module):
 
     def __init__(
         self,
-        interleaved: bool = False,
-        per_pair: bool = False,
-        sections: Sequence[int] | None = None,
-    ) -> None:
+        interleaved: bool = False, per_pair: bool = False, sections: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.interleaved = interleaved
         self.per_pair = per_pair

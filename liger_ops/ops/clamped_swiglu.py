@@ -11,13 +11,9 @@ from .gated import gate_and_up, gradients, silu_slope
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
 def clamped_swiglu(
-    gate: Tensor,
-    up: Tensor | None = None,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    up_offset: float = 1.0,
-    interleaved: bool = False,
-) -> Tensor:
+    gate: Tensor, up: Tensor | None = None,
+    alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
     """SwiGLU with gate and up clamped, and a scaled sigmoid.
 
         g = min(gate, limit)
@@ -68,15 +64,9 @@ def clamped_swiglu(
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
 def clamped_swiglu_backward(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    alpha: float,
-    limit: float,
-    up_offset: float,
-    interleaved: bool,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
+    dy: Tensor, gate: Tensor, up: Tensor | None,
+    alpha: float, limit: float, up_offset: float, interleaved: bool, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of `clamped_swiglu`.
 
     With g and u as in `clamped_swiglu`, and s = sigmoid(alpha * g):

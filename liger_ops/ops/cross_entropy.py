@@ -17,18 +17,11 @@ RESULTS = "loss z_loss lse target_logit total_weight predicted_tokens entropy"
 
 @library.compose
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> Tensor:
+    logits: Tensor, target: Tensor, weight: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Cross-entropy of logits and class indices, per token or reduced over all tokens.
 
     With x = softcap * tanh(logits * logit_scale / softcap), or x = logits * logit_scale without
@@ -87,36 +80,19 @@ def cross_entropy(
         tensor(1.3863)
     """
     return cross_entropy_forward(
-        logits,
-        target,
-        weight,
-        token_weight,
-        num_items_in_batch,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-    )[0]
+        logits, target, weight, token_weight, num_items_in_batch,
+        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
+    )[0]  # fmt: skip
 
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
 def cross_entropy_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    return_predicted: bool = False,
-    return_entropy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    logits: Tensor, target: Tensor, weight: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    return_predicted: bool = False, return_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """`cross_entropy` with its intermediate results.
 
     loss, z_loss, lse and target_logit are each differentiable in the logits. lse and target_logit
@@ -176,24 +152,12 @@ def cross_entropy_forward(
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
 def cross_entropy_backward(
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None,
-    lse: Tensor,
-    total_weight: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> Tensor:
+    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
+    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None,
+    num_items_in_batch: Tensor | None, lse: Tensor, total_weight: Tensor,
+    ignore_index: int, reduction: str, label_smoothing: float,
+    lse_square_scale: float, softcap: float | None, logit_scale: float,
+) -> Tensor:  # fmt: skip
     """The gradient of `cross_entropy_forward`.
 
     dloss_i and dz_loss_i are those of a token, with the factor of the reduction:
@@ -227,16 +191,10 @@ def cross_entropy_backward(
     soft, smoothed, hard, alive = gradient_factors(
         upstream(dloss, lse, total_weight, num_items_in_batch, reduction),
         upstream(dz_loss, lse, total_weight, num_items_in_batch, reduction),
-        dlse,
-        dtarget_logit,
-        lse,
-        *token_weights(target, within, weight, token_weight, x.dtype),
-        within,
-        _class_sum(weight, x),
-        x.shape[-1],
-        label_smoothing,
-        lse_square_scale,
-    )
+        dlse, dtarget_logit, lse,
+        *token_weights(target, within, weight, token_weight, x.dtype), within,
+        _class_sum(weight, x), x.shape[-1], label_smoothing, lse_square_scale,
+    )  # fmt: skip
     dx = soft.unsqueeze(-1) * torch.exp(x - lse.unsqueeze(-1))
     if label_smoothing != 0:
         smoothed = smoothed.unsqueeze(-1)
@@ -282,12 +240,9 @@ def _target_logit(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def token_weights(
-    target: Tensor,
-    within: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    target: Tensor, within: Tensor, weight: Tensor | None,
+    token_weight: Tensor | None, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Each token's weight, and its product with the class weight; both 0 if not `within`."""
     weights = within.to(dtype)
     if token_weight is not None:
@@ -298,15 +253,9 @@ def token_weights(
 
 
 def token_losses(
-    lse: Tensor,
-    target_logit: Tensor,
-    smooth: Tensor | None,
-    weights: Tensor,
-    counts: Tensor,
-    within: Tensor,
-    label_smoothing: float,
-    lse_square_scale: float,
-) -> tuple[Tensor, Tensor]:
+    lse: Tensor, target_logit: Tensor, smooth: Tensor | None, weights: Tensor,
+    counts: Tensor, within: Tensor, label_smoothing: float, lse_square_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Each token's loss and z-loss, 0 if not `within`. smooth is None without label smoothing."""
     # Values of ignored tokens may be NaN: they are replaced before any differentiated arithmetic.
     lse = torch.where(within, lse, 0.0)
@@ -318,12 +267,9 @@ def token_losses(
 
 
 def reduced(
-    loss: Tensor,
-    z_loss: Tensor,
-    total_weight: Tensor,
-    num_items_in_batch: Tensor | None,
-    reduction: str,
-) -> tuple[Tensor, Tensor]:
+    loss: Tensor, z_loss: Tensor, total_weight: Tensor,
+    num_items_in_batch: Tensor | None, reduction: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if reduction == "none":
         return loss, z_loss
     loss, z_loss = loss.sum(), z_loss.sum()
@@ -334,12 +280,9 @@ def reduced(
 
 
 def upstream(
-    grad: Tensor | None,
-    lse: Tensor,
-    total_weight: Tensor,
-    num_items_in_batch: Tensor | None,
-    reduction: str,
-) -> Tensor | None:
+    grad: Tensor | None, lse: Tensor, total_weight: Tensor,
+    num_items_in_batch: Tensor | None, reduction: str,
+) -> Tensor | None:  # fmt: skip
     """The gradient of each token's loss, from the gradient of the reduced loss."""
     if grad is None:
         return None
@@ -349,19 +292,10 @@ def upstream(
 
 
 def gradient_factors(
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    lse: Tensor,
-    weights: Tensor,
-    counts: Tensor,
-    within: Tensor,
-    class_sum: Tensor | int,
-    V: int,
-    label_smoothing: float,
-    lse_square_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
+    lse: Tensor, weights: Tensor, counts: Tensor, within: Tensor, class_sum: Tensor | int,
+    V: int, label_smoothing: float, lse_square_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """a, b and c of `cross_entropy_backward`, and whether a token has any gradient."""
     zero = torch.zeros_like(lse)
     dloss, dz_loss = (zero if grad is None else grad.to(lse.dtype) for grad in (dloss, dz_loss))

@@ -13,13 +13,9 @@ from .rms_norm import backward_definition
 
 @library.define()
 def fused_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add a residual and normalise the sum by its root mean square, over the last dimension.
 
         s = x + residual
@@ -58,14 +54,9 @@ def fused_add_rms_norm(
 
 @library.define()
 def fused_add_rms_norm_backward(
-    dy: Tensor,
-    ds: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None,
+    eps: float, offset: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of `fused_add_rms_norm`.
 
     x and residual have the same gradient, dx: the gradient of `rms_norm` at s, plus ds.

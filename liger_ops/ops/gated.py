@@ -22,13 +22,9 @@ def gate_and_up(
 
 
 def gradients(
-    dgate: Tensor,
-    dup: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    output_mask: list[bool],
-    interleaved: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
+    dgate: Tensor, dup: Tensor, gate: Tensor, up: Tensor | None,
+    output_mask: list[bool], interleaved: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients that output_mask asks for, in the form and the dtypes of gate and up."""
     if up is None:
         if not output_mask[0]:

@@ -59,11 +59,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
 def geglu_backward(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    approximate: str,
-    output_mask: list[bool],
+    dy: Tensor, gate: Tensor, up: Tensor | None, approximate: str, output_mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradient of `geglu`.
 

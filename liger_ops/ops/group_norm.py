@@ -12,12 +12,9 @@ from .precision import widened
 
 @library.define()
 def group_norm(
-    x: Tensor,
-    num_groups: int | torch.SymInt,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
+    x: Tensor, num_groups: int | torch.SymInt, weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
     """Group normalisation: splits C channels into num_groups groups and normalises each group.
 
         y[n, c] = (x[n, c] - mean(n, g)) / sqrt(var(n, g) + eps) * weight[c] + bias[c]
@@ -61,14 +58,9 @@ def group_norm(
 
 @library.define()
 def group_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    num_groups: int | torch.SymInt,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dy: Tensor, x: Tensor, num_groups: int | torch.SymInt, weight: Tensor | None,
+    bias: Tensor | None, eps: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of `group_norm`.
 
     With xhat and rstd of the group, g = dy * weight[c], and means over the group:

@@ -45,13 +45,14 @@ def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch
     return torch.float64 if weight.dtype is torch.float64 else torch.float32
 
 
-def waiting_dtype(weight: Tensor) -> torch.dtype:
+def forward_gradient_dtype(weight: Tensor) -> torch.dtype:
     """Dtype of a gradient that the forward computes and the backward scales: float32 for float16,
     so that loss scaling cannot make it overflow or vanish."""
     return torch.float32 if weight.dtype is torch.float16 else weight.dtype
 
 
-def waiting_weight_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
+def forward_dweight_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype of the gradient of weight that the forward computes and the backward scales."""
     accumulated = accumulation_dtype(weight, accum_dtype)
     return accumulated if weight.dtype is torch.float16 else weight.dtype
 
@@ -74,15 +75,9 @@ def divisor(
 
 
 def upstream_of_tokens(
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    lse: Tensor,
-    reduction: str,
-    total_weight: Tensor,
-    num_items_in_batch: Tensor | None,
-) -> list[Tensor | None]:
+    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
+    lse: Tensor, reduction: str, total_weight: Tensor, num_items_in_batch: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
     """The gradients of each token's own loss, z-loss, lse and target logit."""
     items = divisor(reduction, total_weight, num_items_in_batch)
     reduced = [None if grad is None else grad.to(lse.dtype) / items for grad in (dloss, dz_loss)]
@@ -134,17 +129,16 @@ class Gradients:
     """The gradients of x, weight and bias, accumulated over the chunks of logits."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        mask: tuple[bool, ...] | list[bool],
-        accum_dtype: torch.dtype | None,
-        waiting: bool,
-    ) -> None:
+        self, weight: Tensor,
+        mask: tuple[bool, ...] | list[bool], accum_dtype: torch.dtype | None, in_forward: bool,
+    ) -> None:  # fmt: skip
         self.weight = weight
         self.mask = mask
         self.accumulated = accumulation_dtype(weight, accum_dtype)
-        self.dtype = waiting_dtype(weight) if waiting else weight.dtype
-        self.weight_dtype = waiting_weight_dtype(weight, accum_dtype) if waiting else weight.dtype
+        self.dtype = self.dweight_dtype = weight.dtype
+        if in_forward:
+            self.dtype = forward_gradient_dtype(weight)
+            self.dweight_dtype = forward_dweight_dtype(weight, accum_dtype)
         self.dx: list[Tensor] = []
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
@@ -159,7 +153,7 @@ class Gradients:
 
     def of(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         dx = torch.cat(self.dx).reshape(x.shape) if self.dx else None
-        dweight = None if self.dweight is None else self.dweight.to(self.weight_dtype)
+        dweight = None if self.dweight is None else self.dweight.to(self.dweight_dtype)
         return dx, dweight, None if self.dbias is None else self.dbias.to(self.dtype)
 
 

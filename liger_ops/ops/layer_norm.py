@@ -11,10 +11,7 @@ from .precision import widened
 
 @library.define()
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Layer normalisation over the last dimension.
 
@@ -58,13 +55,9 @@ def layer_norm(
 
 @library.define()
 def layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    eps: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of `layer_norm`.
 
     With rstd = 1 / sqrt(var(x, -1) + eps), xhat = (x - mean(x, -1)) * rstd and g = dy * weight:

@@ -26,22 +26,13 @@ from .head import (
 
 @library.compose
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    class_weight: Tensor | None = None, token_weight: Tensor | None = None,
     num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    accum_dtype: torch.dtype | None = None,
-    chunk_bytes: int | None = None,
-) -> Tensor:
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+) -> Tensor:  # fmt: skip
     """Cross-entropy of the logits x @ weight.T + bias, computed in chunks and not kept.
 
         logits = x @ weight.T + bias
@@ -113,57 +104,26 @@ def linear_cross_entropy(
         # Transforms differentiate the definition, and would not use the forward's gradients.
         mask = [False, False, False]
     return linear_cross_entropy_forward(
-        x,
-        weight,
-        target,
-        bias,
-        class_weight,
-        token_weight,
-        num_items_in_batch,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-        logit_scale,
-        accum_dtype,
-        chunk_bytes,
-        gradient_mask=mask,
-    )[0]
+        x, weight, target, bias, class_weight, token_weight, num_items_in_batch,
+        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
+        accum_dtype, chunk_bytes, gradient_mask=mask,
+    )[0]  # fmt: skip
 
 
 @library.define(returns=f"{RESULTS} dx dweight dbias")
 def linear_cross_entropy_forward(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    class_weight: Tensor | None = None, token_weight: Tensor | None = None,
     num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    accum_dtype: torch.dtype | None = None,
-    chunk_bytes: int | None = None,
-    return_predicted: bool = False,
-    return_entropy: bool = False,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    return_predicted: bool = False, return_entropy: bool = False,
     gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
 ) -> tuple[
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-]:
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None,
+    Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
     """`linear_cross_entropy` with its intermediate results and the gradients it computes.
 
     loss, z_loss, lse and target_logit are each differentiable in x, weight and bias; the other
@@ -200,7 +160,7 @@ def linear_cross_entropy_forward(
     """
     rows, targets, token_weights = flattened(x, target, token_weight)
     options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
-    gradients = Gradients(weight, gradient_mask, accum_dtype, waiting=True)
+    gradients = Gradients(weight, gradient_mask, accum_dtype, in_forward=True)
     parts = []
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
@@ -237,32 +197,14 @@ def linear_cross_entropy_forward(
 
 @library.define(returns="dx dweight dbias")
 def linear_cross_entropy_backward(
-    dloss: Tensor | None,
-    dz_loss: Tensor | None,
-    dlse: Tensor | None,
-    dtarget_logit: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None,
-    lse: Tensor,
-    total_weight: Tensor,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    lse_square_scale: float,
-    softcap: float | None,
-    logit_scale: float,
-    accum_dtype: torch.dtype | None,
-    chunk_bytes: int | None,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+    token_weight: Tensor | None, num_items_in_batch: Tensor | None, lse: Tensor,
+    total_weight: Tensor, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
+    ignore_index: int, reduction: str, label_smoothing: float,
+    lse_square_scale: float, softcap: float | None, logit_scale: float,
+    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of `linear_cross_entropy_forward`.
 
     A gradient that the forward computed and that is given here is multiplied by dloss and the
@@ -308,7 +250,7 @@ def linear_cross_entropy_backward(
         dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
     )
     lse = lse.reshape(-1)
-    gradients = Gradients(weight, missing, accum_dtype, waiting=False)
+    gradients = Gradients(weight, missing, accum_dtype, in_forward=False)
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)

@@ -13,12 +13,9 @@ CASTING_MODES = ("llama", "gemma", "none")
 
 @library.define()
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-) -> Tensor:
+    x: Tensor, weight: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+) -> Tensor:  # fmt: skip
     """Root-mean-square normalisation over the last dimension.
 
         y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
@@ -76,13 +73,9 @@ def rms_norm(
 
 @library.define()
 def rms_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
+    dy: Tensor, x: Tensor, weight: Tensor | None,
+    eps: float, offset: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of `rms_norm`.
 
     With rstd = 1 / sqrt(mean(x**2, -1) + eps), xhat = x * rstd and g = dy * (weight + offset):
@@ -105,14 +98,9 @@ def rms_norm_backward(
 
 
 def backward_definition(
-    dy: Tensor,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
+    eps: float, offset: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """`rms_norm_backward` with ds, a second gradient of x, added to dx before it is rounded."""
     wide = widened(x)
     rstd = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)

@@ -14,14 +14,9 @@ from .strides import in_order_of
 
 @library.define(strides=torch.Tag.needs_exact_strides)
 def rope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    per_pair: bool = False,
-    sections: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
+    interleaved: bool = False, per_pair: bool = False, sections: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotary position embedding of queries and keys.
 
         y = x * cos + turned(x) * sin
@@ -95,15 +90,9 @@ def rope(
 
 @library.define(strides=torch.Tag.needs_exact_strides)
 def rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor | None,
+    interleaved: bool, per_pair: bool, sections: list[int] | None, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of `rope`.
 
         dx = dy * cos - turned(dy * sin)
@@ -127,14 +116,9 @@ def rope_backward(
 
 
 def _rotated(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    backward: bool = False,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor | None,
+    interleaved: bool, per_pair: bool, sections: list[int] | None, backward: bool = False,
+) -> Tensor:  # fmt: skip
     wide = widened(x)
     if cos.is_complex():
         cos, sin, interleaved, per_pair = cos.real, cos.imag, True, True
@@ -181,13 +165,9 @@ def _of_pairs(
 
 
 def _table_gradients(
-    grads: tuple[Tensor, Tensor],
-    inputs: tuple[Tensor, Tensor],
-    cos: Tensor,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-) -> tuple[Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor], cos: Tensor,
+    interleaved: bool, per_pair: bool, sections: list[int] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of cos and sin, with cos's shape: sums over the heads, and over the batch and
     the elements of a pair if these share a number."""
     if cos.is_complex():

@@ -11,11 +11,9 @@ from .gated import gate_and_up, gradients, silu_slope
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
 def swiglu(
-    gate: Tensor,
-    up: Tensor | None = None,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-) -> Tensor:
+    gate: Tensor, up: Tensor | None = None,
+    gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
     """SwiGLU: up, gated by the SiLU of gate.
 
         z = gate * gate_multiplier
@@ -60,13 +58,9 @@ def swiglu(
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
 def swiglu_backward(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    gate_multiplier: float,
-    down_multiplier: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:
+    dy: Tensor, gate: Tensor, up: Tensor | None,
+    gate_multiplier: float, down_multiplier: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradient of `swiglu`.
 
     With z = gate * gate_multiplier and s = sigmoid(z):

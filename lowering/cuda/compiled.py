@@ -35,12 +35,9 @@ _direct = was_run_with(triton.__version__) and not torch.version.hip
 
 
 def launch_compiled(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: int | None,
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-) -> None:
+    kernel: Any, grid: tuple[int, ...], device: int | None,
+    args: tuple[Any, ...], constants: dict[str, Any],
+) -> None:  # fmt: skip
     """Run `kernel[grid](*args, **constants)`; `device` is the index of the current device."""
     key = None
     if _direct:
@@ -70,12 +67,9 @@ def launch_compiled(
 
 
 def _key(
-    kernel: Any,
-    grid: tuple[int, ...],
-    device: int | None,
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-) -> tuple[tuple[Any, ...], list[Any]]:
+    kernel: Any, grid: tuple[int, ...], device: int | None,
+    args: tuple[Any, ...], constants: dict[str, Any],
+) -> tuple[tuple[Any, ...], list[Any]]:  # fmt: skip
     """Everything that Triton compiles a kernel for, and the arguments with addresses for tensors.
 
     Triton specialises on the dtypes of tensors and whether they are aligned, on the types of

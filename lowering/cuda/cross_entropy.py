@@ -92,14 +92,9 @@ def loss_and_gradient(
     weight, target, *others = tokens
     arguments = (logits, target, weight, _class_weight_sum(call, weight), *others)
     scalars = (
-        V,
-        logits.stride(0),
-        call.ignore_index,
-        call.label_smoothing or None,
-        call.lse_square_scale,
-        call.softcap,
-        None if call.logit_scale == 1 else call.logit_scale,
-    )
+        V, logits.stride(0), call.ignore_index, call.label_smoothing or None,
+        call.lse_square_scale, call.softcap, None if call.logit_scale == 1 else call.logit_scale,
+    )  # fmt: skip
     if isinstance(plan, WholeRow):
         args = (*arguments, M, *scalars)
         launch_whole_rows(cross_entropy_kernel, plan, logits, *args, GRADIENT=gradient)
@@ -109,28 +104,17 @@ def loss_and_gradient(
         # A thread loads 16 bytes at once.
         fold = min(plan.BLOCK_N, 16 // logits.element_size())
         launch(
-            cross_entropy_online_kernel,
-            (M,),
-            logits,
-            *arguments,
-            *scalars,
-            GRADIENT=gradient,
-            BLOCK_N=plan.BLOCK_N,
-            FOLD=fold,
-            STAGES=1 if weighted else plan.num_stages,
-            num_warps=plan.num_warps,
-        )
+            cross_entropy_online_kernel, (M,), logits,
+            *arguments, *scalars,
+            GRADIENT=gradient, BLOCK_N=plan.BLOCK_N, FOLD=fold,
+            NUM_STAGES=1 if weighted else plan.num_stages, num_warps=plan.num_warps,
+        )  # fmt: skip
 
 
 def gradient(
-    call: Any,
-    upstream: Sequence[Tensor | None],
-    logits: Tensor,
-    tokens: Tokens,
-    lse: Tensor,
-    dlogits: Tensor,
-    plan: Plan | None = None,
-) -> None:
+    call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
+    tokens: Tokens, lse: Tensor, dlogits: Tensor, plan: Plan | None = None,
+) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
     The incoming gradients: (M,) of any stride, 0 too, with the reduction's factor in them. logits
@@ -142,31 +126,16 @@ def gradient(
     plan = plan or plan_backward(logits)
     launch(
         cross_entropy_backward_kernel,
-        (cdiv(M, plan.BLOCK_M), min(cdiv(V, plan.BLOCK_N), plan.programs)),
-        logits,
-        *upstream,
-        logits,
-        tokens.target,
-        tokens.weight,
-        _class_weight_sum(call, tokens.weight),
-        tokens.token_weight,
-        lse,
-        dlogits,
-        M,
-        V,
+        (cdiv(M, plan.BLOCK_M), min(cdiv(V, plan.BLOCK_N), plan.programs)), logits,
+        *upstream, logits, tokens.target, tokens.weight, _class_weight_sum(call, tokens.weight),
+        tokens.token_weight, lse, dlogits,
+        M, V,
         *(0 if grad is None else grad.stride(0) for grad in upstream),
-        logits.stride(0),
-        dlogits.stride(0),
-        call.ignore_index,
-        call.label_smoothing or None,
-        call.lse_square_scale,
-        call.softcap,
-        None if call.logit_scale == 1 else call.logit_scale,
-        BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=plan.BLOCK_N,
-        STAGES=1,
-        num_warps=plan.num_warps,
-    )
+        logits.stride(0), dlogits.stride(0),
+        call.ignore_index, call.label_smoothing or None, call.lse_square_scale,
+        call.softcap, None if call.logit_scale == 1 else call.logit_scale,
+        BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, NUM_STAGES=1, num_warps=plan.num_warps,
+    )  # fmt: skip
 
 
 def reduce(
@@ -178,30 +147,17 @@ def reduce(
     """
     M = tokens.target.numel()
     launch(
-        reduce_kernel,
-        (1,),
-        tokens.loss,
-        tokens.loss,
-        tokens.z_loss,
-        tokens.target,
-        tokens.weight,
-        tokens.token_weight,
-        call.num_items_in_batch,
-        loss,
-        z_loss,
-        total_weight,
-        M,
-        V,
-        call.ignore_index,
+        reduce_kernel, (1,), tokens.loss,
+        tokens.loss, tokens.z_loss, tokens.target, tokens.weight, tokens.token_weight,
+        call.num_items_in_batch, loss, z_loss, total_weight,
+        M, V, call.ignore_index,
         REDUCTION=call.reduction,
         # 8192 tokens take one round of loads: 7 us on an H200, 13 in rounds of 1024.
         BLOCK_M=min(8192, next_power_of_2(max(1, M))),
-        num_warps=1024 // WARP_SIZE,
-        **dependent_launch(tokens.loss),
+        num_warps=1024 // WARP_SIZE, **dependent_launch(tokens.loss),
         # The assertion is compiled under debug, which would check integers for overflow too.
-        debug=True,
-        sanitize_overflow=False,
-    )
+        debug=True, sanitize_overflow=False,
+    )  # fmt: skip
 
 
 def _class_weight_sum(call: Any, weight: Tensor | None) -> Tensor | None:

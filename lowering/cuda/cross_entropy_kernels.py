@@ -30,29 +30,11 @@ def _class_weights(weight_ptr, cols, V, HAS_SMOOTHING: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def cross_entropy_kernel(
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    classes_ptr,
-    token_weight_ptr,
-    loss_ptr,
-    z_loss_ptr,
-    lse_ptr,
-    target_logit_ptr,
-    predicted_ptr,
-    entropy_ptr,
-    M,
-    V,
-    stride_logits,
-    ignore_index,
-    label_smoothing,
-    lse_square_scale,
-    softcap,
-    logit_scale,
-    GRADIENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
+    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr,
+    M, V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
+    GRADIENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < M
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -78,18 +60,9 @@ def cross_entropy_kernel(
     weights, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
     classes = _class_sum(classes_ptr, V)
     loss, z_loss = token_loss(
-        lse,
-        target_logit,
-        weighted_x,
-        classes,
-        weights,
-        counts,
-        within,
-        ignored,
-        V,
-        label_smoothing,
-        lse_square_scale,
-    )
+        lse, target_logit, weighted_x, classes, weights, counts,
+        within, ignored, V, label_smoothing, lse_square_scale,
+    )  # fmt: skip
     tl.store(loss_ptr + rows, loss, mask=row_mask)
     tl.store(z_loss_ptr + rows, z_loss, mask=row_mask)
     tl.store(lse_ptr + rows, lse, mask=row_mask)
@@ -109,16 +82,10 @@ def cross_entropy_kernel(
         if label_smoothing is not None:
             smoothed = smoothed[:, None]
         dx = logit_gradient(
-            capped,
-            flushed_exp(capped - lse[:, None]),
-            class_weights,
-            soft[:, None],
-            smoothed,
-            tl.where(is_target, hard[:, None], 0.0),
-            logit_scale,
-            softcap,
+            capped, flushed_exp(capped - lse[:, None]), class_weights, soft[:, None],
+            smoothed, tl.where(is_target, hard[:, None], 0.0), logit_scale, softcap,
             label_smoothing is not None,
-        )
+        )  # fmt: skip
         # An ignored token's logits may hold NaN.
         dx = tl.where(within[:, None], dx, 0.0)
         tl.store(tile_ptr, dx.to(logits_ptr.dtype.element_ty), mask=mask)
@@ -126,23 +93,11 @@ def cross_entropy_kernel(
 
 @triton.jit
 def _lanes_updated(
-    logits,
-    x,
-    class_weights,
-    cols,
-    V,
-    maxima,
-    sums,
-    weighted_xs,
-    expectations,
-    best,
-    predictions,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_PREDICTED: tl.constexpr,
-):
-    """Add one tile to the running values of every lane. Past the last column x is -inf and
-    class_weights is 0."""
+    logits, x, weight_ptr, cols, V, maxima, sums, weighted_xs, expectations, best, predictions,
+    HAS_SMOOTHING: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_PREDICTED: tl.constexpr,
+):  # fmt: skip
+    """Add one tile to the running values of every lane. Past the last column x is -inf."""
+    class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
     LANES: tl.constexpr = maxima.numel
     FOLD: tl.constexpr = x.numel // LANES
     lanes = tl.reshape(x, (LANES, FOLD))
@@ -169,29 +124,11 @@ def _lanes_updated(
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_online_kernel(
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    classes_ptr,
-    token_weight_ptr,
-    loss_ptr,
-    z_loss_ptr,
-    lse_ptr,
-    target_logit_ptr,
-    predicted_ptr,
-    entropy_ptr,
-    V,
-    stride_logits,
-    ignore_index,
-    label_smoothing,
-    lse_square_scale,
-    softcap,
-    logit_scale,
-    GRADIENT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FOLD: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
+    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr,
+    V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
+    GRADIENT: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     # A program has one row. A lane is FOLD neighbours of each tile, which one thread holds. A lane
     # keeps its maximum so far and its sum of exponentials relative to that (online softmax); lanes
     # exchange nothing before the row's end. Rescaling the sum takes one exponential more for FOLD
@@ -215,27 +152,15 @@ def cross_entropy_online_kernel(
     best = tl.full((LANES,), -float("inf"), tl.float32)
     predictions = tl.zeros((LANES,), tl.int32)
     whole = V // BLOCK_N * BLOCK_N
-    for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(0, whole, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         logits = tl.load(logits_ptr + cols, eviction_policy=POLICY).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
-        class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
         maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
-            logits,
-            x,
-            class_weights,
-            cols,
-            V,
-            maxima,
-            sums,
-            weighted_xs,
-            expectations,
-            best,
-            predictions,
-            HAS_SMOOTHING,
-            entropy_ptr is not None,
-            predicted_ptr is not None,
-        )
+            logits, x, weight_ptr, cols, V, maxima, sums,
+            weighted_xs, expectations, best, predictions,
+            HAS_SMOOTHING, entropy_ptr is not None, predicted_ptr is not None,
+        )  # fmt: skip
     if whole < V:
         cols = whole + tl.arange(0, BLOCK_N)
         logits = tl.load(
@@ -244,23 +169,11 @@ def cross_entropy_online_kernel(
         x = effective(logits, logit_scale, softcap)
         if softcap is not None:
             x = tl.where(cols < V, x, -float("inf"))
-        class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
         maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
-            logits,
-            x,
-            class_weights,
-            cols,
-            V,
-            maxima,
-            sums,
-            weighted_xs,
-            expectations,
-            best,
-            predictions,
-            HAS_SMOOTHING,
-            entropy_ptr is not None,
-            predicted_ptr is not None,
-        )
+            logits, x, weight_ptr, cols, V, maxima, sums,
+            weighted_xs, expectations, best, predictions,
+            HAS_SMOOTHING, entropy_ptr is not None, predicted_ptr is not None,
+        )  # fmt: skip
 
     maximum = tl.max(maxima, 0)
     rescaled = flushed_exp(maxima - maximum)
@@ -269,18 +182,9 @@ def cross_entropy_online_kernel(
     weights, counts = token_weights(target, within, row, weight_ptr, token_weight_ptr)
     classes = _class_sum(classes_ptr, V)
     loss, z_loss = token_loss(
-        lse,
-        target_logit,
-        tl.sum(weighted_xs, 0),
-        classes,
-        weights,
-        counts,
-        within,
-        ignored,
-        V,
-        label_smoothing,
-        lse_square_scale,
-    )
+        lse, target_logit, tl.sum(weighted_xs, 0), classes, weights,
+        counts, within, ignored, V, label_smoothing, lse_square_scale,
+    )  # fmt: skip
     tl.store(loss_ptr + row, loss)
     tl.store(z_loss_ptr + row, z_loss)
     tl.store(lse_ptr + row, lse)
@@ -308,16 +212,10 @@ def cross_entropy_online_kernel(
             ).to(tl.float32)
             x = effective(logits, logit_scale, softcap)
             dx = logit_gradient(
-                x,
-                flushed_exp(x - lse),
-                _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
-                soft,
-                smoothed,
-                tl.where(cols == column, hard, 0.0),
-                logit_scale,
-                softcap,
+                x, flushed_exp(x - lse), _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
+                soft, smoothed, tl.where(cols == column, hard, 0.0), logit_scale, softcap,
                 HAS_SMOOTHING,
-            )
+            )  # fmt: skip
             dx = dx.to(logits_ptr.dtype.element_ty)
             tl.store(logits_ptr + cols, dx, mask=cols < V, cache_modifier=".cs")
 
@@ -333,34 +231,13 @@ def _upstream(ptr, rows, stride, row_mask):
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def cross_entropy_backward_kernel(
-    dloss_ptr,
-    dz_loss_ptr,
-    dlse_ptr,
-    dtarget_logit_ptr,
-    logits_ptr,
-    target_ptr,
-    weight_ptr,
-    classes_ptr,
-    token_weight_ptr,
-    lse_ptr,
-    dlogits_ptr,
-    M,
-    V,
-    stride_dloss,
-    stride_dz_loss,
-    stride_dlse,
-    stride_dtarget_logit,
-    stride_logits,
-    stride_dlogits,
-    ignore_index,
-    label_smoothing,
-    lse_square_scale,
-    softcap,
-    logit_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dloss_ptr, dz_loss_ptr, dlse_ptr, dtarget_logit_ptr, logits_ptr, target_ptr,
+    weight_ptr, classes_ptr, token_weight_ptr, lse_ptr, dlogits_ptr,
+    M, V,
+    stride_dloss, stride_dz_loss, stride_dlse, stride_dtarget_logit, stride_logits, stride_dlogits,
+    ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     # The programs along the grid's second dimension share the tiles of the same rows.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < M
@@ -373,17 +250,9 @@ def cross_entropy_backward_kernel(
     within = row_mask & (target >= 0) & (target < V) & (target != ignore_index)
     weights, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
     soft, smoothed, hard = gradient_factors(
-        dloss,
-        dz_loss,
-        lse,
-        _class_sum(classes_ptr, V),
-        weights,
-        counts,
-        within,
-        V,
-        label_smoothing,
-        lse_square_scale,
-    )
+        dloss, dz_loss, lse, _class_sum(classes_ptr, V), weights,
+        counts, within, V, label_smoothing, lse_square_scale,
+    )  # fmt: skip
     soft = (soft + dlse)[:, None]
     hard = (hard - tl.where(within, dtarget_logit, 0.0))[:, None]
     if label_smoothing is not None:
@@ -398,21 +267,16 @@ def cross_entropy_backward_kernel(
     logits_ptr += rows[:, None] * stride_logits
     dlogits_ptr += rows[:, None] * stride_dlogits
     first = tl.program_id(1) * BLOCK_N
-    for start in tl.range(first, V, tl.num_programs(1) * BLOCK_N, num_stages=STAGES):
+    for start in tl.range(first, V, tl.num_programs(1) * BLOCK_N, num_stages=NUM_STAGES):
         cols = start + tl.arange(0, BLOCK_N)[None, :]
         mask = cols < V
         logits = tl.load(logits_ptr + cols, mask=mask & nonzero, other=0.0).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
         dx = logit_gradient(
-            x,
-            flushed_exp(x - lse),
-            _class_weights(weight_ptr, cols, V, label_smoothing is not None),
-            soft,
-            smoothed,
-            tl.where(cols == column, hard, 0.0),
-            logit_scale,
-            softcap,
+            x, flushed_exp(x - lse),
+            _class_weights(weight_ptr, cols, V, label_smoothing is not None), soft,
+            smoothed, tl.where(cols == column, hard, 0.0), logit_scale, softcap,
             label_smoothing is not None,
-        )
+        )  # fmt: skip
         dx = dx.to(dlogits_ptr.dtype.element_ty)
         tl.store(dlogits_ptr + cols, dx, mask=mask & row_mask[:, None])

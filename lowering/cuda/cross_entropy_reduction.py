@@ -12,22 +12,11 @@ from .token_loss import token_weights
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def reduce_kernel(
-    losses_ptr,
-    z_losses_ptr,
-    target_ptr,
-    weight_ptr,
-    token_weight_ptr,
-    items_ptr,
-    loss_ptr,
-    z_loss_ptr,
-    total_weight_ptr,
-    M,
-    V,
-    ignore_index,
-    REDUCTION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    losses_ptr, z_losses_ptr, target_ptr, weight_ptr, token_weight_ptr,
+    items_ptr, loss_ptr, z_loss_ptr, total_weight_ptr,
+    M, V, ignore_index,
+    REDUCTION: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     # A single program, so that the order of the sums never changes.
     if DEPENDENT:
         gdc_wait()

@@ -40,12 +40,7 @@ def launch_tiles(kernel: Any, plan: Plan | None, x: Tensor, *args: Any, **consta
     M, N = x.shape
     plan = plan or plan_tiles(N)
     launch(
-        kernel,
-        (cdiv(M, plan.BLOCK_M) * cdiv(N, plan.BLOCK_N),),
-        x,
+        kernel, (cdiv(M, plan.BLOCK_M) * cdiv(N, plan.BLOCK_N),), x,
         *args,
-        **constants,
-        BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=plan.BLOCK_N,
-        num_warps=plan.num_warps,
-    )
+        **constants, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
+    )  # fmt: skip

@@ -15,18 +15,9 @@ from .launch import Plan
 
 @triton.jit
 def _load(
-    gate_ptr,
-    up_ptr,
-    rows,
-    col,
-    M,
-    N,
-    stride_gate,
-    stride_up,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    gate_ptr, up_ptr, rows, col, M, N, stride_gate, stride_up,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     if INTERLEAVED:
         cols, mask = columns(col * 2, rows, M, N * 2, BLOCK_N * 2)
         pairs = tl.load(gate_ptr + rows * stride_gate + cols, mask=mask)
@@ -40,21 +31,10 @@ def _load(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_kernel(
-    gate_ptr,
-    up_ptr,
-    y_ptr,
-    M,
-    N,
-    stride_gate,
-    stride_up,
-    a,
-    b,
-    c,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    gate_ptr, up_ptr, y_ptr, M, N, stride_gate, stride_up, a, b, c,
+    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows, col = place(M, N, BLOCK_M, BLOCK_N)
     gate, up = _load(
         gate_ptr, up_ptr, rows, col, M, N, stride_gate, stride_up, INTERLEAVED, BLOCK_M, BLOCK_N
@@ -66,28 +46,11 @@ def _gated_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_backward_kernel(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_gate,
-    stride_up,
-    stride_dgate,
-    stride_dup,
-    a,
-    b,
-    c,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NEEDS_DGATE: tl.constexpr,
-    NEEDS_DUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    M, N, stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, a, b, c,
+    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows, col = place(M, N, BLOCK_M, BLOCK_N)
     gate, up = _load(
         gate_ptr, up_ptr, rows, col, M, N, stride_gate, stride_up, INTERLEAVED, BLOCK_M, BLOCK_N
@@ -100,10 +63,10 @@ def _gated_backward_kernel(
         cols, mask = columns(col * 2, rows, M, N * 2, BLOCK_N * 2)
         tl.store(dgate_ptr + rows * stride_dgate + cols, pairs, mask=mask)
     else:
-        if NEEDS_DGATE:
+        if dgate_ptr is not None:
             dgate = dgate.to(dgate_ptr.dtype.element_ty)
             tl.store(dgate_ptr + rows * stride_dgate + cols, dgate, mask=mask)
-        if NEEDS_DUP:
+        if dup_ptr is not None:
             dup = dup.to(dup_ptr.dtype.element_ty)
             tl.store(dup_ptr + rows * stride_dup + cols, dup, mask=mask)
 
@@ -112,19 +75,11 @@ def launch_gated(
     activation: Activation, y: Tensor, gate: Tensor, up: Tensor | None, plan: Plan | None
 ) -> None:
     launch_tiles(
-        _gated_kernel,
-        plan,
-        y,
-        gate,
-        up,
-        y,
-        *y.shape,
-        row_stride(gate),
-        row_stride(up),
-        *activation.scalars,
-        ACTIVATION=activation.name,
-        INTERLEAVED=activation.interleaved,
-    )
+        _gated_kernel, plan, y,
+        gate, up, y,
+        *y.shape, row_stride(gate), row_stride(up), *activation.scalars,
+        ACTIVATION=activation.name, INTERLEAVED=activation.interleaved,
+    )  # fmt: skip
 
 
 def launch_gated_backward(
@@ -132,18 +87,11 @@ def launch_gated_backward(
 ) -> None:
     tensors = (dy, *others)
     launch_tiles(
-        _gated_backward_kernel,
-        plan,
-        dy,
+        _gated_backward_kernel, plan, dy,
         *tensors,
-        *dy.shape,
-        *map(row_stride, tensors),
-        *activation.scalars,
-        ACTIVATION=activation.name,
-        INTERLEAVED=activation.interleaved,
-        NEEDS_DGATE=others[-2] is not None,
-        NEEDS_DUP=others[-1] is not None,
-    )
+        *dy.shape, *map(row_stride, tensors), *activation.scalars,
+        ACTIVATION=activation.name, INTERLEAVED=activation.interleaved,
+    )  # fmt: skip
 
 
 register("cuda", launch_gated, launch_gated_backward)

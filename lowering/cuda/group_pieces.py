@@ -41,18 +41,10 @@ def _place(tile, sizes, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, EVEN: tl.c
 
 @triton.jit
 def _reduce(
-    pointers,
-    tile,
-    sizes,
-    eps,
-    HAS_DY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    FOLD: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    pointers, tile, sizes, eps,
+    HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr, FOLD: tl.constexpr, ENTRIES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     # The moments of each channel in the tile: x's mean and squared deviations, and the sums of dy
     # and of dy * (x - mean). They are made of those of FOLD neighbours, which one thread holds.
     dy_ptr, x_ptr, weight_ptr, moments_ptr, statistics_ptr, state_ptr = pointers
@@ -100,15 +92,9 @@ def _reduce(
 
 @triton.jit
 def _finish(
-    pointers,
-    group,
-    sizes,
-    eps,
-    HAS_DY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
+    pointers, group, sizes, eps,
+    HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_S: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its tiles.
     _, _, weight_ptr, moments_ptr, statistics_ptr, _ = pointers
     G, C_G, S, groups, _, pieces, moment_stride, length = sizes
@@ -153,18 +139,10 @@ def _finish(
 
 @triton.jit
 def _apply(
-    pointers,
-    bias_ptr,
-    out_ptr,
-    tile,
-    sizes,
-    HAS_DY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    pointers, bias_ptr, out_ptr, tile, sizes,
+    HAS_DY: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     # Write y of one tile, or with dy its dx. Loads come before the wait for the group's statistics.
     dy_ptr, x_ptr, weight_ptr, _, statistics_ptr, state_ptr = pointers
     G, C_G, _, groups, _, _, _, _ = sizes
@@ -195,34 +173,12 @@ def _apply(
 
 @triton.jit(do_not_specialize=["ahead"])
 def group_pieces_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    moments_ptr,
-    statistics_ptr,
-    state_ptr,
-    G,
-    C_G,
-    S,
-    groups,
-    tiles,
-    pieces,
-    ahead,
-    moment_stride,
-    length,
-    eps,
-    HAS_DY: tl.constexpr,
-    NEEDS_OUT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    FOLD: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, out_ptr, moments_ptr, statistics_ptr, state_ptr,
+    G, C_G, S, groups, tiles, pieces, ahead, moment_stride, length, eps,
+    HAS_DY: tl.constexpr, NEEDS_OUT: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    FOLD: tl.constexpr, ENTRIES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     # First `ahead` tiles are reduced; then one more is reduced and one written in turn; then the
     # last `ahead` are written. state holds the next ticket, how many tiles of each group are
     # reduced, and whether its statistics are ready. A ticket stands for the program's number,
@@ -235,52 +191,22 @@ def group_pieces_kernel(
     sizes = (G, C_G, S, groups, tiles, pieces, moment_stride, length)
     if (turn < 0) | ((turn < turns) & (turn % 2 == 0)):
         _reduce(
-            pointers,
-            tl.where(turn < 0, ticket, ahead + turn // 2),
-            sizes,
-            eps,
-            HAS_DY,
-            HAS_WEIGHT,
-            BLOCK_C,
-            BLOCK_S,
-            FOLD,
-            ENTRIES,
-            EVEN,
-        )
+            pointers, tl.where(turn < 0, ticket, ahead + turn // 2), sizes, eps,
+            HAS_DY, HAS_WEIGHT, BLOCK_C, BLOCK_S, FOLD, ENTRIES, EVEN,
+        )  # fmt: skip
     elif NEEDS_OUT:
         _apply(
-            pointers,
-            bias_ptr,
-            out_ptr,
-            tl.where(turn < turns, turn // 2, ticket - total),
-            sizes,
-            HAS_DY,
-            HAS_WEIGHT,
-            HAS_BIAS,
-            BLOCK_C,
-            BLOCK_S,
-            EVEN,
-        )
+            pointers, bias_ptr, out_ptr, tl.where(turn < turns, turn // 2, ticket - total), sizes,
+            HAS_DY, HAS_WEIGHT, HAS_BIAS, BLOCK_C, BLOCK_S, EVEN,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["P"])
 def group_sums_kernel(
-    moments_ptr,
-    statistics_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    P,
-    G,
-    C_G,
-    groups,
-    pieces,
-    moment_stride,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    moments_ptr, statistics_ptr, dweight_ptr, dbias_ptr, P, G, C_G, groups, pieces, moment_stride,
+    NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     # The gradients of weight and bias: a channel has P = samples x pieces moments.
     if DEPENDENT:
         gdc_wait()
@@ -336,15 +262,9 @@ def plan_pieces(x: Tensor, shape: Groups, backward: bool) -> Pieces:
 
 
 def launch_pieces(
-    plan: Pieces,
-    shape: Groups,
-    dy: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor | None,
-    eps: float,
-) -> Moments:
+    plan: Pieces, shape: Groups, dy: Tensor | None, x: Tensor,
+    weight: Tensor | None, bias: Tensor | None, out: Tensor | None, eps: float,
+) -> Moments:  # fmt: skip
     """Write y, or with dy dx, to `out`, unless that is None."""
     pieces = cdiv(shape.S, plan.BLOCK_S)
     tiles = cdiv(shape.C_G, plan.BLOCK_C) * pieces
@@ -354,36 +274,17 @@ def launch_pieces(
     moments = x.new_empty((rows, x.shape[0] * pieces, C), dtype=torch.float32)
     statistics = x.new_empty((rows, shape.groups), dtype=torch.float32)
     launch(
-        group_pieces_kernel,
-        (total if out is None else 2 * total,),
-        x,
-        dy,
-        x,
-        weight,
-        bias,
-        out,
-        moments,
-        statistics,
+        group_pieces_kernel, (total if out is None else 2 * total,), x,
+        dy, x, weight, bias, out, moments, statistics,
         x.new_zeros(1 + 2 * shape.groups, dtype=torch.int32),
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.groups,
-        tiles,
-        pieces,
+        shape.G, shape.C_G, shape.S, shape.groups, tiles, pieces,
         total if out is None else min(total, max(tiles, plan.ahead)),
-        moments.stride(0),
-        float(shape.size),
-        eps,
-        HAS_DY=dy is not None,
-        NEEDS_OUT=out is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        FOLD=min(8, plan.BLOCK_S),
+        moments.stride(0), float(shape.size), eps,
+        HAS_DY=dy is not None, NEEDS_OUT=out is not None, HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None, FOLD=min(8, plan.BLOCK_S),
         ENTRIES=min(1024, next_power_of_2(shape.C_G * pieces)),
-        EVEN=shape.C_G % plan.BLOCK_C == 0 and shape.S % plan.BLOCK_S == 0,
-        **plan.options,
-    )
+        EVEN=shape.C_G % plan.BLOCK_C == 0 and shape.S % plan.BLOCK_S == 0, **plan.options,
+    )  # fmt: skip
     return Moments(moments, statistics, pieces)
 
 
@@ -397,23 +298,9 @@ def launch_channel_gradients(
     BLOCK_P = min(128, next_power_of_2(P))
     BLOCK_C = 8 if BLOCK_P == 128 else 16
     launch(
-        group_sums_kernel,
-        (cdiv(C, BLOCK_C),),
-        reduced.moments,
-        reduced.moments,
-        reduced.statistics,
-        dweight,
-        dbias,
-        P,
-        shape.G,
-        shape.C_G,
-        shape.groups,
-        reduced.pieces,
-        reduced.moments.stride(0),
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
-        BLOCK_P=BLOCK_P,
-        BLOCK_C=BLOCK_C,
-        num_warps=4,
-        **dependent_launch(reduced.moments),
-    )
+        group_sums_kernel, (cdiv(C, BLOCK_C),), reduced.moments,
+        reduced.moments, reduced.statistics, dweight, dbias,
+        P, shape.G, shape.C_G, shape.groups, reduced.pieces, reduced.moments.stride(0),
+        NEEDS_DWEIGHT=dweight is not None, NEEDS_DBIAS=dbias is not None, BLOCK_P=BLOCK_P,
+        BLOCK_C=BLOCK_C, num_warps=4, **dependent_launch(reduced.moments),
+    )  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sizes import cdiv, next_power_of_2
-from ..triton_math import folded, widened_again
+from ..triton_math import folded, to_float32_again
 from .group_plan import GroupPlan, Groups, per_channel
 from .launch import Table, launch, on_nvidia, plan_for, processors
 from .row_sums import four_sums, mean_and_rstd, near_mean, two_totals
@@ -56,28 +56,11 @@ def _store_y(x, mean, rstd, affine, y_ptr, place, HAS_WEIGHT: tl.constexpr, HAS_
 
 @triton.jit(do_not_specialize=["GROUPS", "tiles"])
 def group_walk_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    GROUPS,
-    tiles,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILES: tl.constexpr,
-    KNOWN: tl.constexpr,
-    KEPT: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr, G, C_G, S, length, eps, GROUPS, tiles,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
+    KNOWN: tl.constexpr, KEPT: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     rounds = 1 if KEPT == 1 else tl.cdiv(GROUPS - program, tl.num_programs(0))
     count = TILES if KNOWN else tiles
@@ -104,7 +87,7 @@ def group_walk_kernel(
         affine = (weight_ptr, bias_ptr, group, G, C_G)
         for i in tl.static_range(KEPT):
             place = _tile(count - 1 - i, C_G, S, PARTS, BLOCK_C, BLOCK_S)
-            x = widened_again(kept[KEPT - 1 - i])
+            x = to_float32_again(kept[KEPT - 1 - i])
             _store_y(x, mean, rstd, affine, y_group, place, HAS_WEIGHT, HAS_BIAS)
         for stored in tl.range(KEPT, count, num_stages=1, loop_unroll_factor=UNROLL):
             place = _tile(count - 1 - stored, C_G, S, PARTS, BLOCK_C, BLOCK_S)
@@ -125,37 +108,18 @@ def _lane_sums(x, dy, shift, FOLD: tl.constexpr):
 
 @triton.jit
 def _store_dx(dy, x, factor, slope, level, dx_ptr, offsets, mask):
-    dx = widened_again(dy) * factor + (widened_again(x) * slope + level)
+    dx = to_float32_again(dy) * factor + (to_float32_again(x) * slope + level)
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit(do_not_specialize=["GROUPS", "tiles"])
 def group_walk_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    GROUPS,
-    tiles,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    TILES: tl.constexpr,
-    KNOWN: tl.constexpr,
-    KEPT: tl.constexpr,
-    UNROLL: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    G, C_G, S, length, eps, GROUPS, tiles,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, TILES: tl.constexpr,
+    KNOWN: tl.constexpr, KEPT: tl.constexpr, UNROLL: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     # A tile is all channels of the group at some positions. Threads exchange the sums of channels,
     # which the group's sums are made of, once, at the end of the first walk. Kept tiles are x's,
     # and dy's too if only one is kept: 64 x 512 x 64 x 64 takes 0.218 ms on an H200 with 4 of x,
@@ -325,18 +289,12 @@ def launch_walk(
         options["PARTS"] = parts
     launch(
         group_walk_backward_kernel if backward else group_walk_kernel,
-        (shape.groups if plan.kept == 1 else min(shape.groups, processors(x)),),
-        x,
+        (shape.groups if plan.kept == 1 else min(shape.groups, processors(x)),), x,
         *args,
         GROUPS=shape.groups,
         # AMD's compiler unrolls a walk of a length it knows, and hoists its loads until it spills
         # 1224 bytes a thread. NVIDIA's loses up to a tenth of the speed if it does not know it.
-        tiles=tiles,
-        TILES=tiles,
-        KNOWN=on_nvidia(x),
-        KEPT=min(plan.kept, tiles),
-        UNROLL=plan.unroll,
-        FOLD=min(8, lane),
-        **options,
-        **plan.options,
-    )
+        tiles=tiles, TILES=tiles, KNOWN=on_nvidia(x),
+        KEPT=min(plan.kept, tiles), UNROLL=plan.unroll, FOLD=min(8, lane),
+        **options, **plan.options,
+    )  # fmt: skip

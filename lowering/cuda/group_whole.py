@@ -15,26 +15,21 @@ from .launch import launch
 
 
 @triton.jit
-def group_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    group = tl.program_id(0).to(tl.int64)
+def _tile(group, C_G, S, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The channels of a group's tile, the offsets of its elements, and their mask."""
     channels = tl.arange(0, BLOCK_C)[:, None]
     positions = tl.arange(0, BLOCK_S)[None, :]
     mask = (channels < C_G) & (positions < S)
-    offsets = (group * C_G + channels) * S + positions
+    return channels, (group * C_G + channels) * S + positions, mask
+
+
+@triton.jit
+def group_norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, G, C_G, S, length, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64)
+    channels, offsets, mask = _tile(group, C_G, S, BLOCK_C, BLOCK_S)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     centred = tl.where(mask, x - tl.sum(x) / length, 0.0)
     y = centred * tl.rsqrt(tl.sum(centred * centred) / length + eps)
@@ -47,29 +42,12 @@ def group_norm_kernel(
 
 @triton.jit
 def group_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, G, C_G, S, length, eps,
+    HAS_WEIGHT: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
-    channels = tl.arange(0, BLOCK_C)[:, None]
-    positions = tl.arange(0, BLOCK_S)[None, :]
-    mask = (channels < C_G) & (positions < S)
-    offsets = (group * C_G + channels) * S + positions
+    channels, offsets, mask = _tile(group, C_G, S, BLOCK_C, BLOCK_S)
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     sums = group * C_G + channels
     if NEEDS_DBIAS:

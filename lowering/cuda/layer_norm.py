@@ -44,11 +44,10 @@ def layer_norm(call, y, plan):
     x, weight, bias = rows(call.x), contiguous(call.weight), contiguous(call.bias)
     plan = plan or plan_forward(x)
     arguments = (x, weight, bias, y, *x.shape, x.stride(0), call.eps)
-    options = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
     if isinstance(plan, WholeRow):
-        launch_whole_rows(layer_norm_kernel, plan, x, *arguments, **options)
+        launch_whole_rows(layer_norm_kernel, plan, x, *arguments)
     else:
-        launch_two_pass(plan, x, *arguments, **options)
+        launch_two_pass(plan, x, *arguments)
 
 
 @library.kernel("layer_norm_backward", "cuda")

@@ -17,21 +17,9 @@ from .row_sums import first_mean, mean_and_rstd
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_two_pass_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    stride_x,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UNROLL: tl.constexpr,
-    TRIPS: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, stride_x, eps,
+    BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, TRIPS: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     # A program has one row. The first pass asks the caches to keep it, for the second.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
@@ -53,7 +41,7 @@ def layer_norm_two_pass_kernel(
             mask = cols < N
             x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first")
             xhat = (x.to(tl.float32) - mean) * rstd
-            y = affine(xhat, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT, HAS_BIAS)
+            y = affine(xhat, weight_ptr, bias_ptr, cols, N)
             tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -67,15 +55,11 @@ def plan_two_pass(x: Tensor) -> TwoPass:
 
 def launch_two_pass(plan: TwoPass, x: Tensor, *args: Any, **constants: Any) -> None:
     launch(
-        layer_norm_two_pass_kernel,
-        (x.shape[0],),
-        x,
+        layer_norm_two_pass_kernel, (x.shape[0],), x,
         *args,
-        **constants,
-        BLOCK_N=plan.BLOCK_N,
-        UNROLL=plan.unroll,
+        **constants, BLOCK_N=plan.BLOCK_N, UNROLL=plan.unroll,
         TRIPS=cdiv(x.shape[1], plan.unroll * plan.BLOCK_N),
         # A thread sums 8 neighbours into one accumulator.
         FOLD=min(8, plan.BLOCK_N),
         num_warps=plan.num_warps,
-    )
+    )  # fmt: skip

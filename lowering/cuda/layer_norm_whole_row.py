@@ -5,36 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_math import widened_again
+from ..triton_math import to_float32_again
 from .launch import WholeRow
 from .norm_backward import NormBackward, launch_norm_backward
 from .row_sums import two_row_sums
 
 
 @triton.jit
-def affine(xhat, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    if HAS_WEIGHT:
+def affine(xhat, weight_ptr, bias_ptr, cols, N):
+    if weight_ptr is not None:
         xhat *= tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         xhat += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     return xhat
 
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    stride_x,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, stride_x, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = cols < N
@@ -52,53 +42,39 @@ def layer_norm_kernel(
         step = sums / N
         mean = shift + step
         variance = tl.maximum(squares / N - step * step, 0.0)
-        centred = widened_again(x) - mean
+        centred = to_float32_again(x) - mean
     else:
         mean = tl.sum(x.to(tl.float32), 1)[:, None] / N
-        centred = tl.where(mask, widened_again(x) - mean, 0.0)
+        centred = tl.where(mask, to_float32_again(x) - mean, 0.0)
         variance = tl.sum(centred * centred, 1)[:, None] / N
     rstd = tl.rsqrt(variance + eps)
-    y = affine(centred * rstd, weight_ptr, bias_ptr, cols, N, HAS_WEIGHT, HAS_BIAS)
+    y = affine(centred * rstd, weight_ptr, bias_ptr, cols, N)
     tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_x,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, stride_dy, stride_x, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)[None, :]
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+    for start in tl.range(
+        program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES
+    ):
         rows = (start + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             dbias += dy
-        if NEEDS_DX or NEEDS_DWEIGHT:
+        if dx_ptr is not None or dweight_ptr is not None:
             x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
             g = dy
-            if HAS_WEIGHT:
+            if weight_ptr is not None:
                 g = dy * weight
             mean = tl.sum(x, 1)[:, None] / N
             mean_g = tl.sum(g, 1)[:, None] / N
@@ -110,15 +86,15 @@ def layer_norm_backward_kernel(
             rstd = tl.rsqrt(variance + eps)
             projection = tl.sum(g * centred, 1)[:, None] / N * rstd
             xhat = centred * rstd
-            if NEEDS_DWEIGHT:
+            if dweight_ptr is not None:
                 dweight += dy * xhat
-            if NEEDS_DX:
+            if dx_ptr is not None:
                 dx = rstd * (g - mean_g - xhat * projection)
                 tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEEDS_DWEIGHT:
+    if dweight_ptr is not None:
         sums = tl.sum(dweight, 0)[None, :]
         tl.store(dweight_ptr + program * N + cols, sums, mask=cols < N)
-    if NEEDS_DBIAS:
+    if dbias_ptr is not None:
         sums = tl.sum(dbias, 0)[None, :]
         tl.store(dbias_ptr + program * N + cols, sums, mask=cols < N)
 
@@ -126,17 +102,8 @@ def layer_norm_backward_kernel(
 def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
     stride_dy, _, stride_x = norm.strides
     launch_norm_backward(
-        layer_norm_backward_kernel,
-        (plan.programs,),
-        norm,
-        (norm.dy, norm.x, norm.weight),
-        (stride_dy, stride_x, norm.eps),
-        HAS_WEIGHT=norm.weight is not None,
-        NEEDS_DX=norm.dx is not None,
-        NEEDS_DWEIGHT=norm.dweight is not None,
-        NEEDS_DBIAS=norm.dbias is not None,
-        BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=plan.BLOCK_N,
-        STAGES=plan.num_stages,
-        num_warps=plan.num_warps,
-    )
+        layer_norm_backward_kernel, (plan.programs,), norm,
+        (norm.dy, norm.x, norm.weight), (stride_dy, stride_x, norm.eps),
+        BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
+        NUM_STAGES=plan.num_stages, num_warps=plan.num_warps,
+    )  # fmt: skip

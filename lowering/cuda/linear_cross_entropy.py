@@ -17,15 +17,9 @@ ALIGNMENT = 16
 
 @triton.jit(do_not_specialize=["M"])
 def _scale_kernel(
-    gradient_ptr,
-    factor_ptr,
-    result_ptr,
-    M,
-    N,
-    stride_factor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    gradient_ptr, factor_ptr, result_ptr, M, N, stride_factor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows, col = place(M, N, BLOCK_M, BLOCK_N)
     cols, mask = columns(col, rows, M, N, BLOCK_N)
     gradient = tl.load(gradient_ptr + rows * N + cols, mask=mask).to(tl.float32)

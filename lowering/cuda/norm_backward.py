@@ -35,18 +35,6 @@ class NormBackward(NamedTuple):
         ds = 0 if self.ds is None else self.ds.stride(0)
         return self.dy.stride(0), ds, self.x.stride(0)
 
-    @property
-    def options(self) -> dict[str, bool]:
-        """The constants of the kernels that serve both norms."""
-        return {
-            "HAS_DS": self.ds is not None,
-            "HAS_MEAN": self.has_mean,
-            "HAS_WEIGHT": self.weight is not None,
-            "NEEDS_DX": self.dx is not None,
-            "NEEDS_DWEIGHT": self.dweight is not None,
-            "NEEDS_DBIAS": self.dbias is not None,
-        }
-
 
 def plan_whole_rows_backward(x: Tensor, loads: int) -> WholeRow:
     """Persistent programs; `loads` is how many tensors of x's shape the kernel reads.
@@ -69,14 +57,9 @@ def plan_whole_rows_backward(x: Tensor, loads: int) -> WholeRow:
 
 
 def launch_norm_backward(
-    kernel: Any,
-    grid: tuple[int, ...],
-    norm: NormBackward,
-    inputs: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    has_dbias: bool = True,
-    **constants: Any,
-) -> None:
+    kernel: Any, grid: tuple[int, ...], norm: NormBackward, inputs: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...], has_dbias: bool = True, **constants: Any,
+) -> None:  # fmt: skip
     """Launch a kernel that stores a part of the gradients of weight and bias in each row of the
     grid's last dimension, and sum the parts.
 

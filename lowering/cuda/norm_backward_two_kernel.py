@@ -22,20 +22,9 @@ from .row_sums import first_mean, mean_and_rstd
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_statistics_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    projection_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_x,
-    eps,
-    offset,
-    HAS_WEIGHT: tl.constexpr,
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr, M, N, stride_dy, stride_x, eps, offset,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     # Each row's rstd and mean(g * xhat), the projection of g on xhat.
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros((BLOCK_N,), tl.float32)
@@ -45,7 +34,7 @@ def rms_norm_statistics_kernel(
         mask = cols < N
         x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
         squares += x * x
         products += g * x
@@ -56,19 +45,9 @@ def rms_norm_statistics_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def layer_norm_statistics_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    statistics_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_x,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FOLD: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, statistics_ptr, M, N, stride_dy, stride_x, eps,
+    BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
     # Each row's mean, rstd, mean(g) and mean(g * xhat), in one pass.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
@@ -83,7 +62,7 @@ def layer_norm_statistics_kernel(
         mask = cols < N
         x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         x = tl.where(mask, x - shift, 0.0)
         sums += folded(x, FOLD)
@@ -101,68 +80,46 @@ def layer_norm_statistics_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def two_kernel_backward_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_ds,
-    stride_x,
-    offset,
-    HAS_DS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
+    mean_g_ptr, projection_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, stride_dy, stride_ds, stride_x, offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     group = tl.program_id(1).to(tl.int64)
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # The rows that the first kernel read last come first: they may still be in the L2 cache.
     tiles = tl.cdiv(M, BLOCK_M)
-    for tile in tl.range(group, tiles, tl.num_programs(1), num_stages=STAGES):
+    for tile in tl.range(group, tiles, tl.num_programs(1), num_stages=NUM_STAGES):
         rows = ((tiles - 1 - tile) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
         x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
-        if HAS_MEAN:
+        if mean_ptr is not None:
             x -= tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
         xhat = x * rstd
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             dweight += dy * xhat
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             dbias += dy
-        if NEEDS_DX:
+        if dx_ptr is not None:
             g = dy
-            if HAS_WEIGHT:
+            if weight_ptr is not None:
                 g = dy * weight
-            if HAS_MEAN:
+            if mean_ptr is not None:
                 g -= tl.load(mean_g_ptr + rows, mask=rows < M, other=0.0)
             dx = rstd * (g - xhat * tl.load(projection_ptr + rows, mask=rows < M, other=0.0))
-            if HAS_DS:
+            if ds_ptr is not None:
                 dx += tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEEDS_DWEIGHT:
+    if dweight_ptr is not None:
         sums = tl.sum(dweight, 0)[None, :]
         tl.store(dweight_ptr + group * N + cols, sums, mask=cols < N)
-    if NEEDS_DBIAS:
+    if dbias_ptr is not None:
         sums = tl.sum(dbias, 0)[None, :]
         tl.store(dbias_ptr + group * N + cols, sums, mask=cols < N)
 
@@ -194,17 +151,11 @@ def plan_two_kernels(x: Tensor) -> TwoKernel:
 def launch_two_kernels(plan: TwoKernel, norm: NormBackward) -> None:
     columns = min(OWNED_COLUMNS, plan.BLOCK_N)
     launch_norm_backward(
-        two_kernel_backward_kernel,
-        (cdiv(norm.x.shape[1], columns), plan.programs),
-        norm,
+        two_kernel_backward_kernel, (cdiv(norm.x.shape[1], columns), plan.programs), norm,
         (norm.dy, norm.ds, norm.x, norm.weight, *_statistics(plan, norm)),
         (*norm.strides, norm.offset),
-        **norm.options,
-        BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=columns,
-        STAGES=plan.num_stages,
-        num_warps=4,
-    )
+        BLOCK_M=plan.BLOCK_M, BLOCK_N=columns, NUM_STAGES=plan.num_stages, num_warps=4,
+    )  # fmt: skip
 
 
 def _statistics(plan: TwoKernel, norm: NormBackward) -> tuple[Tensor | None, ...]:
@@ -213,11 +164,7 @@ def _statistics(plan: TwoKernel, norm: NormBackward) -> tuple[Tensor | None, ...
     stride_dy, _, stride_x = norm.strides
     inputs = (norm.dy, norm.x, norm.weight)
     sizes = (M, N, stride_dy, stride_x, norm.eps)
-    options = {
-        "HAS_WEIGHT": norm.weight is not None,
-        "BLOCK_N": plan.BLOCK_N,
-        "num_warps": plan.num_warps,
-    }
+    options = {"BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
     if norm.has_mean:
         statistics = norm.x.new_empty((4, M), dtype=torch.float32)
         fold = min(8, plan.BLOCK_N)

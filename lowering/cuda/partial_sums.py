@@ -26,16 +26,9 @@ def _sum_columns(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit(do_not_specialize=["P"])
 def _column_sums_kernel(
-    partial_ptr,
-    out_ptr,
-    second_partial_ptr,
-    second_out_ptr,
-    P,
-    N,
-    DEPENDENT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    partial_ptr, out_ptr, second_partial_ptr, second_out_ptr, P, N,
+    DEPENDENT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # One gradient, or two in one launch.
     if DEPENDENT:
         gdc_wait()
@@ -69,15 +62,8 @@ def summed(*gradients: tuple[Tensor | None, Tensor | None]) -> None:
     # have fewer parts, and fill the GPU with wider blocks.
     BLOCK_N = 8 if N < 4096 else 16 if N < 32768 else 64
     launch(
-        _column_sums_kernel,
-        (cdiv(N, BLOCK_N), len(wanted)),
-        parts,
-        *wanted[0],
-        *(wanted[1] if len(wanted) > 1 else (None, None)),
-        P,
-        N,
-        BLOCK_P=128,
-        BLOCK_N=BLOCK_N,
-        num_warps=4,
-        **dependent_launch(parts),
-    )
+        _column_sums_kernel, (cdiv(N, BLOCK_N), len(wanted)), parts,
+        *wanted[0], *(wanted[1] if len(wanted) > 1 else (None, None)),
+        P, N,
+        BLOCK_P=128, BLOCK_N=BLOCK_N, num_warps=4, **dependent_launch(parts),
+    )  # fmt: skip

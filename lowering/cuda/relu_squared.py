@@ -23,16 +23,9 @@ def _relu_squared_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _relu_squared_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    dx_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_x,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, dx_ptr, M, N, stride_dy, stride_x,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     rows, col = place(M, N, BLOCK_M, BLOCK_N)
     cols, mask = columns(col, rows, M, N, BLOCK_N)
     dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask).to(tl.float32)

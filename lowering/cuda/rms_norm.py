@@ -51,25 +51,16 @@ def launch_rms_norm(
     plan = plan or plan_forward(x, residual)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     arguments = (x, residual, weight, y, s, *x.shape, *strides, call.eps, call.offset)
-    options = {
-        "CASTING_MODE": call.casting_mode,
-        "HAS_RESIDUAL": residual is not None,
-        "HAS_WEIGHT": weight is not None,
-    }
     if isinstance(plan, WholeRow):
-        launch_whole_rows(rms_norm_kernel, plan, x, *arguments, **options)
+        launch_whole_rows(rms_norm_kernel, plan, x, *arguments, CASTING_MODE=call.casting_mode)
     else:
-        launch_two_pass(plan, x, y, *arguments, **options)
+        launch_two_pass(plan, x, y, *arguments, CASTING_MODE=call.casting_mode)
 
 
 def launch_rms_norm_backward(
-    call: Any,
-    ds: Tensor | None,
-    x: Tensor,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    plan: Plan | None,
-) -> None:
+    call: Any, ds: Tensor | None, x: Tensor, dx: Tensor | None,
+    dweight: Tensor | None, plan: Plan | None,
+) -> None:  # fmt: skip
     x, dy, weight = rows(x), rows(call.dy), contiguous(call.weight)
     ds = None if ds is None else rows(ds)
     options = (call.eps, call.offset)

@@ -5,25 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_math import rms_rstd, rms_scaled, rms_square, widened_again
+from ..triton_math import rms_rstd, rms_scaled, rms_square, to_float32_again
 from .launch import WholeRow
 from .norm_backward import NormBackward, launch_norm_backward
 from .row_sums import two_row_sums
 
 
 @triton.jit
-def load_sum(
-    x_ptr,
-    residual_ptr,
-    cols,
-    mask,
-    dtype: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    EVICTION: tl.constexpr,
-):
+def load_sum(x_ptr, residual_ptr, cols, mask, dtype: tl.constexpr, EVICTION: tl.constexpr):
     """A tile of x, with the residual added if there is one."""
     x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy=EVICTION)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + cols, mask=mask, other=0.0, eviction_policy=EVICTION)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
     return x
@@ -31,96 +23,67 @@ def load_sum(
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    s_ptr,
-    M,
-    N,
-    stride_x,
-    stride_residual,
-    eps,
-    offset,
-    CASTING_MODE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, stride_x, stride_residual, eps, offset,
+    CASTING_MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     mask = (rows < M) & (cols < N)
     x_ptr += rows * stride_x
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual_ptr += rows * stride_residual
-    x = load_sum(x_ptr, residual_ptr, cols, mask, dtype, HAS_RESIDUAL, "")
-    if HAS_RESIDUAL:
+    x = load_sum(x_ptr, residual_ptr, cols, mask, dtype, "")
+    if residual_ptr is not None:
         tl.store(s_ptr + rows * N + cols, x, mask=mask)
     sum_of_squares = tl.sum(rms_square(x.to(tl.float32), dtype, CASTING_MODE), 1)[:, None]
     rstd = rms_rstd(sum_of_squares, N, eps, dtype, CASTING_MODE)
     # The weight is loaded only now: before the sum it would take as many registers as x.
     weight = None
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    y = rms_scaled(widened_again(x), rstd, weight, offset, dtype, CASTING_MODE, HAS_WEIGHT)
+    y = rms_scaled(to_float32_again(x), rstd, weight, offset, dtype, CASTING_MODE)
     tl.store(y_ptr + rows * N + cols, y.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def rms_norm_backward_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_ds,
-    stride_x,
-    eps,
-    offset,
-    HAS_DS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr,
+    M, N, stride_dy, stride_ds, stride_x, eps, offset,
     KEEPS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     # KEEPS_WEIGHT: weight stays in registers. A wide row needs those, and loads weight again with
     # every row. A float32 row needs more of them, and loads ds only when its sums are known.
     DS_EARLY: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_N)[None, :]
-    if HAS_WEIGHT and KEEPS_WEIGHT:
+    if weight_ptr is not None and KEEPS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=STAGES):
+    for start in tl.range(
+        program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES
+    ):
         rows = (start + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0)
-        if HAS_WEIGHT and not KEEPS_WEIGHT:
+        if weight_ptr is not None and not KEEPS_WEIGHT:
             weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
-        if HAS_DS and NEEDS_DX and DS_EARLY:
+        if ds_ptr is not None and dx_ptr is not None and DS_EARLY:
             ds = tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0)
         wide = x.to(tl.float32)
-        if NEEDS_DX:
+        if dx_ptr is not None:
             # Each branch is the one that keeps a wide row in registers: 8192 x 16384 takes 0.210 ms
             # without ds, and 0.228 by the other branch; with ds 0.264, and 0.330 by the other.
-            if HAS_DS:
+            if ds_ptr is not None:
                 g = dy.to(tl.float32)
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     g *= weight.to(tl.float32) + offset
             else:
-                g = widened_again(dy)
-                if HAS_WEIGHT:
-                    g *= widened_again(weight) + offset
+                g = to_float32_again(dy)
+                if weight_ptr is not None:
+                    g *= to_float32_again(weight) + offset
             squares, products = two_row_sums(wide * wide, g * wide)
         else:
             squares = tl.sum(wide * wide, 1)[:, None]
@@ -129,41 +92,31 @@ def rms_norm_backward_kernel(
             # Rows past M are zeros, which eps = 0 would turn into 0 * inf in dweight.
             mean_square = tl.where(rows < M, mean_square, 1.0)
         rstd = tl.rsqrt(mean_square + eps)
-        if NEEDS_DX:
+        if dx_ptr is not None:
             projection = products / N * rstd
-        xhat = widened_again(x) * rstd
-        g = widened_again(dy)
-        if NEEDS_DWEIGHT:
+        xhat = to_float32_again(x) * rstd
+        g = to_float32_again(dy)
+        if dweight_ptr is not None:
             dweight += g * xhat
-        if NEEDS_DX:
-            if HAS_WEIGHT:
-                g *= widened_again(weight) + offset
+        if dx_ptr is not None:
+            if weight_ptr is not None:
+                g *= to_float32_again(weight) + offset
             dx = rstd * (g - xhat * projection)
-            if HAS_DS:
+            if ds_ptr is not None:
                 if not DS_EARLY:
                     ds = tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0)
                 dx += ds.to(tl.float32)
             tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEEDS_DWEIGHT:
+    if dweight_ptr is not None:
         sums = tl.sum(dweight, 0)[None, :]
         tl.store(dweight_ptr + program * N + cols, sums, mask=cols < N)
 
 
 def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
     launch_norm_backward(
-        rms_norm_backward_kernel,
-        (plan.programs,),
-        norm,
-        (norm.dy, norm.ds, norm.x, norm.weight),
-        (*norm.strides, norm.eps, norm.offset),
+        rms_norm_backward_kernel, (plan.programs,), norm,
+        (norm.dy, norm.ds, norm.x, norm.weight), (*norm.strides, norm.eps, norm.offset),
         has_dbias=False,
-        HAS_DS=norm.ds is not None,
-        HAS_WEIGHT=norm.weight is not None,
-        NEEDS_DX=norm.dx is not None,
-        NEEDS_DWEIGHT=norm.dweight is not None,
-        KEEPS_WEIGHT=plan.BLOCK_N <= 8192,
-        BLOCK_M=plan.BLOCK_M,
-        BLOCK_N=plan.BLOCK_N,
-        STAGES=plan.num_stages,
-        num_warps=plan.num_warps,
-    )
+        KEEPS_WEIGHT=plan.BLOCK_N <= 8192, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
+        NUM_STAGES=plan.num_stages, num_warps=plan.num_warps,
+    )  # fmt: skip

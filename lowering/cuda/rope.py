@@ -27,15 +27,9 @@ class RopePlan:
 
 @triton.jit
 def _load_pairs(
-    ptrs,
-    inside,
-    first,
-    HALF,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    ptrs, inside, first, HALF,
+    INTERLEAVED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The two elements of BLOCK_N pairs from the pair `first` on, of each row.
     if INTERLEAVED:
         cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
@@ -80,21 +74,10 @@ def _section_offsets(pairs, stride, end_0, end_1, HAS_SECTIONS: tl.constexpr, EI
 
 @triton.jit
 def _load_table(
-    ptrs,
-    inside,
-    first,
-    HALF,
-    stride_n,
-    stride_t,
-    end_0,
-    end_1,
-    INTERLEAVED: tl.constexpr,
-    PER_PAIR: tl.constexpr,
-    HAS_SECTIONS: tl.constexpr,
-    EIGHTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    ptrs, inside, first, HALF, stride_n, stride_t, end_0, end_1,
+    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, HAS_SECTIONS: tl.constexpr,
+    EIGHTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The numbers for the two elements of BLOCK_N pairs, of each position; stride_t is from one
     # section's table to the next.
     if INTERLEAVED and not PER_PAIR:
@@ -117,55 +100,18 @@ def _load_table(
 
 @triton.jit(do_not_specialize=["S", "SECTION_0", "SECTION_1"])
 def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    S,
-    q_heads,
-    k_heads,
-    HALF,
-    COPIED,
-    SECTION_0,
-    SECTION_1,
-    q_stride_b,
-    q_stride_h,
-    q_stride_s,
-    k_stride_b,
-    k_stride_h,
-    k_stride_s,
-    q_out_stride_b,
-    q_out_stride_h,
-    q_out_stride_s,
-    k_out_stride_b,
-    k_out_stride_h,
-    k_out_stride_s,
-    cos_stride_t,
-    cos_stride_b,
-    cos_stride_s,
-    cos_stride_n,
-    sin_stride_t,
-    sin_stride_b,
-    sin_stride_s,
-    sin_stride_n,
-    INTERLEAVED: tl.constexpr,
-    PER_PAIR: tl.constexpr,
-    COMPLEX: tl.constexpr,
-    HAS_SECTIONS: tl.constexpr,
-    EIGHTS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    HAS_COPIED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PAIR_TILES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    S, q_heads, k_heads, HALF, COPIED, SECTION_0, SECTION_1,
+    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_s,
+    q_out_stride_b, q_out_stride_h, q_out_stride_s, k_out_stride_b, k_out_stride_h, k_out_stride_s,
+    cos_stride_t, cos_stride_b, cos_stride_s, cos_stride_n,
+    sin_stride_t, sin_stride_b, sin_stride_s, sin_stride_n,
+    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr,
+    COMPLEX: tl.constexpr, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_COPIED: tl.constexpr, ALIGNED: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, PAIR_TILES: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     # HALF is the number of pairs, COPIED that of the elements behind them, SECTION_0 and SECTION_1
     # the pairs at which the second and the third table begin. The heads of k follow those of q, in
     # one tile of HEADS of them: its loads are under way together, and the tables loaded once for
@@ -200,21 +146,10 @@ def _rope_kernel(
         y_ptrs = tl.multiple_of(y_ptrs, [1, 1, 16])
     a, b = _load_pairs(x_ptrs, inside, first, HALF, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_N)
     cos_a, cos_b = _load_table(
-        cos_ptr + (batch * cos_stride_b + s * cos_stride_s),
-        s < S,
-        first,
-        HALF,
-        cos_stride_n,
-        cos_stride_t,
-        SECTION_0,
-        SECTION_1,
-        INTERLEAVED,
-        PER_PAIR,
-        HAS_SECTIONS,
-        EIGHTS,
-        BLOCK_S,
-        BLOCK_N,
-    )
+        cos_ptr + (batch * cos_stride_b + s * cos_stride_s), s < S,
+        first, HALF, cos_stride_n, cos_stride_t, SECTION_0, SECTION_1,
+        INTERLEAVED, PER_PAIR, HAS_SECTIONS, EIGHTS, BLOCK_S, BLOCK_N,
+    )  # fmt: skip
     if COMPLEX:
         # The real and the imaginary part lie as the elements of an interleaved pair.
         sin_a = cos_b
@@ -222,21 +157,10 @@ def _rope_kernel(
         cos_b = cos_a
     else:
         sin_a, sin_b = _load_table(
-            sin_ptr + (batch * sin_stride_b + s * sin_stride_s),
-            s < S,
-            first,
-            HALF,
-            sin_stride_n,
-            sin_stride_t,
-            SECTION_0,
-            SECTION_1,
-            INTERLEAVED,
-            PER_PAIR,
-            HAS_SECTIONS,
-            EIGHTS,
-            BLOCK_S,
-            BLOCK_N,
-        )
+            sin_ptr + (batch * sin_stride_b + s * sin_stride_s), s < S,
+            first, HALF, sin_stride_n, sin_stride_t, SECTION_0, SECTION_1,
+            INTERLEAVED, PER_PAIR, HAS_SECTIONS, EIGHTS, BLOCK_S, BLOCK_N,
+        )  # fmt: skip
     if BACKWARD:
         # The transpose of the rotation: that by -sin, of each other's element of the pair.
         swapped = sin_a
@@ -288,18 +212,10 @@ def aligned(x: Tensor) -> bool:
 
 
 def rotate(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    q_out: Tensor | None,
-    k_out: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    backward: bool,
-    plan: RopePlan | None,
-) -> None:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, q_out: Tensor | None,
+    k_out: Tensor | None, interleaved: bool, per_pair: bool,
+    sections: list[int] | None, backward: bool, plan: RopePlan | None,
+) -> None:  # fmt: skip
     """Launch the rotation, or for backward the rotation back, of what has an output."""
     B, _, S, D = q.shape
     given = [(x, out) for x, out in ((q, q_out), (k, k_out)) if out is not None and x.numel() > 0]
@@ -327,40 +243,20 @@ def rotate(
         tensors if len(tensors) == 2 else (*tensors, (*tensors[0][:2], 0))
     )
     launch(
-        _rope_kernel,
-        (B * cdiv(S, plan.positions) * groups * pair_tiles,),
-        q,
-        q,
-        k,
-        cos,
-        sin,
-        q_out,
-        k_out,
-        S,
-        q_heads,
-        k_heads,
-        half,
-        copied,
-        *ends,
+        _rope_kernel, (B * cdiv(S, plan.positions) * groups * pair_tiles,), q,
+        q, k, cos, sin, q_out, k_out,
+        S, q_heads, k_heads, half, copied, *ends,
         *(stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]),
         *(stride for x in (cos, sin) for stride in x.expand(3, B, *x.shape[-2:]).stride()),
-        INTERLEAVED=interleaved or is_complex,
-        PER_PAIR=not packed and (per_pair or is_complex),
-        COMPLEX=packed,
-        HAS_SECTIONS=sections is not None,
-        EIGHTS=all(size % 8 == 0 for size in (*ends, plan.pairs)),
-        BACKWARD=backward,
-        HAS_COPIED=copied > 0,
-        ALIGNED=all(map(aligned, (q, k, q_out, k_out))),
-        HEADS=cdiv(heads, groups),
-        GROUPS=groups,
-        PAIR_TILES=pair_tiles,
-        BLOCK_S=plan.positions,
-        BLOCK_H=next_power_of_2(cdiv(heads, groups)),
-        BLOCK_N=plan.pairs,
+        INTERLEAVED=interleaved or is_complex, PER_PAIR=not packed and (per_pair or is_complex),
+        COMPLEX=packed, HAS_SECTIONS=sections is not None,
+        EIGHTS=all(size % 8 == 0 for size in (*ends, plan.pairs)), BACKWARD=backward,
+        HAS_COPIED=copied > 0, ALIGNED=all(map(aligned, (q, k, q_out, k_out))),
+        HEADS=cdiv(heads, groups), GROUPS=groups, PAIR_TILES=pair_tiles, BLOCK_S=plan.positions,
+        BLOCK_H=next_power_of_2(cdiv(heads, groups)), BLOCK_N=plan.pairs,
         BLOCK_C=min(2 * plan.pairs, next_power_of_2(max(1, copied))),
         num_warps=max(1, plan.threads // WARP_SIZE),
-    )
+    )  # fmt: skip
 
 
 @library.kernel("rope", "cuda")

@@ -25,18 +25,9 @@ def token_weights(target, within, rows, weight_ptr, token_weight_ptr):
 
 @triton.jit
 def token_loss(
-    lse,
-    target_logit,
-    weighted_x,
-    classes,
-    weights,
-    counts,
-    within,
-    ignored,
-    V,
-    label_smoothing,
-    lse_square_scale,
-):
+    lse, target_logit, weighted_x, classes, weights, counts,
+    within, ignored, V, label_smoothing, lse_square_scale,
+):  # fmt: skip
     """The loss and the z-loss of a token: 0 where it is ignored, NaN where its target is out of
     range.
 
@@ -53,16 +44,7 @@ def token_loss(
 
 @triton.jit
 def gradient_factors(
-    dloss,
-    dz_loss,
-    lse,
-    classes,
-    weights,
-    counts,
-    within,
-    V,
-    label_smoothing,
-    lse_square_scale,
+    dloss, dz_loss, lse, classes, weights, counts, within, V, label_smoothing, lse_square_scale
 ):
     """The factors of the gradient of x_c, soft * p_c - smoothed * weight_c, less hard if c is the
     target. All are 0 for a token that does not count."""

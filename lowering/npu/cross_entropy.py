@@ -19,7 +19,7 @@ from ..loss_math import effective, logit_gradient
 from ..sizes import cdiv
 from ..triton_math import LOWEST
 from . import tiling
-from .tile import load, remaining, within
+from .tile import load, remaining, tile_offsets, within
 from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
@@ -38,27 +38,15 @@ COSTS.update(
 
 @triton.jit(do_not_specialize=["M"])
 def _walk_kernel(
-    logits_ptr,
-    weight_ptr,
-    lse_ptr,
-    weighted_x_ptr,
-    predicted_ptr,
-    entropy_ptr,
-    M,
-    V,
-    softcap,
-    logit_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    logits_ptr, weight_ptr, lse_ptr, weighted_x_ptr, predicted_ptr, entropy_ptr,
+    M, V, softcap, logit_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # Online softmax: each row keeps a running maximum, and a sum of exponentials relative to it.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * V + cols
+    rows, cols, offsets = tile_offsets(V, BLOCK_M, BLOCK_N)
     # Whether columns past the last stay -inf in x without a mask.
     BY_ITSELF: tl.constexpr = (softcap is None) and (weighted_x_ptr is None)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         maximum = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
@@ -112,26 +100,12 @@ def _walk_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gradient_kernel(
-    logits_ptr,
-    weight_ptr,
-    lse_ptr,
-    soft_ptr,
-    smoothed_ptr,
-    hard_ptr,
-    column_ptr,
-    dlogits_ptr,
-    M,
-    V,
-    softcap,
-    logit_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * V + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    logits_ptr, weight_ptr, lse_ptr, soft_ptr, smoothed_ptr, hard_ptr, column_ptr, dlogits_ptr,
+    M, V, softcap, logit_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows, cols, offsets = tile_offsets(V, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         lse = load(lse_ptr + row, rows, row_mask)
@@ -154,16 +128,10 @@ def _gradient_kernel(
                 class_weight = load(weight_ptr + col, cols, cols < count)
             is_target = (cols == column - col).to(tl.float32)
             dx = logit_gradient(
-                x,
-                tl.exp(x - lse),
-                class_weight,
-                soft,
-                smoothed,
-                hard * is_target,
-                logit_scale,
-                softcap,
+                x, tl.exp(x - lse), class_weight, soft, smoothed,
+                hard * is_target, logit_scale, softcap,
                 smoothed_ptr is not None,
-            )
+            )  # fmt: skip
             tl.store(dlogits_ptr + start + offsets, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
@@ -188,20 +156,10 @@ def loss_and_gradient(
     name = "cross_entropy" if plain else "cross_entropy_options"
     forward_plan = plan or tiling.plan(name, V, logits)
     launch(
-        _walk_kernel,
-        forward_plan,
-        cdiv(M, forward_plan.BLOCK_M),
-        logits,
-        weight if call.label_smoothing != 0 else None,
-        lse,
-        weighted_x,
-        predicted,
-        entropy,
-        M,
-        V,
-        call.softcap,
-        _scale(call),
-    )
+        _walk_kernel, forward_plan, cdiv(M, forward_plan.BLOCK_M),
+        logits, weight if call.label_smoothing != 0 else None, lse, weighted_x, predicted, entropy,
+        M, V, call.softcap, _scale(call),
+    )  # fmt: skip
     ignored = target == call.ignore_index
     inside = _inside(target, V, call.ignore_index)
     column = torch.where(inside, target, 0).long()
@@ -212,15 +170,9 @@ def loss_and_gradient(
     class_sum = _class_sum(weight, V, call.label_smoothing)
     smooth = None if weighted_x is None else (class_sum * lse - weighted_x) / V
     losses = definition.token_losses(
-        lse,
-        target_logit,
-        smooth,
-        weights,
-        counts,
-        inside,
-        call.label_smoothing,
-        call.lse_square_scale,
-    )
+        lse, target_logit, smooth, weights, counts, inside,
+        call.label_smoothing, call.lse_square_scale,
+    )  # fmt: skip
     for result, value in zip((loss, z_loss), losses, strict=True):
         result.copy_(torch.where(inside | ignored, value, float("nan")))
     if predicted_tokens is not None:
@@ -229,32 +181,17 @@ def loss_and_gradient(
         entropy.copy_(torch.where(ignored, 0.0, entropy))
     if gradient:
         factors = definition.gradient_factors(
-            torch.ones_like(lse),
-            None,
-            None,
-            None,
-            lse,
-            weights,
-            counts,
-            inside,
-            class_sum,
-            V,
-            call.label_smoothing,
-            call.lse_square_scale,
-        )
+            torch.ones_like(lse), None, None, None, lse, weights, counts, inside,
+            class_sum, V, call.label_smoothing, call.lse_square_scale,
+        )  # fmt: skip
         column = torch.where(inside, target, -1)
         _launch_gradient(call, factors, column, logits, weight, lse, logits, plan)
 
 
 def gradient(
-    call: Any,
-    upstream: Sequence[Tensor | None],
-    logits: Tensor,
-    tokens: Tokens,
-    lse: Tensor,
-    dlogits: Tensor,
-    plan: Plan | None = None,
-) -> None:
+    call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
+    tokens: Tokens, lse: Tensor, dlogits: Tensor, plan: Plan | None = None,
+) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
     upstream: (M,) each, of any stride, also 0, with the reduction's factor included. logits and
@@ -266,51 +203,29 @@ def gradient(
     weight, target, token_weight, *_ = tokens
     inside = _inside(target, V, call.ignore_index)
     factors = definition.gradient_factors(
-        *upstream,
-        lse,
-        *definition.token_weights(target, inside, weight, token_weight, torch.float32),
-        inside,
-        _class_sum(weight, V, call.label_smoothing),
-        V,
-        call.label_smoothing,
-        call.lse_square_scale,
-    )
+        *upstream, lse,
+        *definition.token_weights(target, inside, weight, token_weight, torch.float32), inside,
+        _class_sum(weight, V, call.label_smoothing), V, call.label_smoothing, call.lse_square_scale,
+    )  # fmt: skip
     column = torch.where(inside, target, -1)
     _launch_gradient(call, factors, column, logits, weight, lse, dlogits, plan)
 
 
 def _launch_gradient(
-    call: Any,
-    factors: tuple[Tensor, Tensor, Tensor, Tensor],
-    column: Tensor,
-    logits: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    dlogits: Tensor,
-    plan: Plan | None,
-) -> None:
+    call: Any, factors: tuple[Tensor, Tensor, Tensor, Tensor], column: Tensor,
+    logits: Tensor, weight: Tensor | None, lse: Tensor, dlogits: Tensor, plan: Plan | None,
+) -> None:  # fmt: skip
     M, V = logits.shape
     smoothing = call.label_smoothing != 0
     soft, smoothed, hard, alive = factors
     name = "cross_entropy" if call.softcap is None and not smoothing else "cross_entropy_options"
     plan = plan or tiling.plan(f"{name}_backward", V, logits)
     launch(
-        _gradient_kernel,
-        plan,
-        cdiv(M, plan.BLOCK_M),
-        logits,
-        weight if smoothing else None,
-        torch.where(alive, lse, float("inf")),
-        soft,
-        smoothed if smoothing else None,
-        hard,
-        column.int(),
-        dlogits,
-        M,
-        V,
-        call.softcap,
-        _scale(call),
-    )
+        _gradient_kernel, plan, cdiv(M, plan.BLOCK_M),
+        logits, weight if smoothing else None, torch.where(alive, lse, float("inf")),
+        soft, smoothed if smoothing else None, hard, column.int(), dlogits,
+        M, V, call.softcap, _scale(call),
+    )  # fmt: skip
 
 
 def _scale(call: Any) -> float | None:

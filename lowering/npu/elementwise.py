@@ -54,13 +54,9 @@ def store(ptr, row, col, M, N, stride, value, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 
 def launch_tiles(
-    op: str,
-    kernel: Any,
-    plan: Plan | None,
-    tensors: list[Tensor | None],
-    *args: Any,
-    **constants: Any,
-) -> None:
+    op: str, kernel: Any, plan: Plan | None,
+    tensors: list[Tensor | None], *args: Any, **constants: Any,
+) -> None:  # fmt: skip
     """Run kernel over the tiles of `tensors`; the first has the shape (M, N) of the result."""
     M, N = tensors[0].shape
     plan = plan or tiling.elementwise_plan(op, M, N, *tensors)

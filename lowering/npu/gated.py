@@ -40,18 +40,9 @@ COSTS.update(
 
 @triton.jit
 def _load(
-    gate_ptr,
-    up_ptr,
-    row,
-    col,
-    M,
-    N,
-    stride_gate,
-    stride_up,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    gate_ptr, up_ptr, row, col, M, N, stride_gate, stride_up,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     if INTERLEAVED:
         pairs = load(gate_ptr, row, col * 2, M, N * 2, stride_gate, BLOCK_M, BLOCK_N * 2)
         gate, up = tl.split(tl.reshape(pairs, (BLOCK_M, BLOCK_N, 2)))
@@ -63,21 +54,10 @@ def _load(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_kernel(
-    y_ptr,
-    gate_ptr,
-    up_ptr,
-    M,
-    N,
-    stride_gate,
-    stride_up,
-    a,
-    b,
-    c,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    y_ptr, gate_ptr, up_ptr, M, N, stride_gate, stride_up, a, b, c,
+    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         row, col = place(tile, N, BLOCK_M, BLOCK_N)
@@ -90,28 +70,11 @@ def _gated_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_backward_kernel(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_gate,
-    stride_up,
-    stride_dgate,
-    stride_dup,
-    a,
-    b,
-    c,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NEEDS_DGATE: tl.constexpr,
-    NEEDS_DUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    M, N, stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, a, b, c,
+    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         row, col = place(tile, N, BLOCK_M, BLOCK_N)
@@ -124,9 +87,9 @@ def _gated_backward_kernel(
             pairs = tl.interleave(dgate, dup)
             store(dgate_ptr, row, col * 2, M, N * 2, stride_dgate, pairs, BLOCK_M, BLOCK_N * 2)
         else:
-            if NEEDS_DGATE:
+            if dgate_ptr is not None:
                 store(dgate_ptr, row, col, M, N, stride_dgate, dgate, BLOCK_M, BLOCK_N)
-            if NEEDS_DUP:
+            if dup_ptr is not None:
                 store(dup_ptr, row, col, M, N, stride_dup, dup, BLOCK_M, BLOCK_N)
 
 
@@ -139,16 +102,10 @@ def launch_gated(
     activation: Activation, y: Tensor, gate: Tensor, up: Tensor | None, plan: Plan | None
 ) -> None:
     launch_tiles(
-        _cost(activation),
-        _gated_kernel,
-        plan,
-        [y, gate, up],
-        row_stride(gate),
-        row_stride(up),
-        *activation.scalars,
-        ACTIVATION=activation.name,
-        INTERLEAVED=activation.interleaved,
-    )
+        _cost(activation), _gated_kernel, plan,
+        [y, gate, up], row_stride(gate), row_stride(up), *activation.scalars,
+        ACTIVATION=activation.name, INTERLEAVED=activation.interleaved,
+    )  # fmt: skip
 
 
 def launch_gated_backward(
@@ -156,17 +113,10 @@ def launch_gated_backward(
 ) -> None:
     tensors = [dy, *others]
     launch_tiles(
-        f"{_cost(activation)}_backward",
-        _gated_backward_kernel,
-        plan,
-        tensors,
-        *map(row_stride, tensors),
-        *activation.scalars,
-        ACTIVATION=activation.name,
-        INTERLEAVED=activation.interleaved,
-        NEEDS_DGATE=others[-2] is not None,
-        NEEDS_DUP=others[-1] is not None,
-    )
+        f"{_cost(activation)}_backward", _gated_backward_kernel, plan,
+        tensors, *map(row_stride, tensors), *activation.scalars,
+        ACTIVATION=activation.name, INTERLEAVED=activation.interleaved,
+    )  # fmt: skip
 
 
 register("npu", launch_gated, launch_gated_backward)

@@ -49,120 +49,82 @@ def _standardised(x, inside, length, eps, PADDED: tl.constexpr):
     return centred * rstd, rstd
 
 
-@triton.jit(do_not_specialize=["batch", "slabs"])
-def _group_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    batch,
-    G,
-    C_G,
-    S,
-    length,
-    slabs,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    FLAT: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+@triton.jit
+def _tile(C_G, S, FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The channels of a group's tile, and its elements' offsets and mask, also as 1.0 and 0.0."""
     channels = tl.arange(0, BLOCK_M)[:, None]
     positions = tl.arange(0, BLOCK_N)[None, :]
     if FLAT:
         channels, positions = positions, channels
-    offsets = channels * S + positions
     mask = (channels < C_G) & (positions < S)
-    inside = None
-    if PADDED:
-        inside = within(channels, C_G) * within(positions, S)
-    # A work item is one group in every slabs-th sample: its weight and bias are loaded only once.
+    return channels, channels * S + positions, mask, within(channels, C_G) * within(positions, S)
+
+
+@triton.jit(do_not_specialize=["batch", "splits"])
+def _group_norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, batch, G, C_G, S, length, splits, eps,
+    FLAT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    channels, offsets, mask, inside = _tile(C_G, S, FLAT, BLOCK_M, BLOCK_N)
+    # A work item is one group in every splits-th sample: its weight and bias are loaded only once.
     program = tl.program_id(0).to(tl.int64)
-    for item in tl.range(program, G * slabs, tl.num_programs(0)):
-        first = (item // slabs) * C_G
-        if HAS_WEIGHT:
+    for item in tl.range(program, G * splits, tl.num_programs(0)):
+        first = (item // splits) * C_G
+        if weight_ptr is not None:
             weight = load(weight_ptr + first, channels, channels < C_G)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             bias = load(bias_ptr + first, channels, channels < C_G)
-        for sample in tl.range(item % slabs, batch, slabs):
+        for sample in tl.range(item % splits, batch, splits):
             start = (sample * G * C_G + first) * S
             y, _ = _standardised(load(x_ptr + start, offsets, mask), inside, length, eps, PADDED)
-            if HAS_WEIGHT:
+            if weight_ptr is not None:
                 y = y * weight
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 y = y + bias
             tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["batch", "slabs"])
+@triton.jit(do_not_specialize=["batch", "splits"])
 def _group_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    batch,
-    G,
-    C_G,
-    S,
-    length,
-    slabs,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    FLAT: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    channels = tl.arange(0, BLOCK_M)[:, None]
-    positions = tl.arange(0, BLOCK_N)[None, :]
-    if FLAT:
-        channels, positions = positions, channels
-    offsets = channels * S + positions
-    mask = (channels < C_G) & (positions < S)
-    inside = None
-    if PADDED:
-        inside = within(channels, C_G) * within(positions, S)
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    batch, G, C_G, S, length, splits, eps,
+    FLAT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    channels, offsets, mask, inside = _tile(C_G, S, FLAT, BLOCK_M, BLOCK_N)
     program = tl.program_id(0).to(tl.int64)
-    for item in tl.range(program, G * slabs, tl.num_programs(0)):
-        slab = item % slabs
-        first = (item // slabs) * C_G
-        if HAS_WEIGHT:
+    for item in tl.range(program, G * splits, tl.num_programs(0)):
+        split = item % splits
+        first = (item // splits) * C_G
+        if weight_ptr is not None:
             weight = load(weight_ptr + first, channels, channels < C_G)
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             dweight = tl.zeros(channels.shape, tl.float32)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             dbias = tl.zeros(channels.shape, tl.float32)
-        for sample in tl.range(slab, batch, slabs):
+        for sample in tl.range(split, batch, splits):
             start = (sample * G * C_G + first) * S
             dy = load(dy_ptr + start, offsets, mask)
-            if NEEDS_DBIAS:
+            if dbias_ptr is not None:
                 dbias += _channel_sums(dy, FLAT)
-            if NEEDS_DX or NEEDS_DWEIGHT:
+            if dx_ptr is not None or dweight_ptr is not None:
                 x = load(x_ptr + start, offsets, mask)
                 xhat, rstd = _standardised(x, inside, length, eps, PADDED)
                 sums = _channel_sums(dy * xhat, FLAT)
-                if NEEDS_DWEIGHT:
+                if dweight_ptr is not None:
                     dweight += sums
-                if NEEDS_DX:
+                if dx_ptr is not None:
                     g = dy
-                    if HAS_WEIGHT:
+                    if weight_ptr is not None:
                         g = dy * weight
                         sums = sums * weight
                     mean_g = _group_sum(g) / length
                     projection = _group_sum(sums) / length
                     dx = (g - mean_g - xhat * projection) * rstd
                     tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        sums_at = slab * G * C_G + first + channels
-        if NEEDS_DWEIGHT:
+        sums_at = split * G * C_G + first + channels
+        if dweight_ptr is not None:
             tl.store(dweight_ptr + sums_at, dweight, mask=channels < C_G)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             tl.store(dbias_ptr + sums_at, dbias, mask=channels < C_G)
 
 
@@ -176,26 +138,13 @@ def group_norm(call, y, plan):
         statistics = group_pieces.forward_statistics(x, shape, call.eps, plan)
         group_pieces.apply(None, x, weight, bias, statistics, y, shape, plan)
         return
-    slabs = plan.slabs(shape.batch, shape.G)
+    splits = plan.splits(shape.batch, shape.G)
     launch(
-        _group_norm_kernel,
-        plan,
-        shape.G * slabs,
-        x,
-        weight,
-        bias,
-        y,
-        shape.batch,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        slabs,
-        call.eps,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
+        _group_norm_kernel, plan, shape.G * splits,
+        x, weight, bias, y,
+        shape.batch, shape.G, shape.C_G, shape.S, shape.length, splits, call.eps,
         **shape.layout(plan),
-    )
+    )  # fmt: skip
 
 
 @library.kernel("group_norm_backward", "npu")
@@ -211,31 +160,14 @@ def group_norm_backward(call, dx, dweight, dbias, plan):
         if dx is not None:
             group_pieces.apply(dy, x, weight, None, statistics, dx, shape, plan)
         return
-    slabs = plan.slabs(shape.batch, shape.G)
-    dweights = partial_sums(dweight, slabs)
-    dbiases = partial_sums(dbias, slabs)
+    splits = plan.splits(shape.batch, shape.G)
+    dweights = partial_sums(dweight, splits)
+    dbiases = partial_sums(dbias, splits)
     launch(
-        _group_norm_backward_kernel,
-        plan,
-        shape.G * slabs,
-        dy,
-        x,
-        weight,
-        dx,
-        dweights,
-        dbiases,
-        shape.batch,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        slabs,
-        call.eps,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
+        _group_norm_backward_kernel, plan, shape.G * splits,
+        dy, x, weight, dx, dweights, dbiases,
+        shape.batch, shape.G, shape.C_G, shape.S, shape.length, splits, call.eps,
         **shape.layout(plan),
-    )
+    )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..sizes import cdiv
 from .partial_sums import summed
-from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, within
+from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, tile_offsets, within
 from .tiling import Groups, Plan, launch
 
 # Channels in a tile of `_group_statistics_kernel`, which does a thousandth of the work.
@@ -23,32 +23,20 @@ STATISTICS_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["M"])
 def _channel_moments_kernel(
-    x_ptr,
-    dy_ptr,
-    mean_ptr,
-    m2_ptr,
-    sum_dy_ptr,
-    product_ptr,
-    M,
-    S,
-    HAS_DY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, dy_ptr, mean_ptr, m2_ptr, sum_dy_ptr, product_ptr, M, S,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The moments of each channel: mean, squared deviations, and the sums of dy and of
     # dy * (x - mean). Each lane keeps the last sum about its running mean, and corrects it whenever
     # that mean changes.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * S + cols
+    rows, cols, offsets = tile_offsets(S, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, S, BLOCK_N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         m2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if HAS_DY:
+        if dy_ptr is not None:
             sum_dy = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for chunk in tl.range(0, tl.cdiv(S, BLOCK_N)):
@@ -58,14 +46,14 @@ def _channel_moments_kernel(
             x = load(x_ptr + row * S + col, offsets, mask)
             before = lane_mean
             lane_mean, m2 = lanes_updated(x, within(cols, left), chunk + 1, lane_mean, m2)
-            if HAS_DY:
+            if dy_ptr is not None:
                 dy = load(dy_ptr + row * S + col, offsets, mask)
                 product += dy * (x - lane_mean) - sum_dy * (lane_mean - before)
                 sum_dy += dy
         mean, deviation, rest, squares = lanes_merged(lane_mean, m2, counts, S)
         tl.store(mean_ptr + row + rows, mean + rest, mask=row_mask)
         tl.store(m2_ptr + row + rows, squares, mask=row_mask)
-        if HAS_DY:
+        if dy_ptr is not None:
             total_dy = tl.sum(sum_dy, axis=1)[:, None]
             dyx = tl.sum(product + sum_dy * deviation, axis=1)[:, None] - total_dy * rest
             tl.store(sum_dy_ptr + row + rows, total_dy, mask=row_mask)
@@ -74,28 +62,11 @@ def _channel_moments_kernel(
 
 @triton.jit(do_not_specialize=["groups"])
 def _group_statistics_kernel(
-    means_ptr,
-    m2_ptr,
-    sum_dy_ptr,
-    product_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    dweight_ptr,
-    groups,
-    G,
-    C_G,
-    S,
-    length,
-    eps,
-    HAS_DY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    means_ptr, m2_ptr, sum_dy_ptr, product_ptr, weight_ptr,
+    mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, dweight_ptr,
+    groups, G, C_G, S, length, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # A group's mean, rstd, mean(g) and mean(g * xhat) from the moments of its channels, which have
     # S elements each; and each channel's part of the gradient of weight.
     one = tl.arange(0, BLOCK_M)[:, None]
@@ -119,10 +90,10 @@ def _group_statistics_kernel(
             mask = cols < left
             deviation = (load(means_ptr + base + col, cols, mask) - mean) * within(cols, left)
             squares += load(m2_ptr + base + col, cols, mask) + S * deviation * deviation
-            if HAS_DY:
+            if sum_dy_ptr is not None:
                 g = load(sum_dy_ptr + base + col, cols, mask)
                 gx = load(product_ptr + base + col, cols, mask) + g * deviation
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     weight = load(weight_ptr + (group % G) * C_G + col, cols, mask)
                     g = g * weight
                     gx = gx * weight
@@ -131,11 +102,11 @@ def _group_statistics_kernel(
         rstd = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / length + eps)
         tl.store(mean_ptr + group + one, mean)
         tl.store(rstd_ptr + group + one, rstd)
-        if HAS_DY:
+        if sum_dy_ptr is not None:
             tl.store(mean_g_ptr + group + one, tl.sum(sum_g, axis=1)[:, None] / length)
             projection = tl.sum(product, axis=1)[:, None] / length * rstd
             tl.store(projection_ptr + group + one, projection)
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             for col in tl.range(0, C_G, BLOCK_N):
                 mask = cols < remaining(C_G, col, BLOCK_N)
                 deviation = load(means_ptr + base + col, cols, mask) - mean
@@ -146,30 +117,13 @@ def _group_statistics_kernel(
 
 @triton.jit(do_not_specialize=["groups"])
 def _group_apply_kernel(
-    x_ptr,
-    dy_ptr,
-    weight_ptr,
-    bias_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    out_ptr,
-    groups,
-    G,
-    C_G,
-    S,
-    BACKWARD: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, dy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, out_ptr,
+    groups, G, C_G, S,
+    BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # Write y, or for BACKWARD dx, from the groups' statistics. A work item is a block of channels
     # of one group.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * S + cols
+    rows, cols, offsets = tile_offsets(S, BLOCK_M, BLOCK_N)
     one = tl.arange(0, 1)[:, None]
     blocks = tl.cdiv(C_G, BLOCK_M)
     program = tl.program_id(0).to(tl.int64)
@@ -182,9 +136,9 @@ def _group_apply_kernel(
         if BACKWARD:
             mean_g = tl.load(mean_g_ptr + group + one)
             projection = tl.load(projection_ptr + group + one)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             weight = load(weight_ptr + (group % G) * C_G + channel, rows, row_mask)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             bias = load(bias_ptr + (group % G) * C_G + channel, rows, row_mask)
         base = (group * C_G + channel) * S
         for col in tl.range(0, S, BLOCK_N):
@@ -192,61 +146,37 @@ def _group_apply_kernel(
             xhat = (load(x_ptr + base + col, offsets, mask) - mean) * rstd
             if BACKWARD:
                 g = load(dy_ptr + base + col, offsets, mask)
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     g = g * weight
                 out = (g - mean_g - xhat * projection) * rstd
             else:
                 out = xhat
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     out = out * weight
-                if HAS_BIAS:
+                if bias_ptr is not None:
                     out = out + bias
             tl.store(out_ptr + base + col + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _statistics(
-    dy: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    dweights: Tensor | None,
-    shape: Groups,
-    eps: float,
-    plan: Plan,
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    dy: Tensor | None, x: Tensor, weight: Tensor | None, dweights: Tensor | None,
+    shape: Groups, eps: float, plan: Plan,
+) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """The channels' moments and the groups' statistics; the last two of each need dy."""
     channels = shape.groups * shape.C_G
     absent = [None, None] if dy is None else []
     moments = [*x.new_empty((4 - len(absent), channels), dtype=torch.float32), *absent]
     statistics = [*x.new_empty((4 - len(absent), shape.groups), dtype=torch.float32), *absent]
     launch(
-        _channel_moments_kernel,
-        plan,
-        cdiv(channels, plan.BLOCK_M),
-        x,
-        dy,
-        *moments,
-        channels,
-        shape.S,
-        HAS_DY=dy is not None,
-    )
+        _channel_moments_kernel, plan, cdiv(channels, plan.BLOCK_M),
+        x, dy, *moments, channels, shape.S,
+    )  # fmt: skip
     launch(
         _group_statistics_kernel,
-        Plan(1, min(STATISTICS_BLOCK, plan.BLOCK_M * plan.BLOCK_N), plan.cores),
-        shape.groups,
-        *moments,
-        weight,
-        *statistics,
-        dweights,
-        shape.groups,
-        shape.G,
-        shape.C_G,
-        shape.S,
-        shape.length,
-        eps,
-        HAS_DY=dy is not None,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DWEIGHT=dweights is not None,
-    )
+        Plan(1, min(STATISTICS_BLOCK, plan.BLOCK_M * plan.BLOCK_N), plan.cores), shape.groups,
+        *moments, weight, *statistics, dweights,
+        shape.groups, shape.G, shape.C_G, shape.S, shape.length, eps,
+    )  # fmt: skip
     return moments, statistics
 
 
@@ -256,15 +186,9 @@ def forward_statistics(x: Tensor, shape: Groups, eps: float, plan: Plan) -> list
 
 
 def backward_statistics(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    shape: Groups,
-    eps: float,
-    plan: Plan,
-) -> list[Tensor | None]:
+    dy: Tensor, x: Tensor, weight: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
+    shape: Groups, eps: float, plan: Plan,
+) -> list[Tensor | None]:  # fmt: skip
     """Write dweight and dbias; return the groups' mean, rstd, mean(g) and mean(g * xhat)."""
     sums = (shape.batch, shape.G * shape.C_G)
     dweights = None if dweight is None else x.new_empty(sums, dtype=torch.float32)
@@ -275,30 +199,12 @@ def backward_statistics(
 
 
 def apply(
-    dy: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: list[Tensor | None],
-    out: Tensor,
-    shape: Groups,
-    plan: Plan,
-) -> None:
+    dy: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    statistics: list[Tensor | None], out: Tensor, shape: Groups, plan: Plan,
+) -> None:  # fmt: skip
     launch(
-        _group_apply_kernel,
-        plan,
-        shape.groups * cdiv(shape.C_G, plan.BLOCK_M),
-        x,
-        dy,
-        weight,
-        bias,
-        *statistics,
-        out,
-        shape.groups,
-        shape.G,
-        shape.C_G,
-        shape.S,
+        _group_apply_kernel, plan, shape.groups * cdiv(shape.C_G, plan.BLOCK_M),
+        x, dy, weight, bias, *statistics, out,
+        shape.groups, shape.G, shape.C_G, shape.S,
         BACKWARD=dy is not None,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-    )
+    )  # fmt: skip

@@ -11,7 +11,15 @@ from ..sizes import cdiv
 from ..tensors import contiguous
 from . import tiling, wide_backward
 from .partial_sums import partial_sums, summed
-from .tile import lane_counts, lanes_merged, lanes_updated, load, remaining, within
+from .tile import (
+    lane_counts,
+    lanes_merged,
+    lanes_updated,
+    load,
+    remaining,
+    tile_offsets,
+    within,
+)
 from .tiling import COSTS, Cost, launch
 
 COSTS.update(
@@ -36,63 +44,36 @@ def _standardised(x, inside, N, eps, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    inside = None
-    if PADDED:
-        inside = within(cols, N)
-    if HAS_WEIGHT:
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, eps,
+    PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    inside = within(cols, N)
+    if weight_ptr is not None:
         weight = load(weight_ptr, cols, cols < N)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = load(bias_ptr, cols, cols < N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         start = row * N
         mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
         y, _ = _standardised(load(x_ptr + start, offsets, mask), inside, N, eps, PADDED)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             y = y * weight
-        if HAS_BIAS:
+        if bias_ptr is not None:
             y = y + bias
         tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_wide_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The second pass finds the rows in the L2 cache.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, N, BLOCK_N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -111,44 +92,26 @@ def _layer_norm_wide_kernel(
             start = row * N + col
             mask = row_mask & col_mask
             y = (load(x_ptr + start, offsets, mask) - mean) * rstd
-            if HAS_WEIGHT:
+            if weight_ptr is not None:
                 y = y * load(weight_ptr + col, cols, col_mask)
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 y = y + load(bias_ptr + col, cols, col_mask)
             tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_backward_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    M,
-    N,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    PADDED: tl.constexpr,
-    REUSES_PRODUCT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    inside = None
-    if PADDED:
-        inside = within(cols, N)
-    if HAS_WEIGHT:
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, eps,
+    PADDED: tl.constexpr, REUSES_PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    inside = within(cols, N)
+    if weight_ptr is not None:
         weight = load(weight_ptr, cols, cols < N)
-    if NEEDS_DWEIGHT:
+    if dweight_ptr is not None:
         dweight = tl.zeros((1, BLOCK_N), tl.float32)
-    if NEEDS_DBIAS:
+    if dbias_ptr is not None:
         dbias = tl.zeros((1, BLOCK_N), tl.float32)
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
@@ -157,19 +120,19 @@ def _layer_norm_backward_kernel(
         left = remaining(M, row, BLOCK_M)
         mask = (rows < left) & (cols < N)
         dy = load(dy_ptr + start, offsets, mask)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             dbias += tl.sum(dy, axis=0)[None, :]
-        if NEEDS_DX or NEEDS_DWEIGHT:
+        if dx_ptr is not None or dweight_ptr is not None:
             x = load(x_ptr + start, offsets, mask)
             # Rows past M are zeros, which eps = 0 would turn into 0 * inf in dweight.
             past = 1.0 - within(rows, left)
             xhat, rstd = _standardised(x, inside, N, eps + past, PADDED)
             product = dy * xhat
-            if NEEDS_DWEIGHT:
+            if dweight_ptr is not None:
                 dweight += tl.sum(product, axis=0)[None, :]
-            if NEEDS_DX:
+            if dx_ptr is not None:
                 g = dy
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     g = dy * weight
                     # One sum in two orders. Share of the buffer at (1, 4096) without dbias, first
                     # order and second: 83% and 92% for fp32 rows that fill the tile, 92% and 71%
@@ -183,36 +146,22 @@ def _layer_norm_backward_kernel(
                 dx = (g - mean_g - xhat * projection) * rstd
                 tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     sums = program * N
-    if NEEDS_DWEIGHT:
+    if dweight_ptr is not None:
         tl.store(dweight_ptr + sums + cols, dweight, mask=cols < N)
-    if NEEDS_DBIAS:
+    if dbias_ptr is not None:
         tl.store(dbias_ptr + sums + cols, dbias, mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_statistics_kernel(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    M,
-    N,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, M, N, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # One pass: each lane keeps the sum of g * (x - its running mean), and corrects it whenever that
     # mean changes.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, N, BLOCK_N)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -226,7 +175,7 @@ def _layer_norm_statistics_kernel(
             mask = row_mask & (cols < left)
             x = load(x_ptr + start, offsets, mask)
             g = load(dy_ptr + start, offsets, mask)
-            if HAS_WEIGHT:
+            if weight_ptr is not None:
                 g = g * load(weight_ptr + col, cols, cols < left)
             before = lane_mean
             lane_mean, m2 = lanes_updated(x, within(cols, left), chunk + 1, lane_mean, m2)
@@ -251,11 +200,10 @@ def layer_norm(call, y, plan):
     if plan is None:
         plan = tiling.plan("layer_norm", N, x)
     arguments = (plan, cdiv(M, plan.BLOCK_M), x, weight, bias, y, M, N, call.eps)
-    has = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
     if plan.BLOCK_N >= N:
-        launch(_layer_norm_kernel, *arguments, **has, PADDED=plan.BLOCK_N > N)
+        launch(_layer_norm_kernel, *arguments, PADDED=plan.BLOCK_N > N)
     else:
-        launch(_layer_norm_wide_kernel, *arguments, **has)
+        launch(_layer_norm_wide_kernel, *arguments)
 
 
 @library.kernel("layer_norm_backward", "npu")
@@ -267,21 +215,10 @@ def layer_norm_backward(call, dx, dweight, dbias, plan):
     if plan.BLOCK_N < N:
         mean, rstd, mean_g, projection = x.new_empty((4, M), dtype=torch.float32)
         launch(
-            _layer_norm_statistics_kernel,
-            plan,
-            tiles,
-            dy,
-            x,
-            weight,
-            mean,
-            rstd,
-            mean_g,
-            projection,
-            M,
-            N,
-            call.eps,
-            HAS_WEIGHT=weight is not None,
-        )
+            _layer_norm_statistics_kernel, plan, tiles,
+            dy, x, weight, mean, rstd, mean_g, projection,
+            M, N, call.eps,
+        )  # fmt: skip
         statistics = wide_backward.Statistics(rstd, projection, mean, mean_g)
         wide_backward.launch_wide_backward(
             dy, None, x, weight, dx, dweight, dbias, 0.0, statistics, forced
@@ -290,24 +227,10 @@ def layer_norm_backward(call, dx, dweight, dbias, plan):
     dweights = partial_sums(dweight, plan.programs(tiles))
     dbiases = partial_sums(dbias, plan.programs(tiles))
     launch(
-        _layer_norm_backward_kernel,
-        plan,
-        tiles,
-        dy,
-        x,
-        weight,
-        dx,
-        dweights,
-        dbiases,
-        M,
-        N,
-        call.eps,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
-        PADDED=plan.BLOCK_N > N,
-        REUSES_PRODUCT=plan.BLOCK_N == N and x.element_size() > 2,
-    )
+        _layer_norm_backward_kernel, plan, tiles,
+        dy, x, weight, dx, dweights, dbiases,
+        M, N, call.eps,
+        PADDED=plan.BLOCK_N > N, REUSES_PRODUCT=plan.BLOCK_N == N and x.element_size() > 2,
+    )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)

@@ -34,16 +34,9 @@ def _relu_squared_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _relu_squared_backward_kernel(
-    dx_ptr,
-    dy_ptr,
-    x_ptr,
-    M,
-    N,
-    stride_dy,
-    stride_x,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dx_ptr, dy_ptr, x_ptr, M, N, stride_dy, stride_x,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         row, col = place(tile, N, BLOCK_M, BLOCK_N)

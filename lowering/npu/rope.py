@@ -33,15 +33,9 @@ COSTS.update(
 
 @triton.jit
 def _load_pairs(
-    ptr,
-    stride,
-    first,
-    row_mask,
-    HALF,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    ptr, stride, first, row_mask, HALF,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Load the two elements of BLOCK_N pairs from the pair `first` on; rows are `stride` apart."""
     rows = tl.arange(0, BLOCK_M)[:, None] * stride
     if INTERLEAVED:
@@ -59,18 +53,9 @@ def _load_pairs(
 
 @triton.jit
 def _load_columns(
-    ptr,
-    rows,
-    row_mask,
-    cols,
-    first,
-    size,
-    end_0,
-    end_1,
-    stride_t,
-    HAS_SECTIONS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ptr, rows, row_mask, cols, first, size, end_0, end_1, stride_t,
+    HAS_SECTIONS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Load columns of a table from `first` on; with sections, the columns before end_0 are from the
     first table, those before end_1 from the second and the others from the third.
 
@@ -92,83 +77,39 @@ def _load_columns(
 
 @triton.jit
 def _load_table(
-    ptr,
-    stride,
-    first,
-    row_mask,
-    HALF,
-    SECTION_0,
-    SECTION_1,
-    stride_t,
-    INTERLEAVED: tl.constexpr,
-    PER_PAIR: tl.constexpr,
-    HAS_SECTIONS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    ptr, stride, first, row_mask, HALF, SECTION_0, SECTION_1, stride_t,
+    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, HAS_SECTIONS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Load the numbers for the two elements of BLOCK_N pairs from the pair `first` on."""
     rows = tl.arange(0, BLOCK_M)[:, None] * stride
     if INTERLEAVED and not PER_PAIR:
         x = _load_columns(
-            ptr,
-            rows,
-            row_mask,
-            tl.arange(0, 2 * BLOCK_N)[None, :],
-            2 * first,
-            2 * HALF,
-            2 * SECTION_0,
-            2 * SECTION_1,
-            stride_t,
-            HAS_SECTIONS,
-            2 * BLOCK_N,
-        )
+            ptr, rows, row_mask, tl.arange(0, 2 * BLOCK_N)[None, :],
+            2 * first, 2 * HALF, 2 * SECTION_0, 2 * SECTION_1, stride_t,
+            HAS_SECTIONS, 2 * BLOCK_N,
+        )  # fmt: skip
         a, b = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_N, 2)))
     else:
         cols = tl.arange(0, BLOCK_N)[None, :]
         a = _load_columns(
-            ptr,
-            rows,
-            row_mask,
-            cols,
-            first,
-            HALF,
-            SECTION_0,
-            SECTION_1,
-            stride_t,
-            HAS_SECTIONS,
-            BLOCK_N,
-        )
+            ptr, rows, row_mask, cols, first, HALF, SECTION_0, SECTION_1, stride_t,
+            HAS_SECTIONS, BLOCK_N,
+        )  # fmt: skip
         b = a
         if not PER_PAIR:
             b = _load_columns(
-                ptr + HALF,
-                rows,
-                row_mask,
-                cols,
-                first,
-                HALF,
-                SECTION_0,
-                SECTION_1,
-                stride_t,
-                HAS_SECTIONS,
-                BLOCK_N,
-            )
+                ptr + HALF, rows, row_mask, cols, first, HALF, SECTION_0, SECTION_1, stride_t,
+                HAS_SECTIONS, BLOCK_N,
+            )  # fmt: skip
     return a, b
 
 
 @triton.jit
 def _store_pairs(
-    ptr,
-    stride,
-    first,
-    row_mask,
-    HALF,
-    a,
-    b,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    ptr, stride, first, row_mask, HALF, a, b,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_M)[:, None] * stride
     if INTERLEAVED:
@@ -184,38 +125,14 @@ def _store_pairs(
 
 @triton.jit(do_not_specialize=["B", "S", "SECTION_0", "SECTION_1"])
 def _rope_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    y_ptr,
-    B,
-    S,
-    heads,
-    HALF,
-    COPIED,
-    SECTION_0,
-    SECTION_1,
-    x_stride_b,
-    x_stride_h,
-    x_stride_s,
-    y_stride_b,
-    y_stride_h,
-    y_stride_s,
-    cos_stride_t,
-    cos_stride_b,
-    cos_stride_s,
-    sin_stride_t,
-    sin_stride_b,
-    sin_stride_s,
-    INTERLEAVED: tl.constexpr,
-    PER_PAIR: tl.constexpr,
-    COMPLEX: tl.constexpr,
-    HAS_SECTIONS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    HAS_COPIED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, y_ptr,
+    B, S, heads, HALF, COPIED, SECTION_0, SECTION_1,
+    x_stride_b, x_stride_h, x_stride_s, y_stride_b, y_stride_h, y_stride_s,
+    cos_stride_t, cos_stride_b, cos_stride_s, sin_stride_t, sin_stride_b, sin_stride_s,
+    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, COMPLEX: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr, BACKWARD: tl.constexpr, HAS_COPIED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # HALF is the number of pairs, COPIED the number of elements after them. SECTION_0 and SECTION_1
     # are the pairs at which the second and the third table begin. The tables of a tile of positions
     # stay in the Unified Buffer for all heads.
@@ -231,20 +148,10 @@ def _rope_kernel(
         s = (item // chunks % tiles) * BLOCK_M
         row_mask = rows < remaining(S, s, BLOCK_M)
         cos_a, cos_b = _load_table(
-            cos_ptr + batch * cos_stride_b + s * cos_stride_s,
-            cos_stride_s,
-            first,
-            row_mask,
-            HALF,
-            SECTION_0,
-            SECTION_1,
-            cos_stride_t,
-            INTERLEAVED,
-            PER_PAIR,
-            HAS_SECTIONS,
-            BLOCK_M,
-            BLOCK_N,
-        )
+            cos_ptr + batch * cos_stride_b + s * cos_stride_s, cos_stride_s,
+            first, row_mask, HALF, SECTION_0, SECTION_1, cos_stride_t,
+            INTERLEAVED, PER_PAIR, HAS_SECTIONS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         if COMPLEX:
             # The real and the imaginary part are adjacent, like elements of an interleaved pair.
             sin_a = cos_b
@@ -252,20 +159,10 @@ def _rope_kernel(
             cos_b = cos_a
         else:
             sin_a, sin_b = _load_table(
-                sin_ptr + batch * sin_stride_b + s * sin_stride_s,
-                sin_stride_s,
-                first,
-                row_mask,
-                HALF,
-                SECTION_0,
-                SECTION_1,
-                sin_stride_t,
-                INTERLEAVED,
-                PER_PAIR,
-                HAS_SECTIONS,
-                BLOCK_M,
-                BLOCK_N,
-            )
+                sin_ptr + batch * sin_stride_b + s * sin_stride_s, sin_stride_s,
+                first, row_mask, HALF, SECTION_0, SECTION_1, sin_stride_t,
+                INTERLEAVED, PER_PAIR, HAS_SECTIONS, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
         if BACKWARD:
             # The transpose of the rotation: -sin, with the numbers of a pair's elements swapped.
             swapped = sin_a
@@ -306,16 +203,9 @@ def _table_strides(table: Tensor) -> list[int]:
 
 
 def rotate(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor | None,
-    y: Tensor | None,
-    interleaved: bool,
-    per_pair: bool,
-    sections: list[int] | None,
-    backward: bool,
-    plan: Plan | None,
-) -> None:
+    x: Tensor, cos: Tensor, sin: Tensor | None, y: Tensor | None, interleaved: bool,
+    per_pair: bool, sections: list[int] | None, backward: bool, plan: Plan | None,
+) -> None:  # fmt: skip
     """Launch the rotation of x, or for backward the inverse rotation, into y unless it is None."""
     if y is None or y.numel() == 0:
         return
@@ -333,31 +223,13 @@ def rotate(
         plan = plan_tile(op, half, x.element_size(), B * S, furthest)
     first, second, _ = sections or (0, 0, 0)
     launch(
-        _rope_kernel,
-        plan,
-        B * cdiv(S, plan.BLOCK_M) * cdiv(half, plan.BLOCK_N),
-        x,
-        cos,
-        sin,
-        y,
-        B,
-        S,
-        heads,
-        half,
-        D - 2 * half,
-        first,
-        first + second,
-        *x.stride()[:3],
-        *y.stride()[:3],
-        *_table_strides(cos),
-        *_table_strides(sin),
-        INTERLEAVED=interleaved,
-        PER_PAIR=per_pair and not is_complex,
-        COMPLEX=is_complex,
-        HAS_SECTIONS=sections is not None,
-        BACKWARD=backward,
-        HAS_COPIED=2 * half < D,
-    )
+        _rope_kernel, plan, B * cdiv(S, plan.BLOCK_M) * cdiv(half, plan.BLOCK_N),
+        x, cos, sin, y,
+        B, S, heads, half, D - 2 * half, first, first + second,
+        *x.stride()[:3], *y.stride()[:3], *_table_strides(cos), *_table_strides(sin),
+        INTERLEAVED=interleaved, PER_PAIR=per_pair and not is_complex, COMPLEX=is_complex,
+        HAS_SECTIONS=sections is not None, BACKWARD=backward, HAS_COPIED=2 * half < D,
+    )  # fmt: skip
 
 
 def plan_tile(op: str, pairs: int, itemsize: int, positions: int, furthest: int) -> Plan:

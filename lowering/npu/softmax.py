@@ -10,7 +10,7 @@ from ..sizes import cdiv
 from ..softmax import register
 from ..triton_math import LOWEST
 from . import tiling
-from .tile import load, remaining
+from .tile import load, remaining, tile_offsets
 from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
@@ -33,19 +33,11 @@ def _load(ptr, offsets, mask):
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_kernel(
-    x_ptr,
-    y_ptr,
-    M,
-    N,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    x_ptr, y_ptr, M, N,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         start = row * N
         mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
@@ -59,21 +51,13 @@ def _softmax_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_wide_kernel(
-    x_ptr,
-    y_ptr,
-    M,
-    N,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, y_ptr, M, N,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The first pass is an online softmax: each row keeps a running maximum, and a sum of
     # exponentials relative to it. The second pass finds the rows in the L2 cache.
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         maximum = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
@@ -94,20 +78,11 @@ def _softmax_wide_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_backward_kernel(
-    dy_ptr,
-    y_ptr,
-    dx_ptr,
-    M,
-    N,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    dy_ptr, y_ptr, dx_ptr, M, N,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         start = row * N
         mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
@@ -120,20 +95,11 @@ def _softmax_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _softmax_wide_backward_kernel(
-    dy_ptr,
-    y_ptr,
-    dx_ptr,
-    M,
-    N,
-    LOG: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    dy_ptr, y_ptr, dx_ptr, M, N,
+    LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         sum = tl.zeros((BLOCK_M, 1), tl.float32)

@@ -9,6 +9,14 @@ import triton.language as tl
 
 
 @triton.jit
+def tile_offsets(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows and columns of a tile, and its elements' offsets in a tensor with rows of N."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    return rows, cols, rows * N + cols
+
+
+@triton.jit
 def load(ptr, offsets, mask):
     """Load elements as float32, with 0 where masked off."""
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)

@@ -66,7 +66,7 @@ class Plan:
     def programs(self, tiles: int) -> int:
         return min(self.cores, tiles)
 
-    def slabs(self, tiles: int, chunks: int) -> int:
+    def splits(self, tiles: int, chunks: int) -> int:
         """How many parts the rows of a column chunk are split into: at most 4 items per core."""
         return max(1, min(tiles, 4 * self.cores // chunks))
 

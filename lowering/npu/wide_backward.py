@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sizes import cdiv
 from . import tiling
 from .partial_sums import partial_sums, summed
-from .tile import load, remaining
+from .tile import load, remaining, tile_offsets
 from .tiling import COSTS, Cost, Plan, launch
 
 
@@ -40,48 +40,27 @@ COSTS.update(
 )
 
 
-@triton.jit(do_not_specialize=["M", "slabs"])
+@triton.jit(do_not_specialize=["M", "splits"])
 def _wide_backward_kernel(
-    dy_ptr,
-    ds_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    mean_g_ptr,
-    projection_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    M,
-    N,
-    slabs,
-    offset,
-    HAS_DS: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NEEDS_DWEIGHT: tl.constexpr,
-    NEEDS_DBIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    offsets = rows * N + cols
-    # A work item is a chunk of columns and a slab: every slabs-th tile of rows.
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
+    mean_g_ptr, projection_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, splits, offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    # A work item is a chunk of columns and a split: every splits-th tile of rows.
     program = tl.program_id(0).to(tl.int64)
-    for item in tl.range(program, tl.cdiv(N, BLOCK_N) * slabs, tl.num_programs(0)):
-        slab = item % slabs
-        col = (item // slabs) * BLOCK_N
+    for item in tl.range(program, tl.cdiv(N, BLOCK_N) * splits, tl.num_programs(0)):
+        split = item % splits
+        col = (item // splits) * BLOCK_N
         col_mask = cols < remaining(N, col, BLOCK_N)
-        if HAS_WEIGHT:
+        if weight_ptr is not None:
             weight = load(weight_ptr + col, cols, col_mask) + offset
-        if NEEDS_DWEIGHT:
+        if dweight_ptr is not None:
             dweight = tl.zeros((1, BLOCK_N), tl.float32)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             dbias = tl.zeros((1, BLOCK_N), tl.float32)
-        for tile in tl.range(slab, tl.cdiv(M, BLOCK_M), slabs):
+        for tile in tl.range(split, tl.cdiv(M, BLOCK_M), splits):
             row = tile * BLOCK_M
             row_mask = rows < remaining(M, row, BLOCK_M)
             mask = row_mask & col_mask
@@ -89,73 +68,46 @@ def _wide_backward_kernel(
             rstd = load(rstd_ptr + row, rows, row_mask)
             x = load(x_ptr + start, offsets, mask)
             dy = load(dy_ptr + start, offsets, mask)
-            if HAS_MEAN:
+            if mean_ptr is not None:
                 x -= load(mean_ptr + row, rows, row_mask)
             xhat = x * rstd
-            if NEEDS_DWEIGHT:
+            if dweight_ptr is not None:
                 dweight += tl.sum(dy * xhat, axis=0)[None, :]
-            if NEEDS_DBIAS:
+            if dbias_ptr is not None:
                 dbias += tl.sum(dy, axis=0)[None, :]
-            if NEEDS_DX:
+            if dx_ptr is not None:
                 g = dy
-                if HAS_WEIGHT:
+                if weight_ptr is not None:
                     g = dy * weight
-                if HAS_MEAN:
+                if mean_ptr is not None:
                     g -= load(mean_g_ptr + row, rows, row_mask)
                 dx = rstd * (g - xhat * load(projection_ptr + row, rows, row_mask))
-                if HAS_DS:
+                if ds_ptr is not None:
                     dx += load(ds_ptr + start, offsets, mask)
                 tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        sums = slab * N + col
-        if NEEDS_DWEIGHT:
+        sums = split * N + col
+        if dweight_ptr is not None:
             tl.store(dweight_ptr + sums + cols, dweight, mask=col_mask)
-        if NEEDS_DBIAS:
+        if dbias_ptr is not None:
             tl.store(dbias_ptr + sums + cols, dbias, mask=col_mask)
 
 
 def launch_wide_backward(
-    dy: Tensor,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    dx: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    offset: float,
-    statistics: Statistics,
-    plan: Plan | None,
-) -> None:
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
+    dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
+    offset: float, statistics: Statistics, plan: Plan | None,
+) -> None:  # fmt: skip
     M, N = x.shape
     plan = plan or tiling.plan("wide_backward", N, x, dy)
     chunks = cdiv(N, plan.BLOCK_N)
-    slabs = plan.slabs(cdiv(M, plan.BLOCK_M), chunks)
-    dweights = partial_sums(dweight, slabs)
-    dbiases = partial_sums(dbias, slabs)
+    splits = plan.splits(cdiv(M, plan.BLOCK_M), chunks)
+    dweights = partial_sums(dweight, splits)
+    dbiases = partial_sums(dbias, splits)
     launch(
-        _wide_backward_kernel,
-        plan,
-        chunks * slabs,
-        dy,
-        ds,
-        x,
-        weight,
-        statistics.mean,
-        statistics.rstd,
-        statistics.mean_g,
-        statistics.projection,
-        dx,
-        dweights,
-        dbiases,
-        M,
-        N,
-        slabs,
-        offset,
-        HAS_DS=ds is not None,
-        HAS_MEAN=statistics.mean is not None,
-        HAS_WEIGHT=weight is not None,
-        NEEDS_DX=dx is not None,
-        NEEDS_DWEIGHT=dweight is not None,
-        NEEDS_DBIAS=dbias is not None,
-    )
+        _wide_backward_kernel, plan, chunks * splits,
+        dy, ds, x, weight, statistics.mean, statistics.rstd,
+        statistics.mean_g, statistics.projection, dx, dweights, dbiases,
+        M, N, splits, offset,
+    )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)

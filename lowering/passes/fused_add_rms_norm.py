@@ -37,11 +37,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def _fuse(
-    norm: fx.Node,
-    total: fx.Node,
-    terms: tuple[Any, ...],
-    state: GraphState,
-    report: Report,
+    norm: fx.Node, total: fx.Node, terms: tuple[Any, ...], state: GraphState, report: Report
 ) -> None:
     if not all(same(tuple(value(term).shape), tuple(value(total).shape)) for term in terms):
         raise Refused("the residual is broadcast")

@@ -48,14 +48,9 @@ def place(
 
 
 def put(
-    loss: Loss,
-    op: str,
-    before: tuple[Any, ...],
-    after: tuple[Any, ...],
-    at: fx.Node,
-    among: Collection[fx.Node],
-    state: GraphState,
-) -> fx.Node:
+    loss: Loss, op: str, before: tuple[Any, ...], after: tuple[Any, ...],
+    at: fx.Node, among: Collection[fx.Node], state: GraphState,
+) -> fx.Node:  # fmt: skip
     """Replace the loss by an op, and erase the nodes of `among` that become unused.
 
     `before` and `after` are the op's arguments before and after the target: the logits, or the
@@ -78,14 +73,9 @@ def put(
 
 
 def _parts(
-    loss: Loss,
-    op: str,
-    before: tuple[Any, ...],
-    after: tuple[Any, ...],
-    target: fx.Node,
-    at: fx.Node,
-    state: GraphState,
-) -> tuple[fx.Node, dict[str, tuple[fx.Node, bool]]]:
+    loss: Loss, op: str, before: tuple[Any, ...], after: tuple[Any, ...],
+    target: fx.Node, at: fx.Node, state: GraphState,
+) -> tuple[fx.Node, dict[str, tuple[fx.Node, bool]]]:  # fmt: skip
     """The op that returns several parts of a loss; for each part its node, and if it is negated."""
     names = {end.part for end in loss.ends}
     # With label_smoothing=1 the loss is minus the mean log-probability over all classes.

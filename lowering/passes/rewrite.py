@@ -31,12 +31,9 @@ class Refused(Exception):
 
 
 def replace_all(
-    graph: fx.Graph,
-    report: Report,
-    name: str,
-    spellings: Sequence[tuple[Pattern, Replacement]],
-    by_rows: bool = False,
-) -> None:
+    graph: fx.Graph, report: Report, name: str,
+    spellings: Sequence[tuple[Pattern, Replacement]], by_rows: bool = False,
+) -> None:  # fmt: skip
     """Replace every match by the op of the first spelling that matches exactly.
 
     `by_rows`: the op computes each row of its first argument, along the last dimension, on its own,

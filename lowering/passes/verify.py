@@ -224,11 +224,9 @@ def _enclosed(function: Any) -> list[nn.Module]:
 
 
 def _compared(
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
-    truth: dict[str, Tensor] | None,
-    eps: float,
-) -> tuple[Difference, ...]:
+    before: dict[str, Tensor], after: dict[str, Tensor],
+    truth: dict[str, Tensor] | None, eps: float,
+) -> tuple[Difference, ...]:  # fmt: skip
     if before.keys() != after.keys():
         missing = sorted(before.keys() ^ after.keys())
         raise RuntimeError(

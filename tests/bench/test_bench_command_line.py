@@ -1,4 +1,4 @@
-"""The bench's command line: an earlier run shown again, and what it refuses in one sentence."""
+"""The bench's command line shows earlier runs again, and refuses arguments in one sentence."""
 
 from __future__ import annotations
 

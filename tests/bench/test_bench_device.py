@@ -1,4 +1,4 @@
-"""The bench's device: graphs, peak memory and the head start, of a module like torch.npu."""
+"""The bench takes graphs, peak memory and a head start from a device module like torch.npu."""
 
 from __future__ import annotations
 

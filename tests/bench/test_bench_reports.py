@@ -1,4 +1,4 @@
-"""What the bench writes of a run: records, the table, the comparison, the page and plots."""
+"""The bench writes records, a table, a comparison, a page and plots of a run."""
 
 from __future__ import annotations
 

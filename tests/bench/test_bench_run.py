@@ -1,4 +1,4 @@
-"""A run of the bench on the CPU: what it checks, measures, notes and leaves. No figures."""
+"""A run of the bench on the CPU checks, measures and records each case. Figures are not tested."""
 
 from __future__ import annotations
 

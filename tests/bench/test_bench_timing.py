@@ -1,4 +1,4 @@
-"""How the bench times, with the CPU and a clock of the test in the place of a GPU. No figures."""
+"""The bench's timing, tested with the CPU and a clock of the test in place of a GPU."""
 
 from __future__ import annotations
 

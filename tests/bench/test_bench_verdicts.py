@@ -1,4 +1,4 @@
-"""What the bench judges of a run: the rows in which another provider is faster."""
+"""The bench names the rows of a run in which another provider is faster."""
 
 from __future__ import annotations
 

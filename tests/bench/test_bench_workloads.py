@@ -1,4 +1,4 @@
-"""The bench's ops: each computes what it says, by every provider, and is counted in full."""
+"""Every provider of a workload computes what the op does, and all of its work is counted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_ours_and_torchs_compute_the_same(op: str) -> None:
 
 @EVERY_OP
 def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
-    """Counted again from the tensors: the small ones, parameters and tables, are left out."""
+    """The bytes are counted again from the tensors, without the small parameters and tables."""
     entry, shape = ENTRIES[op], TINY.get(op, (6, 32))
     if entry.is_matrix_product:
         rows, width, classes = shape

@@ -1,9 +1,9 @@
-"""Whether two copies of docs/npu.md say the same of the kernels here.
+"""Compare two copies of docs/npu.md in what they say about this project's kernels.
 
     python tests/npu/compare.py RECORDED FOUND
 
-exits with 1 and names each row that differs. What a row says of another project's kernels is left
-out: one took 96% of the buffer on one machine, and 100% on another.
+exits with 1 and names each row that differs. Figures of another project's kernels are not compared:
+one of them took 96% of the buffer on one machine, and 100% on another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OWN_CELLS = 5
 
 
 def own(document: str) -> Iterator[str]:
-    """The lines of a document, each after its heading, without the figures of peers."""
+    """Yield the lines of a document, each with its heading, without the figures of peers."""
     heading = ""
     for line in document.splitlines():
         if line.startswith("#"):
@@ -31,7 +31,7 @@ def own(document: str) -> Iterator[str]:
 
 
 def differences(recorded: str, found: str) -> list[str]:
-    """The lines that only one of two documents has, or their order where they have the same."""
+    """List the lines that only one document has; if there are none, say if the order differs."""
     before, after = list(own(recorded)), list(own(found))
     lost, new = Counter(before) - Counter(after), Counter(after) - Counter(before)
     lines = [f"recorded  {line}" for line in lost] + [f"found     {line}" for line in new]

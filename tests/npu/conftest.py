@@ -1,4 +1,4 @@
-"""What a missing tool means: a test skipped, or with LIGER_OPS_NPU_REQUIRE_ALL=1 a failure."""
+"""A test whose tool is missing is skipped, or fails if LIGER_OPS_NPU_REQUIRE_ALL=1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def needs() -> Callable[[str], None]:
-    """Given why a tool is missing, or nothing, stop the test that needs it."""
+    """Stop the test that calls this with the reason why a tool is missing; '' stops nothing."""
 
     def stop(reason: str) -> None:
         if reason and os.environ.get("LIGER_OPS_NPU_REQUIRE_ALL"):

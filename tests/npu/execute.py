@@ -1,5 +1,5 @@
-"""Lowered code, run on the CPU: MLIR's own passes to LLVM, clang to a shared object, one program
-after the other."""
+"""Run lowered code on the CPU: MLIR's own passes lower it to LLVM, clang compiles a shared object,
+and the programs run one after the other."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Program:
 
 
 def _memref(tensor: torch.Tensor | None) -> list[Any]:
-    """A memref of one dimension: the pointer twice, the offset, the size and the stride."""
+    """The fields of a memref of one dimension: the pointer twice, offset, size and stride."""
     if tensor is None:
         return [ctypes.c_void_p(0), ctypes.c_void_p(0), *map(ctypes.c_int64, (0, 0, 1))]
     pointer = ctypes.c_void_p(tensor.data_ptr())
@@ -130,7 +130,7 @@ _programs: dict[str, Program] = {}
 
 @contextmanager
 def executing(changed: Callable[[str], str] = lambda mlir: mlir) -> Iterator[list[Launch]]:
-    """Run the lowered code of every launch, after `changed`, and list the launches."""
+    """Run the lowered code of every launch, with `changed` applied to it, and list the launches."""
     launched: list[Launch] = []
 
     def execute(launch: Launch) -> None:

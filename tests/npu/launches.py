@@ -1,5 +1,5 @@
-"""The launches of npu kernels, as the host code makes them on CPU tensors, and specialised as
-triton-ascend specialises them on a device."""
+"""Record the launches that the npu host code makes on CPU tensors, specialised as triton-ascend
+specialises them on a device."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Launch:
 
     @property
     def key(self) -> str:
-        """The same for launches that run the same code."""
+        """The key of the code; launches that run the same code have the same key."""
         return f"{self.kernel} {self.source.hash()}"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op's npu kernel, and what it launched."""
+    """One call of an op's npu kernel, and its launches."""
 
     op: str
     case: LaunchCase
@@ -61,7 +61,7 @@ class Call:
 
 
 class _Pointer:
-    """What specialisation asks of a tensor, of one that has no memory. Storages are aligned."""
+    """Answers specialisation's questions about a tensor without memory. Storages are aligned."""
 
     def __init__(self, tensor: FakeTensor) -> None:
         self.dtype = tensor.dtype
@@ -101,7 +101,7 @@ def specialised(
 
 @contextmanager
 def intercepted(launched: Callable[[Launch], None]) -> Iterator[None]:
-    """Hand every `kernel[grid](...)` to `launched`, in place of a device."""
+    """Call `launched` with every `kernel[grid](...)`, which then does not run."""
     run = JITFunction.run
 
     def intercept(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -116,7 +116,7 @@ def intercepted(launched: Callable[[Launch], None]) -> Iterator[None]:
 
 @contextmanager
 def machine(cores: int) -> Iterator[None]:
-    """The Unified Buffer of a 910B, and so many vector cores, to the host code."""
+    """Tell the host code that the device has a 910B's Unified Buffer and `cores` vector cores."""
     given = {"LIGER_OPS_NPU_UB_BYTES": str(UB_BYTES), "LIGER_OPS_NPU_VECTOR_CORES": str(cores)}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -131,13 +131,13 @@ def machine(cores: int) -> Iterator[None]:
 
 
 def npu_ops() -> dict[Any, str]:
-    """The ops that have an npu kernel, by its host code."""
+    """Map the host code of every npu kernel to the name of its op."""
     return {op.kernels["npu"]: name for name, op in library.OPS.items() if "npu" in op.kernels}
 
 
 @functools.cache
 def calls() -> tuple[Call, ...]:
-    """Every case of the table, forward and backward."""
+    """The calls of every case of the table, forward and backward."""
     return tuple(_calls())
 
 

@@ -1,4 +1,4 @@
-"""triton-ascend's lowering of a launch, from the kernel's source to the MLIR that Ascend's compiler
+"""Lower a launch with triton-ascend, from the kernel's source to the MLIR that Ascend's compiler
 takes."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRITON_ASCEND = version("triton-ascend")
 
 @dataclass(frozen=True)
 class Lowered:
-    """The MLIR of a launch, or why there is none."""
+    """The MLIR of a launch, or the error that prevented it."""
 
     mlir: str
     error: str

@@ -53,7 +53,7 @@ def tile(launch: Launch) -> tuple[int, int]:
 
 
 def installed() -> str:
-    """Its version, or nothing."""
+    """The version of Liger-Kernel that is installed, or None."""
     try:
         return version("liger-kernel")
     except PackageNotFoundError:

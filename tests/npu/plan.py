@@ -1,4 +1,5 @@
-"""Ascend's own compiler on lowered code: where every buffer is placed, and what became of loads.
+"""Run Ascend's own compiler on lowered code: where it places every buffer, and which loads it
+double-buffers.
 
 bishengir-compile runs as on a device up to its last step, which is CANN's and closed; `hivmc` of
 this folder stands in for that and keeps the code it is given.
@@ -36,7 +37,7 @@ FEW = 64
 
 @dataclass(frozen=True)
 class Planned:
-    """What a compiler made of one kernel, or why nothing."""
+    """The memory plan of one compiled kernel, or the reason why it did not compile."""
 
     ub_bytes: int
     # Bits of Unified Buffer that were wanting, by the compiler's own message.
@@ -55,7 +56,7 @@ class Planned:
         return self.ub_bytes / UB_BYTES
 
     def problems(self, share: float = 0.9) -> list[str]:
-        """What is not as it should be, by name and in words."""
+        """The names of the kernel's problems, each with a description."""
         if self.error:
             return [f"error: {self.error}"]
         if self.overflow_bits:
@@ -131,7 +132,7 @@ _TYPE = re.compile(r"memref<((?:[\d?]+x)*)(\w+)")
 
 
 class _Analysis:
-    """One reading of the code, a line an operation."""
+    """Analyses the code in one pass; each line is an operation."""
 
     def __init__(self, code: str) -> None:
         self.constants = dict(re.findall(r"(%\w+) = arith\.constant (-?\d+) : i64", code))
@@ -186,7 +187,7 @@ class _Analysis:
 
 
 def _elements(type: str) -> int | None:
-    """How many elements a memref has, None where its type does not say."""
+    """The number of elements of a memref, or None if its type does not say."""
     match = _TYPE.match(type)
     if match is None or "?" in match[1]:
         return None
@@ -197,6 +198,6 @@ def _elements(type: str) -> int | None:
 
 
 def _bytes(type: str) -> int:
-    """What a buffer of this type takes, in whole blocks."""
+    """The bytes that a buffer of this type takes, in whole blocks."""
     bits = (_elements(type) or 0) * BITS[_TYPE.match(type)[2]]
     return -(-bits // (8 * BLOCK)) * BLOCK

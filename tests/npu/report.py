@@ -1,8 +1,8 @@
-"""Write docs/npu.md: what was found of every npu kernel.
+"""Write docs/npu.md, the measurements of every npu kernel.
 
     python tests/npu/report.py TRAFFIC.json
 
-in the environment of triton-ascend, with what tests/support/traffic.py printed.
+runs in the environment of triton-ascend; TRAFFIC.json is the output of tests/support/traffic.py.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def versions() -> list[str]:
 
 
 def buffered(plans: Plans) -> str:
-    """Loads in loops that are double-buffered, of all of them, in the worst of the versions."""
+    """How many of the loads in loops are double-buffered, in the version with the fewest."""
     worst = max(plans.values(), key=lambda found: len(found.single_buffered), default=None)
     if worst is None:
         return "-"
@@ -153,7 +153,7 @@ def most(plans: Iterable[Plans]) -> str:
 
 
 def problems_of(launches: Iterable[Launch]) -> str:
-    """What was found of them, and by which versions of CANN."""
+    """List the problems of the kernels, each with the versions of CANN that have it."""
     found: dict[str, list[str]] = {}
     for launch in launches:
         if lower(launch).error:

@@ -1,4 +1,4 @@
-"""The document that is checked in says what was found of the kernels here; of others it may not."""
+"""docs/npu.md must agree with a fresh measurement of this project's kernels, but not of others'."""
 
 from __future__ import annotations
 

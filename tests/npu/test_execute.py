@@ -1,4 +1,4 @@
-"""The numbers of the lowered code, run on the CPU, against float64: outputs, and every gradient."""
+"""The lowered code runs on the CPU, and its outputs and gradients are compared with float64."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ def test_executed(label, needs):
 
 
 def without_loops(mlir: str) -> str:
-    """The kernel that computes no tile."""
+    """Change the kernel so that it computes no tile."""
     return re.sub(r"(scf\.for %\w+ = )(%[\w#]+) to %[\w#]+", r"\1\2 to \2", mlir)
 
 
 def adding(mlir: str) -> str:
-    """The kernel that adds where it should multiply."""
+    """Change the kernel so that it adds where it should multiply."""
     return mlir.replace("arith.mulf", "arith.addf")
 
 
 def subtracting(mlir: str) -> str:
-    """The kernel that subtracts where it should add, in sums of rows too."""
+    """Change the kernel so that it subtracts where it should add, in the sums of rows too."""
     return mlir.replace("arith.addf", "arith.subf")
 
 
 def small_cases(op: str) -> list[tuple[LaunchCase, bool]]:
-    """A forward and a backward case."""
+    """The smallest forward and backward case of an op."""
     of_op = [case for case, _ in CASES.values() if case.op.id == op and case.plain]
     float32 = next(case for case in of_op if case.case.dtype is torch.float32)
     return [(float32, False), (float32, True)]
 
 
 def is_caught(case: LaunchCase, backward: bool, change: Callable[[str], str]) -> bool | None:
-    """Whether the check fails on changed code; None where there was nothing to change."""
+    """Whether the check fails on the changed code, or None if nothing was changed."""
     effective = []
 
     def changed(mlir: str) -> str:

@@ -1,4 +1,4 @@
-"""Every kernel has its launches in the table, and each launch a grid that a device takes."""
+"""A case of the table launches every kernel, and every launch has a grid that a device takes."""
 
 from __future__ import annotations
 

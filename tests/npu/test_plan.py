@@ -1,4 +1,5 @@
-"""Every launch lowers, and Ascend's compilers place it as an Ascend kernel should be placed."""
+"""Every launch lowers, and Ascend's compilers find place for its buffers in the Unified Buffer and
+double-buffer its loads."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ EXCUSED: tuple[Excused, ...] = ()
 
 
 def distinct_launches() -> dict[str, Launch]:
-    """By the first call that asks for it, and its place among that call's launches."""
+    """Each distinct launch, by the label of its first call, its kernel, and its index there."""
     found: dict[str, tuple[str, Launch]] = {}
     for call in calls():
         for i, launch in enumerate(call.launches):

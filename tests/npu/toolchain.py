@@ -1,4 +1,4 @@
-"""What `setup` got: where it is, what is missing, and a cache of what was made with it."""
+"""The tools that `setup` installs: their paths, what is missing, and a cache of their results."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ def compiler(version: str) -> Path:
 
 
 def missing_compiler(version: str) -> str:
-    """Why nothing can be planned with this version, or nothing."""
+    """The reason why this version's compiler is missing, or an empty string."""
     found = (CACHE / "npuir" / version / "ready").exists()
     return "" if found else f"ascendnpu-ir {version} could not be had: see tests/npu/setup"
 
 
 def missing_cpu_tools() -> str:
-    """Why lowered code cannot be run, or nothing."""
+    """The reason why lowered code cannot run here, or an empty string."""
     missing = [tool for tool in CPU_TOOLS if shutil.which(tool) is None]
     return f"{', '.join(missing)} could not be had: see tests/npu/setup" if missing else ""
 
 
 def file_for(kind: str, key: str, suffix: str) -> Path:
-    """Where the cache has what `key`, a text that says all it depends on, determines."""
+    """The path in the cache of `key`, a text that names all that the result depends on."""
     folder = CACHE / "results" / kind
     folder.mkdir(parents=True, exist_ok=True)
     return folder / (hashlib.sha256(key.encode()).hexdigest()[:32] + suffix)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file that another process never sees half of."""
+    """Write a file atomically: no other process sees a part of it."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
     os.replace(file.name, path)
 
 
 def cached(kind: str, key: str, compute: Callable[[], Any]) -> Any:
-    """What `compute` returned, which JSON can hold, now or in a run before."""
+    """The result of `compute`, which JSON can hold, from the cache if it is there."""
     path = file_for(kind, key, ".json.gz")
     if path.exists():
         path.touch()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, Calls, call, leaves
 from liger_ops import library
-from liger_ops.lowering.linear_cross_entropy import Gradients, head_of
+from liger_ops.lowering.linear_cross_entropy import Gradients, chunked_linear
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
-from liger_ops.ops.head import waiting_weight_dtype
+from liger_ops.ops.head import forward_dweight_dtype
 from linear_cross_entropy_cases import NOT_COMPUTED, HeadCase, options_of, tensors_of
 from op_under_test import DEVICE, FOLDERS
 
@@ -71,13 +71,13 @@ def test_one_chunk_where_it_takes_no_more_than_several_and_their_sum(
 ) -> None:
     x = torch.empty(M, D, dtype=dtype, device="meta")
     weight = torch.empty(128256, D, dtype=dtype, device="meta")
-    dweight = torch.empty_like(weight, dtype=waiting_weight_dtype(weight, accum_dtype))
+    dweight = torch.empty_like(weight, dtype=forward_dweight_dtype(weight, accum_dtype))
     target = torch.empty(M, dtype=torch.int64, device="meta")
     arguments = library.OPS["linear_cross_entropy_forward"].arguments
-    head = head_of(arguments(x, weight, target, accum_dtype=accum_dtype), x, dweight, 16)
-    assert len(head.slices) == count
-    # A float16 gradient waits in float32.
-    total = Gradients(head, None, dweight, None).dweight
+    linear = chunked_linear(arguments(x, weight, target, accum_dtype=accum_dtype), x, dweight, 16)
+    assert len(linear.slices) == count
+    # A float16 gradient is kept in float32 until the backward scales it.
+    total = Gradients(linear, None, dweight, None).dweight
     in_place = count == 1 or dtype is not torch.bfloat16 or accum_dtype is torch.bfloat16
     assert (total is dweight) == in_place
     assert in_place or total.dtype is torch.float32

@@ -1,4 +1,4 @@
-"""README and the documents: what they point to is there, and stands once."""
+"""The README and the documents refer to files and names that exist, and say a thing once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo and the timed step, on few and small batches."""
+"""The examples run on few and small batches."""
 
 from __future__ import annotations
 

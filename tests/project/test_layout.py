@@ -1,4 +1,4 @@
-"""House rules: who imports whom, what every op has, and what no kernel's host code does."""
+"""The house rules: layers import downward, every op has all its parts, and no host code waits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,14 @@ def sources(*folders: str) -> list[Path]:
 
 
 def module_of(file: Path) -> str:
-    """The module that a file of the root is, meta and lowering being part of liger_ops."""
+    """The name of the module that a file is; meta and lowering are parts of liger_ops."""
     parts = file.with_suffix("").parts
     parts = parts if parts[0] == "liger_ops" else ("liger_ops", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """The absolute name of everything imported: of `from a import b`, a.b."""
+    """Yield the absolute name of every import; `from a import b` gives a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -52,7 +53,7 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[s
 
 
 def layer_of(module: str) -> int:
-    """A module's place in LAYERS, or one past the last for the rest of liger_ops."""
+    """A module's index in LAYERS, or one past the last for the rest of liger_ops."""
     parts = module.split(".")
     if len(parts) > 1 and parts[1] in BASE:
         return -1
@@ -60,7 +61,7 @@ def layer_of(module: str) -> int:
 
 
 def misplaced_imports(file: Path, source: str) -> list[str]:
-    """What `file`, a path from the root, imports against the direction of the layers."""
+    """List the imports of `file`, a path from the root, that go against the order of the layers."""
     module = module_of(file)
     if module == "liger_ops":
         return []
@@ -161,7 +162,7 @@ def test_a_well_placed_import_passes(file, source):
 
 
 def test_the_passes_need_no_toolchain():
-    """They are for graphs, on whatever device; a user without Triton has them too."""
+    """The passes rewrite graphs of every device, and a user without Triton has them too."""
     wanted = {
         name.split(".")[0]
         for file in sources("lowering/passes")
@@ -203,6 +204,31 @@ def test_a_call_that_waits_or_mutates_is_found(source):
     assert len(synchronising_calls(Path("meta/x.py"), source)) == 1
 
 
+def listed_one_by_one(source: str) -> list[str]:
+    """The kernels whose header has two successive lines of one parameter each."""
+    wrong = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+            lines = Counter(parameter.lineno for parameter in function.args.args)
+            alone = {line for line, parameters in lines.items() if parameters == 1}
+            if any(line + 1 in alone for line in alone):
+                wrong.append(function.name)
+    return wrong
+
+
+def test_kernels_parameters_are_grouped():
+    wrong = {file.name: listed_one_by_one(file.read_text()) for file in sources("lowering")}
+    assert any(wrong) and not any(wrong.values()), wrong
+
+
+def test_a_kernel_with_a_parameter_on_each_line_is_found():
+    grouped = "@triton.jit\ndef kernel(\n    x_ptr, y_ptr,\n    N,\n):  # fmt: skip\n    pass\n"
+    listed = grouped.replace("x_ptr, y_ptr", "x_ptr,\n    y_ptr")
+    assert listed_one_by_one(grouped) == [] and listed_one_by_one(listed) == ["kernel"]
+
+
 @pytest.fixture(scope="module")
 def registry() -> dict[str, Any]:
     return op_parts.read_registry(run)
@@ -215,8 +241,8 @@ def test_every_op_goes_through_the_library(registry):
 
 
 def test_every_public_op_has_all_its_parts(registry):
-    """A composed op has no kernels of its own: those of the op that it is made of are in its
-    files."""
+    """A composed op has no kernels of its own; the files of its name hold those of the op that it
+    calls."""
     there = op_parts.found(registry)
     ops = op_parts.written() | {op_parts.base(op) for op in registry["dispatched"]}
     missing = [part for op in sorted(ops) for part in op_parts.missing(op, there)]
@@ -252,16 +278,12 @@ def test_every_op_is_registered_in_full(registry):
 
 
 def test_every_example_has_a_main():
-    """But for the parts of one, which it imports."""
-    examples = {file: ast.parse(file.read_text()) for file in sources("examples")}
+    examples = sources("examples")
     assert examples, "there is no example"
-    imports = [node for tree in examples.values() for node in ast.walk(tree)]
-    parts = {node.module for node in imports if isinstance(node, ast.ImportFrom)}
-    for file, tree in examples.items():
-        if file.stem in parts:
-            continue
-        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        tests = [ast.unparse(node.test) for node in tree.body if isinstance(node, ast.If)]
+    for file in examples:
+        body = ast.parse(file.read_text()).body
+        functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+        tests = [ast.unparse(node.test) for node in body if isinstance(node, ast.If)]
         assert "main" in functions, f"{file.name} has no main()"
         assert "__name__ == '__main__'" in tests, f"{file.name} does not run main() as a script"
 

@@ -1,4 +1,4 @@
-"""`python -m liger_ops`, run as a user runs it, and its report on machines that this one is not."""
+"""`python -m liger_ops` runs as a user runs it, and reports simulated machines correctly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def op_names() -> list[str]:
-    """The package's own ops; another test of this process may have defined more."""
+    """The names of the package's own ops; other tests of this process may have defined more."""
     return [n for n, op in library.OPS.items() if op.definition.__module__.startswith("liger_ops.")]
 
 
@@ -44,7 +44,7 @@ def installed(package: str) -> str | None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda as on a machine with two GPUs."""
+    """Simulate torch.cuda of a machine with two GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")

@@ -1,4 +1,4 @@
-"""Every road by which a user gets liger_ops: wheel, sdist, editable installation, bare checkout.
+"""liger_ops works from a wheel, an sdist, an editable installation and a bare checkout.
 
 Each is tried from a folder that holds a user's own `meta.py` and `lowering.py`, the names of two of
 this repository's root folders. Nothing is downloaded and nothing of the checkout is written to.
@@ -51,7 +51,7 @@ print(build_meta.build_editable(sys.argv[1]))
 
 
 def python(*arguments: str | Path, cwd: Path, path: list[Path] | None = None) -> str:
-    """Run Python with nothing but `path` and this environment's packages to import from.
+    """Run Python so that it imports from `path` and this environment's packages alone.
 
     -S keeps out the .pth files of this environment, and with them an editable liger_ops.
     """
@@ -70,7 +70,7 @@ def python(*arguments: str | Path, cwd: Path, path: list[Path] | None = None) ->
 
 
 def module_names() -> set[str]:
-    """Every module of the package, read off the source tree."""
+    """The name of every module of the package, from the source tree."""
     names = set()
     for folder, place in PLACES.items():
         for file in (ROOT / folder).rglob("*.py"):
@@ -92,7 +92,7 @@ def contents(wheel: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the source tree, symlinks and all."""
+    """A copy of the source tree, with its symlinks."""
     folder = tmp_path_factory.mktemp("packaging") / "checkout"
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCE))
     return folder
@@ -100,7 +100,7 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(checkout, tmp_path_factory) -> Path:
-    """The wheel built straight from the checkout."""
+    """A wheel that is built from the checkout."""
     out = tmp_path_factory.mktemp("wheel")
     python("-m", "build", "--no-isolation", "--wheel", "--outdir", out, checkout, cwd=out)
     (wheel,) = out.glob("*.whl")
@@ -117,7 +117,7 @@ def sdist_and_its_wheel(checkout, tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def project(tmp_path) -> Path:
-    """A user's folder, whose modules have the names of our root folders."""
+    """A user's folder with modules named as our root folders are."""
     folder = tmp_path / "project"
     folder.mkdir()
     for name in ("meta.py", "lowering.py"):
@@ -126,7 +126,7 @@ def project(tmp_path) -> Path:
 
 
 def assert_imports(project: Path, site: Path, came_from: Path) -> None:
-    """With `site` for a site-packages folder, every module imports, out of `came_from`."""
+    """Assert that with `site` as site-packages every module is imported from `came_from`."""
     file, *imported = python("-c", IMPORT_EVERYTHING, site, cwd=project, path=[site]).split()
     assert Path(file) == came_from / "liger_ops" / "__init__.py"
     assert {"liger_ops", *imported} == module_names()
@@ -164,7 +164,7 @@ def test_the_wheel_has_one_top_level_module(wheel):
 
 
 def test_the_wheel_declares_the_backend(wheel):
-    """What `torch.compile(model, backend="liger")` looks for, and finds in the wheel."""
+    """The wheel has the entry point that `torch.compile(model, backend="liger")` looks for."""
     dist_info = f"liger_ops-{liger_ops.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"{dist_info}/entry_points.txt").decode()

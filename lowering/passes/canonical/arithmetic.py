@@ -128,12 +128,8 @@ def _mean(input: Any, dim: Any = None, keepdim: Any = False, *, dtype: Any = Non
 
 @spelled(torch.var, "var")
 def _var(
-    input: Any,
-    dim: Any = None,
-    unbiased: Any = True,
-    keepdim: Any = False,
-    *,
-    correction: Any = None,
-) -> Call | None:
+    input: Any, dim: Any = None, unbiased: Any = True,
+    keepdim: Any = False, *, correction: Any = None,
+) -> Call | None:  # fmt: skip
     correction = int(bool(unbiased)) if correction is None else correction
     return Call("var", (input, dimensions(input, dim), correction, bool(keepdim)))

@@ -38,25 +38,17 @@ def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = 
 
 @spelled(F.layer_norm, torch.layer_norm)
 def _layer_norm(
-    input: Any,
-    normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: Any = 1e-5,
-    cudnn_enable: Any = True,
-) -> Call:
+    input: Any, normalized_shape: Any, weight: Any = None,
+    bias: Any = None, eps: Any = 1e-5, cudnn_enable: Any = True,
+) -> Call:  # fmt: skip
     return Call("layer_norm", (input, as_tuple(normalized_shape), weight, bias, eps))
 
 
 @spelled(F.group_norm, torch.group_norm)
 def _group_norm(
-    input: Any,
-    num_groups: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: Any = 1e-5,
-    cudnn_enabled: Any = True,
-) -> Call:
+    input: Any, num_groups: Any, weight: Any = None,
+    bias: Any = None, eps: Any = 1e-5, cudnn_enabled: Any = True,
+) -> Call:  # fmt: skip
     return Call("group_norm", (input, num_groups, weight, bias, eps))
 
 

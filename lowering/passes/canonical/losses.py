@@ -12,15 +12,9 @@ from .call import Call, dimension, dimensions, spelled, value
 
 @spelled(F.cross_entropy)
 def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: Any = -100,
-    reduce: Any = None,
-    reduction: Any = "mean",
-    label_smoothing: Any = 0.0,
-) -> Call | None:
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: Any = -100,
+    reduce: Any = None, reduction: Any = "mean", label_smoothing: Any = 0.0,
+) -> Call | None:  # fmt: skip
     if size_average is not None or reduce is not None:
         return None
     return Call("cross_entropy", (input, target, weight, ignore_index, reduction, label_smoothing))
@@ -28,14 +22,9 @@ def _cross_entropy(
 
 @spelled(F.nll_loss)
 def _nll_loss(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: Any = -100,
-    reduce: Any = None,
-    reduction: Any = "mean",
-) -> Call | None:
+    input: Any, target: Any, weight: Any = None, size_average: Any = None,
+    ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean",
+) -> Call | None:  # fmt: skip
     if size_average is not None or reduce is not None:
         return None
     return Call("nll_loss", (input, target, weight, ignore_index, reduction))
