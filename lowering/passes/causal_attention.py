@@ -62,14 +62,12 @@ def _make_causal(
     states: Mapping[fx.Graph, GraphState],
     scope: fx.Graph,
 ) -> None:
-    reason = (
-        obstacle(node, arguments, states[scope])
-        or misfit(arguments)
-        or write(functions, arguments["attn_mask"], states.values())
-    )
+    reason = obstacle(node, arguments, states[scope]) or misfit(arguments)
     if reason is not None:
         raise Refused(reason)
     causal = _is_causal(functions, arguments)
+    if reason := write(functions, arguments["attn_mask"], states.values()):
+        raise Refused(reason)
     set_arguments(node, {**arguments, "attn_mask": None, "is_causal": causal}, states[scope])
 
 
@@ -105,8 +103,9 @@ def _is_causal(functions: IndexFunctions, arguments: dict[str, Any]) -> bool:
 
 
 def write(functions: IndexFunctions, mask: fx.Node, states: Iterable[GraphState]) -> str | None:
-    """Reason to keep the mask if any tensor that it was computed from is written in place."""
+    """Reason to keep a mask that was evaluated if a tensor that was read for it is written."""
     read = set(functions.read(mask))
+    assert mask in read
     for state in states:
         if state.ever_written(read):
             return "its mask, or a tensor that it is computed from, is written in place"

@@ -82,19 +82,20 @@ def test_one_query_or_one_key(queries, keys):
     check(with_mask(causal), qkv(queries, keys), 1)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_mask_that_hides_nothing_is_dropped(dynamic):
-    shows_all: list[Mask] = [
-        lambda q, k: torch.ones(q, k, dtype=torch.bool),
-        lambda q, k: torch.zeros(q, k),
-        # The last queries of a cache.
-        lambda q, k: columns(k) <= rows(q) + 4,
-    ]
-    for mask in shows_all:
-        for queries, keys in ((1, 5), (3, 5)):
-            inputs = qkv(queries, keys)
-            report, options = checked(
-                with_mask(mask), causal_attention.rewrite, inputs, dynamic, True
-            )
-            assert report.counts() == {OP: 1}
-            assert options == [{}]
+SHOWS_ALL: dict[str, Mask] = {
+    "ones": lambda q, k: torch.ones(q, k, dtype=torch.bool),
+    "zeros that are added": lambda q, k: torch.zeros(q, k),
+    "the last queries of a cache": lambda q, k: columns(k) <= rows(q) + 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [*((name, False) for name in SHOWS_ALL), ("ones", True)],
+)
+def test_a_mask_that_hides_nothing_is_dropped(name, dynamic):
+    for queries, keys in ((1, 5), (3, 5)):
+        rewrite, inputs = causal_attention.rewrite, qkv(queries, keys)
+        report, options = checked(with_mask(SHOWS_ALL[name]), rewrite, inputs, dynamic, True)
+        assert report.counts() == {OP: 1}
+        assert options == [{}]

@@ -26,7 +26,6 @@ from liger_ops.lowering.passes.mask.proof import visible_keys
 NEAR_MISSES: dict[str, Mask] = {
     "shifted later": lambda q, k: columns(k) <= rows(q) + 1,
     "strictly earlier, with key 0": lambda q, k: (columns(k) < rows(q)) | (columns(k) == 0),
-    "both directions": lambda q, k: torch.ones(q, k, dtype=torch.bool),
     "anticausal": lambda q, k: columns(k) >= rows(q),
     "window": lambda q, k: causal(q, k) & (columns(k) > rows(q) - (LENGTH - 1)),
     "chunks": lambda q, k: causal(q, k) & (columns(k) // 3 == rows(q) // 3),
