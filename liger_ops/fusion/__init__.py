@@ -31,10 +31,11 @@ def fuse(
     """Compute the norms, activations, rotary embeddings and loss of a model with the ops.
 
     A module is recognised by what it computes, not by its class. The forward of a norm or of a
-    gated activation is traced with tensors without data, and matched against the patterns of the
-    backend `liger`: in bfloat16, float16 and float32, in training and in evaluation, casts
-    included. The code of rotary embeddings and losses runs on the CPU, and is compared with the
-    definitions of the ops. A part that agrees is fused, from transformers or not; others are left.
+    gated activation, and the function that rotates queries and keys, are traced with tensors
+    without data, and matched against the patterns of the backend `liger`: in bfloat16, float16 and
+    float32, modules in training and in evaluation, casts included. The code of losses runs on the
+    CPU, and is compared with the definition of the op. A part that agrees is fused, from
+    transformers or not; others are left.
 
     * Norms: a module without children, and with no parameters but a weight and a bias of one size,
       that computes `rms_norm`, `layer_norm` or `group_norm` with some offset, eps and casting mode,

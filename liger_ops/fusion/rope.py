@@ -23,7 +23,7 @@ from . import classes
 from .planning import Plan
 from .probing import NotAnOp, Probes, own_attributes
 from .rotary import SECTIONS, WIDENED, Rotary, parameters_of
-from .rotary_probe import probe
+from .rotary_trace import find
 
 KIND = "rotary embedding"
 
@@ -42,7 +42,7 @@ def plan(model: nn.Module) -> Plan:
         rotaries = []
         for function_name, function in _functions(classes.class_of(module)):
             try:
-                rotary = probes.once(function, functools.partial(probe, function_name, function))
+                rotary = probes.once(function, functools.partial(find, function_name, function))
                 obstacle = _obstacle(module, function_name)
                 if obstacle is not None:
                     raise NotAnOp(obstacle)

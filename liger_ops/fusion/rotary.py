@@ -29,8 +29,8 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 def parameters_of(function: Any) -> tuple[str, ...]:
     """The names of a function's parameters if they are those of a rotary embedding.
 
-    They are queries, keys and tables: cos and sin, or freqs, which is complex. Probes call no other
-    function of a model.
+    They are queries, keys and tables: cos and sin, or freqs, which is complex. No other function of
+    a model is called.
     """
     if not inspect.isfunction(function):
         return ()
@@ -55,7 +55,8 @@ class Form:
     """A form of call that computes rope, and the op's options for it.
 
     table_width: the width of the tables, in terms of `table_width`. half_tables: whether only the
-    first half of each row of the tables is used.
+    first half of each row of the tables is used. back: whether the function rotates in the other
+    direction, by -sin.
     """
 
     unsqueeze_dim: int | None
@@ -63,6 +64,7 @@ class Form:
     table_width: str
     half_tables: bool
     options: tuple[tuple[str, Any], ...]
+    back: bool = False
 
     def fits(self, q: Tensor, k: Tensor, tables: Sequence[Tensor], has_sections: bool) -> bool:
         """Whether tensors have this form, and only the batch dimension is broadcast."""
@@ -97,6 +99,8 @@ class Form:
         if self.half_tables:
             half = tables[0].shape[-1] // 2
             tables = [table[..., :half] for table in tables]
+        if self.back:
+            tables = [tables[0], -tables[1]]
         options = dict(self.options)
         if sections is not None:
             options["sections"] = list(sections)

@@ -88,7 +88,7 @@ class Trace(TorchFunctionMode):
     def module(self, result: Any) -> fx.GraphModule:
         """The recorded graph, with one or several tensors for its result."""
         self.graph.output(pytree.tree_map(self.node, result))
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+        return _Module(torch.nn.Module(), self.graph)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -121,6 +121,13 @@ class Trace(TorchFunctionMode):
             for i, part in enumerate(result):
                 if isinstance(part, Tensor):
                     self._remember(self.graph.call_function(operator.getitem, (node, i)), part)
+
+
+class _Module(fx.GraphModule):
+    """A graph that does not run, for which no Python code is generated."""
+
+    def recompile(self) -> Any:
+        pass
 
 
 @contextmanager

@@ -71,9 +71,10 @@ def rewrite(
     LIGER_OPS_STRICT=1 in the environment, the exception is raised.
     """
     report = Report()
-    graphs = {part: copy.deepcopy(part.graph) for part in inlined(module)}
+    parts = inlined(module)
+    graphs = {} if is_strict(strict) else {part: copy.deepcopy(part.graph) for part in parts}
     try:
-        for part in graphs:
+        for part in parts:
             # A subgraph does not show the modes of its caller, such as torch.no_grad.
             part.meta["is_subgraph"] = part is not module
             _rewrite(part.graph, report, names)

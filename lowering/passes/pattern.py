@@ -67,8 +67,9 @@ class Pattern:
     `examples` has a value to trace each parameter with: for a tensor its sizes as a tuple, for a
     number any number. Sizes must differ where equal sizes would change the function's meaning.
 
-    With `any_casts` the graph may contain any casts, if the result has the dtype of the parameter x
-    or a wider one. This is for ops that compute in float32 and round once, however the code rounds.
+    With `any_casts` the graph may contain any casts to the dtype of the parameter x or a wider one,
+    which the result has too. This is for ops that compute in float32 and round once, wherever the
+    code rounds to x's dtype.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class Pattern:
         assert root is not None
         self._root = root
         self._tensors = {n for n, v in self._examples.items() if isinstance(v, Tensor)}
-        self._op = _last_operation(root)
-        assert self._op is not None, f"{function.__name__}: its last operation is unknown"
+        self.op = last_operation(root)
+        assert self.op is not None, f"{function.__name__}: its last operation is unknown"
 
     def match(self, node: fx.Node) -> Match | None:
         """Match the pattern with `node` as its last operation; None if not even a near miss."""
-        if not isinstance(value(node), Tensor) or _last_operation(node) != self._op:
+        if not isinstance(value(node), Tensor) or last_operation(node) != self.op:
             return None
         close: Match | None = None
         empty = _State({}, frozenset())
@@ -116,7 +117,8 @@ class Pattern:
         if root is None:
             return None
         start = _State(found.values, frozenset())
-        unifier = _Unifier(self._tensors, exact=True, any_casts=self.any_casts)
+        dtype = values["x"].dtype if self.any_casts else None
+        unifier = _Unifier(self._tensors, exact=True, dtype=dtype)
         for state in unifier.unify(root, node, start):
             return Match(node, state.values, state.nodes)
         return None
@@ -153,10 +155,14 @@ class Pattern:
 
 
 def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
-    return torch.promote_types(wide, dtype) == wide
+    try:
+        return torch.promote_types(wide, dtype) == wide
+    except RuntimeError:
+        # float8 dtypes have no promotion.
+        return wide == dtype
 
 
-def _last_operation(node: fx.Node) -> str | None:
+def last_operation(node: fx.Node) -> str | None:
     """The name of the operation of `node`, ignoring casts and copies of its result."""
     call = canonical(_skip(node, {"cast", "contiguous", IDENTITY})[0])
     return None if call is None else call.op
@@ -202,10 +208,11 @@ def _autocast_state(values: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class _Unifier:
-    def __init__(self, tensors: set[str], exact: bool, any_casts: bool = False) -> None:
-        self.tensors, self.exact = tensors, exact
+    def __init__(self, tensors: set[str], exact: bool, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: casts to it and to wider ones are overlooked; without `exact`, all casts are."""
+        self.tensors, self.exact, self.dtype = tensors, exact, dtype
         self.overlooked = {IDENTITY, "contiguous"}
-        if any_casts or not exact:
+        if dtype is not None or not exact:
             self.overlooked.add("cast")
 
     def unify(
@@ -226,11 +233,11 @@ class _Unifier:
             yield from self._constant(pattern, found, state, op)
 
     def _operation(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
-        pattern, _ = _skip(pattern, self.overlooked)
+        pattern, _ = _skip(pattern, self.overlooked, self.dtype)
         if isinstance(pattern, fx.Node) and pattern.op == "placeholder":
             yield from self._bind(str(pattern.target), found, state)
             return
-        found, passed = _skip(found, self.overlooked)
+        found, passed = _skip(found, self.overlooked, self.dtype)
         wanted, call = canonical(pattern), canonical(found)
         if wanted is None or call is None or wanted.op != call.op:
             return
@@ -279,7 +286,7 @@ class _Unifier:
             # The op accepts any strides and dtypes, so the parameter may be the value before or
             # after a cast or copy.
             call = canonical(found)
-            if call is None or call.op not in ("cast", "contiguous"):
+            if call is None or call.op not in ("cast", "contiguous") or _rounds(call, self.dtype):
                 return
             passed = (*passed, found)
             found = call.args[0]
@@ -307,16 +314,24 @@ def _is_computed(known: Any) -> bool:
     return isinstance(known, Tensor)
 
 
-def _skip(node: Any, over: set[str]) -> tuple[Any, tuple[fx.Node, ...]]:
-    """Follow `node` back through operations named in `over`; also returns the nodes passed."""
+def _skip(
+    node: Any, over: set[str], dtype: torch.dtype | None = None
+) -> tuple[Any, tuple[fx.Node, ...]]:
+    """Follow `node` back through operations named in `over`, but not through casts to a narrower
+    dtype than `dtype`; also returns the nodes passed."""
     passed: tuple[fx.Node, ...] = ()
     while isinstance(node, fx.Node):
         call = canonical(node)
-        if call is None or call.op not in over:
+        if call is None or call.op not in over or _rounds(call, dtype):
             break
         passed = (*passed, node)
         node = call.args[0]
     return node, passed
+
+
+def _rounds(call: Call, dtype: torch.dtype | None) -> bool:
+    """Whether it is a cast to a dtype that does not hold every number of `dtype`."""
+    return call.op == "cast" and dtype is not None and not _holds(call.args[1], dtype)
 
 
 def _text(constant: Any) -> str:

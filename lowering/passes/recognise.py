@@ -30,11 +30,13 @@ class Recognised:
     result: fx.Node
 
 
-def recognise(module: fx.GraphModule, rewrites: Collection[str]) -> Recognised:
+def recognise(
+    module: fx.GraphModule, rewrites: Collection[str], through: Collection[str] = ()
+) -> Recognised:
     """Run `rewrites` on `module`, in place, as the backend would, and say which op it is then.
 
     The graph is one of Dynamo's kind, whose only result is a tensor, or a tuple of tensors that one
-    op returns.
+    op returns. `through` names operations, such as views, that may be between the op and a result.
 
     Raises:
         Refused: its result is no op's, or it does more than compute its result; the text says why.
@@ -52,7 +54,7 @@ def recognise(module: fx.GraphModule, rewrites: Collection[str]) -> Recognised:
             waiting += node.all_input_nodes
     found = [node for node in needed if getattr(node.target, "namespace", None) == "liger"]
     results = output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
-    if len(found) != 1 or not all(_is_result(one, found[0]) for one in results):
+    if len(found) != 1 or not all(_is_result(one, found[0], through) for one in results):
         reasons = [f"{one.op}: {one.reason}" for one in report.findings if not one.used]
         if found:
             reasons.append(f"it is {found[0].target._opname} and more")  # type: ignore[union-attr]
@@ -78,5 +80,13 @@ def _is_cheap(node: fx.Node) -> bool:
     return call is not None and call.op in {*CHEAP, IDENTITY}
 
 
-def _is_result(node: Any, op: fx.Node) -> bool:
+def passed(node: Any, through: Collection[str]) -> Any:
+    """The node that `node` is computed from by operations named in `through` alone."""
+    while (call := canonical(node)) is not None and call.op in through:
+        node = call.args[0]
+    return node
+
+
+def _is_result(node: Any, op: fx.Node, through: Collection[str]) -> bool:
+    node = passed(node, through)
     return node is op or (getattr(node, "target", None) is operator.getitem and node.args[0] is op)

@@ -16,7 +16,7 @@ from .canonical import IDENTITY, calls, canonical, is_tensor, same, value
 from .effects import is_plain
 from .graph_state import GraphState, erase_unused, fake_mode_of
 from .layout import noticed
-from .pattern import CHEAP, Match, Pattern
+from .pattern import CHEAP, Match, Pattern, last_operation
 from .report import Report
 
 # Metadata copied to a new node: its origin in the user's code.
@@ -79,7 +79,10 @@ class Search:
             if foreign([node]):
                 continue
             close: list[tuple[Match, str]] = []
+            op = last_operation(node) if is_tensor(node) else None
             for pattern, what in spellings:
+                if pattern.op != op:
+                    continue
                 with self.state.modes_of(node):
                     match = pattern.match(node)
                 if match is None:

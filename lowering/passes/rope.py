@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .canonical import canonical, value
+from .canonical import calls, canonical, same, value
 from .pattern import Match, Pattern
 from .report import Report
 from .rewrite import Refused, Search, attempt, derive, emit, items
@@ -81,6 +81,13 @@ def cohere(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     return (x * cos) + (turned_neighbours(x) * sin)
 
 
+def glm4v(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    return torch.cat([(rotated * cos) + (turned_neighbours(rotated) * sin), passed], dim=-1)
+
+
 def gptj(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     cos = cos.unsqueeze(heads).repeat_interleave(2, dim=-1)
     sin = sin.unsqueeze(heads).repeat_interleave(2, dim=-1)
@@ -101,6 +108,21 @@ def gpt_oss(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def privacy_filter(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    cos = cos.unsqueeze(heads)
+    sin = sin.unsqueeze(heads)
+    first, second = x[..., 0::2], x[..., 1::2]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.stack(turned, dim=-1).flatten(-2)
+
+
+def pe_audio(
+    x: Tensor, cos: Tensor, sin: Tensor, heads: int, pairs: list[int], matrices: list[int]
+) -> Tensor:
+    rotations = torch.stack((cos, -sin, sin, cos), dim=-1).view(matrices).unsqueeze(heads)
+    return (x.reshape(pairs) * rotations).sum(-1).flatten(3)
+
+
 def llama4(x: Tensor, cos: Tensor, heads: int, shape: list[int]) -> Tensor:
     pairs = torch.view_as_complex(x.float().reshape(shape))
     return torch.view_as_real(pairs * cos.unsqueeze(heads)).flatten(3).type_as(x)
@@ -116,6 +138,8 @@ class Form:
     half_tables: bool = False
     # Whether it rotates in the other direction, by -sin.
     back: bool = False
+    # How many dimensions its tables have after the elements of a row when `heads` is added.
+    inner: int = 0
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -156,7 +180,7 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
 
 
 def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
-    there, back = _views(matches[0])
+    there, back = _views(matches[0], form)
     tensors = [_seen(at, _as_result(at, match), there) for match in matches]
     if len(tensors) == 1:
         # The op takes two tensors; the second has no heads, so nothing is computed for it.
@@ -170,13 +194,53 @@ def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search
     if form.back:
         tables[1] = derive(at, torch.neg, tables[1])
     target = torch.ops.liger.rope.default
-    args = (*tensors, *tables, form.interleaved, form.per_pair)
+    args: tuple[Any, ...] = (*tensors, *tables, form.interleaved, form.per_pair)
+    if (parts := _sections(tables, form)) is not None:
+        *tables, sections, combined = parts
+        args = (*tensors, *tables, form.interleaved, form.per_pair, sections)
+        matches = tuple(replace(match, nodes=match.nodes | combined) for match in matches)
     with search.state.modes_of(at):
         op = emit(at, target, args)
     # The op's results have the strides of x; those of torch.cat do not.
     results = [_seen(at, new, back) for new in items(op, len(matches))]
     search.replace(*zip(matches, results, strict=True))
     search.used(op)
+
+
+def _sections(tables: list[fx.Node], form: Form) -> tuple[Any, ...] | None:
+    """If both tables are combined from three each, as multimodal models do: the tables of three,
+    the sections, and the nodes that combine them; None otherwise."""
+    if form != Form() or len(tables) != 2:
+        return None
+    parts = [_combined(table) for table in tables]
+    if parts[0] is None or parts[1] is None or parts[0][1] != parts[1][1]:
+        return None
+    return parts[0][0], parts[1][0], parts[0][1], parts[0][2] | parts[1][2]
+
+
+def _combined(table: fx.Node) -> tuple[fx.Node, list[int], frozenset[fx.Node]] | None:
+    """The tables (3, B, S, R) that `table` has its columns from, by turns, and the widths."""
+    joined = calls(table, "cat")
+    if joined is None or joined.args[1] != -1 or len(joined.args[0]) != 6:
+        return None
+    source: Any = None
+    widths, position, nodes = [], 0, {table}
+    for i, piece in enumerate(joined.args[0]):
+        item = calls(piece, "getitem")
+        part = item and calls(item.args[0], "slice")
+        if not item or not part or not same(item.args[1], (i % 3, *[slice(None)] * 3)):
+            return None
+        width = value(piece).shape[-1]
+        source = source or part.args[0]
+        columns = (-1, position, position + width, 1)
+        if part.args[0] is not source or not same(part.args[1:], columns):
+            return None
+        widths.append(width)
+        position += width
+        nodes |= {piece, item.args[0], *part.through}
+    if not same(tuple(value(source).shape[::3]), (3, position)) or widths[:3] != widths[3:]:
+        return None
+    return source, widths[:3], frozenset(nodes)
 
 
 def _as_result(at: fx.Node, match: Match) -> fx.Node:
@@ -208,9 +272,10 @@ def _place(q: Match, k: Match, search: Search) -> fx.Node:
 View = tuple[Any, ...]
 
 
-def _views(match: Match) -> tuple[list[View], list[View]]:
+def _views(match: Match, form: Form) -> tuple[list[View], list[View]]:
     """The views from x to (B, heads, S, D), and those from the op's result back."""
     rank, heads = value(match["x"]).dim(), match["heads"]
+    heads += form.inner if heads < 0 else 0
     if rank not in (3, 4):
         raise Refused(f"the rotated tensor has {rank} dimensions, not 4")
     there: list[View] = []
@@ -229,11 +294,12 @@ def _seen(at: fx.Node, of: fx.Node, views: list[View]) -> fx.Node:
     return of
 
 
-def _pattern(function: Callable[..., Tensor], elements: int) -> Pattern:
+def _pattern(function: Callable[..., Tensor], elements: int, **sizes: list[int]) -> Pattern:
     tables = {"cos": (1, 3, elements), "sin": (1, 3, elements)}
-    return Pattern(function, any_casts=True, x=(2, 5, 3, 8), **tables, heads=1)
+    return Pattern(function, any_casts=True, x=(2, 5, 3, 8), **tables, heads=1, **sizes)
 
 
+_PE_AUDIO = _pattern(pe_audio, 4, pairs=[2, 5, 3, 4, 1, 2], matrices=[1, 3, 4, 2, 2])
 _LLAMA4 = Pattern(
     llama4,
     any_casts=True,
@@ -243,14 +309,17 @@ _LLAMA4 = Pattern(
     shape=[2, 3, 5, 4, 2],
 )
 SPELLINGS = [
+    (_pattern(llama, 8), Form()),
     (_pattern(phi3, 4), Form()),
     (_pattern(glm4, 4), Form(interleaved=True, per_pair=True, half_tables=True)),
     (_pattern(glm, 8), Form(interleaved=True, per_pair=True, half_tables=True)),
+    (_pattern(glm4v, 4), Form(interleaved=True)),
     (_pattern(gptj_partly, 2), Form(interleaved=True, per_pair=True)),
     (_pattern(gptj, 4), Form(interleaved=True, per_pair=True)),
-    (_pattern(llama, 8), Form()),
     (_pattern(nanochat, 8), Form(back=True)),
     (_pattern(cohere, 8), Form(interleaved=True)),
     (_pattern(gpt_oss, 4), Form(per_pair=True)),
+    (_pattern(privacy_filter, 4), Form(interleaved=True, per_pair=True)),
+    (_PE_AUDIO, Form(interleaved=True, per_pair=True, inner=2)),
     (_LLAMA4, Form()),
 ]

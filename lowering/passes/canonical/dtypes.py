@@ -19,7 +19,7 @@ def _cast(input: Any, dtype: Any) -> Call | None:
     return Call("cast", (input, dtype))
 
 
-@spelled("to")
+@spelled(torch.Tensor.to, "to")
 def _to(input: Any, *args: Any, **kwargs: Any) -> Call | None:
     if kwargs.pop("memory_format", None) is not None:
         return None

@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .call import (
     IDENTITY,
@@ -71,6 +71,11 @@ def _unsqueeze(input: Any, dim: Any) -> Call:
     return Call("unsqueeze", (input, dim))
 
 
+@spelled(torch.squeeze, "squeeze")
+def _squeeze(input: Any, dim: Any = None) -> Call | None:
+    return Call("squeeze", (input, dimension(input, dim))) if isinstance(dim, int) else None
+
+
 @spelled("expand")
 def _expand(input: Any, *sizes: Any) -> Call:
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
@@ -122,6 +127,18 @@ def _stack(tensors: Any, dim: Any = 0) -> Call:
     return Call("stack", (tuple(tensors), dim))
 
 
+@spelled(torch.narrow, "narrow")
+def _narrow(input: Any, dim: Any, start: Any, length: Any) -> Call | None:
+    if isinstance(value(start), Tensor):
+        return None
+    return Call("slice", (input, dimension(input, dim), start, start + length, 1))
+
+
+@spelled(torch.unbind, "unbind")
+def _unbind(input: Any, dim: Any = 0) -> Call:
+    return Call("unbind", (input, dimension(input, dim)))
+
+
 @spelled(torch.chunk, "chunk")
 def _chunk(input: Any, chunks: Any, dim: Any = 0) -> Call:
     return Call("chunk", (input, chunks, dimension(input, dim)))
@@ -168,6 +185,8 @@ def _getitem(input: Any, index: Any) -> Call | None:
 
 def _part(parts: Any, index: Any) -> Call | None:
     """One piece of a split tensor, as a slice."""
+    if (call := calls(parts, "unbind")) is not None:
+        return _of_groups(call, parts, index)
     call = calls(parts, "chunk") or calls(parts, "split")
     if call is None or not isinstance(index, int):
         return None
@@ -177,13 +196,28 @@ def _part(parts: Any, index: Any) -> Call | None:
     return Call("slice", (input, dim, sum(sizes[:index]), sum(sizes[: index + 1]), 1), (parts,))
 
 
+def _of_groups(unbound: Call, parts: fx.Node, index: Any) -> Call | None:
+    """x.view(*, n, s).unbind(-1)[index], which is every s-th element of x's rows, as a slice."""
+    grouped, dim = unbound.args
+    view = calls(grouped, "view")
+    if view is None or dim != -1 or not isinstance(index, int):
+        return None
+    *rows, _, step = value(grouped).shape
+    size = value(view.args[0]).shape[-1]
+    if not same((*rows, size), tuple(value(view.args[0]).shape)):
+        return None
+    return Call("slice", (view.args[0], -1, index % step, size, step), (parts, grouped))
+
+
 def _from_start(bound: Any, size: Any) -> Any:
-    return size + bound if isinstance(bound, int) and bound < 0 else bound
+    if not isinstance(bound, int) or bound >= 0:
+        return bound
+    return max(size + bound, 0) if isinstance(size, int) else size + bound
 
 
 def _is_full(part: slice, size: Any) -> bool:
     return (
-        (part.start is None or same(part.start, 0))
+        (part.start is None or same(_from_start(part.start, size), 0))
         and (part.stop is None or same(part.stop, size))
         and (part.step is None or same(part.step, 1))
     )
