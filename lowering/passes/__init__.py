@@ -22,6 +22,7 @@ from . import (
     relu_squared,
     rms_norm,
     rope,
+    sdpa,
     swiglu,
 )
 from .effects import subgraphs
@@ -39,6 +40,8 @@ INLINED = {
 }
 
 REWRITES: dict[str, Rewrite] = {
+    # Before causal_attention, which replaces the masks of calls.
+    "attention": sdpa.rewrite,
     "causal_attention": causal_attention.rewrite,
     # After causal_attention, because it needs attention without a mask.
     "grouped_attention": grouped_attention.rewrite,

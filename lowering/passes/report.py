@@ -20,7 +20,7 @@ class Finding:
     """A place where a rewrite was made, or where a pattern almost matched.
 
     Attributes:
-        op: the rewrite: an op's name, "causal_attention" or "grouped_attention".
+        op: the rewrite: an op's name, "attention", "causal_attention" or "grouped_attention".
         reason: why it was refused, one clause; None where the rewrite was made.
         where: the innermost line of the code that the graph was traced from.
         device: the type of the device that the place runs on.
