@@ -145,10 +145,13 @@ def _operands(found: WrittenAttention, state: GraphState) -> list[fx.Node]:
     for operand in operands:
         source = operand.source
         cast = calls(source, "cast")
-        if cast is not None and value(source).dtype != dtype == value(cast.args[0]).dtype:
-            # Kernels compute in float32 what the code casts to it.
-            if not state.written([cast.args[0]], source, root):
-                operand = Operand(cast.args[0], operand.views)
+        # Kernels compute in float32 what the code casts to it.
+        if (
+            cast is not None
+            and value(source).dtype != dtype == value(cast.args[0]).dtype
+            and not state.written([cast.args[0]], source, root)
+        ):
+            operand = Operand(cast.args[0], operand.views)
         nodes.append(operand.before(root))
     dtypes = {value(node).dtype for node in nodes}
     if len(dtypes) > 1 and not torch.is_autocast_enabled(device):

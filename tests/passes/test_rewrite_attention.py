@@ -87,6 +87,12 @@ def test_learned_biases(heads: int) -> None:
     assert options["attn_mask"] is not None and "is_causal" not in options
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 1), (2, 1, LENGTH, LENGTH), (LENGTH, 1), (1, LENGTH)])
+def test_biases_of_every_shape(shape: tuple[int, ...]) -> None:
+    attention = lambda q, k, v, bias: (q @ k.transpose(2, 3) + bias).softmax(-1) @ v
+    check(attention, *qkv(), values(*shape), counts={"attention": 1})
+
+
 @each_dtype
 def test_autocast(dtype: torch.dtype) -> None:
     """float32 tensors are multiplied in the dtype of autocast, as by the code."""
