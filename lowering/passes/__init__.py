@@ -23,6 +23,7 @@ from . import (
     relu_squared,
     rms_norm,
     rope,
+    sdpa,
     swiglu,
 )
 from .effects import subgraphs
@@ -40,6 +41,8 @@ INLINED = {
 }
 
 REWRITES: dict[str, Rewrite] = {
+    # Before causal_attention, which replaces the masks of calls.
+    "attention": sdpa.rewrite,
     "causal_attention": causal_attention.rewrite,
     # After causal_attention, which is faster where the mask is causal.
     "masked_attention": masked_attention.rewrite,

@@ -21,8 +21,8 @@ class Finding:
     """A place where an op is used, or where one was looked for and is not used.
 
     Attributes:
-        op: the rewrite: an op's name, "causal_attention" or "grouped_attention"; "" for a module
-            that `fuse` left.
+        op: the rewrite: an op's name, or a rewrite of attention, such as "causal_attention"; "" for
+            a module that `fuse` left.
         reason: why it is not used, one clause; None where it is.
         where: the innermost line of the code that a graph was traced from, or the name of a module
             in its model, "" for the model itself.

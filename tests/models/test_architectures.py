@@ -215,16 +215,23 @@ def test_untied_weights() -> None:
     assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+# How often attention is found, and its causal masks and repeated heads after that. The masks of
+# T5's decoder are added to its biases. Gemma 2 and GPT-OSS are among the architectures above.
+EAGER = {"Llama": (2, 2, 2), "T5": (6, 0, 0)}
+
+
+@pytest.mark.parametrize("name", EAGER)
 def test_eager_attention(name: str) -> None:
-    """Attention computed by the model's own code is not rewritten."""
-
-    def prepare(model: nn.Module) -> None:
-        model.set_attn_implementation("eager")
-
-    assert rewritten_variant(name, prepare=prepare) == found(
-        name, causal_attention=0, grouped_attention=0
-    )
+    """Attention that the model's own code computes."""
+    architecture = BY_NAME[name]
+    model, wide = architecture.make(), architecture.make(torch.float64)
+    for one in (model, wide):
+        one.set_attn_implementation("eager")
+    batch = architecture.batch(torch.float32)
+    (counts,) = rewritten(model, [batch], [true_results(wide, loss_of(wide), batch)])
+    ops = ("attention", "causal_attention", "grouped_attention")
+    assert tuple(counts[op] for op in ops) == EAGER[name]
+    assert counts == found(name, **dict(zip(ops, EAGER[name], strict=True)))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])

@@ -56,7 +56,9 @@ def test_trains_as_it_is(name: str) -> None:
 @pytest.mark.skipif(not NEW, reason="the document is of a newer transformers")
 def test_every_rewrite_is_chosen() -> None:
     known = rows()
-    assert set().union(*(known[name].ops for name in CHOSEN)) == set(REWRITES)
+    # The models that write attention out have padding here, whose mask may hide every key of a row;
+    # test_architectures has them without padding.
+    assert set().union(*(known[name].ops for name in CHOSEN)) == set(REWRITES) - {"attention"}
 
 
 @pytest.mark.skipif(not NEW, reason="the document is of a newer transformers")

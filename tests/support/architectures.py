@@ -193,7 +193,7 @@ def places(**counts: int) -> dict[str, int]:
 
 
 LAYER_NORMS = {"rms_norm": 0, "fused_add_rms_norm": 0}
-# The model's own code computes attention: there is no scaled_dot_product_attention to change.
+# The model's own code computes attention, with what scaled_dot_product_attention does not take.
 OWN_ATTENTION = {"causal_attention": 0, "grouped_attention": 0}
 
 # Other attentions of such a model have a causal mask, and their repeated heads are found.
@@ -216,7 +216,8 @@ ARCHITECTURES = [
     text("Gemma", places(swiglu=0, geglu=2), **HEAD),
     text(
         "Gemma2",
-        places(rms_norm=5, swiglu=0, geglu=2, **OWN_ATTENTION),
+        places(rms_norm=5, swiglu=0, geglu=2, **OWN_ATTENTION, attention=2),
+        missed={"attention": Missed(0, "scaled_dot_product_attention takes no soft cap")},
         **HEAD,
         **ALTERNATING,
         attn_implementation="eager",
@@ -258,7 +259,8 @@ ARCHITECTURES = [
     ),
     text(
         "GptOss",
-        places(swiglu=0, clamped_swiglu=2, **OWN_ATTENTION),
+        places(swiglu=0, clamped_swiglu=2, **OWN_ATTENTION, attention=2),
+        missed={"attention": Missed(0, "scaled_dot_product_attention takes no sinks")},
         **HEAD,
         **ALTERNATING,
         **EXPERTS,
@@ -358,7 +360,7 @@ ARCHITECTURES = [
     text("NanoChat", places(rms_norm=6, swiglu=0, relu_squared=2)),
     text(
         "GPTJ",
-        places(**LAYER_NORMS, layer_norm=3, swiglu=0, **OWN_ATTENTION),
+        places(**LAYER_NORMS, layer_norm=3, swiglu=0, attention=2, grouped_attention=0),
         without=tuple(TEXT.keys() - {"vocab_size", "use_cache"}),
         n_embd=64,
         n_layer=2,

@@ -37,8 +37,8 @@ With Inductor as the inner backend, these rewrites are off by default, because I
 {left}.
 
 Not counted: attention that is not causal (a sliding window shorter than the sequence, chunks,
-encoders), and attention that the model writes out instead of calling
-`scaled_dot_product_attention` (Gemma 2, GPT-OSS, GPT-J).
+encoders), and attention that the model writes out with what `scaled_dot_product_attention` does
+not take: a soft cap (Gemma 2) or sinks (GPT-OSS).
 
 [models.md](models.md) compares a training step of every causal language model of transformers, in
 its default configuration, with and without checkpointing.
@@ -52,6 +52,7 @@ COLUMNS = {
     "squared ReLU": ("relu_squared",),
     "RoPE": ("rope",),
     "head and loss": ("linear_cross_entropy",),
+    "attention written out": ("attention",),
     "causal attention": ("causal_attention",),
     "grouped heads": ("grouped_attention",),
 }

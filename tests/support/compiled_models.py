@@ -13,6 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.overrides import TorchFunctionMode
 
 import liger_ops
+from liger_ops.lowering.passes.report import source_line
 
 ATTENTION = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 
@@ -38,6 +39,8 @@ def places_in(module: fx.GraphModule) -> Counter[str]:
             if str(node.target).startswith("liger."):
                 counts[str(node.target).split(".")[1]] += 1
             elif node.target in ATTENTION:
+                # A model's own call is on the line that its node names.
+                counts["attention"] += "scaled_dot_product_attention" not in source_line(node)
                 counts["causal_attention"] += bool(node.kwargs.get("is_causal"))
                 counts["grouped_attention"] += bool(node.kwargs.get("enable_gqa"))
     return +counts

@@ -9,7 +9,7 @@ arguments. A call that Python cannot bind, or whose further arguments change the
 Importing the modules of this package registers their spellings.
 """
 
-from . import arithmetic, dtypes, functional, losses, views
+from . import arithmetic, attention, dtypes, functional, losses, views
 from .call import (
     COMMUTATIVE,
     IDENTITY,
@@ -28,6 +28,7 @@ __all__ = [
     "IDENTITY",
     "Call",
     "arithmetic",
+    "attention",
     "calls",
     "canonical",
     "dimension",

@@ -26,9 +26,14 @@ def _relu(input: Any, inplace: Any = False) -> Call | None:
     return None if inplace else Call("relu", (input,))
 
 
-@spelled(F.dropout, torch.dropout)
+@spelled(F.dropout)
 def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Call | None:
     return Call(IDENTITY, (input,)) if (p == 0 or not training) and not inplace else None
+
+
+@spelled(torch.dropout)
+def _torch_dropout(input: Any, p: Any, train: Any) -> Call | None:
+    return _dropout(input, p, train)
 
 
 @spelled(F.rms_norm, torch.rms_norm)

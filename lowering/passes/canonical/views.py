@@ -60,7 +60,23 @@ def _t(input: Any) -> Call | None:
 
 @spelled(getattr)
 def _getattr(input: Any, name: Any) -> Call | None:
-    return _t(input) if name in ("T", "mT") else None
+    if name == "mT" and is_tensor(input):
+        return Call("transpose", (input, (-2, -1)))
+    return _t(input) if name == "T" else None
+
+
+@spelled(torch.permute, "permute")
+def _permute(input: Any, *dims: Any, **named: Any) -> Call | None:
+    dims = named.pop("dims", dims)
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = tuple(dims[0])
+    if named or not all(isinstance(dim, int) for dim in dims):
+        return None
+    places = [dim - len(dims) if dim >= 0 else dim for dim in dims]
+    moved = [place for place, dim in enumerate(places, start=-len(dims)) if place != dim]
+    if not moved:
+        return Call(IDENTITY, (input,))
+    return Call("transpose", (input, tuple(moved))) if len(moved) == 2 else None
 
 
 @spelled(torch.unsqueeze, "unsqueeze")

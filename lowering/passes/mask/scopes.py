@@ -24,6 +24,12 @@ class Scope:
     ) -> None:
         self.graph, self.functions, self.outer, self.call = graph, functions, outer, call
 
+    @property
+    def given(self) -> dict[fx.Node, Any]:
+        """What each input of this graph and of those around it is given."""
+        outer = {} if self.outer is None else self.outer.given
+        return {**outer, **self.functions.operands}
+
     def home(self, node: fx.Node) -> tuple[Scope, fx.Node]:
         """The scope in which a value is computed, and its node there."""
         outer = self.functions.operands.get(node)
