@@ -3,10 +3,10 @@
     python examples/measure_step.py [--help]
 
 Each way runs in a fresh process. The model has random weights, in bfloat16: a language model of
-transformers with SDPA, by default a Llama with a tied head, or a UNet. A step is forward, backward
-and fused AdamW. Times are device times: the median step with the 20th and 80th percentiles. A way
-whose first losses differ from the eager model's is not timed. The exit status is 1 if there is such
-a way, or one that fails.
+transformers, by default a Llama with a tied head, or a UNet. A step is forward, backward and fused
+AdamW. Times are device times: the median step with the 20th and 80th percentiles, after the seconds
+that the first steps took with the compilation. A way whose first losses differ from the eager
+model's is not timed. The exit status is 1 if there is such a way, or one that fails.
 
     eager           the model as it is
     compile         torch.compile
@@ -15,7 +15,10 @@ a way, or one that fails.
     liger-all       the same, including the rewrites that are left to Inductor by default
     enabled         torch.compile after liger_ops.enable()
     liger-graphs    the same as liger, with mode="reduce-overhead"
-    liger-kernel    a Llama patched by Liger-Kernel, eager; only if it is installed
+    flex            torch.compile, with transformers' own flex_attention; only for text
+    fused           the model after liger_ops.fuse(), eager
+    fused-compile   torch.compile of the fused model
+    liger-kernel    a model patched by Liger-Kernel, eager; only if it is installed
 
 Needs transformers beside liger_ops. On a machine without a GPU nothing is timed: the losses of a
 small model are compared, and the exit status is 2.
@@ -34,26 +37,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
+
+from liger_ops.bench.step_models import BATCHES, SHAPES, TEXT, UNETS, Batch, made
 
 WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
-WAYS += ("liger-kernel",)
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SIZES += ("vocab_size", "max_position_embeddings", "num_key_value_heads")
-LLAMAS = {
-    "llama-3.2-1b": (2048, 8192, 16, 32, 128256, 8192, 8),
-    "tiny": (64, 128, 2, 4, 256, 256, 2),
-}
-GPT_NEOXS = {"gpt-neox-1b": (2048, 8192, 16, 16, 50304, 2048)}
-TEXT = LLAMAS | GPT_NEOXS
-# The channels of each level, and the side of the images in pixels.
-UNETS = {"unet": ((320, 640, 1280), 128), "unet-tiny": ((32,), 8)}
-CHANNELS_LAST = "-channels-last"
-SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
+WAYS += ("flex", "fused", "fused-compile", "liger-kernel")
+DEFAULT_WAYS = WAYS[:7]
+LLAMAS = ("llama-3.2-1b", "tiny")
+# The functions of Liger-Kernel that patch a model's file.
+PATCHES = {"qwen3": "qwen3", "mistral": "mistral", "gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}
+PATCHES |= dict.fromkeys(LLAMAS, "llama")
 # The shapes for a way that does not apply to all shapes.
-FOR = {"causal": TEXT, "liger-kernel": LLAMAS}
+FOR = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
 WARM_UP = 4
 # bfloat16 steps round in different places; measured on an H200, llama-3.2-1b: 1e-3.
 LOSS_BOUND = 2e-2
@@ -63,18 +60,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ways", nargs="*", default=WAYS[:-1], metavar="WAY", help=f"of {WAYS}")
+    parser.add_argument("ways", nargs="*", default=DEFAULT_WAYS, metavar="WAY", help=f"of {WAYS}")
     parser.add_argument("--shape", choices=SHAPES, help="default: llama-3.2-1b, tiny on a CPU")
-    parser.add_argument("--batch-size", type=int, help="default: 8, 2 on a CPU")
-    parser.add_argument("--sequence-length", type=int, help="default: 2048, 32 on a CPU")
+    parser.add_argument("--batch", choices=BATCHES, default="none", help="text: what it masks")
+    parser.add_argument("--batch-size", type=int, help="default: that of the shape, 2 on a CPU")
+    parser.add_argument("--sequence-length", type=int, help="the same, 32 on a CPU")
     parser.add_argument("--steps", type=int, default=20, help="timed; default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     options.shape = options.shape or ("llama-3.2-1b" if on_gpu else "tiny")
-    options.batch_size = options.batch_size or (8 if on_gpu else 2)
-    options.sequence_length = options.sequence_length or (2048 if on_gpu else 32)
+    rows, length = TEXT[options.shape][3] if on_gpu and options.shape in TEXT else (2, 32)
+    options.batch_size = options.batch_size or (8 if on_gpu and options.shape in UNETS else rows)
+    options.sequence_length = options.sequence_length or length
     if options.one:
         print(json.dumps(measure(options)))
         return 0
@@ -100,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, way, "--one"]
-    for name in ("shape", "batch_size", "sequence_length", "steps"):
+    for name in ("shape", "batch", "batch_size", "sequence_length", "steps"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode != 0:
@@ -123,7 +122,8 @@ def line(way: str, result: dict[str, Any], wrong: bool, causal: dict[str, Any] |
         return f"{way:14} is not eager's: {losses}"
     if "ms" not in result:
         return f"{way:14} {losses}"
-    times = f"{result['ms']:6.1f} ms ({result['ms_20']:.1f} to {result['ms_80']:.1f})"
+    times = f"{result['warm_up_s']:5.0f} s, then {result['ms']:6.1f} ms"
+    times += f" ({result['ms_20']:.1f} to {result['ms_80']:.1f})"
     share = ""
     if causal is not None and "ms" in causal:
         share = f"  {result['ms'] / causal['ms']:.3f} of causal"
@@ -134,16 +134,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one way, in this process."""
     (way,) = options.ways
     if way == "liger-kernel":
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        import liger_kernel.transformers
 
-        apply_liger_kernel_to_llama()
+        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{PATCHES[options.shape]}")()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.shape in TEXT:
-        attention = causal_by_hand() if way == "causal" else None
-        model, loss_of, batch = text_model(options, device, attention)
-    else:
-        model, loss_of, batch = unet(options, device)
+    attention = {"causal": causal_by_hand, "flex": lambda: "flex_attention"}.get(way, lambda: None)
+    size = (options.batch_size, options.sequence_length)
+    model, loss_of, batch = made(options.shape, options.batch, size, device, attention())
+    if way.startswith("fused"):
+        import liger_ops
+
+        liger_ops.fuse(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     loss_of = compiled(way, loss_of)
 
@@ -181,14 +183,14 @@ def causal_by_hand() -> str:
     return "causal_by_hand"
 
 
-def compiled(way: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    if way in ("eager", "liger-kernel"):
+def compiled(way: str, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    if way in ("eager", "fused", "liger-kernel"):
         return function
     if way == "enabled":
         import liger_ops
 
         liger_ops.enable()
-    if way in ("compile", "causal", "enabled"):
+    if way in ("compile", "causal", "enabled", "flex", "fused-compile"):
         return torch.compile(function, fullgraph=True)
     options = {"rewrites": "all"} if way == "liger-all" else {}
     if way == "liger-graphs":
@@ -215,90 +217,6 @@ def timed(step: Callable[[], Tensor], steps: int) -> dict[str, Any]:
         "held_gib": (total - free) / 2**30,
         "device": torch.cuda.get_device_name(),
     }
-
-
-Made = tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]
-
-
-def text_model(options: argparse.Namespace, device: str, attention: str | None) -> Made:
-    """A language model in bfloat16, its loss, and a batch of texts."""
-    sizes = dict(zip(SIZES, TEXT[options.shape], strict=False))
-    if options.shape in LLAMAS:
-        config = transformers.LlamaConfig(**sizes, use_cache=False, tie_word_embeddings=True)
-    else:
-        sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-        config = transformers.GPTNeoXConfig(**sizes, use_cache=False)
-    if attention is not None:
-        config._attn_implementation = attention
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config).train()
-    torch.set_default_dtype(torch.float32)
-    size = (options.batch_size, options.sequence_length)
-    tokens = torch.randint(0, config.vocab_size, size, device=device)
-    return model, lambda tokens: model(input_ids=tokens, labels=tokens).loss, tokens
-
-
-def unet(options: argparse.Namespace, device: str) -> Made:
-    """A UNet in bfloat16, its loss, and a batch of images."""
-    channels, side = UNETS[options.shape.removesuffix(CHANNELS_LAST)]
-    layout = torch.contiguous_format
-    if options.shape.endswith(CHANNELS_LAST):
-        layout = torch.channels_last
-    with torch.device(device):
-        model = UNet(channels).to(torch.bfloat16).to(memory_format=layout)
-        images = torch.randn(options.batch_size, 4, side, side, dtype=torch.bfloat16)
-    images = images.to(memory_format=layout)
-    return model, lambda images: F.mse_loss(model(images).float(), images.float()), images
-
-
-class Block(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.norm1 = nn.GroupNorm(32, inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.norm2 = nn.GroupNorm(32, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.conv1(F.silu(self.norm1(x)))
-        hidden = self.conv2(F.silu(self.norm2(hidden)))
-        return self.skip(x) + hidden
-
-
-class UNet(nn.Module):
-    """Two blocks per level going down, and two on each level's concatenated result going up."""
-
-    def __init__(self, channels: tuple[int, ...]) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(4, channels[0], 3, padding=1)
-        self.down, self.up = nn.ModuleList(), nn.ModuleList()
-        width = channels[0]
-        for size in channels:
-            halve = nn.Conv2d(size, size, 3, stride=2, padding=1)
-            self.down.append(nn.ModuleList([Block(width, size), Block(size, size), halve]))
-            width = size
-        self.middle = nn.Sequential(Block(width, width), Block(width, width))
-        for size in reversed(channels):
-            double = nn.Conv2d(width, size, 3, padding=1)
-            self.up.append(nn.ModuleList([double, Block(2 * size, size), Block(size, size)]))
-            width = size
-        self.norm = nn.GroupNorm(32, width)
-        self.last = nn.Conv2d(width, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        results = []
-        for one, two, halve in self.down:
-            x = two(one(x))
-            results.append(x)
-            x = halve(x)
-        x = self.middle(x)
-        for (double, one, two), result in zip(self.up, reversed(results), strict=True):
-            x = double(F.interpolate(x, scale_factor=2.0))
-            x = two(one(torch.cat([x, result], 1)))
-        return self.last(F.silu(self.norm(x)))
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def test_a_bad_argument_gets_one_sentence(
 @pytest.mark.parametrize(
     "arguments",
     (
-        ("eager", "liger"),
+        ("eager", "liger", "--batch", "padded"),
         # The UNet has no attention to make causal.
         ("eager", "causal", "liger", "--shape", "unet-tiny-channels-last"),
     ),
