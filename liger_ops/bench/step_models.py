@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("vocab_size", "max_position_embeddings", "num_key_value_heads")
 WIDE = {"head_dim": 128}
 EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 4}
