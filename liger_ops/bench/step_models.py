@@ -9,8 +9,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SIZES += ("vocab_size", "max_position_embeddings", "num_key_value_heads")
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings", "num_key_value_heads"),
+)
 WIDE = {"head_dim": 128}
 EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 4}
 # The class of the configuration, its SIZES and other options, and the batch's rows and tokens.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from . import attention as attentions
 from . import classes, experts, gated
 from . import loss as losses
 from . import norms as norm_modules
@@ -26,9 +27,11 @@ def fuse(
     norms: bool = True,
     activations: bool = True,
     rope: bool = True,
+    attention: bool = True,
     loss: bool = True,
 ) -> FuseReport:
-    """Compute the norms, activations, rotary embeddings and loss of a model with the ops.
+    """Compute the norms, activations, rotary embeddings and loss of a model with the ops, and its
+    attention with the fastest exact engine of PyTorch.
 
     A module is recognised by what it computes, not by its class. The forward of a norm or of a
     gated activation, and the function that rotates queries and keys, are traced with tensors
@@ -49,6 +52,11 @@ def fuse(
       sines (or complex frequencies) which computes `rope` is copied, and the copy calls the op. If
       the function returns float32 for float32 tables and bfloat16 queries, as in autocast, the op's
       results are float32 too. Other forms of call still reach the function.
+    * Attention: a model of transformers that makes causal masks gets a mask function and an
+      attention function in transformers' registries. On a GPU in half precision they use
+      scaled_dot_product_attention for causal masks, flash attention for sliding windows of large
+      heads, and flex_attention with a block mask for other windows, padding, packed documents,
+      chunks and sinks. Elsewhere they are the model's own. docs/fuse.md says what is left.
     * The loss: a model with `get_output_embeddings()` whose loss is the cross-entropy of its
       labels, shifted by one or not, and of the output of its head, a torch.nn.Linear, also scaled
       or capped, computes it with `linear_cross_entropy`. The loss may be computed by the model's
@@ -78,7 +86,7 @@ def fuse(
 
     Each kind has a switch, an argument of this function.
 
-    For the last three kinds no module is replaced: the class of each such module becomes a subclass
+    For all kinds but norms no module is replaced: the class of each such module becomes a subclass
     of its own, with the same name, in which one method is overridden. Attributes, children, hooks
     and signature do not change. Attributes that the module's code computes with, such as a limit or
     the name of an activation, are read once, during this call.
@@ -115,6 +123,7 @@ def fuse(
         norms: whether to fuse norms.
         activations: whether to fuse gated activations, including those of experts.
         rope: whether to fuse rotary embeddings.
+        attention: whether to register and use mask and attention functions.
         loss: whether to fuse the loss with the head.
 
     Returns:
@@ -134,13 +143,20 @@ def fuse(
               0
     """
     _check_module("fuse", model)
-    switches = {"norms": norms, "activations": activations, "rope": rope, "loss": loss}
+    switches = {
+        "norms": norms,
+        "activations": activations,
+        "rope": rope,
+        "attention": attention,
+        "loss": loss,
+    }
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
-    plans = [plan(model) for plan, wanted in _planners(norms, activations, rope) if wanted]
+    planners = _planners(norms, activations, rope, attention)
+    plans = [plan(model) for plan, wanted in planners if wanted]
     findings = [finding for plan in plans for finding in plan.findings]
-    with wholly_or_not_at_all(model):
+    with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
         for plan in plans:
             for change in plan.changes:
                 change()
@@ -150,13 +166,14 @@ def fuse(
 
 
 def _planners(
-    norms: bool, activations: bool, rope: bool
+    norms: bool, activations: bool, rope: bool, attention: bool
 ) -> tuple[tuple[Callable[[nn.Module], Plan], bool], ...]:
     return (
         (norm_modules.plan, norms),
         (gated.plan, activations),
         (experts.plan, activations),
         (rotary_embeddings.plan, rope),
+        (attentions.plan, attention),
     )
 
 
@@ -165,7 +182,8 @@ def unfuse(model: nn.Module) -> int:
 
     Norms become the original module objects again, and get the Parameter objects that the fused
     modules hold now, which loading or casting may have replaced. Hooks registered on a fused norm
-    are lost with it. The other modules get their classes back.
+    are lost with it. The other modules get their classes back,
+    and configurations the names of attention implementations.
 
     Args:
         model: a module that was given to `fuse`, or a copy of one. It is changed in place.
@@ -181,6 +199,7 @@ def unfuse(model: nn.Module) -> int:
     _check_module("unfuse", model)
     # Both checks raise before anything is changed.
     norm_modules.check_unfuse(model)
+    attentions.restore(model)
     count = classes.restore(model)
     return count + norm_modules.unfuse(model)
 

@@ -22,6 +22,7 @@ from .. import library
 from . import classes
 from .planning import Plan
 from .probing import NotAnOp, Probes, own_attributes
+from .rebinding import rebound
 from .rotary import SECTIONS, WIDENED, Rotary, parameters_of
 from .rotary_trace import find
 
@@ -130,41 +131,9 @@ def _obstacle(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def _calling(function: Any, rotary: Rotary) -> Any:
+def _calling(forward: Any, rotary: Rotary) -> Any:
     """A copy of a forward, and of all its wrappers, that calls rope instead of `rotary`."""
-    scope, closure, inner = function.__globals__, function.__closure__, None
-    own = {}
-    if rotary.name in function.__code__.co_names:
-        own[rotary.name] = _replacement(scope[rotary.name], rotary)
-    else:
-        inner = _calling(function.__wrapped__, rotary)
-        closure = tuple(
-            types.CellType(inner) if cell.cell_contents is function.__wrapped__ else cell
-            for cell in closure
-        )
-
-    def seen() -> dict[str, Any]:
-        # With `__name__`, Dynamo would find the module by it and guard on the file's own function.
-        found = {**scope, **own}
-        found.pop("__name__", None)
-        return found
-
-    own_globals = seen()
-    made = types.FunctionType(
-        function.__code__, own_globals, function.__name__, function.__defaults__, closure
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-
-    @functools.wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            # Pick up names that the file has rebound since.
-            own_globals.update(seen())
-        return made(*args, **kwargs)
-
-    if inner is not None:
-        forward.__wrapped__ = inner
-    return forward
+    return rebound(forward, {rotary.name: functools.partial(_replacement, rotary=rotary)})
 
 
 def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., Any]:

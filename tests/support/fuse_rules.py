@@ -12,6 +12,7 @@ NORM = re.compile(r"(RMSNorm|LayerNorm|GroupNorm)$")
 GATED = re.compile(r"(GEGLU|GeGLU|SwiGLU|Swiglu|ReGLU)")
 MLP = re.compile(r"MLP|Mlp|FeedForward|FFN")
 ROTARY = re.compile(r"apply\w*_(rotary|rope)")
+CAUSAL = re.compile(r"create_(sliding_window_|chunked_)?causal_mask")
 
 
 def norms(model: nn.Module) -> Iterator[str]:
@@ -50,6 +51,14 @@ def rotary_embeddings(model: nn.Module) -> Iterator[str]:
                 break
 
 
+def attentions(model: nn.Module) -> Iterator[str]:
+    """The models that make causal masks."""
+    for name, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and any(map(CAUSAL.fullmatch, code.co_names)):
+            yield name
+
+
 def losses(model: nn.Module) -> Iterator[str]:
     """The losses computed from labels: those of heads, and those of classifiers."""
     for name, module in model.named_modules():
@@ -66,4 +75,4 @@ def losses(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-RULES = (norms, activations, rotary_embeddings, losses)
+RULES = (norms, activations, rotary_embeddings, attentions, losses)

@@ -1,0 +1,153 @@
+"""The attention functions that `fuse` registers in transformers.
+
+They send a block mask to flash attention or flex_attention, and everything else to the model's own
+function: scaled_dot_product_attention, or the code in the model's file.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+from .attention_blocks import Blocks, dense
+from .attention_mask import HALF
+
+# Arguments that change the results, and that are left to the model's own function.
+LEFT = ("position_bias", "cache", "softcap")
+
+# Sizes of heads for which flash attention computes windows, of those that it takes. Forward and
+# backward on an H200, 4 x 4096 tokens, 4 + 1 heads of 256, a window of 512: 0.71 ms, and 1.59 ms by
+# flex_attention. 2 x 8192 tokens, 32 + 8 heads of 128, a window of 4096: 10.05 and 8.32 ms.
+FLASH_HEAD_DIMS = range(136, 257, 8)
+
+
+def attention_function(original: Callable[..., Any], has_sinks: bool) -> Callable[..., Any]:
+    """An attention function to register, for layers that may use `original`.
+
+    With `has_sinks`, `original` adds a column of scores, its argument `s_aux`, to the softmax, and
+    adds its mask to the scores. Otherwise it takes boolean masks.
+    """
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **others: Any,
+    ) -> Any:
+        if isinstance(attention_mask, Blocks):
+            sinks = others.get("s_aux") if has_sinks else None
+            plain = all(others.get(name) is None for name in LEFT) and dropout == 0
+            if plain and (sinks is not None) is has_sinks and not others.get("output_attentions"):
+                return _attention(query, key, value, attention_mask, scaling, sinks), None
+            attention_mask = dense(attention_mask)
+            if has_sinks:
+                attention_mask = torch.where(
+                    attention_mask, torch.zeros_like(query[:1, :1, :1, :1]), _lowest(query)
+                )
+        arguments = {"dropout": dropout, "scaling": scaling, **others}
+        return original(module, query, key, value, attention_mask, **arguments)
+
+    return attention
+
+
+def _lowest(x: Tensor) -> float:
+    return torch.finfo(x.dtype).min
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Blocks,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D)."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        # SDPA and matrix products cast; flex_attention and the operator of flash attention do not.
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if mask.window is not None and sinks is None and _has_flash(query, value):
+        return _flash(query, key, value, mask.window, scale).contiguous()
+    y = _flex(query, key, value, mask, scale, sinks)
+    return y.transpose(1, 2).contiguous()
+
+
+def _has_flash(query: Tensor, value: Tensor) -> bool:
+    size = query.shape[-1]
+    fits = size == value.shape[-1] and size in FLASH_HEAD_DIMS
+    return fits and query.is_cuda and query.dtype in HALF
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None) -> Tensor:
+    """Causal attention to the last `window` keys, in (batch, length, heads, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )[0]
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Blocks,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    options = {"block_mask": mask, "scale": scale, "enable_gqa": True}
+    flex = _engine(query, mask, sinks is not None)
+    if sinks is None:
+        return flex(query, key, value, **options)
+    y, aux = flex(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    # A sink adds exp(sink) to the sum of the softmax, and nothing to the numerator.
+    share = torch.sigmoid(aux.lse - sinks.view(1, -1, 1).float())
+    return (y * share.unsqueeze(-1)).to(query.dtype)
+
+
+def _engine(query: Tensor, mask: Blocks, has_lse: bool) -> Callable[..., Any]:
+    """flex_attention, compiled unless it is being traced or runs on the CPU, for tests."""
+    if torch.compiler.is_compiling() or query.device.type == "cpu":
+        return flex_attention
+    code = getattr(mask.mask_mod, "__code__", None)
+    return _compiled(code, query.dtype, query.shape[1], query.shape[-1], has_lse)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(*_: Any) -> Callable[..., Any]:
+    """flex_attention compiled by itself for each kind of call.
+
+    torch.compile counts recompilations by code object, and gives up after a few. Each kind of call
+    gets a code object of its own, so that only new sizes are counted.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
+        return flex_attention(query, key, value, **options)
+
+    name = f"attend_{_compiled.cache_info().misses}"
+    own = types.FunctionType(attend.__code__.replace(co_name=name), attend.__globals__, name)
+    compiled = torch.compile(own)
+    return lambda query, key, value, **options: compiled(query, key, value, options)

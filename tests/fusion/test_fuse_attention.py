@@ -1,0 +1,166 @@
+"""Attention of fused models, by block masks, against the untouched model with its dense masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attention_models import (
+    LENGTH,
+    NAMES,
+    WINDOW,
+    batch,
+    blocks_everywhere,
+    fuse_attention,
+    model,
+    step,
+)
+from graphs import Recorder
+from liger_ops.fusion import attention_function, unfuse
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The masks with which flex_attention is called."""
+    found: list[Any] = []
+    flex = attention_function.flex_attention
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        found.append(options["block_mask"])
+        return flex(*args, **options)
+
+    monkeypatch.setattr(attention_function, "flex_attention", recorded)
+    return found
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """In float64: sums in another order, and no more."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+# Layers of two that flex_attention computes. The others are causal, by SDPA; GPT-OSS has sinks.
+LAYERS = {"llama": (0, 2), "mistral": (2, 2), "gemma3": (1, 2), "llama4": (1, 2)}
+
+
+CASES = [(name, kind) for name in NAMES for kind in ("bare", "left", "packed")]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*CASES, ("llama", "ones"), ("llama", "right")])
+def test_eager(name: str, kind: str, calls: list[Any]) -> None:
+    """Every logit, of padding too, and every gradient."""
+    made, inputs = model(name), batch(kind)
+    expected = step(made, inputs)
+    fuse_attention(made)
+    with blocks_everywhere():
+        found = step(made, inputs)
+    assert_same(found, expected)
+    hides = kind not in ("bare", "ones")
+    assert len(calls) == LAYERS.get(name, (2, 2))[hides]
+    assert unfuse(made) == 1
+    assert torch.equal(step(made, inputs)["logits"], expected["logits"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "bare"), ("llama", "left"), ("gemma3", "packed"), ("gpt_oss", "left")],
+)
+def test_compiled(name: str, kind: str) -> None:
+    """One graph, without a dense mask, and no mask at all where the model makes its positions."""
+    made, inputs = model(name), batch(kind)
+    expected = step(made, inputs)
+    fuse_attention(made)
+    torch._dynamo.reset()
+    recorder = Recorder()
+    with blocks_everywhere():
+        compiled = torch.compile(made, fullgraph=True, backend=recorder.backend(), dynamic=False)
+        assert_same(step(made, inputs, compiled), expected)
+    (graph,) = recorder.forwards
+    targets = [str(node.target) for node in graph.graph.nodes]
+    flex = sum("flex_attention" in target for target in targets)
+    assert flex == (2 if name == "gpt_oss" else LAYERS[name][kind != "bare"])
+    sdpa = "scaled_dot_product" in " ".join(targets)
+    assert sdpa is (flex < 2)
+
+
+def test_lengths_change_without_recompiling() -> None:
+    made = model("llama", num_hidden_layers=1)
+    lengths = (LENGTH, 233)
+    expected = [step(made, batch("right", length)) for length in lengths]
+    fuse_attention(made)
+    torch._dynamo.reset()
+    recorder = Recorder()
+    with blocks_everywhere():
+        compiled = torch.compile(made, fullgraph=True, backend=recorder.backend(), dynamic=True)
+        for length, one in zip(lengths, expected, strict=True):
+            assert_same(step(made, batch("right", length), compiled), one)
+    assert len(recorder.forwards) == 1
+
+
+def test_layers_compiled_one_by_one() -> None:
+    """A new mask, with a function of its own, does not compile a layer again."""
+    made = model("gemma3")
+    inputs = [batch("right"), batch("left")]
+    expected = [step(made, one) for one in inputs]
+    fuse_attention(made)
+    torch._dynamo.reset()
+    recorder = Recorder()
+    for layer in made.model.layers:
+        layer.compile(fullgraph=True, backend=recorder.backend())
+    with blocks_everywhere():
+        for one, result in zip(inputs, expected, strict=True):
+            assert_same(step(made, one), result)
+    assert len(recorder.forwards) == 2
+
+
+@pytest.mark.parametrize("length", [1, 2, WINDOW, WINDOW + 1, 129])
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "llama4"])
+def test_lengths(name: str, length: int) -> None:
+    """Shorter than a window, as long, and longer; shorter than a block, and longer; one row."""
+    made = model(name)
+    inputs = {key: x[:1] for key, x in batch("bare", length).items()}
+    del inputs["labels"]
+    with torch.no_grad():
+        expected = made(**inputs).logits
+        fuse_attention(made)
+        with blocks_everywhere():
+            torch.testing.assert_close(made(**inputs).logits, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_in_autocast() -> None:
+    """SDPA casts its arguments to autocast's dtype; flex_attention is given them cast."""
+    made, inputs = model("llama", torch.float32), batch("left")
+    logits = []
+    for _ in range(2):
+        with torch.no_grad(), blocks_everywhere(), torch.autocast("cpu", dtype=torch.bfloat16):
+            logits.append(made(**inputs).logits)
+        fuse_attention(made)
+    assert logits[0].dtype is logits[1].dtype is torch.bfloat16
+    torch.testing.assert_close(logits[1], logits[0], rtol=2**-5, atol=2**-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_dropout_takes_the_dense_mask(name: str, calls: list[Any]) -> None:
+    """Dropout that is turned on after fuse runs in the model's own function."""
+    made, inputs = model(name), batch("left")
+    fuse_attention(made)
+
+    def run() -> dict[str, Any]:
+        torch.manual_seed(1)
+        return step(made, inputs)
+
+    set_dropout(made, 0.5)
+    expected = run()
+    with blocks_everywhere():
+        assert_same(run(), expected)
+    assert not calls
+
+
+def set_dropout(made: nn.Module, p: float) -> None:
+    for module in made.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = p

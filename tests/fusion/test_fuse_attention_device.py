@@ -1,0 +1,46 @@
+"""Attention of fused models on a GPU, where flash and flex attention run compiled."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from attention_models import NAMES, batch, fuse_attention, model, step
+
+pytestmark = [
+    pytest.mark.device_kernels,
+    pytest.mark.skipif(
+        os.environ.get("LIGER_OPS_TEST_DEVICE") != "cuda",
+        reason="the engines run on CUDA devices; test_fuse_attention.py runs on the CPU",
+    ),
+]
+
+# A sum of a few hundred bfloat16 numbers in another order.
+NEAR = 0.02
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["bare", "ones", "right", "left", "packed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_as_near_to_truth_as_before(name: str, kind: str, compiled: bool) -> None:
+    """Gradients in bfloat16 against the untouched model in float32, with dense masks."""
+    inputs = batch(kind, 333, "cuda")
+    if "attention_mask" in inputs:
+        # What a padded token computes depends on how its rows, without a visible key, are defined.
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+    truth = step(model(name, torch.float32).cuda(), inputs)
+    made = model(name, torch.bfloat16).cuda()
+    before = step(made, inputs)
+    fuse_attention(made)
+    torch._dynamo.reset()
+    found = step(made, inputs, torch.compile(made) if compiled else made)
+    for key in truth:
+        if key != "logits":
+            error, limit = (relative(one[key], truth[key]) for one in (found, before))
+            assert error <= 2 * limit + NEAR, key
+
+
+def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((x.float() - truth.float()).norm() / truth.float().norm().clamp(min=1e-9)).item()
