@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch
 from torch import fx
 
 from . import rewrite
+from .padding import assume_what_is_seen, duplicate
 from .report import Finding, Findings
 from .table import counted, table
 from .verify import Verification
@@ -55,7 +55,9 @@ def explain(
 ) -> Explanation:
     """Explain what `torch.compile(model, backend="liger")` would do for these arguments.
 
-    The model runs once, eagerly and unchanged, while Dynamo traces it; nothing is compiled. Buffers
+    The model runs once, eagerly and unchanged, while Dynamo traces it; nothing is compiled. Where
+    the backend looks at a padding mask, the findings are those of the variant that this batch
+    needs. Buffers
     and random state are restored. Like `torch._dynamo.explain`, this clears Dynamo's cache of
     compiled code.
 
@@ -95,7 +97,8 @@ def explain(
     def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         nonlocal graphs
         graphs += 1
-        untouched = fx.GraphModule(module, copy.deepcopy(module.graph))
+        untouched = duplicate(module)
+        assume_what_is_seen(module, example_inputs)
         findings.extend(rewrite(module).findings)
         return untouched.forward
 

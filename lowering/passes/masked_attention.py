@@ -41,8 +41,8 @@ OP = "masked_attention"
 DEVICES = ("cuda",)
 LEAST_HEAD_DIM = 16
 # Forward and backward on an H100, 16 heads of 128 and 8 of keys, a quarter padding, ms by
-# flex_attention and by scaled_dot_product_attention with the mask: 4 x 4096 tokens 3.69 and 6.72,
-# 16 x 512 1.27 and 0.82, 32 x 256 0.78 and 0.72.
+# flex_attention (compiled with symbolic sizes) and by scaled_dot_product_attention with the mask:
+# 4 x 4096 tokens 3.69 and 6.72, 16 x 512 1.27 and 0.82, 32 x 256 0.78 and 0.72.
 LEAST_KEYS = 1024
 _JUDGED = "liger_ops.masked_attention"
 
@@ -89,7 +89,7 @@ def _lower(
     operands = _operands(emit, node, arguments)
     scale = _scale(arguments)
     size = None if data_of(condition) else window(condition, scores(arguments))
-    if size is not None and flash_attention.is_faster(node, operands, size):
+    if size is not None and flash_attention.is_faster(operands):
         new = flash_attention.attend(emit, operands, scale, size)
     else:
         home, origin = scope.home(mask)

@@ -21,11 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .attention import attentions
 from .canonical import value
 from .effects import is_plain
+from .graph_state import GraphState
 from .mask.algebra import Both, Condition, NonNegative, Not, Unknown, data_of
+from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import scopes
 from .report import Report
 from .rewrite import derive
+from .sdpa import visible
+from .written_attention import written_attentions
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -41,8 +45,10 @@ def padding_masks(module: fx.GraphModule) -> list[int]:
     An input is one if attention masks read it only to ask whether a token is padding, and if these
     masks are functions of indices alone where it is 1 everywhere.
     """
-    inputs = _inputs(module)
-    masks = list(_conditions(module))
+    # Nodes that were looked at are marked: the graph itself is not looked at.
+    looked_at = duplicate(module)
+    inputs = _inputs(looked_at)
+    masks = list(_conditions(looked_at))
     found = []
     for place, node in enumerate(inputs):
         if not _may_be_padding(node) or not any(_asks(mask, node) for mask in masks):
@@ -53,6 +59,13 @@ def padding_masks(module: fx.GraphModule) -> list[int]:
         if all(not data_of(after) for before, after in pairs if _depends(before, node)):
             found.append(place)
     return found
+
+
+def assume_what_is_seen(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Let the graph be the variant that the backend would run for these inputs."""
+    places = padding_masks(module)
+    if places and is_full(inputs, places):
+        assume_ones(module, places)
 
 
 def assume_ones(module: fx.GraphModule, places: Sequence[int], *, check: bool = False) -> None:
@@ -151,19 +164,31 @@ def _may_be_padding(node: fx.Node) -> bool:
 
 
 def _conditions(module: fx.GraphModule) -> Iterator[Condition]:
-    """The condition of each mask of attention that can be analysed, in the order of the graph.
+    """The condition of each mask of attention, in the order of the graph.
 
-    A mask that cannot is yielded as False, which depends on nothing.
+    A mask that cannot be analysed is yielded as False, which depends on nothing.
     """
     for scope in scopes(module.graph, data=True):
+        functions = scope.functions
         for _, arguments in attentions(scope.graph, "padding", Report()):
             mask = arguments["attn_mask"]
-            if not isinstance(mask, fx.Node):
-                continue
-            try:
-                yield visible_keys(scope.functions.value(mask))
-            except Unknown:
-                yield False
+            if isinstance(mask, fx.Node):
+                yield _known(_visible_keys, mask, functions)
+        state = GraphState(scope.graph)
+        for written in written_attentions(scope.graph, "padding", Report(), state):
+            for part in written.masks:
+                yield _known(visible, part, functions)
+
+
+def _visible_keys(mask: fx.Node, functions: IndexFunctions) -> Condition:
+    return visible_keys(functions.value(mask))
+
+
+def _known(read: Callable[[Any, IndexFunctions], Condition], *arguments: Any) -> Condition:
+    try:
+        return read(*arguments)
+    except Unknown:
+        return False
 
 
 def _asks(condition: Condition, node: fx.Node) -> bool:

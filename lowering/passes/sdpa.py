@@ -165,14 +165,14 @@ def _mask(
         if torch.promote_types(wide, dtype) != dtype:
             raise Refused(f"its bias is {wide}, and would be rounded to {dtype}")
     added = [mask.tensor.before(root) for mask in _of(found, filled=False)]
-    visible = [_visible(mask, root) for mask in _of(found, filled=True)]
-    if visible:
-        visible = [reduce(lambda a, b: derive(root, operator.and_, a, b), visible)]
+    shown = [_visible(mask, root) for mask in _of(found, filled=True)]
+    if shown:
+        shown = [reduce(lambda a, b: derive(root, operator.and_, a, b), shown)]
     if not added:
-        return visible[0]
+        return shown[0]
     total = reduce(lambda a, b: derive(root, operator.add, a, b), added)
-    if visible:
-        total = derive(root, torch.where, visible[0], total, -math.inf)
+    if shown:
+        total = derive(root, torch.where, shown[0], total, -math.inf)
     if value(total).dtype != dtype and not autocast:
         total = derive(root, torch.Tensor.to, total, dtype)
     return total
@@ -216,17 +216,17 @@ def _rows_see_a_key(
     read = {node for mask in masks for node in functions.read(mask.tensor.source)}
     if _written(read, states):
         return False
-    visible: Condition = True
+    seen: Condition = True
     for condition in conditions:
-        visible = both(visible, condition)
+        seen = both(seen, condition)
     i, j = -2, -1
     queries, keys = shape[i], shape[j]
     others = {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), i)}
     first = Region([Frame({j: affine(0)}, {**others, i: (0, (queries - 1,))})])
-    if first.decide(visible) is True:
+    if first.decide(seen) is True:
         return True
     own = Region([Frame({j: index(i)}, {**others, i: (0, (queries - 1, keys - 1))})])
-    return known(queries <= keys) and own.decide(visible) is True
+    return known(queries <= keys) and own.decide(seen) is True
 
 
 def _condition(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -> Condition:
@@ -240,6 +240,12 @@ def _condition(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -> C
     function = functions.value(mask.tensor.source)
     if min(axes_of(function), default=0) < -same_axes:
         raise Unknown("its mask differs between the rows of a batch")
+    return visible(mask, functions)
+
+
+def visible(mask: Mask, functions: IndexFunctions) -> Condition:
+    """Where a mask lets a query see a key, as a function of the mask's own indices."""
+    function = functions.value(mask.tensor.source)
     if mask.visible is None:
         return visible_keys(function)
     return truth(function) if mask.visible else negation(truth(function))

@@ -18,6 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
 
 from . import rewrite
+from .padding import assume_what_is_seen
 from .wider import Wide
 
 # Allowed difference of sums in another order, in units of float32's epsilon.
@@ -133,6 +134,7 @@ class _Runs:
     def rewritten(self, module: fx.GraphModule, inputs: list[Any]) -> Run:
         found = [self.narrowest, *_dtypes(module)]
         self.narrowest = min(found, key=lambda dtype: torch.finfo(dtype).bits)
+        assume_what_is_seen(module, inputs)
         rewrite(module)
         return aot_eager(module, inputs)
 

@@ -27,7 +27,8 @@ class Compilations(list[str]):
     def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         kinds = {
             "causal" if node.kwargs.get("is_causal") else "mask" if node.kwargs else "all"
-            for node in module.graph.nodes
+            for part in module.modules()
+            for node in part.graph.nodes
             if node.target is F.scaled_dot_product_attention
         }
         self.append(" ".join(sorted(kinds)))
@@ -162,8 +163,9 @@ def test_another_use_of_the_mask_sees_ones():
     assert made == ["causal", "mask"]
 
 
-def test_a_checkpointed_model_with_the_mask_of_a_collator():
-    llm = tiny_llama()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_checkpointed_model_with_the_mask_of_a_collator(implementation):
+    llm = tiny_llama(implementation)
     llm.gradient_checkpointing_enable()
     tokens = torch.arange(1, 2 * LENGTH + 1).view(2, LENGTH)
 
@@ -176,12 +178,21 @@ def test_a_checkpointed_model_with_the_mask_of_a_collator():
         actual, expected = gradients(llm, rewritten(mask)), gradients(llm, loss(mask))
         for name, grad in actual.items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
-    assert len(made) == 2
+    assert made == ["causal", "mask" if implementation == "sdpa" else ""]
 
 
-def tiny_llama() -> transformers.PreTrainedModel:
+def test_explain_looks_too():
+    ones, padded = torch.ones(2, LENGTH, dtype=torch.int64), right_padding(LENGTH)
+    for data, count in ((ones, 1), (padded, 0)):
+        explanation = liger_ops.explain(attention("padding"), *batch(data))
+        assert explanation.counts().get("causal_attention", 0) == count
+
+
+def tiny_llama(implementation: str) -> transformers.PreTrainedModel:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**sizes, **heads, use_cache=False)
-    return transformers.LlamaForCausalLM(config).train()
+    return transformers.LlamaForCausalLM._from_config(
+        config, attn_implementation=implementation
+    ).train()
