@@ -22,14 +22,9 @@ __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 
 
 def fuse(
-    model: nn.Module,
-    *,
-    norms: bool = True,
-    activations: bool = True,
-    rope: bool = True,
-    attention: bool = True,
-    loss: bool = True,
-) -> FuseReport:
+    model: nn.Module, *, norms: bool = True, activations: bool = True,
+    rope: bool = True, attention: bool = True, loss: bool = True,
+) -> FuseReport:  # fmt: skip
     """Compute the norms, activations, rotary embeddings and loss of a model with the ops, and its
     attention with the fastest exact engine of PyTorch.
 

@@ -35,15 +35,9 @@ def attention_function(original: Callable[..., Any], has_sinks: bool) -> Callabl
     """
 
     def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **others: Any,
-    ) -> Any:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+        dropout: float = 0.0, scaling: float | None = None, **others: Any,
+    ) -> Any:  # fmt: skip
         if isinstance(attention_mask, Blocks):
             sinks = others.get("s_aux") if has_sinks else None
             plain = all(others.get(name) is None for name in LEFT) and dropout == 0
@@ -65,13 +59,9 @@ def _lowest(x: Tensor) -> float:
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Blocks,
-    scale: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor,
+    mask: Blocks, scale: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D)."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -111,13 +101,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float 
 
 
 def _flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Blocks,
-    scale: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor,
+    mask: Blocks, scale: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     options = {"block_mask": mask, "scale": scale, "enable_gqa": True}
     flex = _engine(query, mask, sinks is not None)
     if sinks is None:

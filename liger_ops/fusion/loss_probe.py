@@ -203,10 +203,7 @@ class _Probe:
             ) from None
 
     def fused(
-        self,
-        loss: CausalLoss,
-        arguments: dict[str, Any],
-        dtype: torch.dtype = torch.float32,
+        self, loss: CausalLoss, arguments: dict[str, Any], dtype: torch.dtype = torch.float32
     ) -> _Outcome:
         model, inputs = self.stand_in(dtype)
         arguments = self.arguments(arguments)

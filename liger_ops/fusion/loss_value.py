@@ -99,13 +99,9 @@ class OfHidden:
     """The loss, computed from hidden states and a head."""
 
     def __init__(
-        self,
-        hidden: Tensor,
-        head: nn.Linear,
-        loss: CausalLoss,
-        options: LossOptions,
-        added: Tensor | None = None,
-    ) -> None:
+        self, hidden: Tensor,
+        head: nn.Linear, loss: CausalLoss, options: LossOptions, added: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.x = hidden.reshape(-1, hidden.shape[-1])
         self.weight = head.weight
         # `added` is the bias that the model adds to the logits beside the head's own.
@@ -163,12 +159,9 @@ class OfLogits:
 
 
 def value_of(
-    source: OfHidden | OfLogits,
-    target: Tensor,
-    ignore_index: int,
-    num_items_in_batch: Tensor | int | None,
-    options: LossOptions,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    source: OfHidden | OfLogits, target: Tensor, ignore_index: int,
+    num_items_in_batch: Tensor | int | None, options: LossOptions,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss, and other values that the options ask for, by name.
 
     Token scaling multiplies each token's loss by the probability of its target, as a constant; the

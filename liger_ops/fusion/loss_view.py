@@ -86,15 +86,9 @@ def view_of(model: nn.Module, path: str, call: Any, view: type[View] | None = No
 
 
 def without_logits(
-    original: Callable[..., Any],
-    view: type[View],
-    model: nn.Module,
-    head: nn.Linear,
-    loss: CausalLoss,
-    args: Any,
-    kwargs: Any,
-    options: LossOptions = DEFAULTS,
-) -> Any:
+    original: Callable[..., Any], view: type[View], model: nn.Module, head: nn.Linear,
+    loss: CausalLoss, args: Any, kwargs: Any, options: LossOptions = DEFAULTS,
+) -> Any:  # fmt: skip
     """Run `original` on a model with the loss computed by the op, and without logits."""
     call = (WrittenHead if loss.written else DeferredHead)(head, loss, options)
     output = original(view_of(model, loss.head, call, view), *args, **kwargs)
@@ -108,14 +102,9 @@ def without_logits(
 
 
 def with_logits(
-    original: Callable[..., Any],
-    view: type[View],
-    model: nn.Module,
-    loss: CausalLoss,
-    args: Any,
-    kwargs: Any,
-    options: LossOptions,
-) -> Any:
+    original: Callable[..., Any], view: type[View], model: nn.Module,
+    loss: CausalLoss, args: Any, kwargs: Any, options: LossOptions,
+) -> Any:  # fmt: skip
     """Run `original` on a model with the loss of its logits computed under the options."""
     call = LossOfLogits(child_of(model, loss.head), loss, options)
     output = original(view_of(model, loss.head, call, view), *args, **kwargs)
@@ -184,15 +173,10 @@ class _Head:
         return getattr(self.head, name)
 
     def fused_loss(
-        self,
-        source: OfHidden | OfLogits,
-        labels: Tensor,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+        self, source: OfHidden | OfLogits, labels: Tensor,
+        vocab_size: int | None = None, num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         """The loss of a source, with the arguments of transformers' causal loss."""
         self.loss.check(kwargs)
         target = self.loss.target(labels, ignore_index, shift_labels)

@@ -88,14 +88,9 @@ class DeferredLogits:
     """
 
     def __init__(
-        self,
-        loss_of: LossOfHidden,
-        hidden: Tensor,
-        vocabulary: int,
-        dtype: torch.dtype,
-        may_add: bool,
-        bias: Tensor | None = None,
-    ) -> None:
+        self, loss_of: LossOfHidden, hidden: Tensor, vocabulary: int,
+        dtype: torch.dtype, may_add: bool, bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.loss_of = loss_of
         self.hidden = hidden
         self.vocabulary = vocabulary
@@ -150,11 +145,9 @@ class DeferredLogits:
         )
 
     def _with(
-        self,
-        hidden: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        bias: Tensor | None = None,
-    ) -> DeferredLogits:
+        self, hidden: Tensor | None = None,
+        dtype: torch.dtype | None = None, bias: Tensor | None = None,
+    ) -> DeferredLogits:  # fmt: skip
         # Every field is listed because Dynamo of torch 2.11 does not trace vars(self).
         return DeferredLogits(
             self.loss_of,

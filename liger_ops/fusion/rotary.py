@@ -87,13 +87,9 @@ class Form:
         return k.shape[0] == B and (cos.shape[-3] == 1 or cos.shape[-3] == B)
 
     def __call__(
-        self,
-        op: Callable[..., Any],
-        q: Tensor,
-        k: Tensor,
-        tables: Sequence[Tensor],
-        sections: Sequence[int] | None,
-    ) -> tuple[Tensor, Tensor]:
+        self, op: Callable[..., Any], q: Tensor, k: Tensor,
+        tables: Sequence[Tensor], sections: Sequence[int] | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Call `op`, rope or another function with its arguments, on tensors of this form."""
         inward, outward = LAYOUTS[self.layout]
         if self.half_tables:

@@ -19,12 +19,9 @@ InnerBackend = str | Callable[..., Compiled]
 
 
 def liger(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Compiled:
+    module: fx.GraphModule, example_inputs: Sequence[Any], *,
+    mode: str | None = None, options: Mapping[str, Any] | None = None,
+) -> Compiled:  # fmt: skip
     """Compile with the ops of this package wherever the graph computes what they compute.
 
         torch.compile(model, backend="liger")

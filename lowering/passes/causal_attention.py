@@ -56,12 +56,9 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def _make_causal(
-    node: fx.Node,
-    arguments: dict[str, Any],
-    functions: IndexFunctions,
-    states: Mapping[fx.Graph, GraphState],
-    scope: fx.Graph,
-) -> None:
+    node: fx.Node, arguments: dict[str, Any], functions: IndexFunctions,
+    states: Mapping[fx.Graph, GraphState], scope: fx.Graph,
+) -> None:  # fmt: skip
     reason = obstacle(node, arguments, states[scope]) or misfit(arguments)
     if reason is not None:
         raise Refused(reason)

@@ -16,14 +16,9 @@ from .mask.blocks import BLOCK, Blocks
 
 
 def attend(
-    emit: Emitter,
-    node: fx.Node,
-    operands: tuple[Any, Any, Any],
-    scale: float,
-    blocks: Blocks,
-    predicate: fx.GraphModule,
-    data: tuple[fx.Node, ...],
-) -> fx.Node:
+    emit: Emitter, node: fx.Node, operands: tuple[Any, Any, Any], scale: float,
+    blocks: Blocks, predicate: fx.GraphModule, data: tuple[fx.Node, ...],
+) -> fx.Node:  # fmt: skip
     """Insert the attention that replaces `node`, with a block mask and its predicate."""
     from torch._higher_order_ops.flex_attention import flex_attention
 

@@ -71,12 +71,9 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 
 def _lower(
-    node: fx.Node,
-    arguments: dict[str, Any],
-    scope: Scope,
-    states: Mapping[fx.Graph, GraphState],
-    made: dict[tuple[fx.Node, str], Blocks],
-) -> fx.Node:
+    node: fx.Node, arguments: dict[str, Any], scope: Scope,
+    states: Mapping[fx.Graph, GraphState], made: dict[tuple[fx.Node, str], Blocks],
+) -> fx.Node:  # fmt: skip
     """Insert the attention that replaces `node`."""
     mask = arguments["attn_mask"]
     reason = obstacle(node, arguments, states[scope.graph]) or _unsupported(node, arguments)

@@ -105,12 +105,9 @@ class Looking:
     """
 
     def __init__(
-        self,
-        module: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        places: Sequence[int],
-        compile_one: Compile,
-    ) -> None:
+        self, module: fx.GraphModule, example_inputs: Sequence[Any],
+        places: Sequence[int], compile_one: Compile,
+    ) -> None:  # fmt: skip
         self._module, self._places, self._compile = module, list(places), compile_one
         # Fake tensors, so that no batch stays in memory for a later compilation.
         self._fakes = [

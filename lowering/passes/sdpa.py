@@ -144,11 +144,9 @@ def _expanded(node: fx.Node, leading: Sequence[Any], at: fx.Node) -> fx.Node:
 
 
 def _mask(
-    found: WrittenAttention,
-    operands: Sequence[fx.Node],
-    scope: Scope,
-    states: Sequence[GraphState],
-) -> fx.Node | None:
+    found: WrittenAttention, operands: Sequence[fx.Node],
+    scope: Scope, states: Sequence[GraphState],
+) -> fx.Node | None:  # fmt: skip
     """attn_mask: boolean if the code only fills scores, else of the queries' dtype."""
     if not found.masks:
         return None
@@ -203,11 +201,9 @@ def _written(read: set[fx.Node], states: Sequence[GraphState]) -> bool:
 
 
 def _rows_see_a_key(
-    masks: Sequence[Mask],
-    functions: IndexFunctions,
-    shape: Sequence[Any],
-    states: Sequence[GraphState],
-) -> bool:
+    masks: Sequence[Mask], functions: IndexFunctions,
+    shape: Sequence[Any], states: Sequence[GraphState],
+) -> bool:  # fmt: skip
     """Whether every row is proved to see its own key, or the first key, past all masks."""
     try:
         conditions = [_condition(mask, functions, shape) for mask in masks]

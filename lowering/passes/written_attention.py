@@ -132,12 +132,9 @@ def attention_at(root: fx.Node) -> WrittenAttention | None:
 
 
 def _assembled(
-    root: fx.Node,
-    values: Operand,
-    back: tuple[View, ...],
-    weights: _Weights,
-    scores: WrittenScores,
-) -> WrittenAttention:
+    root: fx.Node, values: Operand, back: tuple[View, ...],
+    weights: _Weights, scores: WrittenScores,
+) -> WrittenAttention:  # fmt: skip
     scale, softcap = scores.scale_and_softcap()
     query, key = scores.product.query, scores.product.key
     masks = tuple(

@@ -201,12 +201,9 @@ def _filled(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> Writ
 
 
 def _with_mask(
-    node: fx.Node,
-    inner: WrittenScores,
-    mask: fx.Node,
-    visible: bool | None = None,
-    fill: float | None = None,
-) -> WrittenScores:
+    node: fx.Node, inner: WrittenScores, mask: fx.Node,
+    visible: bool | None = None, fill: float | None = None,
+) -> WrittenScores:  # fmt: skip
     flat = {mask} if is_tensor(node, dim=3) else set()
     return replace(
         inner,

@@ -58,12 +58,9 @@ class Bounds:
     """
 
     def __init__(
-        self,
-        emit: Emitter,
-        sizes: Mapping[int, Any],
-        tensors: Mapping[fx.Node, fx.Node],
-        device: torch.device,
-    ) -> None:
+        self, emit: Emitter, sizes: Mapping[int, Any],
+        tensors: Mapping[fx.Node, fx.Node], device: torch.device,
+    ) -> None:  # fmt: skip
         self.emit, self.sizes, self.tensors, self.device = emit, sizes, tensors, device
         self.counts = {axis: self._count(sizes[axis]) for axis in (QUERIES, KEYS)}
         self._ends = {axis: self._block_ends(axis) for axis in (QUERIES, KEYS)}

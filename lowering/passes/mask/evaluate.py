@@ -50,12 +50,9 @@ class IndexFunctions:
     """
 
     def __init__(
-        self,
-        outer: IndexFunctions | None = None,
-        operands: Mapping[fx.Node, Any] | None = None,
-        *,
-        data: bool = False,
-    ) -> None:
+        self, outer: IndexFunctions | None = None,
+        operands: Mapping[fx.Node, Any] | None = None, *, data: bool = False,
+    ) -> None:  # fmt: skip
         self.outer = outer
         self.operands: dict[fx.Node, Any] = dict(operands or {})
         self.data: bool = outer.data if outer is not None else data

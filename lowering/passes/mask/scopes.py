@@ -16,12 +16,9 @@ class Scope:
     """A graph, the functions of its nodes, and the scope and the call that it is called from."""
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        functions: IndexFunctions,
-        outer: Scope | None = None,
-        call: fx.Node | None = None,
-    ) -> None:
+        self, graph: fx.Graph, functions: IndexFunctions,
+        outer: Scope | None = None, call: fx.Node | None = None,
+    ) -> None:  # fmt: skip
         self.graph, self.functions, self.outer, self.call = graph, functions, outer, call
 
     @property
