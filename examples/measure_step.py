@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -109,7 +110,11 @@ def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode != 0:
-        return {"error": (run.stderr.strip().splitlines() or ["no message"])[-1]}
+        lines = run.stderr.strip().splitlines() or ["no message"]
+        raised = [
+            line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Unsupported)", line)
+        ]
+        return {"error": (raised or lines)[-1]}
     return json.loads(run.stdout.strip().splitlines()[-1])
 
 
@@ -201,7 +206,8 @@ def compiled(way: str, function: Callable[[Batch], Tensor]) -> Callable[[Batch],
 
         liger_ops.enable()
     if way in ("compile", "causal", "enabled", "flex", "fused-compile"):
-        return torch.compile(function, fullgraph=True)
+        # transformers makes its block masks outside of the graph.
+        return torch.compile(function, fullgraph=way != "flex")
     options = {"rewrites": "all"} if way == "liger-all" else {}
     if way == "liger-graphs":
         return torch.compile(function, fullgraph=True, backend="liger", mode="reduce-overhead")
