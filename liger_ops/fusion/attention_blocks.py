@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..lowering.passes.mask.blocks import BLOCK, ordered
+
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -29,8 +31,6 @@ class Blocks(BlockMask):
         """Return itself: generate() calls this method of every mask that it prepares."""
         return self
 
-
-BLOCK = 128
 
 # Elements of a dense mask that exist at a time, eagerly: 64 MiB of bool.
 ELEMENTS = 2**26
@@ -46,13 +46,19 @@ def block_mask(
     counts = _visible_in_blocks(visible, batch, queries, keys, device)
     full = counts == BLOCK * BLOCK
     partial = (counts > 0) & ~full
-    return Blocks.from_kv_blocks(
-        *_ordered(partial),
-        *_ordered(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
-        seq_lengths=(queries, keys),
-    )
+    lists: dict[str, Tensor] = {}
+    for side, turn in (("kv", False), ("q", True)):
+        for kind, blocks in (("", partial), ("full_", full)):
+            blocks = blocks.mT if turn else blocks
+            numbers = torch.arange(blocks.shape[-1], device=device)
+            count, indices = ordered(_call, blocks, numbers)
+            lists |= {f"{kind}{side}_num_blocks": count, f"{kind}{side}_indices": indices}
+    sizes: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
+    return Blocks(mask_mod=visible, **sizes, **lists)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def dense(mask: BlockMask) -> Tensor:
@@ -89,10 +95,3 @@ def _counts(
     inside = (q < queries) & (k < keys)
     seen = visible(b, torch.zeros_like(b), q.clamp(max=queries - 1), k.clamp(max=keys - 1))
     return (seen & inside).sum(dim=(-2, -1), dtype=torch.int32)
-
-
-def _ordered(blocks: Tensor) -> tuple[Any, Any]:
-    """The number of blocks of keys for each block of queries, and their indices first in a row."""
-    blocks = blocks.to(torch.int32)
-    indices = torch.argsort(blocks, dim=-1, descending=True, stable=True)
-    return blocks.sum(dim=-1, dtype=torch.int32), indices.to(torch.int32)

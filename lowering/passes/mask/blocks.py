@@ -50,6 +50,22 @@ def dense_datum(data: Iterable[Datum]) -> Datum | None:
     return None
 
 
+def ordered(call: Callable[..., Any], blocks: Any, numbers: Any) -> tuple[Any, Any]:
+    """The number of blocks in each row, and their indices before those of the others, int32.
+
+    The indices are scattered to their ranks, not sorted: Triton compiles a sort for seconds.
+    `call` calls or records a function; `numbers` counts the blocks of a row.
+    """
+    ranks = call(torch.cumsum, call(torch.Tensor.to, blocks, torch.int64), -1)
+    count = call(torch.narrow, ranks, -1, -1, 1)
+    indices = call(torch.Tensor.expand_as, numbers, ranks)
+    others = call(operator.add, count, call(operator.sub, indices, ranks))
+    places = call(torch.where, blocks, call(operator.sub, ranks, 1), others)
+    order = call(torch.scatter, call(torch.zeros_like, places), -1, places, indices)
+    count, order = (call(torch.Tensor.to, one, torch.int32) for one in (count, order))
+    return call(torch.squeeze, count, -1), order
+
+
 class Bounds:
     """Emits the bounds of conditions over the blocks of a mask.
 
@@ -76,7 +92,10 @@ class Bounds:
         shape += [self.counts[QUERIES], self.counts[KEYS]]
         kinds = [emit(torch.Tensor.expand, kind, shape) for kind in (partial, full)]
         turned = [emit(torch.transpose, kind, -2, -1) for kind in kinds]
-        rows, columns = ([self._ordered(kind) for kind in side] for side in (kinds, turned))
+        rows, columns = (
+            [ordered(emit, kind, self._arange(emit.size(kind, -1))) for kind in side]
+            for side in (kinds, turned)
+        )
         return Blocks(
             *(tuple(part) for part in zip(*rows, strict=True)),
             *(tuple(part) for part in zip(*columns, strict=True)),
@@ -174,21 +193,6 @@ class Bounds:
                 raise Unknown("it reads a tensor at positions that another tensor holds")
             places.append(index)
         return places
-
-    def _ordered(self, blocks: Any) -> tuple[Any, Any]:
-        """The number of blocks in each row, and their indices before those of the others.
-
-        The indices are scattered to their ranks, not sorted: Triton compiles a sort for seconds.
-        """
-        emit = self.emit
-        ranks = emit(torch.cumsum, emit(torch.Tensor.to, blocks, torch.int64), -1)
-        count = emit(torch.narrow, ranks, -1, -1, 1)
-        indices = emit(torch.Tensor.expand_as, self._arange(emit.size(blocks, -1)), ranks)
-        others = emit(operator.add, count, emit(operator.sub, indices, ranks))
-        places = emit(torch.where, blocks, emit(operator.sub, ranks, 1), others)
-        order = emit(torch.scatter, emit(torch.zeros_like, places), -1, places, indices)
-        count, order = (emit(torch.Tensor.to, one, torch.int32) for one in (count, order))
-        return emit(torch.squeeze, count, -1), order
 
     def _facing(self, positions: Any, axis: int) -> Any:
         """A vector as a tensor of 4 dimensions, along `axis`."""
