@@ -46,15 +46,14 @@ def block_mask(
     counts = _visible_in_blocks(visible, batch, queries, keys, device)
     full = counts == BLOCK * BLOCK
     partial = (counts > 0) & ~full
-    lists: dict[str, Tensor] = {}
+    parts: dict[str, Any] = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
     for side, turn in (("kv", False), ("q", True)):
         for kind, blocks in (("", partial), ("full_", full)):
             blocks = blocks.mT if turn else blocks
             numbers = torch.arange(blocks.shape[-1], device=device)
             count, indices = ordered(_call, blocks, numbers)
-            lists |= {f"{kind}{side}_num_blocks": count, f"{kind}{side}_indices": indices}
-    sizes: Any = {"seq_lengths": (queries, keys), "BLOCK_SIZE": (BLOCK, BLOCK)}
-    return Blocks(mask_mod=visible, **sizes, **lists)
+            parts |= {f"{kind}{side}_num_blocks": count, f"{kind}{side}_indices": indices}
+    return Blocks(mask_mod=visible, **parts)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
