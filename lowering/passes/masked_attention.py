@@ -137,8 +137,11 @@ def _unsupported(node: fx.Node, arguments: dict[str, Any]) -> str | None:
             return f"flex_attention takes heads of {LEAST_HEAD_DIM} to {FLASH_HEAD_DIM} numbers"
     if not all(isinstance(tensor.shape[HEADS], int) for tensor in (query, key, values)):
         return "its number of heads is not fixed"
-    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 0):
-        return "flex_attention needs compute capability 8.0"
+    if query.device.type == "cuda":
+        if torch.version.hip is not None:
+            return "flex_attention has not been measured on AMD's GPUs"
+        if torch.cuda.get_device_capability(query.device) < (8, 0):
+            return "flex_attention needs compute capability 8.0"
     for size in (query.shape[-2], key.shape[-2]):
         if _expected(size) < LEAST_KEYS:
             return f"below {LEAST_KEYS} tokens scaled_dot_product_attention is as fast"
