@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from . import classes
@@ -186,17 +187,24 @@ def _check_config(config: Any) -> None:
 
 
 def _makes_masks(cls: Any) -> bool:
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    code = _code(cls)
     return code is not None and not CAUSAL.isdisjoint(code.co_names)
 
 
 def _functions(module: nn.Module, name: str) -> Iterator[Any]:
     """The global functions of a name that the forwards of the modules in `module` refer to."""
     for child in module.modules():
-        forward = inspect.unwrap(classes.class_of(child).forward)
-        code = getattr(forward, "__code__", None)
+        cls: Any = classes.class_of(child)
+        code = _code(cls)
         if code is not None and name in code.co_names:
-            yield forward.__globals__[name]
+            yield inspect.unwrap(cls.forward).__globals__[name]
+
+
+def _code(cls: Any) -> Any:
+    """The code of a class's forward, or None if it is not written in Python."""
+    if issubclass(cls, torch.jit.ScriptModule):
+        return None
+    return getattr(inspect.unwrap(cls.forward), "__code__", None)
 
 
 def _is_pretrained(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 from . import rewrite
 from .chosen import checked_strict, chosen
 from .inductor import declare_ops
-from .padding import Looking, assume_ones, padding_masks
+from .padding import Looking, assume_ones, found_padding
 from .unfused_loss import warn
 
 Compiled = Callable[..., Any]
@@ -79,7 +79,10 @@ def liger(
         wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
         return wrapper(module, example_inputs)
 
-    places = padding_masks(module) if "causal_attention" in names and padding is not True else []
+    looks = "causal_attention" in names and padding is not True
+    places = found_padding(module, strict) if looks else []
+    if places is None:
+        names = ()
     if not places:
         return compiled(module, example_inputs)
     if padding is False:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .attention import attentions
 from .canonical import value
 from .effects import is_plain
+from .failure import failed, is_strict
 from .graph_state import GraphState
 from .mask.algebra import Both, Condition, NonNegative, Not, Unknown, data_of
 from .mask.evaluate import IndexFunctions
@@ -37,6 +38,17 @@ PROMISE = (
     'backend liger: options["padding"] is False, a promise that no token is padding, but the'
     " attention mask is not 1 everywhere"
 )
+
+
+def found_padding(module: fx.GraphModule, strict: bool | None = None) -> list[int] | None:
+    """`padding_masks`, or None with a warning if that raises an exception, unless it is strict."""
+    try:
+        return padding_masks(module)
+    except Exception as error:
+        if is_strict(strict):
+            raise
+        failed(Report(at=("padding", None)), error)
+        return None
 
 
 def padding_masks(module: fx.GraphModule) -> list[int]:
@@ -63,7 +75,7 @@ def padding_masks(module: fx.GraphModule) -> list[int]:
 
 def assume_what_is_seen(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Let the graph be the variant that the backend would run for these inputs."""
-    places = padding_masks(module)
+    places = found_padding(module)
     if places and is_full(inputs, places):
         assume_ones(module, places)
 

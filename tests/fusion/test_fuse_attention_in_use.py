@@ -30,7 +30,7 @@ def test_report_and_unfuse(name: str, original: str) -> None:
     made = model(name)
     cls = type(made.model)
     (entry,) = fuse_attention(made).fused
-    assert (entry.name, entry.kind, entry.op) == ("model", "attention", "attention")
+    assert (entry.where, entry.kind, entry.op) == ("model", "attention", "attention")
     assert entry.options == {"implementation": original, "sinks": original == "eager"}
     assert made.config._attn_implementation.startswith("liger")
     assert not fuse_attention(made)

@@ -57,8 +57,9 @@ def test_trains_as_it_is(name: str) -> None:
 def test_every_rewrite_is_chosen() -> None:
     known = rows()
     # The models that write attention out have padding here, whose mask may hide every key of a row;
-    # test_architectures has them without padding.
-    assert set().union(*(known[name].ops for name in CHOSEN)) == set(REWRITES) - {"attention"}
+    # test_architectures has them without padding. Masks with data change on a GPU only.
+    elsewhere = {"attention", "masked_attention"}
+    assert set().union(*(known[name].ops for name in CHOSEN)) == set(REWRITES) - elsewhere
 
 
 @pytest.mark.skipif(not NEW, reason="the document is of a newer transformers")

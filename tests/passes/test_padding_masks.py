@@ -17,6 +17,7 @@ import liger_ops
 from attention_graphs import heads, results
 from causal_models import gradients
 from data_masks import MASKS, documents, right_padding
+from liger_ops.lowering.passes import padding
 
 LENGTH = 12
 
@@ -144,6 +145,21 @@ def test_with_padding_nothing_is_looked_at():
     rewritten, made = compiled(attention("padding"), padding=True)
     check(rewritten, "padding", torch.ones(2, LENGTH, dtype=torch.int64))
     assert made == ["mask"]
+
+
+def test_an_error_while_masks_are_looked_for_leaves_the_graph(monkeypatch):
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(padding, "padding_masks", broken)
+    data = right_padding(LENGTH)
+    rewritten, made = compiled(attention("padding"), strict=False)
+    with pytest.warns(UserWarning, match="'padding' failed .ZeroDivisionError: broken"):
+        check(rewritten, "padding", data)
+    assert made == ["mask"]
+    rewritten, _ = compiled(attention("padding"))
+    with pytest.raises(Exception, match="broken"):
+        rewritten(*batch(data))
 
 
 def test_padding_is_a_bool():

@@ -56,7 +56,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def shape_of(node: Any) -> Sequence[Size]:
-    return traced(node).shape
+    example = traced(node)
+    if not isinstance(example, Tensor):
+        raise Unknown(f"{node} is not a tensor")
+    return example.shape
 
 
 def axis_of(node: fx.Node, dim: Any) -> int:
