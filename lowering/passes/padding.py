@@ -61,9 +61,11 @@ def padding_masks(module: fx.GraphModule) -> list[int]:
     looked_at = duplicate(module)
     inputs = _inputs(looked_at)
     masks = list(_conditions(looked_at))
-    found = []
+    state, found = GraphState(looked_at.graph), []
     for place, node in enumerate(inputs):
         if not _may_be_padding(node) or not any(_asks(mask, node) for mask in masks):
+            continue
+        if state.ever_written([node]):
             continue
         assumed = duplicate(module)
         assume_ones(assumed, [place])
@@ -90,7 +92,7 @@ def assume_ones(module: fx.GraphModule, places: Sequence[int], *, check: bool = 
     for node in [inputs[place] for place in places]:
         ones = derive(last.next, torch.ones_like, node)
         for user in list(node.users):
-            if user is not ones:
+            if user is not ones and user.op != "output":
                 user.replace_input_with(node, ones)
         if check:
             equal = derive(last.next, torch.eq, node, 1)

@@ -168,6 +168,19 @@ def test_padding_is_a_bool():
         rewritten(*batch(right_padding(LENGTH)))
 
 
+def test_a_mask_that_is_written_in_place_is_not_looked_at():
+    def run(query: Tensor, key: Tensor, value: Tensor, data: Tensor) -> Tensor:
+        y = attention("padding")(query, key, value, data)
+        data.mul_(2)
+        return y
+
+    rewritten, made = compiled(run)
+    inputs, others = (batch(torch.ones(2, LENGTH, dtype=torch.int64)) for _ in range(2))
+    torch.testing.assert_close(rewritten(*inputs), run(*others))
+    assert made == ["mask"]
+    assert torch.equal(inputs[3], others[3])
+
+
 def test_another_use_of_the_mask_sees_ones():
     def run(query: Tensor, key: Tensor, value: Tensor, data: Tensor) -> Tensor:
         y = attention("padding")(query, key, value, data)
