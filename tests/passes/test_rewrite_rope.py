@@ -11,21 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriting import check, each_dtype, values
-
-# All different, because equal sizes become one symbol when shapes are dynamic.
-B, HEADS, KV_HEADS, S, D = 2, 6, 3, 5, 16
-
-Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def rotate_half(x: Tensor) -> Tensor:
-    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-
-
-def rotate_neighbours(x: Tensor) -> Tensor:
-    x1, x2 = x[..., ::2], x[..., 1::2]
-    return torch.stack([-x2, x1], dim=-1).flatten(-2)
+from rotations import (
+    KV_HEADS,
+    B,
+    D,
+    Rotation,
+    S,
+    applied,
+    heads,
+    rotate_half,
+    rotate_neighbours,
+)
 
 
 def rotate_neighbours_by_reshape(x: Tensor) -> Tensor:
@@ -108,12 +104,6 @@ SPELLINGS: dict[str, tuple[Rotation, int, bool, bool]] = {
 }
 
 
-def heads(dtype: torch.dtype = torch.float32, rows: int = B, length: int = S) -> list[Tensor]:
-    """Queries and keys, as a projection leaves them: (B, S, heads, D)."""
-    q = values(rows, length, HEADS, D, dtype=dtype)
-    return [q, values(rows, length, KV_HEADS, D, dtype=dtype, seed=1)]
-
-
 def tables(
     columns: int, dtype: torch.dtype = torch.float32, rows: int = 1, length: int = S
 ) -> list[Tensor]:
@@ -122,21 +112,6 @@ def tables(
     angles = torch.linspace(0.1, 3.0, rows * length * distinct).view(rows, length, distinct)
     angles = angles.repeat(1, 1, columns // distinct)
     return [angles.cos().to(dtype), angles.sin().to(dtype)]
-
-
-def used(rotated: Tensor) -> Tensor:
-    """A consumer that accepts any strides."""
-    return rotated.reshape(*rotated.shape[:2], -1).flip(1)
-
-
-def applied(rotation: Rotation) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The rotation of both, with heads viewed as (B, heads, S, D)."""
-
-    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return used(rotation(q, cos, sin)), used(rotation(k, cos, sin))
-
-    return function
 
 
 @each_dtype
