@@ -23,7 +23,7 @@ from .canonical import value
 from .effects import is_plain
 from .failure import failed, is_strict
 from .graph_state import GraphState
-from .mask.algebra import Both, Condition, NonNegative, Not, Unknown, data_of
+from .mask.algebra import Condition, Unknown, comparisons, data_of
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import scopes
@@ -206,22 +206,12 @@ def _asks(condition: Condition, node: fx.Node) -> bool:
     """Whether a condition reads `node`, and only to compare its elements with constants."""
     leaves = [
         leaf
-        for leaf in _comparisons(condition)
+        for leaf in comparisons(condition)
         if any(datum.node is node for datum in data_of(leaf))
     ]
     return bool(leaves) and all(
         len(leaf.value.terms) == 1 and not leaf.value.slopes for leaf in leaves
     )
-
-
-def _comparisons(condition: Condition) -> Iterator[NonNegative]:
-    if isinstance(condition, NonNegative):
-        yield condition
-    elif isinstance(condition, Not):
-        yield from _comparisons(condition.of)
-    elif isinstance(condition, Both):
-        yield from _comparisons(condition.left)
-        yield from _comparisons(condition.right)
 
 
 def _depends(condition: Condition, node: fx.Node) -> bool:

@@ -31,13 +31,12 @@ from .mask.algebra import (
     affine,
     axes_of,
     both,
-    index,
     known,
     negation,
     truth,
 )
 from .mask.evaluate import IndexFunctions
-from .mask.proof import visible_keys
+from .mask.proof import sees_itself, visible_keys
 from .mask.region import Frame, Region
 from .mask.scopes import Scope, scopes
 from .mask_bounds import ORDINARY, MaskBounds, inside
@@ -215,14 +214,12 @@ def _rows_see_a_key(
     seen: Condition = True
     for condition in conditions:
         seen = both(seen, condition)
-    i, j = -2, -1
-    queries, keys = shape[i], shape[j]
-    others = {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), i)}
-    first = Region([Frame({j: affine(0)}, {**others, i: (0, (queries - 1,))})])
+    j = -1
+    ranges = {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), j)}
+    first = Region([Frame({j: affine(0)}, ranges)])
     if first.decide(seen) is True:
         return True
-    own = Region([Frame({j: index(i)}, {**others, i: (0, (queries - 1, keys - 1))})])
-    return known(queries <= keys) and own.decide(seen) is True
+    return sees_itself(seen, shape)
 
 
 def _condition(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -> Condition:

@@ -290,6 +290,17 @@ def at(value: Value, places: Mapping[int, Affine]) -> Any:
     return replaced(value)
 
 
+def comparisons(condition: Condition) -> Iterator[NonNegative]:
+    """The comparisons that a condition combines."""
+    if isinstance(condition, NonNegative):
+        yield condition
+    elif isinstance(condition, Not):
+        yield from comparisons(condition.of)
+    elif isinstance(condition, Both):
+        yield from comparisons(condition.left)
+        yield from comparisons(condition.right)
+
+
 def axes_of(value: Value) -> set[int]:
     """The axes whose indices the value depends on."""
     found: set[int] = set()

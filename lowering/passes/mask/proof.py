@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from .algebra import (
     Affine,
-    Both,
     Condition,
-    NonNegative,
-    Not,
     Size,
     Unknown,
     Value,
+    comparisons,
     index,
     is_condition,
     known,
@@ -81,17 +79,10 @@ def sees_itself(visible: Condition, shape: Sequence[Size]) -> bool:
 def _window_sizes(visible: Condition) -> list[int]:
     """The candidates: each w for which i - j < w or i - j >= w is a part of the condition."""
     sizes = set()
-    waiting = [visible]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, NonNegative):
-            constant, slopes = part.value.constant, part.value.slopes
-            if isinstance(constant, int) and {abs(slope) for slope in slopes.values()} == {1}:
-                sizes |= {constant + 1, -constant}
-        elif isinstance(part, Not):
-            waiting.append(part.of)
-        elif isinstance(part, Both):
-            waiting += [part.left, part.right]
+    for part in comparisons(visible):
+        constant, slopes = part.value.constant, part.value.slopes
+        if isinstance(constant, int) and {abs(slope) for slope in slopes.values()} == {1}:
+            sizes |= {constant + 1, -constant}
     return sorted(size for size in sizes if size >= 1)
 
 
