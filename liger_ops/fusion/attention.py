@@ -56,7 +56,7 @@ ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|\[config\._attn
 
 
 class Facts(NamedTuple):
-    """What a model had, and what it does.
+    """These are the facts about a model that its new class needs.
 
     source: the module with the model's own attention code, or "" if it had "sdpa".
     makes_positions: whether it makes consecutive position_ids if it is given none.

@@ -10,7 +10,7 @@ from ..lowering.passes.table import table
 
 @dataclass(frozen=True)
 class FuseReport(Findings):
-    """What `fuse` changed and what it left. `print` shows it as a table, as of `explain`.
+    """This is what `fuse` returns: its changes, and what it left. `print` shows a table of both.
 
     A module that looks fusible but was left is a finding with a reason. The length is the number
     of changes.

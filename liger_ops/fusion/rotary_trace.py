@@ -113,7 +113,7 @@ class _Function:
             raise NotAnOp(f"{self.name} is another rope in {dtype_name(dtype)}")
 
     def wide_tables(self, forms: Sequence[Form]) -> str | None:
-        """What the function does with float32 tables of narrower queries, in autocast or not."""
+        """Return how float32 tables of narrower queries are used, in autocast or not, or None."""
         try:
             if self.recognised(forms[0], torch.bfloat16, torch.float32) != forms[0]:
                 return None
