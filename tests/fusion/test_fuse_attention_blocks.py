@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from liger_ops.fusion import attention_blocks
 from liger_ops.fusion.attention_blocks import block_mask, dense
@@ -86,3 +87,31 @@ def test_no_dense_mask_is_stored_when_compiled() -> None:
 def parts(made: BlockMask) -> tuple[Tensor, ...]:
     found = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
     return tuple(part for part in found if part is not None)
+
+
+def test_strides_that_the_kernels_of_flex_attention_assume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They find a batch's blocks by the stride of the heads, also of one head for all.
+
+    flex_attention's CPU kernel reads any strides, but Inductor chooses them alike.
+    """
+    from torch._inductor.kernel.flex import flex_cpu
+
+    read: list[Any] = []
+    realize = flex_cpu.maybe_realize
+    monkeypatch.setattr(
+        flex_cpu, "maybe_realize", lambda nodes: read.extend(made := realize(nodes)) or made
+    )
+    length = 300
+    mask = masks(length)["padded"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, block_mask=block_mask(mask, BATCH, length, length, CPU))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(attend, fullgraph=True)(*torch.randn(3, BATCH, 2, length, 16).unbind())
+    lists = [one for one in read if one.get_dtype() == torch.int32]
+    assert len(lists) == 8
+    for one in lists:
+        packed = torch.empty(one.get_size(), device="meta")
+        assert tuple(one.get_layout().stride) == packed.stride()

@@ -54,7 +54,8 @@ def ordered(call: Callable[..., Any], blocks: Any, numbers: Any) -> tuple[Any, A
     """The number of blocks in each row, and their indices before those of the others, int32.
 
     The indices are scattered to their ranks, not sorted: Triton compiles a sort for seconds.
-    `call` calls or records a function; `numbers` counts the blocks of a row.
+    `blocks` has 4 dimensions; `call` calls or records a function; `numbers` counts the blocks of
+    a row.
     """
     ranks = call(torch.cumsum, call(torch.Tensor.to, blocks, torch.int64), -1)
     count = call(torch.narrow, ranks, -1, -1, 1)
@@ -63,7 +64,21 @@ def ordered(call: Callable[..., Any], blocks: Any, numbers: Any) -> tuple[Any, A
     places = call(torch.where, blocks, call(operator.sub, ranks, 1), others)
     order = call(torch.scatter, call(torch.zeros_like, places), -1, places, indices)
     count, order = (call(torch.Tensor.to, one, torch.int32) for one in (count, order))
-    return call(torch.squeeze, count, -1), order
+    return _packed(call, call(torch.squeeze, count, -1), 3), _packed(call, order, 4)
+
+
+def _packed(call: Callable[..., Any], x: Any, dims: int) -> Any:
+    """`x` with the strides of a contiguous tensor, those of dimensions of size 1 included.
+
+    flex_attention's kernels compute a batch's offset from the stride of the heads, also where all
+    heads share a mask. Inductor may give a dimension of size 1 any stride: without this the rows
+    after the first read other blocks, and wrong ones (measured on an H100, torch 2.11).
+    """
+    sizes = [call(torch.Tensor.size, x, dim) for dim in range(dims)]
+    strides = [1]
+    for size in sizes[:0:-1]:
+        strides.insert(0, call(operator.mul, size, strides[0]))
+    return call(torch.as_strided, call(torch.Tensor.contiguous, x), sizes, strides)
 
 
 class Bounds:
