@@ -2,11 +2,12 @@
 
     python examples/measure_step.py [--help]
 
-Each way runs in a fresh process. The model has random weights, in bfloat16: a language model of
-transformers, by default a Llama with a tied head, or a UNet. A step is forward, backward and fused
-AdamW. Times are device times: the median step with the 20th and 80th percentiles, after the seconds
-that the first steps took with the compilation. A way whose first losses differ from the eager
-model's is not timed. The exit status is 1 if there is such a way, or one that fails.
+Each way runs in a fresh process. The model has random weights: a language model of transformers, by
+default a Llama with a tied head, or a UNet, in bfloat16 (or with --autocast in float32, which is
+what a Trainer's bf16=True does). A step is forward, backward and fused AdamW. Times are device
+times: the median step with the 20th and 80th percentiles, after the seconds that the first steps
+took with the compilation. A way whose first losses differ from the eager model's is not timed. The
+exit status is 1 if there is such a way, or one that fails.
 
     eager           the model as it is
     compile         torch.compile
@@ -54,8 +55,8 @@ WAYS += ("flex", "fused", "fused-compile", "liger-kernel")
 DEFAULT_WAYS = WAYS[:7]
 LLAMAS = ("llama-3.2-1b", "tiny")
 # The functions of Liger-Kernel that patch a model's file.
-PATCHES = {"qwen3": "qwen3", "mistral": "mistral", "gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}
-PATCHES |= dict.fromkeys(LLAMAS, "llama")
+PATCHES = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"} | dict.fromkeys(LLAMAS, "llama")
+PATCHES |= {name: name for name in ("qwen3", "mistral", "gemma2", "llama4")}
 # The shapes for a way that does not apply to all shapes.
 FOR = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
 WARM_UP = 4
@@ -72,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", choices=BATCHES, default="none", help="text: what it masks")
     parser.add_argument("--batch-size", type=int, help="default: that of the shape, 2 on a CPU")
     parser.add_argument("--sequence-length", type=int, help="the same, 32 on a CPU")
+    parser.add_argument("--layers", type=int, help="text: default: those of the shape")
+    parser.add_argument("--autocast", action="store_true", help="text: float32 under autocast")
     parser.add_argument("--steps", type=int, default=20, help="timed; default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -106,8 +109,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, way, "--one"]
-    for name in ("shape", "batch", "batch_size", "sequence_length", "steps"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
+        if (given := getattr(options, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(given)]
+    command += ["--autocast"] if options.autocast else []
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode != 0:
         lines = run.stderr.strip().splitlines() or ["no message"]
@@ -153,7 +158,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     attention = {"causal": causal_by_hand, "flex": lambda: "flex_attention"}.get(way, lambda: None)
     size = (options.batch_size, options.sequence_length)
     if options.shape in TEXT:
-        made = text_model(options.shape, options.batch, size, device, attention())
+        form = (options.layers, options.autocast)
+        made = text_model(options.shape, options.batch, size, device, attention(), *form)
     else:
         made = unet(options.shape, options.batch_size, device)
     model, loss_of, batch = made

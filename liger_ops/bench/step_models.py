@@ -42,6 +42,23 @@ TEXT: dict[str, tuple[str, tuple[int, ...], dict[str, Any], tuple[int, int]]] = 
         {"head_dim": 256, "sliding_window": 512},
         (4, 4096),
     ),
+    "gemma2": (
+        "Gemma2",
+        (2304, 9216, 6, 8, 256000, 8192, 4),
+        {"head_dim": 256, "sliding_window": 4096},
+        (2, 4096),
+    ),
+    "llama4": (
+        "Llama4Text",
+        (2048, 2048, 4, 16, 202048, 8192, 8),
+        {
+            **WIDE,
+            "intermediate_size_mlp": 4096,
+            "num_local_experts": 4,
+            "attention_chunk_size": 2048,
+        },
+        (2, 8192),
+    ),
     "gpt-oss": (
         "GptOss",
         (2880, 2880, 4, 64, 201088, 8192, 8),
@@ -56,20 +73,27 @@ Made = tuple[nn.Module, Callable[[Batch], Tensor], Batch]
 
 
 def text_model(
-    shape: str, kind: str, size: tuple[int, int], device: str, attention: str | None
-) -> Made:
+    shape: str, kind: str, size: tuple[int, int], device: str, attention: str | None,
+    layers: int | None = None, autocast: bool = False,
+) -> Made:  # fmt: skip
+    """A model in bfloat16, or in float32 under autocast, its loss and a batch."""
     name, sizes, options, _ = TEXT[shape]
-    config = getattr(transformers, f"{name}Config")(
-        **dict(zip(SIZES, sizes, strict=False)), **options, use_cache=False
-    )
-    torch.set_default_dtype(torch.bfloat16)
+    options = {**dict(zip(SIZES, sizes, strict=False)), **options, "use_cache": False}
+    if layers is not None:
+        options["num_hidden_layers"] = layers
+    config = getattr(transformers, f"{name}Config")(**options)
+    torch.set_default_dtype(torch.float32 if autocast else torch.bfloat16)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             config, **({} if attention is None else {"attn_implementation": attention})
         ).train()
     torch.set_default_dtype(torch.float32)
-    batch = text_batch(kind, size, config.vocab_size, device)
-    return model, lambda batch: model(**batch).loss, batch
+
+    def loss_of(batch: Batch) -> Tensor:
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+            return model(**batch).loss
+
+    return model, loss_of, text_batch(kind, size, config.vocab_size, device)
 
 
 def text_batch(kind: str, size: tuple[int, int], vocabulary: int, device: str) -> Batch:
