@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from . import (
+    capped_attention,
     causal_attention,
     clamped_swiglu,
     cross_entropy,
@@ -46,6 +47,8 @@ REWRITES: dict[str, Rewrite] = {
     "causal_attention": causal_attention.rewrite,
     # After causal_attention, which is faster where the mask is causal.
     "masked_attention": masked_attention.rewrite,
+    # After attention, which is faster and takes what has neither a soft cap nor sinks.
+    "capped_attention": capped_attention.rewrite,
     # After causal_attention, because it needs attention without a mask.
     "grouped_attention": grouped_attention.rewrite,
     # Before rms_norm, which would match the part after the subtraction of the mean.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from .block_masks import BlockMaskNodes
 from .canonical import value
 from .emitter import Emitter
 from .graph_state import fake_mode_of
@@ -17,23 +18,28 @@ from .mask.blocks import BLOCK, Blocks
 
 def attend(
     emit: Emitter, node: fx.Node, operands: tuple[Any, Any, Any], scale: float,
-    blocks: Blocks, predicate: fx.GraphModule, data: tuple[fx.Node, ...],
+    block_mask: BlockMaskNodes, softcap: float | None = None,
 ) -> fx.Node:  # fmt: skip
-    """Insert the attention that replaces `node`, with a block mask and its predicate."""
+    """Insert the attention that replaces `node`; its results are the output, log2(e) * lse, and the
+    largest scores.
+
+    With a soft cap the scores are softcap * tanh(scale * query @ key^T / softcap).
+    """
     from torch._higher_order_ops.flex_attention import flex_attention
 
     query, key, _ = operands
     lengths = (emit.size(query, -2), emit.size(key, -2))
-    score = _submodule(emit, "liger_score", _unchanged_scores())
-    mask = _submodule(emit, "liger_mask", predicate)
-    block_mask = _block_tuple(blocks, lengths, mask)
+    score = _submodule(emit, "liger_score", _scores(softcap))
+    mask = _submodule(emit, "liger_mask", block_mask.predicate)
+    parts = _block_tuple(block_mask.blocks, lengths, mask)
     options = _kernel_options(*map(value, operands))
-    args = (*operands, score, block_mask, scale, options, (), data)
+    scale = scale if softcap is None else scale / softcap
+    args = (*operands, score, parts, scale, options, (), block_mask.data)
     result = _result(node, *args)
     with node.graph.inserting_before(node):
         call = node.graph.call_function(flex_attention, args)
     call.meta.update({**node.meta, "example_value": result})
-    return emit(operator.getitem, call, 0)
+    return call
 
 
 def _block_tuple(blocks: Blocks, lengths: tuple[Any, Any], mask: fx.Node) -> tuple[Any, ...]:
@@ -61,9 +67,13 @@ def noop(*indices: Tensor) -> Tensor:
     raise AssertionError("stands for the predicate in a block mask")
 
 
-def _unchanged_scores() -> fx.GraphModule:
+def _scores(softcap: float | None) -> fx.GraphModule:
+    """score at (b, h, i, j), or softcap * tanh(score)."""
     graph = fx.Graph()
     score, *_ = (graph.placeholder(name) for name in ("score", "b", "h", "i", "j"))
+    if softcap is not None:
+        score = graph.call_function(torch.tanh, (score,))
+        score = graph.call_function(operator.mul, (score, softcap))
     graph.output(score)
     return fx.GraphModule(torch.nn.Module(), graph)
 

@@ -15,6 +15,7 @@ query gets the mean of all values; attention is left unless every query is prove
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,14 +24,14 @@ from torch import fx
 
 from . import flash_attention, flex_attention
 from .attention import attentions, obstacle, scores
+from .block_masks import BlockMasks
 from .canonical import same, value
 from .causal_attention import misfit, write
 from .emitter import Emitter
 from .graph_state import GraphState, erase_unused
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated, unrepeated
-from .mask.algebra import Condition, Unknown, data_of, is_condition, known
-from .mask.blocks import Blocks, Bounds, dense_datum
-from .mask.predicate import predicate, read_tensors
+from .mask.algebra import Condition, Unknown, data_of, is_condition
+from .mask.blocks import dense_datum
 from .mask.proof import sees_itself, visible_keys, window
 from .mask.scopes import Scope, parts, scopes
 from .report import Report
@@ -50,7 +51,7 @@ _JUDGED = "liger_ops.masked_attention"
 def rewrite(graph: fx.Graph, report: Report) -> None:
     """Rewrite the attention calls of a graph, and of the checkpointed blocks that it calls."""
     states = {part: GraphState(part) for part in parts(graph)}
-    made: dict[tuple[fx.Node, str], Blocks] = {}
+    made = BlockMasks()
     for scope in scopes(graph, data=True):
         for node, arguments in attentions(scope.graph, OP, report):
             mask = arguments["attn_mask"]
@@ -72,32 +73,26 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 def _lower(
     node: fx.Node, arguments: dict[str, Any], scope: Scope,
-    states: Mapping[fx.Graph, GraphState], made: dict[tuple[fx.Node, str], Blocks],
+    states: Mapping[fx.Graph, GraphState], made: BlockMasks,
 ) -> fx.Node:  # fmt: skip
     """Insert the attention that replaces `node`."""
     mask = arguments["attn_mask"]
-    reason = obstacle(node, arguments, states[scope.graph]) or _unsupported(node, arguments)
+    reason = obstacle(node, arguments, states[scope.graph]) or unsupported(node, arguments)
     if reason is not None:
         raise Refused(reason)
     condition = _condition(mask, arguments, scope)
     if reason := write(scope.functions, mask, states.values()):
         raise Refused(reason)
     emit = Emitter(node, value(node))
-    operands = _operands(emit, node, arguments)
+    operands = grouped(emit, node, arguments)
     scale = _scale(arguments)
     size = None if data_of(condition) else window(condition, scores(arguments))
     if size is not None and flash_attention.is_faster(operands):
         new = flash_attention.attend(emit, operands, scale, size)
     else:
-        home, origin = scope.home(mask)
-        if origin.op == "placeholder":
-            raise Refused(f"its mask {origin.name} is an input of the graph, a dense tensor")
-        module = predicate(condition)
-        if (origin, module.code) not in made:
-            made[origin, module.code] = _blocks(condition, origin, home, arguments)
-        blocks = made[origin, module.code].moved(scope.inward)
-        data = tuple(scope.inward(tensor) for tensor in read_tensors(condition))
-        new = flex_attention.attend(emit, node, operands, scale, blocks, module, data)
+        block_mask = made.of(condition, mask, scope, scores(arguments))
+        result = flex_attention.attend(emit, node, operands, scale, block_mask)
+        new = emit(operator.getitem, result, 0)
     check_results({node: value(new)}, states[scope.graph])
     return new
 
@@ -123,7 +118,7 @@ def _scale(arguments: dict[str, Any]) -> float:
     return float(scale)
 
 
-def _unsupported(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def unsupported(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """Why flex_attention does not run these tensors, or not fast; None if it does."""
     query, key, values = (value(arguments[name]) for name in ("query", "key", "value"))
     if not query.dim() == key.dim() == values.dim() == 4:
@@ -174,31 +169,7 @@ def _condition(mask: Any, arguments: dict[str, Any], scope: Scope) -> Condition:
     return condition
 
 
-def _blocks(condition: Condition, mask: fx.Node, home: Scope, arguments: dict[str, Any]) -> Blocks:
-    """Emit the block mask after `mask`, in the graph that computes it."""
-    emit = Emitter(mask.next, value(mask))
-    sizes = {
-        axis: size if isinstance(size, int) else _symbolic(emit, mask, axis, size)
-        for axis, size in enumerate(scores(arguments), start=-4)
-    }
-    tensors = {tensor: home.inward(tensor) for tensor in read_tensors(condition)}
-    return Bounds(emit, sizes, tensors, value(mask).device).blocks(condition)
-
-
-def _symbolic(emit: Emitter, mask: fx.Node, axis: int, size: Any) -> Any:
-    """A node for a symbolic size of the scores, in the graph that computes the mask."""
-    shape = value(mask).shape
-    if -axis <= len(shape) and known(shape[axis] == size):
-        return emit.size(mask, axis)
-    for node in mask.graph.nodes:
-        if isinstance(value(node), torch.SymInt) and known(value(node) == size):
-            return node
-        if node is mask:
-            break
-    raise Refused(f"the size {size} of its scores is not known where its mask is computed")
-
-
-def _operands(emit: Emitter, node: fx.Node, arguments: dict[str, Any]) -> tuple[Any, Any, Any]:
+def grouped(emit: Emitter, node: fx.Node, arguments: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The queries, keys and values without repeated heads, in the dtype of the result.
 
     Under autocast the result is in its dtype, and the operands may not be.

@@ -72,7 +72,7 @@ def _lowered(
     if found.softcap is not None:
         raise Refused("its scores are capped, which scaled_dot_product_attention cannot do")
     root = found.root
-    query, key, values = _operands(found, state)
+    query, key, values = operands(found, state)
     if not known(value(key).shape[-2] >= 1):
         raise Refused("it may have no keys")
     mask = _mask(found, (query, key), scope, states)
@@ -86,12 +86,12 @@ def _lowered(
         raise Refused(f"scaled_dot_product_attention does not take it: {error}") from None
     call = insert(root, F.scaled_dot_product_attention, (query, key, values), result)
     call.kwargs = {name: given for name, given in options.items() if given is not None}
-    new = _as_root(call, found.back, root, state)
+    new = as_root(call, found.back, root, state)
     replace([(root, new)], found.nodes, state)
     return call
 
 
-def _as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphState) -> fx.Node:
+def as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphState) -> fx.Node:
     """The result in the shape of `root`, and in its strides where the graph would notice others."""
     try:
         with attempt(root.graph):
@@ -106,7 +106,7 @@ def _as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphSta
         return view(root, derive(root, torch.Tensor.contiguous, call), back)
 
 
-def _operands(found: WrittenAttention, state: GraphState) -> list[fx.Node]:
+def operands(found: WrittenAttention, state: GraphState) -> list[fx.Node]:
     """Query, key and value, of one dtype and of the same batch and heads."""
     root = found.root
     device = value(root).device.type
@@ -205,7 +205,7 @@ def _rows_see_a_key(
 ) -> bool:  # fmt: skip
     """Whether every row is proved to see its own key, or the first key, past all masks."""
     try:
-        conditions = [_condition(mask, functions, shape) for mask in masks]
+        conditions = [condition_of(mask, functions, shape) for mask in masks]
     except Unknown:
         return False
     read = {node for mask in masks for node in functions.read(mask.tensor.source)}
@@ -214,15 +214,18 @@ def _rows_see_a_key(
     seen: Condition = True
     for condition in conditions:
         seen = both(seen, condition)
+    return sees_a_key(seen, shape)
+
+
+def sees_a_key(visible: Condition, shape: Sequence[Any]) -> bool:
+    """Whether every query is proved to see the first key, or every query its own."""
     j = -1
     ranges = {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), j)}
     first = Region([Frame({j: affine(0)}, ranges)])
-    if first.decide(seen) is True:
-        return True
-    return sees_itself(seen, shape)
+    return first.decide(visible) is True or sees_itself(visible, shape)
 
 
-def _condition(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -> Condition:
+def condition_of(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -> Condition:
     """The condition under which a mask lets a query see a key."""
     sizes = value(mask.tensor.source).shape
     # A view for scores of three dimensions keeps the queries and keys.

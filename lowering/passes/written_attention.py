@@ -25,8 +25,9 @@ from .report import Report
 from .rewrite import Refused, foreign
 from .written_scores import ScoresReader, WrittenScores
 
-# Marks the result of attention in a subgraph that was already judged with the outer graph.
-_JUDGED = "liger_ops.written_attention"
+# Marks, with a rewrite's name, the result of attention in a subgraph that was already judged with
+# the outer graph.
+_JUDGED = "liger_ops.written_attention."
 _PASSED = {IDENTITY, "cast", "contiguous"}
 # Operations on weights after which the result is another computation, not another spelling.
 _CHANGES = {"mul", "div", "add", "masked_fill", "where"}
@@ -86,15 +87,15 @@ def written_attentions(
 ) -> Iterator[WrittenAttention]:
     """Yield each place, once; report as refused what only comes near, or cannot be replaced."""
     for node in report.visiting(rewrite, list(graph.nodes)):
-        if node._erased or node.meta.get(_JUDGED):
+        if node._erased or node.meta.get(_JUDGED + rewrite):
             continue
         try:
             found = attention_at(node)
             if found is not None:
-                node.meta[_JUDGED] = True
+                node.meta[_JUDGED + rewrite] = True
                 _check(found, state)
         except Refused as refused:
-            node.meta[_JUDGED] = True
+            node.meta[_JUDGED + rewrite] = True
             report.refused(rewrite, node, str(refused))
             continue
         if found is not None:

@@ -47,7 +47,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# `fuse` leaves the attention of the others.
 NAMES = tuple(CONFIGS)
+CONFIGS["gemma2"] = (
+    "Gemma2Config",
+    {
+        "sliding_window": WINDOW,
+        "layer_types": LAYERS,
+        # A cap that the scores of such a model come near to.
+        "attn_logit_softcapping": 2.0,
+        # SDPA, the default of older versions of transformers, leaves the cap out.
+        "attn_implementation": "eager",
+    },
+)
 
 
 def model(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
