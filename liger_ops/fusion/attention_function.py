@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+from ..lowering.passes.flash_attention import is_faster
 from .attention_blocks import Blocks, dense
 from .attention_mask import HALF
 
 # Arguments that change the results, and that are left to the model's own function.
 LEFT = ("position_bias", "cache", "softcap")
-
-# Sizes of heads for which flash attention computes windows, of those that it takes. Forward and
-# backward on an H200, 4 x 4096 tokens, 4 + 1 heads of 256, a window of 512: 0.71 ms, and 1.59 ms by
-# flex_attention. 2 x 8192 tokens, 32 + 8 heads of 128, a window of 4096: 10.05 and 8.32 ms.
-FLASH_HEAD_DIMS = range(136, 257, 8)
 
 
 def attention_function(original: Callable[..., Any], has_sinks: bool) -> Callable[..., Any]:
@@ -68,16 +64,11 @@ def _attention(
         # SDPA and matrix products cast; flex_attention and the operator of flash attention do not.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if mask.window is not None and sinks is None and _has_flash(query, value):
+    has_flash = query.dtype in HALF and is_faster(query, key, value)
+    if mask.window is not None and sinks is None and has_flash:
         return _flash(query, key, value, mask.window, scale).contiguous()
     y = _flex(query, key, value, mask, scale, sinks)
     return y.transpose(1, 2).contiguous()
-
-
-def _has_flash(query: Tensor, value: Tensor) -> bool:
-    size = query.shape[-1]
-    fits = size == value.shape[-1] and size in FLASH_HEAD_DIMS
-    return fits and query.is_cuda and query.dtype in HALF
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None) -> Tensor:

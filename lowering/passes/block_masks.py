@@ -11,10 +11,11 @@ from torch import fx
 
 from .canonical import value
 from .emitter import Emitter
-from .mask.algebra import Condition, Size, known
+from .mask.algebra import Condition, Size, either, known
 from .mask.blocks import Blocks, Bounds
 from .mask.predicate import predicate, read_tensors
 from .mask.scopes import Scope
+from .mask.unseen import is_unseen, unseen_queries
 from .rewrite import Refused
 
 # The sizes of scores by axis, each a number or a node.
@@ -23,11 +24,24 @@ Sizes = Mapping[int, Any]
 
 @dataclass(frozen=True)
 class BlockMaskNodes:
-    """Nodes of one graph: the blocks, and the data that the predicate reads after its indices."""
+    """Nodes of one graph: the blocks, and the data that the predicate reads after its indices.
+
+    Attributes:
+        unseen: with `shows_unseen`, a boolean node (B or 1, H or 1, S or 1): the queries that see
+            no key by the condition itself.
+    """
 
     blocks: Blocks
     predicate: fx.GraphModule
     data: tuple[fx.Node, ...]
+    unseen: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class _Made:
+    condition: Condition
+    blocks: Blocks
+    unseen: fx.Node | None
 
 
 @dataclass
@@ -37,12 +51,15 @@ class BlockMasks:
     They are computed after the mask, in the graph that computes it.
     """
 
-    _made: dict[tuple[fx.Node, str], Blocks] = field(default_factory=dict)
+    _made: dict[tuple[fx.Node, str, bool], _Made] = field(default_factory=dict)
 
     def of(
-        self, condition: Condition, mask: fx.Node, scope: Scope, shape: tuple[Size, ...]
-    ) -> BlockMaskNodes:
+        self, condition: Condition, mask: fx.Node, scope: Scope, shape: tuple[Size, ...],
+        shows_unseen: bool = False,
+    ) -> BlockMaskNodes:  # fmt: skip
         """The block mask of a condition on `mask`, a node of `scope`, for scores of `shape`.
+
+        With `shows_unseen`, a query that sees no key by the condition sees all of them.
 
         Raises:
             Refused: it cannot be computed after the mask.
@@ -50,12 +67,12 @@ class BlockMasks:
         home, origin = scope.home(mask)
         if origin.op == "placeholder":
             raise Refused(f"its mask {origin.name} is an input of the graph, a dense tensor")
-        module = predicate(condition)
-        key = origin, module.code
+        key = origin, predicate(condition).code, shows_unseen
         # A rewrite that is refused erases what it inserted.
-        if key not in self._made or self._made[key].rows[0]._erased:
-            self._made[key] = _blocks(condition, origin, home, shape)
-        return _with_data(self._made[key].moved(scope.inward), module, condition, scope)
+        if key not in self._made or self._made[key].blocks.rows[0]._erased:
+            self._made[key] = _emitted(condition, origin, home, shape, shows_unseen)
+        made = self._made[key]
+        return _nodes(made.condition, made.blocks.moved(scope.inward), scope, made.unseen)
 
 
 def before(node: fx.Node, condition: Condition, scope: Scope, sizes: Sizes) -> BlockMaskNodes:
@@ -63,25 +80,33 @@ def before(node: fx.Node, condition: Condition, scope: Scope, sizes: Sizes) -> B
     tensors = {tensor: scope.inward(tensor) for tensor in read_tensors(condition)}
     emit = Emitter(node, value(node))
     blocks = Bounds(emit, sizes, tensors, value(node).device).blocks(condition)
-    return _with_data(blocks, predicate(condition), condition, scope)
+    return _nodes(condition, blocks, scope)
 
 
-def _with_data(
-    blocks: Blocks, module: fx.GraphModule, condition: Condition, scope: Scope
+def _nodes(
+    condition: Condition, blocks: Blocks, scope: Scope, unseen: fx.Node | None = None
 ) -> BlockMaskNodes:
     data = tuple(scope.inward(tensor) for tensor in read_tensors(condition))
-    return BlockMaskNodes(blocks, module, data)
+    unseen = None if unseen is None else scope.inward(unseen)
+    return BlockMaskNodes(blocks, predicate(condition), data, unseen)
 
 
-def _blocks(condition: Condition, mask: fx.Node, home: Scope, shape: tuple[Size, ...]) -> Blocks:
+def _emitted(
+    condition: Condition, mask: fx.Node, home: Scope, shape: tuple[Size, ...], shows_unseen: bool
+) -> _Made:
     """Emit the block mask after `mask`, in the graph that computes it."""
-    emit = Emitter(mask.next, value(mask))
+    emit, device = Emitter(mask.next, value(mask)), value(mask).device
     sizes = {
         axis: size if isinstance(size, int) else _symbolic(emit, mask, axis, size)
         for axis, size in enumerate(shape, start=-4)
     }
     tensors = {tensor: home.inward(tensor) for tensor in read_tensors(condition)}
-    return Bounds(emit, sizes, tensors, value(mask).device).blocks(condition)
+    unseen = None
+    if shows_unseen:
+        unseen = unseen_queries(emit, condition, sizes, tensors, device)
+        tensors[unseen] = unseen
+        condition = either(condition, is_unseen(unseen))
+    return _Made(condition, Bounds(emit, sizes, tensors, device).blocks(condition), unseen)
 
 
 def _symbolic(emit: Emitter, mask: fx.Node, axis: int, size: Any) -> Any:

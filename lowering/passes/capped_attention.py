@@ -10,8 +10,9 @@ neither of the two:
   that the output is multiplied by sigmoid(lse - sink). All gradients follow.
 
 A query that sees no key gets 0 from flex_attention. So it does from the code with sinks, where the
-sink takes all weight. With a soft cap alone the code gives it the mean of the values, or NaN, and
-attention is left unless every query is proved to see a key.
+sink takes all weight. With a soft cap alone it gets the mean of all values from a mask that adds a
+finite number, as those of transformers do, and so it does here (`mask.unseen`); a mask of minus
+infinity gives NaN, and attention is left unless every query is proved to see a key.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from torch import fx
 from . import flex_attention, masked_attention
 from .attention import scores
 from .block_masks import BlockMaskNodes, BlockMasks, before
-from .canonical import value
+from .canonical import canonical, value
 from .causal_attention import write
 from .emitter import Emitter
 from .graph_state import GraphState, erase_unused
 from .grouped_attention import HEADS, repeated
-from .mask.algebra import Condition, Unknown, both, data_of, known
+from .mask.algebra import Condition, Unknown, both, data_of, known, leaves, number
 from .mask.blocks import dense_datum
 from .mask.scopes import Scope, parts, scopes
 from .report import Report
@@ -111,17 +112,51 @@ def _condition(found: WrittenAttention, scope: Scope, shape: tuple[Any, ...]) ->
             raise Refused(f"its mask cannot be analysed: {unknown}") from None
     if (datum := dense_datum(data_of(condition))) is not None:
         raise Refused(f"its mask reads {datum.node.name} for each query and key, a dense tensor")
-    if found.sinks is None and not sees_a_key(condition, shape):
-        raise Refused("a query may see no key, for which flex_attention gives another value")
     return condition
+
+
+def _may_give_means(
+    found: WrittenAttention, condition: Condition, scope: Scope, shape: Any
+) -> bool:
+    """Whether a query may see no key, so that the code gives it the mean of all values.
+
+    Raises:
+        Refused: the code may give it something else.
+    """
+    if found.sinks is not None or sees_a_key(condition, shape):
+        return False
+    if len(found.masks) > 1 or found.masks[0].visible is not None:
+        raise Refused("a query may see no key, and its mask is not one that is added")
+    source = found.masks[0].tensor.source
+    numbers = {leaf.constant for leaf in leaves(number(scope.functions.value(source)))}
+    low = min(map(float, numbers))
+    if len(numbers - {0.0}) > 1 or not _holds(found, source, low):
+        raise Refused("a query may see no key, and its scores are not the same finite number")
+    return True
+
+
+def _holds(found: WrittenAttention, mask: fx.Node, low: float) -> bool:
+    """Whether a number of the mask stays finite on the way to the softmax, and in it."""
+    waiting = [mask]
+    while waiting:
+        node = waiting.pop()
+        dtype = getattr(value(node), "dtype", torch.int64)
+        if dtype.is_floating_point and abs(low) > torch.finfo(dtype).max:
+            return False
+        call = canonical(node)
+        if node is mask or call is None or call.op != "softmax":
+            waiting += [user for user in node.users if user in found.nodes]
+    return True
 
 
 def _block_mask(
     found: WrittenAttention, condition: Condition, scope: Scope, made: BlockMasks,
     arguments: dict[str, Any],
 ) -> BlockMaskNodes:  # fmt: skip
+    shape = scores(arguments)
+    means = _may_give_means(found, condition, scope, shape)
     if len(found.masks) == 1:
-        return made.of(condition, found.masks[0].tensor.source, scope, scores(arguments))
+        return made.of(condition, found.masks[0].tensor.source, scope, shape, means)
     emit = Emitter(found.root, value(found.root))
     query, key = arguments["query"], arguments["key"]
     sizes = {axis: emit.size(query, axis) for axis in (-4, -3, -2)} | {-1: emit.size(key, -2)}

@@ -17,30 +17,37 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from .canonical import same, value
+from .canonical import same
 from .emitter import Emitter
 
-LEAST_HEAD_DIM = 129
+# Sizes of heads for which it is the faster one; it takes multiples of 8.
+HEAD_DIMS = range(136, 257, 8)
 # The backward pass of larger heads does not fit into the shared memory of other GPUs.
 LARGE_HEAD_DIM = 192
 LARGE_HEADS_ON = ((8, 0), (9, 0), (10, 0))
 
 
-def is_faster(operands: tuple[Any, Any, Any]) -> bool:
-    """Whether flash attention takes these operands, and is faster than flex_attention."""
-    query, key, values = map(value, operands)
-    if query.device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled():
-        return False
+def is_faster(query: Tensor, key: Tensor, values: Tensor) -> bool:
+    """Whether flash attention takes these tensors (B, H, S, D), and is faster than flex_attention.
+
+    Inside of a region that Dynamo traces, what the GPU takes is a constant.
+    """
     head_dim = query.shape[-1]
-    if not same(head_dim, values.shape[-1]) or head_dim % 8 or head_dim < LEAST_HEAD_DIM:
+    if not query.is_cuda or not isinstance(head_dim, int) or head_dim not in HEAD_DIMS:
         return False
-    if not same(query.shape[-2], key.shape[-2]):
+    if not same(head_dim, values.shape[-1]) or not same(query.shape[-2], key.shape[-2]):
         return False
-    if head_dim > LARGE_HEAD_DIM:
-        return torch.cuda.get_device_capability(query.device) in LARGE_HEADS_ON
-    return True
+    return head_dim <= _largest_head_dim(query.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _largest_head_dim(device: int | None) -> int:
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return 0
+    large = torch.cuda.get_device_capability(device) in LARGE_HEADS_ON
+    return HEAD_DIMS[-1] if large else LARGE_HEAD_DIM
 
 
 def attend(emit: Emitter, operands: tuple[Any, Any, Any], scale: float, size: int) -> fx.Node:

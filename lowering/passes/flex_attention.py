@@ -14,6 +14,7 @@ from .canonical import value
 from .emitter import Emitter
 from .graph_state import fake_mode_of
 from .mask.blocks import BLOCK, Blocks
+from .mask.unseen import rounded
 
 
 def attend(
@@ -23,18 +24,20 @@ def attend(
     """Insert the attention that replaces `node`; its results are the output, log2(e) * lse, and the
     largest scores.
 
-    With a soft cap the scores are softcap * tanh(scale * query @ key^T / softcap).
+    With a soft cap the scores are softcap * tanh(scale * query @ key^T / softcap). A query that the
+    block mask has as unseen gets the mean of all values.
     """
     from torch._higher_order_ops.flex_attention import flex_attention
 
     query, key, _ = operands
     lengths = (emit.size(query, -2), emit.size(key, -2))
-    score = _submodule(emit, "liger_score", _scores(softcap))
+    score = _submodule(emit, "liger_score", _scores(softcap, block_mask.unseen))
     mask = _submodule(emit, "liger_mask", block_mask.predicate)
     parts = _block_tuple(block_mask.blocks, lengths, mask)
     options = _kernel_options(*map(value, operands))
     scale = scale if softcap is None else scale / softcap
-    args = (*operands, score, parts, scale, options, (), block_mask.data)
+    unseen = () if block_mask.unseen is None else (block_mask.unseen,)
+    args = (*operands, score, parts, scale, options, unseen, block_mask.data)
     result = _result(node, *args)
     with node.graph.inserting_before(node):
         call = node.graph.call_function(flex_attention, args)
@@ -67,13 +70,15 @@ def noop(*indices: Tensor) -> Tensor:
     raise AssertionError("stands for the predicate in a block mask")
 
 
-def _scores(softcap: float | None) -> fx.GraphModule:
-    """score at (b, h, i, j), or softcap * tanh(score)."""
+def _scores(softcap: float | None, unseen: fx.Node | None = None) -> fx.GraphModule:
+    """score at (b, h, i, j), or softcap * tanh(score); for a query in `unseen` rounded to 0."""
     graph = fx.Graph()
-    score, *_ = (graph.placeholder(name) for name in ("score", "b", "h", "i", "j"))
+    score, b, h, i, _ = (graph.placeholder(name) for name in ("score", "b", "h", "i", "j"))
     if softcap is not None:
         score = graph.call_function(torch.tanh, (score,))
         score = graph.call_function(operator.mul, (score, softcap))
+    if unseen is not None:
+        score = rounded(graph, score, (b, h, i), graph.placeholder("unseen"), unseen)
     graph.output(score)
     return fx.GraphModule(torch.nn.Module(), graph)
 

@@ -87,7 +87,7 @@ def _lower(
     operands = grouped(emit, node, arguments)
     scale = _scale(arguments)
     size = None if data_of(condition) else window(condition, scores(arguments))
-    if size is not None and flash_attention.is_faster(operands):
+    if size is not None and flash_attention.is_faster(*map(value, operands)):
         new = flash_attention.attend(emit, operands, scale, size)
     else:
         block_mask = made.of(condition, mask, scope, scores(arguments))

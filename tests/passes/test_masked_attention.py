@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch._higher_order_ops.flex_attention import flex_attention
 
 from attention_graphs import as_it_is, compiled, heads, results
 from data_masks import MASKS, documents, on_the_cpu, right_padding
-from liger_ops.lowering.passes import causal_attention, masked_attention
+from liger_ops.lowering.passes import causal_attention, flash_attention, masked_attention
 
 OP = masked_attention.OP
 LENGTH = 23
@@ -239,3 +240,22 @@ def test_a_device_without_a_fast_kernel_is_left(monkeypatch):
     rewritten, report, _ = compiled(attention, [masked_attention.rewrite], inner=as_it_is)
     rewritten(*qkv())
     assert report.findings == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "fits"),
+    [
+        ((9, 0), 256, True),
+        ((8, 9), 256, False),
+        ((8, 6), 192, True),
+        ((9, 0), 128, False),
+        ((9, 0), 140, False),
+        ((9, 0), 264, False),
+    ],
+)
+def test_heads_of_flash_attention(capability, head_dim, fits, monkeypatch):
+    """Those for which it is faster than flex_attention, and whose backward runs on the GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    shape = (1, 2, LENGTH, head_dim)
+    on_a_gpu: Any = SimpleNamespace(shape=shape, is_cuda=True, device=torch.device("cuda", 0))
+    assert flash_attention.is_faster(on_a_gpu, on_a_gpu, on_a_gpu) is fits

@@ -38,11 +38,16 @@ CASES: list[tuple[str, str, int, int, tuple[str | None, str | None]]] = [
     ("gemma2", "bare", 1300, 64, (FLEX, FLEX)),
     ("gemma2", "bare", 2048, 128, (FLEX, FLEX)),
     ("gemma2", "packed", 1280, 256, (FLEX, FLEX)),
+    ("gemma2", "left", 1280, 64, (FLEX, FLEX)),
+    ("gemma2", "right", 1300, 128, (FLEX, FLEX)),
     ("gpt_oss", "bare", 2048, 64, (FLEX, FLEX)),
     ("gpt_oss", "right", 1280, 128, (FLEX, FLEX)),
     ("gpt_oss", "left", 1300, 64, (FLEX, FLEX)),
     ("gpt_oss", "packed", 1280, 64, (FLEX, FLEX)),
 ]
+# Their code says what a query gets that sees no key. With the others it depends on the kernel, so
+# that padded tokens have no label.
+DEFINED = ("gemma2", "gpt_oss")
 # A sum of a few hundred bfloat16 numbers in another order.
 NEAR = 0.01
 # A gradient that bfloat16 computes with a larger error would hide a wrong one.
@@ -87,8 +92,7 @@ def compare(
     name: str, kind: str, length: int, head_dim: int, device: str, options: dict[str, Any]
 ) -> None:
     inputs = batch(kind, length, device)
-    if "attention_mask" in inputs:
-        # What a padded token computes depends on how its rows, without a visible key, are defined.
+    if "attention_mask" in inputs and name not in DEFINED:
         inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
     made = model(name, torch.bfloat16, head_dim=head_dim, **OPTIONS).to(device)
     truth = step(made.float(), inputs)
