@@ -30,7 +30,8 @@ def token_counts(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """The chosen and the rejected half of a batch of pairs."""
     pairs = x.shape[0] // 2
-    return x[:pairs], x[pairs:]
+    # Both of size `pairs`, where a slice to the end has another symbol while tracing.
+    return x.narrow(0, 0, pairs), x.narrow(0, pairs, pairs)
 
 
 def batch_mean(x: Tensor) -> Tensor:
