@@ -1,12 +1,25 @@
-"""Checks of the losses' arguments. Each message ends with what came: torch 2.11's Dynamo reports a
-message only up to the first size in it."""
+"""Checks of the losses' arguments.
+
+Messages of sizes are made in two steps: torch 2.11's Dynamo reports the pieces of a string with a
+size in it, and the first piece is then all words.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def holds(fact: bool) -> bool:
+    """Whether a fact of sizes holds; False where a trace cannot tell, as of an unbacked size."""
+    if not torch.compiler.is_compiling():
+        return fact
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(fact)
 
 
 def check_tensor(function: str, name: str, value: Any) -> None:
@@ -40,10 +53,8 @@ def check_shape(
     function: str, name: str, value: Tensor, like: Tensor, name_of_like: str = "log_prob"
 ) -> None:
     if value.shape != like.shape:
-        raise ValueError(
-            f"{function}: {name} must be of {name_of_like}'s shape, got {tuple(value.shape)} for"
-            f" {tuple(like.shape)}"
-        )
+        text = f"{function}: {name} must be of {name_of_like}'s shape, got "
+        raise ValueError(f"{text}{tuple(value.shape)} for {tuple(like.shape)}")
 
 
 def check_per_sequence(
@@ -55,12 +66,11 @@ def check_per_sequence(
     accepted = "(B,), (B, 1) or (B, T)" if of_tokens else "(B,)"
     fits = value.dim() >= 1 and value.shape[0] == rows
     if value.dim() == 2:
-        fits = fits and of_tokens and (value.shape[1] == 1 or value.shape[1] == tokens)
+        is_row = holds(value.shape[1] == 1) or holds(value.shape[1] == tokens)
+        fits = fits and of_tokens and is_row
     if value.dim() > 2 or not fits:
-        raise ValueError(
-            f"{function}: {name} must be of shape {accepted} for log_prob's (B, T), got"
-            f" {tuple(value.shape)} for {tuple(log_prob.shape)}"
-        )
+        text = f"{function}: {name} must be of shape {accepted} for log_prob's (B, T), got "
+        raise ValueError(f"{text}{tuple(value.shape)} for {tuple(log_prob.shape)}")
 
 
 def check_number(

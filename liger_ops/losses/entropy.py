@@ -38,10 +38,12 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, top_entropy_quantile: float
 
 def quantile(values: Tensor, mask: Tensor, share: float) -> Tensor:
     """The quantile of the values where the mask is; no size depends on the mask."""
-    if values.numel() == 0:
-        return values.new_full((), torch.inf)
     count = mask.sum()
-    ordered = values.masked_fill(~mask, torch.inf).flatten().sort().values
+    # One value more, so that there is a first one of no values.
+    values = torch.cat(
+        [values.masked_fill(~mask, torch.inf).flatten(), values.new_full((1,), torch.inf)]
+    )
+    ordered = values.sort().values
     rank = share * (count - 1).clamp(min=0).to(values.dtype)
     below = rank.floor().long()
     # Beyond the last kept value stands inf.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.precision import widened
-from .checks import check_choice, check_number, check_per_sequence, check_values
+from .checks import check_choice, check_number, check_per_sequence, check_values, holds
 from .entropy import entropy_threshold as threshold_of
 from .importance import column, k3, log_importance
 from .policy_terms import CLIPPED, POLICY_TERMS, PolicyOptions, Ratios, clip_flags
@@ -181,7 +181,7 @@ def ratios_of(
 def of_tokens(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """x as (B, 1) or (B, T), without gradient; in the latter case zero where the mask is."""
     x = column(x.detach()).to(dtype)
-    return kept(x, mask) if x.shape == mask.shape else x
+    return x if holds(x.shape[1] == 1) and not holds(mask.shape[1] == 1) else kept(x, mask)
 
 
 def high_entropy(entropy: Tensor, mask: Tensor, share: float, threshold: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import holds
 from .sequences import kept
 
 
@@ -73,7 +74,7 @@ def vespo_weight(ratios: Ratios, options: PolicyOptions) -> Tensor:
     log_w = log_ratio.sum(-1, keepdim=True)
     if ratios.vllm_is_ratio is not None:
         log_is = ratios.vllm_is_ratio.log().clamp(LOG_SMALLEST, LOG_LARGEST)
-        if log_is.shape[1] != 1 or ratios.mask.shape[1] == 1:
+        if not holds(log_is.shape[1] == 1) or holds(ratios.mask.shape[1] == 1):
             log_is = kept(log_is, ratios.mask)
         log_w = log_w + log_is.sum(-1, keepdim=True)
     log_w = log_w.clamp(LOG_SMALLEST, LOG_LARGEST)

@@ -80,10 +80,8 @@ def check_batch(function: str, log_prob: Any, mask: Any) -> None:
 def check_pairs(function: str, log_prob: Any, mask: Any) -> None:
     check_batch(function, log_prob, mask)
     if log_prob.shape[0] % 2 != 0:
-        raise ValueError(
-            f"{function}: log_prob must hold the chosen responses and then as many rejected ones,"
-            f" got an odd batch, of shape {tuple(log_prob.shape)}"
-        )
+        text = f"{function}: log_prob must hold the chosen responses and then as many rejected ones"
+        raise ValueError(f"{text}, got an odd batch, of shape {tuple(log_prob.shape)}")
 
 
 def of_sequences(

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from liger_ops import losses
+from liger_ops.losses.policy_terms import POLICY_TERMS
 from loss_calls import CALLS, inputs
 
 each_loss = pytest.mark.parametrize("name", CALLS)
@@ -28,6 +29,29 @@ def test_one_graph_for_all_sizes(name, empty_caches):
         values = with_gradient(CALLS[name], x, compiled)
         for value, truth in zip(values, with_gradient(CALLS[name], x), strict=True):
             torch.testing.assert_close(value, truth)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("loss_type", POLICY_TERMS)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_one_graph_for_a_number_of_tokens_that_only_the_data_knows(loss_type, empty_caches):
+    """Packed tokens, (1, N), that a mask has chosen: N is an unbacked size while tracing."""
+
+    def packed(x):
+        chosen = x["mask"].flatten().nonzero()[:, 0]
+        of_tokens = {
+            key: x[key].flatten().index_select(0, chosen)[None]
+            for key in ("log_prob", "old_log_prob", "ref_log_prob", "entropy", "vllm_is_ratio")
+        }
+        mask = torch.ones_like(of_tokens["log_prob"], dtype=torch.bool)
+        one = {"advantages": x["advantages"][:1], "items": x["items"], "mask": mask}
+        return CALLS[f"grpo-{loss_type}"]({**of_tokens, **one})
+
+    counter = CompileCounter()
+    compiled = torch.compile(packed, fullgraph=True, dynamic=True, backend=counter)
+    for seed in range(2):
+        x = inputs(4, 5, seed)
+        torch.testing.assert_close(compiled(x).loss, packed(x).loss)
     assert counter.frame_count == 1
 
 
