@@ -21,7 +21,7 @@ from .ops.rope import rope
 from .ops.cross_entropy import cross_entropy, cross_entropy_forward
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from . import meta, lowering
-from . import nn
+from . import losses, nn
 from .compile_cache import tag_compile_caches
 
 __version__ = "0.1.0"

@@ -1,0 +1,30 @@
+"""Losses of post-training, from the log-probabilities of tokens, in plain PyTorch.
+
+`torch.compile` compiles them with the model, without a graph break and without waiting for the
+device; they know nothing of other processes.
+"""
+
+from .dpo import dpo_loss
+from .entropy import entropy_threshold
+from .grpo import PolicyOutput, grpo_loss
+from .importance import off_policy_mask
+from .kto import kto_kl, kto_loss
+from .outputs import PreferenceOutput, UnpairedPreferenceOutput
+from .reference_free import cpo_loss, orpo_loss, simpo_loss
+from .sequences import sequence_log_prob
+
+__all__ = [
+    "PolicyOutput",
+    "PreferenceOutput",
+    "UnpairedPreferenceOutput",
+    "cpo_loss",
+    "dpo_loss",
+    "entropy_threshold",
+    "grpo_loss",
+    "kto_kl",
+    "kto_loss",
+    "off_policy_mask",
+    "orpo_loss",
+    "sequence_log_prob",
+    "simpo_loss",
+]

@@ -1,0 +1,98 @@
+"""Checks of the losses' arguments.
+
+Messages of sizes are made in two steps: torch 2.11's Dynamo reports the pieces of a string with a
+size in it, and the first piece is then all words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def holds(fact: bool) -> bool:
+    """Whether a fact of sizes holds; False where a trace cannot tell, as of an unbacked size."""
+    if not torch.compiler.is_compiling():
+        return fact
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(fact)
+
+
+def check_tensor(function: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{function}: {name} must be a tensor, got {type(value).__name__}")
+
+
+def check_values(
+    function: str, name: str, value: Any, *, like: Tensor | None = None, of_any_shape: bool = False
+) -> None:
+    """Raise unless value is a tensor of floating-point numbers of shape (B, T), that of `like`."""
+    check_tensor(function, name, value)
+    if not value.dtype.is_floating_point:
+        raise TypeError(f"{function}: {name} must be of a floating-point dtype, got {value.dtype}")
+    if value.dim() != 2 and not of_any_shape:
+        raise ValueError(
+            f"{function}: {name} must be of shape (B, T), got {value.dim()} dimensions"
+        )
+    if like is not None:
+        check_shape(function, name, value, like)
+
+
+def check_mask(
+    function: str, name: str, mask: Any, like: Tensor, *, name_of_like: str = "log_prob"
+) -> None:
+    check_tensor(function, name, mask)
+    check_shape(function, name, mask, like, name_of_like)
+
+
+def check_shape(
+    function: str, name: str, value: Tensor, like: Tensor, name_of_like: str = "log_prob"
+) -> None:
+    if value.shape != like.shape:
+        text = f"{function}: {name} must be of {name_of_like}'s shape, got "
+        raise ValueError(f"{text}{tuple(value.shape)} for {tuple(like.shape)}")
+
+
+def check_per_sequence(
+    function: str, name: str, value: Any, log_prob: Tensor, *, of_tokens: bool = True
+) -> None:
+    """Raise unless value is a tensor of shape (B,), or if `of_tokens` also (B, 1) or (B, T)."""
+    check_tensor(function, name, value)
+    rows, tokens = log_prob.shape
+    accepted = "(B,), (B, 1) or (B, T)" if of_tokens else "(B,)"
+    fits = value.dim() >= 1 and value.shape[0] == rows
+    if value.dim() == 2:
+        is_row = holds(value.shape[1] == 1) or holds(value.shape[1] == tokens)
+        fits = fits and of_tokens and is_row
+    if value.dim() > 2 or not fits:
+        text = f"{function}: {name} must be of shape {accepted} for log_prob's (B, T), got "
+        raise ValueError(f"{text}{tuple(value.shape)} for {tuple(log_prob.shape)}")
+
+
+def check_number(
+    function: str, name: str, value: Any, *,
+    above: float | None = None, at_least: float | None = None,
+    below: float | None = None, at_most: float | None = None,
+) -> None:  # fmt: skip
+    """Raise unless value is a number within the bounds; NaN is within none."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{function}: {name} must be a number, got {type(value).__name__}")
+    fits = (
+        (above is None or value > above)
+        and (at_least is None or value >= at_least)
+        and (below is None or value < below)
+        and (at_most is None or value <= at_most)
+    )
+    if not fits:
+        bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
+        accepted = " and ".join(f"{k} {v}" for k, v in bounds.items() if v is not None)
+        raise ValueError(f"{function}: {name} must be {accepted}, got {value}")
+
+
+def check_choice(function: str, name: str, value: Any, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{function}: {name} must be one of {', '.join(choices)}, got {value!r}")

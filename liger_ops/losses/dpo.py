@@ -1,0 +1,210 @@
+"""Direct preference optimisation, and the losses of pairs that followed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_choice, check_number, check_per_sequence
+from .f_divergences import F_DIVERGENCES
+from .outputs import PreferenceOutput
+from .pair_losses import OF_DIFFERENCES, PAIR_LOSSES, SMOOTHED, SORTED, PairOptions, Pairs
+from .sequences import (
+    Sequences,
+    batch_mean,
+    check_pairs,
+    halves,
+    nll,
+    of_reference,
+    of_sequences,
+)
+
+
+def dpo_loss(
+    log_prob: Tensor, mask: Tensor, ref_log_prob: Tensor | None = None, *,
+    beta: float = 0.1, loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None, label_smoothing: float = 0.0,
+    average_log_prob: bool = False, f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5, ld_alpha: float | None = None,
+    discopop_tau: float = 0.05, reward_shift: Tensor | float | None = None,
+    pair_weight: Tensor | None = None,
+) -> PreferenceOutput:  # fmt: skip
+    """The loss of preference pairs, against a reference, from the log-probabilities of tokens.
+
+        loss = sum over the loss types i of loss_weights[i] * mean over the pairs of loss_i
+
+    With s(x) the logistic function, e label_smoothing, the log-ratios w and l of the chosen and
+    the rejected response to the reference, r = beta w or beta l, and d = beta (w - l):
+
+        sigmoid       -(1 - e) log s(d) - e log s(-d)                  DPO; with e, cDPO
+        hinge         max(0, 1 - d)                                    SLiC, RSO
+        ipo           (w / |w| - l / |l| - 1 / (2 beta))^2             IPO, per token
+        exo_pair      KL of (s(d), s(-d)) from (1 - e, e)              EXO
+        nca_pair      -log s(r_w) - log s(-r_w) / 2 - log s(-r_l) / 2  NCA
+        robust        (-(1 - e) log s(d) + e log s(-d)) / (1 - 2 e)    robust DPO
+        bco_pair      -log s(r_w - shift) - log s(shift - r_l)         BCO
+        sppo_hard     (w - 1 / (2 beta))^2 + (l + 1 / (2 beta))^2      SPPO, wins of 1 and 0
+        aot           sigmoid of sorted margins of policy and reference            AOT
+        aot_unpaired  sigmoid of sorted w and sorted l                             AOT
+        apo_zero      s(-r_w) + s(r_l)                                 APO, eq. 7
+        apo_down      s(r_w) + s(r_l - r_w)                            APO, eq. 8
+        discopop      -(1 - m) log s(d) + m exp(-d), m = s(d / discopop_tau)       DiscoPOP, eq. 5
+        sft           mean of -log_prob over the chosen responses' tokens
+        sigmoid_norm  sigmoid of beta (w / |w| - l / |l|)              Tulu 3
+
+    `docs/losses.md` lists the papers, and where this differs from TRL or Liger-Kernel.
+
+    A pair without any kept token gives zero. It still counts in the mean.
+
+    Args:
+        log_prob: (2B, T), floating point: the log-probabilities of the chosen responses' tokens,
+            then those of the rejected ones.
+        mask: (2B, T): a token is kept where the mask is not zero.
+        ref_log_prob: the reference's log-probabilities, without gradient: (2B, T), or (2B,), values
+            of `sequence_log_prob` with the same options. None: the log-ratios are the policy's
+            log-probabilities.
+        beta: above 0.
+        loss_type: one of the names above, or several.
+        loss_weights: a weight for each loss type; 1 each if None.
+        label_smoothing: e, in [0, 1); for robust below 0.5, for exo_pair above 0. ValueError if
+            it is not 0 and no loss type has an e.
+        average_log_prob: take means over tokens for sums; ipo and sigmoid_norm do so in any case.
+        f_divergence_type: reverse_kl, forward_kl, js_divergence or alpha_divergence, of f-DPO: in
+            d, ipo and sigmoid_norm, f'(pi / pi_ref) stands for the log-ratio. Other loss types but
+            sft raise ValueError for any but reverse_kl.
+        f_alpha_divergence_coef: alpha of f'(u) = (1 - u^-alpha) / alpha.
+        ld_alpha: see `sequence_log_prob`.
+        discopop_tau: above 0.
+        reward_shift: for bco_pair: the mean of all rewards, which the caller keeps as a running
+            mean. None is 0.
+        pair_weight: (B,), without gradient: a factor of each pair's loss, as of WPO. The sorted
+            losses raise ValueError.
+
+    Returns:
+        PreferenceOutput. float64 for float64 log_prob, else float32, which the arithmetic is in.
+
+    Raises:
+        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+
+    Example:
+        >>> log_prob, mask = torch.zeros(2, 3), torch.ones(2, 3)
+        >>> liger_ops.losses.dpo_loss(log_prob, mask).loss
+        tensor(0.6931)
+    """
+    check_pairs("dpo_loss", log_prob, mask)
+    types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
+    weights = (1.0,) * len(types) if loss_weights is None else tuple(loss_weights)
+    check_types(types, weights, label_smoothing, f_divergence_type)
+    check_number("dpo_loss", "beta", beta, above=0)
+    check_number("dpo_loss", "discopop_tau", discopop_tau, above=0)
+    check_number("dpo_loss", "f_alpha_divergence_coef", f_alpha_divergence_coef)
+    check_factors(types, log_prob, reward_shift, pair_weight)
+
+    mask = mask != 0
+    policy = of_sequences("dpo_loss", log_prob, mask, average_log_prob, ld_alpha)
+    ref = of_reference("dpo_loss", log_prob, mask, ref_log_prob, policy, average_log_prob, ld_alpha)
+    pairs = pairs_of(
+        log_prob, mask, policy, ref, average_log_prob, f_divergence_type, f_alpha_divergence_coef
+    )
+    shift = reward_shift.detach() if isinstance(reward_shift, Tensor) else reward_shift or 0.0
+    options = PairOptions(beta, label_smoothing, discopop_tau, shift)
+    loss = sum_of_losses(pairs, options, types, weights, pair_weight)
+    chosen, rejected = halves(policy.log_prob.detach())
+    rewards = halves(beta * (policy.log_prob - ref).detach())
+    return PreferenceOutput(loss, chosen, rejected, *rewards, pairs.nll_loss.detach())
+
+
+def sum_of_losses(
+    pairs: Pairs, options: PairOptions, types: Sequence[str], weights: Sequence[float],
+    pair_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    total = pairs.margin.new_zeros(())
+    for name, weight in zip(types, weights, strict=True):
+        losses = PAIR_LOSSES[name](pairs, options)
+        if losses.dim() == 0:
+            losses = losses.expand_as(pairs.margin)
+        elif name not in SORTED:
+            losses = losses.masked_fill(~pairs.present, 0.0)
+        if pair_weight is not None:
+            losses = losses * pair_weight.detach().to(losses.dtype)
+        total = total + weight * batch_mean(losses)
+    return total
+
+
+def pairs_of(
+    log_prob: Tensor, mask: Tensor, policy: Sequences, ref: Tensor, is_average: bool,
+    f_divergence_type: str, alpha: float,
+) -> Pairs:  # fmt: skip
+    logratio = policy.log_prob - ref
+    lengths = torch.ones_like(policy.tokens) if is_average else policy.tokens.clamp(min=1)
+    chosen, rejected = halves(policy.log_prob)
+    ref_chosen, ref_rejected = halves(ref)
+    chosen_tokens, rejected_tokens = halves(policy.tokens)
+    score = F_DIVERGENCES[f_divergence_type](logratio, alpha)
+    return Pairs(
+        *halves(logratio), *halves(score), *halves(lengths),
+        margin=chosen - rejected, ref_margin=ref_chosen - ref_rejected,
+        present=chosen_tokens + rejected_tokens > 0,
+        nll_loss=nll(halves(log_prob)[0], halves(mask)[0], policy.log_prob.dtype),
+    )  # fmt: skip
+
+
+def check_types(
+    types: Sequence[str], weights: Sequence[float], label_smoothing: float, f_divergence_type: str
+) -> None:
+    for name in types:
+        check_choice("dpo_loss", "loss_type", name, PAIR_LOSSES)
+    if not types or len(weights) != len(types):
+        raise ValueError(
+            "dpo_loss: loss_weights must hold a number for each loss type, of which there must be"
+            f" one, got {len(weights)} for {len(types)}"
+        )
+    for weight in weights:
+        check_number("dpo_loss", "loss_weights", weight)
+    check_choice("dpo_loss", "f_divergence_type", f_divergence_type, F_DIVERGENCES)
+    for name in types:
+        if f_divergence_type != "reverse_kl" and name not in OF_DIFFERENCES:
+            raise ValueError(
+                f"dpo_loss: f_divergence_type must be reverse_kl for the loss type {name}, got"
+                f" {f_divergence_type!r}"
+            )
+    check_number("dpo_loss", "label_smoothing", label_smoothing, at_least=0, below=1)
+    if "robust" in types:
+        check_number("dpo_loss", "label_smoothing of robust", label_smoothing, below=0.5)
+    if "exo_pair" in types:
+        check_number("dpo_loss", "label_smoothing of exo_pair", label_smoothing, above=0)
+    if label_smoothing != 0 and not any(name in SMOOTHED for name in types):
+        raise ValueError(
+            f"dpo_loss: label_smoothing must be 0 for loss types without labels to smooth, got"
+            f" {label_smoothing} for {', '.join(types)}"
+        )
+
+
+def check_factors(
+    types: Sequence[str], log_prob: Tensor, reward_shift: Any, pair_weight: Any
+) -> None:
+    if reward_shift is not None:
+        if "bco_pair" not in types:
+            raise ValueError(
+                "dpo_loss: reward_shift must be None without the loss type bco_pair, got"
+                f" {', '.join(types)}"
+            )
+        if not isinstance(reward_shift, Tensor):
+            check_number("dpo_loss", "reward_shift", reward_shift)
+        elif reward_shift.dim() != 0:
+            raise ValueError(
+                f"dpo_loss: reward_shift must be of shape (), got {tuple(reward_shift.shape)}"
+            )
+    if pair_weight is not None:
+        check_per_sequence(
+            "dpo_loss", "pair_weight", pair_weight, halves(log_prob)[0], of_tokens=False
+        )
+        for name in types:
+            if name in SORTED:
+                raise ValueError(
+                    f"dpo_loss: pair_weight must be None for the loss type {name}, which sorts"
+                    f" the pairs, got a tensor of shape {tuple(pair_weight.shape)}"
+                )

@@ -1,0 +1,32 @@
+"""The outputs of the losses of preferences; all but `loss` are without gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class PreferenceOutput(NamedTuple):
+    """The output of a loss of B pairs.
+
+    loss is a scalar. The log-probabilities and the rewards, beta times the log-ratio to the
+    reference, have shape (B,). nll_loss, a scalar, is the mean of -log_prob over the tokens of the
+    chosen responses, or over those of nll_mask.
+    """
+
+    loss: Tensor
+    chosen_log_prob: Tensor
+    rejected_log_prob: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+    nll_loss: Tensor
+
+
+class UnpairedPreferenceOutput(NamedTuple):
+    """The output of a loss of B single responses: the scalar loss, and log-probabilities and
+    rewards of shape (B,)."""
+
+    loss: Tensor
+    log_prob: Tensor
+    rewards: Tensor

@@ -1,0 +1,173 @@
+"""The losses of a preference pair that `dpo_loss` knows, each a function of log-ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+class Pairs(NamedTuple):
+    """What a loss of B pairs is computed from, each of shape (B,), but nll_loss.
+
+    A log-ratio is log(pi(y|x) / pi_ref(y|x)), a score f'(pi / pi_ref), for the reverse KL the
+    log-ratio itself; margins are chosen minus rejected log-probability.
+    """
+
+    chosen_logratio: Tensor
+    rejected_logratio: Tensor
+    chosen_score: Tensor
+    rejected_score: Tensor
+    chosen_length: Tensor
+    rejected_length: Tensor
+    margin: Tensor
+    ref_margin: Tensor
+    present: Tensor
+    nll_loss: Tensor
+
+
+class PairOptions(NamedTuple):
+    beta: float
+    label_smoothing: float
+    discopop_tau: float
+    reward_shift: Tensor | float
+
+
+def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
+    """-log sigma(z), with the label flipped in a share of label_smoothing."""
+    return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
+
+
+def difference(pairs: Pairs, options: PairOptions) -> Tensor:
+    return options.beta * (pairs.chosen_score - pairs.rejected_score)
+
+
+def normalized_difference(pairs: Pairs) -> Tensor:
+    """The difference of the scores per token."""
+    chosen = pairs.chosen_score / pairs.chosen_length
+    return chosen - pairs.rejected_score / pairs.rejected_length
+
+
+def rewards(pairs: Pairs, options: PairOptions) -> tuple[Tensor, Tensor]:
+    return options.beta * pairs.chosen_logratio, options.beta * pairs.rejected_logratio
+
+
+def sigmoid(pairs: Pairs, options: PairOptions) -> Tensor:
+    return smoothed(difference(pairs, options), options.label_smoothing)
+
+
+def sigmoid_norm(pairs: Pairs, options: PairOptions) -> Tensor:
+    return smoothed(options.beta * normalized_difference(pairs), options.label_smoothing)
+
+
+def hinge(pairs: Pairs, options: PairOptions) -> Tensor:
+    return torch.relu(1 - difference(pairs, options))
+
+
+def ipo(pairs: Pairs, options: PairOptions) -> Tensor:
+    return (normalized_difference(pairs) - 1 / (2 * options.beta)) ** 2
+
+
+def exo_pair(pairs: Pairs, options: PairOptions) -> Tensor:
+    """The KL divergence of the model's preference from the labels', which are 1 - eps and eps."""
+    z = difference(pairs, options)
+    chosen = torch.sigmoid(z) * (logsigmoid(z) - math.log1p(-options.label_smoothing))
+    return chosen + torch.sigmoid(-z) * (logsigmoid(-z) - math.log(options.label_smoothing))
+
+
+def robust(pairs: Pairs, options: PairOptions) -> Tensor:
+    z, flipped = difference(pairs, options), options.label_smoothing
+    return (flipped * logsigmoid(-z) - (1 - flipped) * logsigmoid(z)) / (1 - 2 * flipped)
+
+
+def nca_pair(pairs: Pairs, options: PairOptions) -> Tensor:
+    chosen, rejected = rewards(pairs, options)
+    return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
+
+
+def bco_pair(pairs: Pairs, options: PairOptions) -> Tensor:
+    chosen, rejected = rewards(pairs, options)
+    shift = options.reward_shift
+    return -logsigmoid(chosen - shift) - logsigmoid(shift - rejected)
+
+
+def sppo_hard(pairs: Pairs, options: PairOptions) -> Tensor:
+    target = 0.5 / options.beta
+    return (pairs.chosen_logratio - target) ** 2 + (pairs.rejected_logratio + target) ** 2
+
+
+def sorted_difference(high: Tensor, low: Tensor, pairs: Pairs, options: PairOptions) -> Tensor:
+    """The loss of sorted values, of which those of absent pairs stand last and give zero."""
+    last = torch.finfo(high.dtype).max
+    ordered = [x.masked_fill(~pairs.present, last).sort().values for x in (high, low)]
+    rank = torch.arange(high.shape[0], device=high.device)
+    z = (ordered[0] - ordered[1]).masked_fill(rank >= pairs.present.sum(), 0.0)
+    losses = smoothed(options.beta * z, options.label_smoothing)
+    return losses.masked_fill(rank >= pairs.present.sum(), 0.0)
+
+
+def aot(pairs: Pairs, options: PairOptions) -> Tensor:
+    return sorted_difference(pairs.margin, pairs.ref_margin, pairs, options)
+
+
+def aot_unpaired(pairs: Pairs, options: PairOptions) -> Tensor:
+    return sorted_difference(pairs.chosen_logratio, pairs.rejected_logratio, pairs, options)
+
+
+def apo_zero(pairs: Pairs, options: PairOptions) -> Tensor:
+    chosen, rejected = rewards(pairs, options)
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def apo_down(pairs: Pairs, options: PairOptions) -> Tensor:
+    chosen, rejected = rewards(pairs, options)
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+def discopop(pairs: Pairs, options: PairOptions) -> Tensor:
+    z = difference(pairs, options)
+    ratio = z / options.discopop_tau
+    # One exponential of the product: its factors underflow and overflow apart.
+    exponential = torch.exp(logsigmoid(ratio) - z)
+    return exponential - torch.sigmoid(-ratio) * logsigmoid(z)
+
+
+def sft(pairs: Pairs, options: PairOptions) -> Tensor:
+    """A mean over the batch's tokens, of shape (): it has no value for each pair."""
+    return pairs.nll_loss
+
+
+PAIR_LOSSES: dict[str, Callable[[Pairs, PairOptions], Tensor]] = {
+    "sigmoid": sigmoid,
+    "hinge": hinge,
+    "ipo": ipo,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "robust": robust,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "sft": sft,
+    "sigmoid_norm": sigmoid_norm,
+}
+SORTED = {"aot", "aot_unpaired"}
+SMOOTHED = {"sigmoid", "sigmoid_norm", "exo_pair", "robust", *SORTED}
+# The partition function of an f-divergence cancels in the difference of the two scores alone.
+OF_DIFFERENCES = {
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "robust",
+    "discopop",
+    "sft",
+}

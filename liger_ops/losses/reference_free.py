@@ -1,0 +1,215 @@
+"""Losses of preference pairs that need no reference: ORPO, CPO and SimPO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from .checks import check_choice, check_mask, check_number
+from .outputs import PreferenceOutput
+from .pair_losses import smoothed
+from .sequences import batch_mean, check_pairs, halves, nll, of_sequences
+
+
+def orpo_loss(
+    log_prob: Tensor, mask: Tensor, *, beta: float = 0.1, alpha: float = 1.0,
+    nll_mask: Tensor | None = None,
+) -> PreferenceOutput:  # fmt: skip
+    """The odds ratio loss of preference pairs, with the loss of the chosen responses' tokens.
+
+        P = exp(mean of log_prob over a response's tokens),  odds = P / (1 - P)
+        loss = alpha * nll - beta * mean over the pairs of log s(log(odds_w / odds_l))
+
+    nll is the mean of -log_prob over the chosen tokens in nll_mask. A pair in which a response has
+    no kept token has no odds: it gives zero, and still counts in the mean.
+
+    Args:
+        log_prob, mask: as for `dpo_loss`.
+        beta: the weight of the odds ratio, lambda in the paper; above 0.
+        alpha: the weight of nll; 0 leaves it out.
+        nll_mask: (2B, T), of which the first half says which tokens are in nll; mask if None. The
+            authors' code takes the prompt's tokens too.
+
+    Returns:
+        PreferenceOutput, with means of log-probabilities; the rewards are beta times these. float64
+        for float64 log_prob, else float32, which the arithmetic is in.
+
+    Raises:
+        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+
+    Source: arXiv:2403.07691, eqs. 4 and 7.
+
+    Example:
+        >>> log_prob = torch.tensor([[-0.5, -0.7], [-1.0, -2.0]])
+        >>> liger_ops.losses.orpo_loss(log_prob, torch.ones(2, 2)).loss
+        tensor(0.6212)
+    """
+
+    def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+        log_odds = (chosen - log1mexp(chosen)) - (rejected - log1mexp(rejected))
+        return -beta * logsigmoid(log_odds)
+
+    return pair_loss(
+        "orpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, average=True, needs_both=True
+    )
+
+
+def cpo_loss(
+    log_prob: Tensor, mask: Tensor, *, beta: float = 0.1, alpha: float = 1.0,
+    loss_type: str = "sigmoid", label_smoothing: float = 0.0, average_log_prob: bool = False,
+    nll_mask: Tensor | None = None,
+) -> PreferenceOutput:  # fmt: skip
+    """The contrastive loss of preference pairs, with the loss of the chosen responses' tokens.
+
+        d = log pi(y_w|x) - log pi(y_l|x)
+        loss = alpha * nll + the mean over the pairs of
+            sigmoid:  -(1 - e) log s(beta d) - e log s(-beta d)
+            hinge:    max(0, 1 - beta d)
+            ipo:      (d - 1 / (2 beta))^2, with means over tokens
+
+    The paper's nll is a sum over a response's tokens; its authors' code, TRL and Liger-Kernel take
+    the mean over all of the batch, as does this function. A pair without any kept token gives zero,
+    and still counts in the mean.
+
+    Args:
+        log_prob, mask, average_log_prob: as for `dpo_loss`.
+        beta: above 0.
+        alpha, nll_mask: as for `orpo_loss`.
+        loss_type: sigmoid, hinge or ipo.
+        label_smoothing: e, in [0, 1); 0 for hinge and ipo.
+
+    Returns:
+        PreferenceOutput; the rewards are beta times the log-probabilities. float64 for float64
+        log_prob, else float32, which the arithmetic is in.
+
+    Raises:
+        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+
+    Source: arXiv:2401.08417, eq. 3, and its authors' code, fe1ixxu/ALMA.
+
+    Example:
+        >>> log_prob = torch.tensor([[-0.5, -0.7], [-1.0, -2.0]])
+        >>> liger_ops.losses.cpo_loss(log_prob, torch.ones(2, 2)).loss
+        tensor(1.2072)
+    """
+    check_choice("cpo_loss", "loss_type", loss_type, CPO_LOSSES)
+    check_number("cpo_loss", "label_smoothing", label_smoothing, at_least=0, below=1)
+    if loss_type != "sigmoid" and label_smoothing != 0:
+        raise ValueError(
+            "cpo_loss: label_smoothing must be 0 for hinge and ipo, got"
+            f" {label_smoothing} for {loss_type}"
+        )
+    function = CPO_LOSSES[loss_type]
+
+    def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+        return function(chosen - rejected, beta, label_smoothing)
+
+    average = average_log_prob or loss_type == "ipo"
+    return pair_loss("cpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, average=average)
+
+
+def simpo_loss(
+    log_prob: Tensor, mask: Tensor, *, beta: float = 0.1, gamma: float = 0.5, alpha: float = 0.0,
+    label_smoothing: float = 0.0, nll_mask: Tensor | None = None,
+) -> PreferenceOutput:  # fmt: skip
+    """The loss of preference pairs by means over tokens, with a target margin.
+
+        z = beta * (mean log_prob of the chosen - mean log_prob of the rejected) - gamma
+        loss = alpha * nll + the mean over the pairs of -(1 - e) log s(z) - e log s(-z)
+
+    A pair without any kept token gives zero, and still counts in the mean.
+
+    Args:
+        log_prob, mask: as for `dpo_loss`.
+        beta: above 0. The paper's models were trained with 2 and 2.5; 0.1 is the default of TRL and
+            Liger-Kernel.
+        gamma: the target margin of the rewards.
+        alpha, nll_mask: as for `orpo_loss`. The paper has no nll; TRL and Liger-Kernel add it by
+            default, with weight 1.
+        label_smoothing: e, in [0, 1).
+
+    Returns:
+        PreferenceOutput, with means of log-probabilities; the rewards are beta times these. float64
+        for float64 log_prob, else float32, which the arithmetic is in.
+
+    Raises:
+        TypeError, ValueError: for an argument that is not as above, with the argument's name.
+
+    Source: arXiv:2405.14734.
+
+    Example:
+        >>> log_prob = torch.tensor([[-0.5, -0.7], [-1.0, -2.0]])
+        >>> liger_ops.losses.simpo_loss(log_prob, torch.ones(2, 2)).loss
+        tensor(0.9190)
+    """
+    check_number("simpo_loss", "gamma", gamma)
+    check_number("simpo_loss", "label_smoothing", label_smoothing, at_least=0, below=1)
+
+    def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+        return smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
+
+    return pair_loss("simpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, average=True)
+
+
+def pair_loss(
+    function: str, log_prob: Tensor, mask: Tensor, losses: Callable[[Tensor, Tensor], Tensor],
+    beta: float, alpha: float, nll_mask: Any, *, average: bool, needs_both: bool = False,
+) -> PreferenceOutput:  # fmt: skip
+    """The mean of losses(chosen, rejected) over the pairs, plus alpha times the chosen tokens'.
+
+    A pair gives zero if neither response has a kept token, or with needs_both if one has none.
+    """
+    check_pairs(function, log_prob, mask)
+    check_number(function, "beta", beta, above=0)
+    check_number(function, "alpha", alpha)
+    mask = mask != 0
+    if nll_mask is None:
+        nll_mask = mask
+    else:
+        check_mask(function, "nll_mask", nll_mask, log_prob)
+        nll_mask = nll_mask != 0
+    sequences = of_sequences(function, log_prob, mask, average)
+    chosen, rejected = halves(sequences.log_prob)
+    counts = torch.stack(halves(sequences.tokens))
+    present = (counts > 0).all(0) if needs_both else (counts > 0).any(0)
+    loss = batch_mean(losses(chosen, rejected).masked_fill(~present, 0.0))
+    nll_loss = nll(halves(log_prob)[0], halves(nll_mask)[0], chosen.dtype)
+    if alpha != 0:
+        loss = loss + alpha * nll_loss
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return PreferenceOutput(
+        loss, chosen, rejected, beta * chosen, beta * rejected, nll_loss.detach()
+    )
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x <= 0, where it has no cancellation; log(tiny) of 0."""
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
+    near = x > -math.log(2)
+    # Each branch has a harmless argument where the other is taken, so that no gradient is NaN.
+    of_near = torch.log(-torch.expm1(torch.where(near, x, -1.0)))
+    return torch.where(near, of_near, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+
+
+def cpo_sigmoid(d: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    return smoothed(beta * d, label_smoothing)
+
+
+def cpo_hinge(d: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    return torch.relu(1 - beta * d)
+
+
+def cpo_ipo(d: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    return (d - 1 / (2 * beta)) ** 2
+
+
+CPO_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "sigmoid": cpo_sigmoid,
+    "hinge": cpo_hinge,
+    "ipo": cpo_ipo,
+}

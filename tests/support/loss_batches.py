@@ -1,0 +1,50 @@
+"""Random batches for the losses of `liger_ops.losses`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+
+class LossBatch(NamedTuple):
+    """Values of float64; NaN where the mask is not, but for the lists of kept values."""
+
+    mask: Tensor
+    seed: int
+
+    def values(self, number: int, scale: float = 1.0) -> Tensor:
+        """Log-probabilities: negative, and of another seed for each number."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + number)
+        values = -torch.rand(self.mask.shape, generator=generator, dtype=torch.float64) * scale
+        return values.masked_fill(~self.mask, torch.nan)
+
+    def per_row(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.seed + 500 + number)
+        return torch.randn(self.mask.shape[0], generator=generator, dtype=torch.float64)
+
+    def kept(self, values: Tensor) -> list[list[float]]:
+        """The kept values of each row, as numbers."""
+        return [row[m].tolist() for row, m in zip(values, self.mask, strict=True)]
+
+
+@st.composite
+def loss_batches(draw: Any, *, pairs: bool = False) -> LossBatch:
+    """Rows of odd and even lengths, of which any may be masked whole."""
+    rows = draw(st.integers(1, 4)) * (2 if pairs else 1)
+    tokens = draw(st.sampled_from([1, 2, 3, 7]))
+    seed = draw(st.integers(0, 100))
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, tokens, generator=generator) < draw(st.sampled_from([0.4, 0.9, 1.0]))
+    empty = draw(st.sets(st.integers(0, rows - 1)))
+    mask[sorted(empty)] = False
+    return LossBatch(mask, seed)
+
+
+def full_batch(rows: int, tokens: int, seed: int = 0) -> LossBatch:
+    """Every second row ends early; none is masked whole."""
+    mask = torch.ones(rows, tokens, dtype=torch.bool)
+    mask[::2, tokens // 2 + 1 :] = False
+    return LossBatch(mask, seed)
