@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import library
 from ..ops.head import forward_dweight_dtype, forward_gradient_dtype
 from . import checks
-from .cross_entropy import check_gradients, check_options, check_target, losses
+from .cross_entropy import check_gradients, check_options, check_target, check_token_weight, losses
 
 
 @library.fake("linear_cross_entropy_forward")
@@ -61,6 +61,7 @@ def _check(call: Any, mask: str) -> None:
         if tensor.dtype is not x.dtype:
             raise TypeError(f"{op}: {name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
     check_target(call, "x")
+    check_token_weight(call, "x")
     for name in ("bias", "class_weight"):
         checks.shape(call, name, weight.shape[:1], "weight's rows")
     check_options(call, "x")

@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy."""
+"""cross_entropy and log_prob, of logits and with the head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, wide
+from .entry import Draw, Entry, Function, Shape, as_tuple, wide
 from .models import HEAD, VOCABULARY
 
 # The truth has at most this many logits in float64 at a time: a gigabyte.
@@ -27,10 +27,18 @@ def model_head_and_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return model_loss(x @ weight.T, target)
 
 
+def model_log_prob(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy as in trainers."""
+    log_p = wide(logits).log_softmax(-1)
+    log_prob = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return log_prob, -(log_p.exp() * log_p).sum(-1)
+
+
 def truth_by_rows(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The mean loss and its gradients in float64, computed for a part of the rows at a time.
+    """The mean loss, or values per row, and the gradients in float64, computed for a part of the
+    rows at a time.
 
     The first tensor and the last, the target, are split by rows; no token is ignored.
     """
@@ -39,14 +47,18 @@ def truth_by_rows(
     classes = leaves[1].shape[0] if len(leaves) > 1 else leaves[0].shape[1]
     rows = len(target)
     step = max(1, LOGITS_AT_ONCE // classes)
-    total = torch.zeros((), dtype=torch.float64, device=target.device)
+    parts: list[list[Tensor]] = []
     for start in range(0, rows, step):
-        part = target[start : start + step]
-        share = len(part) / rows
-        loss = definition(leaves[0][start : start + step], *leaves[1:], part) * share
-        torch.autograd.backward(loss, dys[0].double())
-        total += loss.detach()
-    return [total, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        part = slice(start, start + step)
+        # The mean of a part counts by the part's share of the rows.
+        share = len(target[part]) / rows
+        values = as_tuple(definition(leaves[0][part], *leaves[1:], target[part]))
+        found = [y if y.dim() else y * share for y in values]
+        upstream = [dy.double()[part] if dy.dim() else dy.double() for dy in dys]
+        torch.autograd.backward(found, upstream)
+        parts.append([y.detach() for y in found])
+    outputs = [torch.cat(ys) if ys[0].dim() else sum(ys) for ys in zip(*parts, strict=True)]
+    return [*outputs, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def _x_weight_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
@@ -80,6 +92,20 @@ ENTRIES = (
         # "full" reads the logits again, because the gradient needs the forward's sums.
         passes={"forward": 1, "full": 3},
         figures=((8192, 32768), (8192, 128256)),
+        models=VOCABULARY,
+        small=(256, 32768),
+        truth=truth_by_rows,
+    ),
+    Entry(
+        op="log_prob",
+        ours=liger_ops.log_prob,
+        eager=model_log_prob,
+        peers={"trl": "selective_log_softmax_and_entropy"},
+        dims=("M", "V"),
+        inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
+        # The backward reads the logits again and writes their gradient.
+        passes={"forward": 1, "backward": 2, "full": 3},
+        figures=((8192, 32768), (8192, 151936)),
         models=VOCABULARY,
         small=(256, 32768),
         truth=truth_by_rows,
