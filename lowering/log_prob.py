@@ -13,14 +13,21 @@ from .cross_entropy import Tokens, per_token
 from .tensors import flat
 
 
-def as_loss(call: Any, logits: Tensor) -> Any:
-    """The call of cross_entropy whose rows have the statistics of `logits` for a call of log_prob:
-    the temperature is part of its softcap and logit_scale."""
+def as_loss(call: Any, first: int = 0) -> Any:
+    """The options of a call of log_prob as a call of cross_entropy, which has no tensors: the
+    temperature is part of softcap and logit_scale. The targets are counted from class `first`."""
     softcap, logit_scale = tempered(call.temperature, call.softcap, call.logit_scale)
     return library.OPS["cross_entropy_forward"].arguments(
-        logits, call.target,
-        ignore_index=call.ignore_index, reduction="none", softcap=softcap, logit_scale=logit_scale,
+        None, None,
+        ignore_index=call.ignore_index - first, reduction="none",
+        softcap=softcap, logit_scale=logit_scale,
     )  # fmt: skip
+
+
+def results(call: Any, log_prob: Tensor, entropy: Tensor, lse: Tensor) -> Tokens:
+    """The targets of a call, and the results to fill."""
+    filled = {"lse": flat(lse), "entropy": flat(entropy), "log_prob": flat(log_prob)}
+    return Tokens(None, flat(call.target), None, **filled)
 
 
 def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> None:
@@ -31,11 +38,7 @@ def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> Non
 
     @library.kernel("log_prob_forward", device, module=module)
     def log_prob_forward(call, log_prob, entropy, lse, plan):
-        loss = as_loss(call, call.logits)
-        tokens = Tokens(
-            None, flat(call.target), None,
-            lse=flat(lse), entropy=flat(entropy), log_prob=flat(log_prob),
-        )  # fmt: skip
+        loss, tokens = as_loss(call), results(call, log_prob, entropy, lse)
         kernels.loss_and_gradient(loss, rows(call.logits), tokens, False, plan)
         kernels.reduce(loss, call.logits.shape[-1], tokens, None, None, lse.new_empty(()))
 
@@ -48,6 +51,5 @@ def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> Non
         upstream = per_token(dloss, None, dlse, None, call.dentropy)
         tokens = Tokens(None, flat(call.target), None, entropy=flat(call.entropy))
         dlogits = dlogits.view(-1, call.logits.shape[-1])
-        loss = as_loss(call, call.logits)
         lse = flat(call.lse)
-        kernels.gradient(loss, upstream, rows(call.logits), tokens, lse, dlogits, plan)
+        kernels.gradient(as_loss(call), upstream, rows(call.logits), tokens, lse, dlogits, plan)

@@ -27,6 +27,7 @@ TINY = {
     "group_norm": (2, 64, 3, 3),
     "rope": (2, 5, 4, 2, 8),
     "linear_cross_entropy": (7, 16, 50),
+    "linear_log_prob": (7, 16, 50),
 }
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
@@ -145,6 +146,15 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         s = x if residual is None else x + residual
         return (rms(s, weight, eps), s) if prenorm else rms(s, weight, eps)
 
+    class ChunkedLogProb:
+        @staticmethod
+        def apply(
+            x: Any, weight: Any, bias: Any, target: Any, temperature: float, chunk_size: int,
+            softcap: Any, logit_scale: float, outputs: tuple[str, ...],
+        ) -> Any:  # fmt: skip
+            assert bias is softcap is None and (temperature, logit_scale) == (1, 1)
+            return *model_log_prob(x @ weight.T, target), None, None, None
+
     modules = {
         "liger_kernel.transformers.functional": {
             "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
@@ -166,7 +176,11 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "softmax": lambda x: F.softmax(x, -1),
             "cross_entropy": lambda x, target: F.cross_entropy(x, target),
         },
-        "trl.trainer.utils": {"selective_log_softmax_and_entropy": model_log_prob},
+        "trl.trainer.utils": {
+            "selective_log_softmax_and_entropy": model_log_prob,
+            "_ChunkedLogProbFunction": ChunkedLogProb,
+            "_CHUNKED_LOGPROB_CHUNK_SIZE": 4096,
+        },
         "quack.rotary": {"apply_rotary_emb": turned},
         "quack.linear_cross_entropy": {
             "chunked_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(

@@ -162,6 +162,7 @@ SHARED = {
     "log_softmax": "softmax",
     "linear_cross_entropy": "cross_entropy",
     "log_prob": "cross_entropy",
+    "linear_log_prob": "cross_entropy",
 }
 
 

@@ -177,6 +177,22 @@ def head() -> Forms:
     )
 
 
+def log_prob_head() -> Forms:
+    plain = {"bias": False, "mask": (True, True, False), "chunk_bytes": None, **PLAIN_LOG_PROB}
+    return Forms(
+        shapes=tuple(
+            {"shape": (ROWS,), "D": D, "V": V, **plain} for D, V in ((512, 1023), (3584, 151936))
+        ),
+        options=({"temperature": 0.7, "softcap": 30.0},),
+        # Without the gradients of the head, the backward takes chunks of tokens.
+        backward_options=({"mask": (True, False, False)},),
+        optional_at=(0, 1),
+        counted={},
+        # It uses the kernels of cross_entropy; the products between them are not Triton's.
+        executed=(),
+    )
+
+
 WEIGHTLESS = {"weight_dtype": None}
 PLAIN = {"weight_dtype": None, "bias_dtype": None}
 MODES = ({"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"})
@@ -297,6 +313,7 @@ OWN_FORMS = {
     "linear_cross_entropy_forward-mean": head(),
     "linear_cross_entropy_forward-none": head(),
     "log_prob_forward": log_prob(),
+    "linear_log_prob_forward": log_prob_head(),
     "swiglu": activation({"up_dtype": FP32}, gradients=2),
     "swiglu-packed": activation(),
     "geglu": activation({"approximate": "none"}, gradients=2),

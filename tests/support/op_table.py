@@ -5,6 +5,7 @@ from __future__ import annotations
 import activation_cases
 import cross_entropy_cases
 import linear_cross_entropy_cases
+import linear_log_prob_cases
 import log_prob_cases
 import norm_cases
 import rope_cases
@@ -21,5 +22,6 @@ OPS: dict[str, OpUnderTest] = {
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,
+        *linear_log_prob_cases.OPS,
     )
 }

@@ -34,6 +34,10 @@ def model_log_prob(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return log_prob, -(log_p.exp() * log_p).sum(-1)
 
 
+def model_head_and_log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return model_log_prob(x @ weight.T, target)
+
+
 def truth_by_rows(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -73,6 +77,22 @@ def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     the gradients as computed and as returned. On an H100, 8192 x 2048 x 128256: 1067 MiB with
     chunks of 512 MiB and of 128, in 20.5 ms and 24.5."""
     return liger_ops.linear_cross_entropy(x, weight, target, accum_dtype=weight.dtype)
+
+
+def _log_prob_summed_in_its_dtype(
+    x: Tensor, weight: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    return liger_ops.linear_log_prob(x, weight, target, accum_dtype=x.dtype)
+
+
+def _trl_linear(package: Any) -> Function:
+    function, chunk = package._ChunkedLogProbFunction, package._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        options = (1.0, chunk, None, 1.0, ("entropy",))
+        return function.apply(x, weight, None, target, *options)[:2]
+
+    return log_prob
 
 
 def _quack_linear(package: Any) -> Function:
@@ -122,6 +142,22 @@ ENTRIES = (
         passes={"full": 6},
         is_matrix_product=True,
         figures=((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),
+        models=HEAD,
+        small=(256, 512, 8192),
+        truth=truth_by_rows,
+    ),
+    Entry(
+        op="linear_log_prob",
+        ours=liger_ops.linear_log_prob,
+        low_memory=_log_prob_summed_in_its_dtype,
+        eager=model_head_and_log_prob,
+        peers={"trl": _trl_linear},
+        dims=("M", "D", "V"),
+        inputs=_x_weight_and_target,
+        # Three products, as with the logits in memory; computing them again takes a fourth.
+        passes={"full": 6},
+        is_matrix_product=True,
+        figures=((8192, 2048, 151936), (8192, 4096, 151936), (32768, 4096, 128256)),
         models=HEAD,
         small=(256, 512, 8192),
         truth=truth_by_rows,
