@@ -51,7 +51,8 @@ def fuse(
       attention function in transformers' registries. On a GPU in half precision they use
       scaled_dot_product_attention for causal masks, flash attention for sliding windows of large
       heads, and flex_attention with a block mask for other windows, padding, packed documents,
-      chunks and sinks. Elsewhere they are the model's own. docs/fuse.md says what is left.
+      chunks, soft caps and sinks. Elsewhere they are the model's own. docs/fuse.md says what is
+      left.
     * The loss: a model with `get_output_embeddings()` whose loss is the cross-entropy of its
       labels, shifted by one or not, and of the output of its head, a torch.nn.Linear, also scaled
       or capped, computes it with `linear_cross_entropy`. The loss may be computed by the model's

@@ -26,7 +26,7 @@ from . import classes
 from .attention_function import attention_function
 from .attention_mask import mask_function
 from .attention_positions import CAUSAL, makes_positions, of_own_positions
-from .attention_probe import adds_sinks
+from .attention_probe import addition
 from .planning import Plan
 from .probing import NotAnOp
 
@@ -40,15 +40,13 @@ EAGER_FUNCTION = "eager_attention_forward"
 # Sizes of heads that flex_attention takes on a GPU.
 HEAD_DIMS = range(16, 257)
 
-# Numbers of a configuration with which its attention is left: dropout, and soft caps, which
-# flex_attention computes more slowly than the model's code. An H200, forward and backward, 2 x 4096
-# tokens, 8 + 4 heads of 256: 5.23 and 3.69 ms.
+SOFTCAP = "attn_logit_softcapping"
+# Numbers of a configuration with which its attention is left.
 OBSTACLES = (
     "attention_dropout",
     "attn_dropout",
     "attn_pdrop",
     "attention_probs_dropout_prob",
-    "attn_logit_softcapping",
 )
 
 # Code that asks for an implementation by its name does not know ours.
@@ -59,10 +57,12 @@ class Facts(NamedTuple):
     """These are the facts about a model that its new class needs.
 
     source: the module with the model's own attention code, or "" if it had "sdpa".
+    adds: what that code adds to softmax attention, "sinks" or "softcap".
     makes_positions: whether it makes consecutive position_ids if it is given none.
     """
 
     source: str
+    adds: str
     makes_positions: bool
 
     @property
@@ -86,8 +86,8 @@ def _look(plan: Plan, name: str, module: nn.Module) -> None:
         return
     if not _is_pretrained(module):
         raise NotAnOp("it is not a PreTrainedModel")
-    facts = Facts(_source(module), makes_positions(cls.forward))
-    options = {"implementation": facts.original, "sinks": bool(facts.source)}
+    facts = Facts(*_source(module), makes_positions(cls.forward))
+    options = {"implementation": facts.original, "adds": facts.adds}
     plan.fuse(name, module, KIND, options)
     plan.changes.append(functools.partial(_apply, module, facts))
 
@@ -115,16 +115,15 @@ def _register(facts: Facts) -> None:
     if facts.source:
         attention = getattr(importlib.import_module(facts.source), EAGER_FUNCTION)
         mask = masking_utils.eager_mask
-    ALL_ATTENTION_FUNCTIONS.register(
-        facts.name, attention_function(attention, has_sinks=bool(facts.source))
-    )
+    options = {"causal_is_none": not facts.source, "gives_means": facts.adds == "softcap"}
+    ALL_ATTENTION_FUNCTIONS.register(facts.name, attention_function(attention, facts.adds))
     masking_utils.AttentionMaskInterface.register(
-        facts.name, mask_function(mask, masking_utils.is_tracing, causal_is_none=not facts.source)
+        facts.name, mask_function(mask, masking_utils.is_tracing, **options)
     )
 
 
-def _source(module: Any) -> str:
-    """The module with the model's eager code, or "" for SDPA.
+def _source(module: Any) -> tuple[str, str]:
+    """The module with the model's eager code, or "" for SDPA, and what that code adds.
 
     Raises:
         NotAnOp: the model's attention is left.
@@ -145,10 +144,15 @@ def _source(module: Any) -> str:
     if not functions:
         raise NotAnOp("its layers do not call an attention function of transformers' registry")
     if implementation == "sdpa":
-        return ""
-    if len(functions) > 1 or not adds_sinks(next(iter(functions))):
-        raise NotAnOp("its attention code is neither SDPA nor softmax attention with sinks")
-    return str(functions.pop().__module__)
+        if cap := getattr(module.config, SOFTCAP, None):
+            raise NotAnOp(f"its configuration has {SOFTCAP}={cap}, which SDPA leaves out")
+        return "", ""
+    adds = addition(next(iter(functions))) if len(functions) == 1 else None
+    if adds is None:
+        raise NotAnOp(
+            "its attention code is neither SDPA nor softmax attention with sinks or a soft cap"
+        )
+    return str(functions.pop().__module__), adds
 
 
 def _check_code(cls: Any) -> None:

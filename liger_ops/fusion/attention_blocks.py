@@ -23,9 +23,14 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Blocks(BlockMask):
-    """A block mask. If it is a causal sliding window and nothing else, `window` is its size."""
+    """A block mask. If it is a causal sliding window and nothing else, `window` is its size.
+
+    `unseen`, (batch, queries), marks the queries that see no key, if these are to get the mean of
+    all values: to flex_attention they then see all keys.
+    """
 
     window: int | None = None
+    unseen: Tensor | None = None
 
     def contiguous(self) -> Blocks:
         """Return itself: generate() calls this method of every mask that it prepares."""
@@ -56,6 +61,34 @@ def block_mask(
     return Blocks(mask_mod=visible, **parts)
 
 
+def showing_unseen(
+    visible: MaskFunction, batch: int, queries: int, keys: int, device: torch.device
+) -> Blocks:
+    """The block mask of a mask function, for attention that gives a query that sees no key the mean
+    of all values."""
+    unseen = _unseen(visible, batch, queries, keys, device)
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible(b, h, q, k) | unseen[b, q]
+
+    made = block_mask(seen, batch, queries, keys, device)
+    made.unseen = unseen
+    return made
+
+
+def _unseen(
+    visible: MaskFunction, batch: int, queries: int, keys: int, device: torch.device
+) -> Tensor:
+    b = torch.arange(batch, device=device).view(-1, 1, 1)
+    q, k = (torch.arange(n, device=device) for n in (queries, keys))
+    rows = queries if torch.compiler.is_compiling() else max(1, ELEMENTS // (batch * keys))
+    parts = [
+        visible(b, torch.zeros_like(b), part.view(1, -1, 1), k.view(1, 1, -1)).any(dim=-1)
+        for part in q.split(rows)
+    ]
+    return ~torch.cat(parts, dim=-1).expand(batch, queries)
+
+
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
@@ -66,6 +99,8 @@ def dense(mask: BlockMask) -> Tensor:
     device = mask.kv_num_blocks.device
     b, q, k = (torch.arange(n, device=device) for n in (mask.kv_num_blocks.shape[0], queries, keys))
     visible = mask.mask_mod(b[:, None, None, None], b.new_zeros(1, 1, 1, 1), q[:, None], k[None, :])
+    if isinstance(mask, Blocks) and mask.unseen is not None:
+        visible = visible & ~mask.unseen[:, None, :, None]
     return visible.expand(mask.kv_num_blocks.shape[0], 1, queries, keys)
 
 

@@ -16,19 +16,23 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from ..lowering.passes.flash_attention import is_faster
+from ..lowering.passes.flex_attention import capped
+from ..lowering.passes.mask.unseen import rounded
 from .attention_blocks import Blocks, dense
 from .attention_mask import HALF
 
 # Arguments that change the results, and that are left to the model's own function.
-LEFT = ("position_bias", "cache", "softcap")
+LEFT = ("position_bias", "cache")
 
 
-def attention_function(original: Callable[..., Any], has_sinks: bool) -> Callable[..., Any]:
+def attention_function(original: Callable[..., Any], adds: str = "") -> Callable[..., Any]:
     """An attention function to register, for layers that may use `original`.
 
-    With `has_sinks`, `original` adds a column of scores, its argument `s_aux`, to the softmax, and
-    adds its mask to the scores. Otherwise it takes boolean masks.
+    If `adds` is "sinks", `original` adds a column of scores, its argument `s_aux`, to the softmax;
+    if it is "softcap", `original` caps the scores by its argument `softcap`. Either adds its mask
+    to the scores; any other `original` takes boolean masks, and neither of the arguments.
     """
+    has_sinks = adds == "sinks"
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
@@ -36,11 +40,14 @@ def attention_function(original: Callable[..., Any], has_sinks: bool) -> Callabl
     ) -> Any:  # fmt: skip
         if isinstance(attention_mask, Blocks):
             sinks = others.get("s_aux") if has_sinks else None
+            softcap = others.get("softcap")
             plain = all(others.get(name) is None for name in LEFT) and dropout == 0
+            plain = plain and (softcap is None or adds == "softcap")
             if plain and (sinks is not None) is has_sinks and not others.get("output_attentions"):
-                return _attention(query, key, value, attention_mask, scaling, sinks), None
+                given = (query, key, value, attention_mask, scaling, sinks, softcap)
+                return _attention(*given), None
             attention_mask = dense(attention_mask)
-            if has_sinks:
+            if adds:
                 attention_mask = torch.where(
                     attention_mask, torch.zeros_like(query[:1, :1, :1, :1]), _lowest(query)
                 )
@@ -56,7 +63,7 @@ def _lowest(x: Tensor) -> float:
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor,
-    mask: Blocks, scale: float | None, sinks: Tensor | None,
+    mask: Blocks, scale: float | None, sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D)."""
     device = query.device.type
@@ -65,9 +72,9 @@ def _attention(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     has_flash = query.dtype in HALF and is_faster(query, key, value)
-    if mask.window is not None and sinks is None and has_flash:
+    if mask.window is not None and sinks is None and softcap is None and has_flash:
         return _flash(query, key, value, mask.window, scale).contiguous()
-    y = _flex(query, key, value, mask, scale, sinks)
+    y = _flex(query, key, value, mask, scale, sinks, softcap)
     return y.transpose(1, 2).contiguous()
 
 
@@ -93,10 +100,15 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float 
 
 def _flex(
     query: Tensor, key: Tensor, value: Tensor,
-    mask: Blocks, scale: float | None, sinks: Tensor | None,
+    mask: Blocks, scale: float | None, sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    options = {"block_mask": mask, "scale": scale, "enable_gqa": True}
-    flex = _engine(query, mask, sinks is not None)
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": True}
+    if softcap is not None:
+        scale = (query.shape[-1] ** -0.5 if scale is None else scale) / softcap
+    options["scale"] = scale
+    if softcap is not None or mask.unseen is not None:
+        options["score_mod"] = _scores(softcap, mask.unseen)
+    flex = _engine(query, mask, sinks is not None, softcap is not None)
     if sinks is None:
         return flex(query, key, value, **options)
     y, aux = flex(query, key, value, **options, return_aux=AuxRequest(lse=True))
@@ -105,12 +117,22 @@ def _flex(
     return (y * share.unsqueeze(-1)).to(query.dtype)
 
 
-def _engine(query: Tensor, mask: Blocks, has_lse: bool) -> Callable[..., Any]:
+def _scores(softcap: float | None, unseen: Tensor | None) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            score = capped(score, softcap)
+        return score if unseen is None else rounded(score, unseen[b, q])
+
+    return score_mod
+
+
+def _engine(query: Tensor, mask: Blocks, has_lse: bool, has_cap: bool) -> Callable[..., Any]:
     """flex_attention, compiled unless it is being traced or runs on the CPU, for tests."""
     if torch.compiler.is_compiling() or query.device.type == "cpu":
         return flex_attention
     code = getattr(mask.mask_mod, "__code__", None)
-    return _compiled(code, query.dtype, query.shape[1], query.shape[-1], has_lse)
+    kind = has_lse, has_cap, mask.unseen is None
+    return _compiled(code, query.dtype, query.shape[1], query.shape[-1], *kind)
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from .attention_blocks import Blocks, MaskFunction, block_mask
+from .attention_blocks import Blocks, MaskFunction, block_mask, showing_unseen
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -24,12 +24,14 @@ EVERYWHERE = False
 
 
 def mask_function(
-    original: Callable[..., Any], is_tracing: Callable[[Tensor], bool], causal_is_none: bool
-) -> Callable[..., Any]:
+    original: Callable[..., Any], is_tracing: Callable[[Tensor], bool], causal_is_none: bool,
+    gives_means: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
     """A mask function to register, for layers that may use `original`.
 
     A causal mask is None if `causal_is_none`, and a block mask otherwise. `is_tracing` says whether
-    the data of a tensor cannot be looked at, as in transformers.
+    the data of a tensor cannot be looked at, as in transformers. With `gives_means`, a query that
+    sees no key is to get the mean of all values, as from a mask that adds the lowest number.
     """
 
     def mask(*args: Any, **given: Any) -> Any:
@@ -46,7 +48,13 @@ def mask_function(
                 made = _blocks(given, _sliding(size))
                 made.window = size
                 return made
-        return _blocks(given, _padded(given["mask_function"], padding))
+        visible = _padded(given["mask_function"], padding)
+        if not gives_means:
+            return _blocks(given, visible)
+        if given.get("dtype") == torch.float16:
+            # Scores added to the lowest float16 are not all the same number.
+            return original(*args, **given)
+        return showing_unseen(visible, *_sizes(given))
 
     return mask
 
@@ -92,8 +100,11 @@ def _runs_on_gpus() -> bool:
 
 
 def _blocks(given: dict[str, Any], visible: MaskFunction) -> Blocks:
-    sizes = given["batch_size"], given["q_length"], given["kv_length"]
-    return block_mask(visible, *sizes, given["device"])
+    return block_mask(visible, *_sizes(given))
+
+
+def _sizes(given: dict[str, Any]) -> tuple[int, int, int, torch.device]:
+    return given["batch_size"], given["q_length"], given["kv_length"], given["device"]
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

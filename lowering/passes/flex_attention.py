@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from .canonical import value
 from .emitter import Emitter
 from .graph_state import fake_mode_of
 from .mask.blocks import BLOCK, Blocks
-from .mask.unseen import rounded
+from .mask.unseen import read_at, rounded
 
 
 def attend(
@@ -70,16 +69,21 @@ def noop(*indices: Tensor) -> Tensor:
     raise AssertionError("stands for the predicate in a block mask")
 
 
+def capped(score: Any, softcap: float) -> Any:
+    """A score that was divided by its soft cap, capped."""
+    return torch.tanh(score) * softcap
+
+
 def _scores(softcap: float | None, unseen: fx.Node | None = None) -> fx.GraphModule:
     """score at (b, h, i, j), or softcap * tanh(score); for a query in `unseen` rounded to 0."""
     graph = fx.Graph()
-    score, b, h, i, _ = (graph.placeholder(name) for name in ("score", "b", "h", "i", "j"))
+    names = ("score", "b", "h", "i", "j", *(() if unseen is None else ("unseen",)))
+    score, b, h, i, _, *read = (fx.Proxy(graph.placeholder(name)) for name in names)
     if softcap is not None:
-        score = graph.call_function(torch.tanh, (score,))
-        score = graph.call_function(operator.mul, (score, softcap))
+        score = capped(score, softcap)
     if unseen is not None:
-        score = rounded(graph, score, (b, h, i), graph.placeholder("unseen"), unseen)
-    graph.output(score)
+        score = rounded(score, read_at(read[0], (b, h, i), value(unseen)))
+    graph.output(score.node)
     return fx.GraphModule(torch.nn.Module(), graph)
 
 

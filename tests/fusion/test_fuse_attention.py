@@ -11,6 +11,7 @@ from torch import nn
 from attention_models import (
     LENGTH,
     NAMES,
+    OWN_CAPS,
     WINDOW,
     batch,
     blocks_everywhere,
@@ -63,6 +64,37 @@ def test_eager(name: str, kind: str, calls: list[Any]) -> None:
     assert len(calls) == LAYERS.get(name, (2, 2))[hides]
     assert unfuse(made) == 1
     assert torch.equal(step(made, inputs)["logits"], expected["logits"])
+
+
+@pytest.mark.skipif(
+    not OWN_CAPS,
+    reason="SDPA is the default of Gemma 2 in an older transformers, and leaves the cap out",
+)
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [("bare", False), ("left", False), ("right", False), ("packed", False), ("left", True)],
+)
+def test_soft_caps(kind: str, compiled: bool) -> None:
+    """Every logit, of padding too: a query that sees no key gets the mean of all values.
+
+    In float32: Gemma 2 computes its softmax in it, and the lowest float64 is infinite there.
+    """
+    made, inputs = model("gemma2", torch.float32), batch(kind)
+    expected = step(made, inputs)
+    fuse_attention(made)
+    torch._dynamo.reset()
+    with blocks_everywhere():
+        call = torch.compile(made, fullgraph=True, backend="aot_eager") if compiled else made
+        found = step(made, inputs, call)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    if kind == "left":
+        set_dropout(made, 0.5)
+        torch.manual_seed(1)
+        with blocks_everywhere():
+            found = step(made, inputs)
+        assert unfuse(made) == 1
+        torch.manual_seed(1)
+        assert_same(found, step(made, inputs))
 
 
 @pytest.mark.parametrize(

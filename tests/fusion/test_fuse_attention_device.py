@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from attention_models import NAMES, batch, fuse_attention, model, step
+from attention_models import NAMES, OWN_CAPS, batch, fuse_attention, model, step
 
 pytestmark = [
     pytest.mark.device_kernels,
@@ -23,7 +23,7 @@ NEAR = 0.02
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["bare", "ones", "right", "left", "packed"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(["gemma2"] if OWN_CAPS else [])])
 def test_as_near_to_truth_as_before(name: str, kind: str, compiled: bool) -> None:
     """Gradients in bfloat16 against the untouched model in float32, with dense masks."""
     inputs = batch(kind, 333, "cuda")

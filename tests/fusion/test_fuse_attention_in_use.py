@@ -22,6 +22,7 @@ from liger_ops.fusion import attention, attention_probe, classes
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 GPT_OSS_CODE = transformers.models.gpt_oss.modeling_gpt_oss
+GEMMA2_CODE = transformers.models.gemma2.modeling_gemma2
 LLAMA_CODE = transformers.models.llama.modeling_llama
 
 
@@ -31,7 +32,8 @@ def test_report_and_unfuse(name: str, original: str) -> None:
     cls = type(made.model)
     (entry,) = fuse_attention(made).fused
     assert (entry.where, entry.kind, entry.op) == ("model", "attention", "attention")
-    assert entry.options == {"implementation": original, "sinks": original == "eager"}
+    adds = {"sdpa": "", "eager": "sinks"}[original]
+    assert entry.options == {"implementation": original, "adds": adds}
     assert made.config._attn_implementation.startswith("liger")
     assert not fuse_attention(made)
     assert unfuse(made) == 1
@@ -65,8 +67,8 @@ REASONS: dict[str, tuple[Any, str]] = {
     ),
     "small heads": (lambda: model("llama", head_dim=8), "its heads have 8 numbers, not 16 to 256"),
     "softcap": (
-        lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES)),
-        "its configuration has attn_logit_softcapping=50.0",
+        lambda: model("gemma3", attn_logit_softcapping=50.0),
+        "its configuration has attn_logit_softcapping=50.0, which SDPA leaves out",
     ),
     "latent": (
         lambda: transformers.DeepseekV3ForCausalLM(
@@ -93,7 +95,7 @@ def test_left_with_a_reason(name: str) -> None:
     assert made.config._attn_implementation == implementation
 
 
-def test_sinks_are_recognised_by_what_is_computed() -> None:
+def test_sinks_and_caps_are_recognised_by_what_is_computed() -> None:
     sinks = GPT_OSS_CODE.eager_attention_forward
 
     def doubled(*args: Any, **options: Any) -> Any:
@@ -105,11 +107,15 @@ def test_sinks_are_recognised_by_what_is_computed() -> None:
         with torch.autocast("cpu", enabled=False):
             return sinks(module, query, key, *others, **options)
 
-    assert attention_probe.adds_sinks(sinks)
-    assert not attention_probe.adds_sinks(wider)
-    assert not attention_probe.adds_sinks(doubled)
-    assert not attention_probe.adds_sinks(LLAMA_CODE.eager_attention_forward)
-    assert not attention_probe.adds_sinks(lambda: None)
+    capped = GEMMA2_CODE.eager_attention_forward
+
+    def always_capped(*args: Any, softcap: float | None, **options: Any) -> Any:
+        return capped(*args, softcap=softcap or 30.0, **options)
+
+    assert attention_probe.addition(sinks) == "sinks"
+    assert attention_probe.addition(capped) == "softcap"
+    for other in (wider, doubled, always_capped, LLAMA_CODE.eager_attention_forward, lambda: None):
+        assert attention_probe.addition(other) is None
 
 
 def test_copies() -> None:
@@ -197,6 +203,6 @@ def test_attention_weights_are_those_of_the_model() -> None:
 
 
 def test_names_of_two_codes_differ() -> None:
-    names = {attention.Facts(source, False).name for source in ("", "a.flash", "b")}
+    names = {attention.Facts(source, "", False).name for source in ("", "a.flash", "b")}
     assert len(names) == 3
     assert not any("flash" in name for name in names)

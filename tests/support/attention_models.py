@@ -47,8 +47,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# `fuse` leaves the attention of the others.
+# In float64 the attention of the others is not exact.
 NAMES = tuple(CONFIGS)
+# Whether the default attention of Gemma 2 is its own. In an older transformers it is SDPA, which
+# leaves the cap out.
+OWN_CAPS = not transformers.Gemma2PreTrainedModel._supports_sdpa
 CONFIGS["gemma2"] = (
     "Gemma2Config",
     {
@@ -56,7 +59,6 @@ CONFIGS["gemma2"] = (
         "layer_types": LAYERS,
         # A cap that the scores of such a model come near to.
         "attn_logit_softcapping": 2.0,
-        # SDPA, the default of older versions of transformers, leaves the cap out.
         "attn_implementation": "eager",
     },
 )

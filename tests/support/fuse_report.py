@@ -44,10 +44,10 @@ that `fuse` fuses, and those that it names in `report.left`; the reasons follow 
 ## Attention
 
 `fuse` registers mask and attention functions in transformers' `AttentionMaskInterface` and
-`AttentionInterface`, and writes their name, `liger`, or `liger_` and a number for code with sinks,
-into the configuration of each model that makes causal masks. `unfuse` writes the model's own name
-there again. `save_pretrained` does not save the name. On an NVIDIA GPU from compute capability 8.0,
-in bfloat16 and float16, also by autocast, and for as many queries as keys:
+`AttentionInterface`, and writes their name, `liger`, or `liger_` and a number for code with sinks
+or soft caps, into the configuration of each model that makes causal masks. `unfuse` writes the
+model's own name there again. `save_pretrained` does not save the name. On an NVIDIA GPU from
+compute capability 8.0, in bfloat16 and float16, also by autocast, and for as many queries as keys:
 
 | mask | engine |
 | --- | --- |
@@ -55,6 +55,7 @@ in bfloat16 and float16, also by autocast, and for as many queries as keys:
 | causal with a sliding window, heads of more than 128 | flash attention: a window, grouped heads |
 | other windows, padding, packed `position_ids`, chunks | flex_attention: a block mask |
 | any of these, with sinks (GPT-OSS) | flex_attention: its result times sigmoid(lse - sink) |
+| any of these, with a soft cap (Gemma 2) | flex_attention: its scores are capped |
 
 A block mask is made once for each kind of mask in a forward, and shared by the layers. No dense
 mask is stored: a compiled model evaluates it inside the sums over blocks of 128 x 128, and an eager
@@ -64,14 +65,15 @@ of its forward shows that it makes consecutive positions.
 
 Everything else is what the model had, dense masks included: other devices, float32, queries that
 follow a cache, masks of four dimensions, mask functions of users, `output_attentions=True`, and
-dropout that is turned on later. A model is left if its attention has dropout or soft caps, which
-flex_attention computes more slowly than the model's code, keys and values of different sizes, or
-an implementation that was chosen, such as flash_attention_2 or, where SDPA is the default, eager.
+dropout that is turned on later. A model is left if its attention has dropout, keys and values of
+different sizes, a soft cap that SDPA leaves out, or an implementation that was chosen, such as
+flash_attention_2 or, where SDPA is the default, eager.
 
 Results are those of the dense mask up to rounding. A query without a visible key, such as padding
-on the left, gives zeros, as SDPA does and as code with sinks does. Documents are packed for the
-models that the implementation "sdpa" packs them for: `position_ids` that start again, and no
-attention_mask. cu_seq_lens alone have no effect, as there.
+on the left, gives zeros, as SDPA does and as code with sinks does. Code with soft caps gives it the
+mean of all values, and so does `fuse`; in float16 such batches take the dense mask. Documents are
+packed for the models that the implementation "sdpa" packs them for: `position_ids` that start
+again, and no attention_mask. cu_seq_lens alone have no effect, as there.
 
 Call `unfuse`, or `fuse(model, attention=False)`, before code that asks for an implementation by its
 name: context parallelism of `Trainer`, continuous batching, `config.output_attentions = True`. A

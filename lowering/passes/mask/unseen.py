@@ -73,18 +73,13 @@ def is_unseen(unseen: fx.Node) -> Condition:
     return at_least(affine(0, {}, {Datum(unseen, places): 1}), affine(1))
 
 
-def rounded(
-    graph: fx.Graph, score: fx.Node, indices: tuple[fx.Node, ...], unseen: fx.Node, like: fx.Node
-) -> fx.Node:
-    """Write a score that is 0 for a query that sees no key, with the gradient of the score.
+def rounded(score: Any, unseen: Any) -> Any:
+    """The score, rounded to 0 where `unseen` is true, with the gradient of the score."""
+    large = unseen * LARGE
+    return (score + large) - large
 
-    `unseen` is the graph's input for `like`, and `indices` are b, h and i.
-    """
-    call = lambda target, *args: graph.call_function(target, args)
-    shape = like.meta["example_value"].shape
-    places = tuple(
-        call(operator.mul, place, 0) if known(size == 1) else place
-        for place, size in zip(indices, shape, strict=True)
-    )
-    large = call(operator.mul, call(operator.getitem, unseen, places), LARGE)
-    return call(operator.sub, call(operator.add, score, large), large)
+
+def read_at(unseen: Any, indices: tuple[Any, ...], like: torch.Tensor) -> Any:
+    """The element of `unseen`, which has the shape of `like`, for the indices b, h and i."""
+    places = zip(indices, like.shape, strict=True)
+    return unseen[tuple(place * 0 if known(size == 1) else place for place, size in places)]
