@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from ..lowering.passes.flash_attention import is_faster
-from ..lowering.passes.flex_attention import capped
+from ..lowering.passes.flex_attention import capped, kernel_options
 from ..lowering.passes.mask.unseen import rounded
 from .attention_blocks import Blocks, dense
 from .attention_mask import HALF
@@ -103,6 +103,7 @@ def _flex(
     mask: Blocks, scale: float | None, sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": True}
+    options["kernel_options"] = kernel_options(query)
     if softcap is not None:
         scale = (query.shape[-1] ** -0.5 if scale is None else scale) / softcap
     options["scale"] = scale

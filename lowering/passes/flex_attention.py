@@ -33,7 +33,7 @@ def attend(
     score = _submodule(emit, "liger_score", _scores(softcap, block_mask.unseen))
     mask = _submodule(emit, "liger_mask", block_mask.predicate)
     parts = _block_tuple(block_mask.blocks, lengths, mask)
-    options = _kernel_options(*map(value, operands))
+    options = _all_options(*map(value, operands))
     scale = scale if softcap is None else scale / softcap
     unseen = () if block_mask.unseen is None else (block_mask.unseen,)
     args = (*operands, score, parts, scale, options, unseen, block_mask.data)
@@ -70,8 +70,12 @@ def noop(*indices: Tensor) -> Tensor:
 
 
 def capped(score: Any, softcap: float) -> Any:
-    """A score that was divided by its soft cap, capped."""
-    return torch.tanh(score) * softcap
+    """softcap * tanh(score), for a score that was divided by its soft cap.
+
+    A GPU computes sigmoid faster than tanh: 2 x 4096 tokens, 8 heads of 256 and 4 of keys take 4.3
+    ms forward and backward instead of 5.1 on an H200. The result differs by softcap * 1e-7.
+    """
+    return torch.sigmoid(score * 2) * (2 * softcap) - softcap
 
 
 def _scores(softcap: float | None, unseen: fx.Node | None = None) -> fx.GraphModule:
@@ -95,11 +99,29 @@ def _submodule(emit: Emitter, name: str, module: fx.GraphModule) -> fx.Node:
         return emit.before.graph.get_attr(f"{name}_{count}")
 
 
-def _kernel_options(query: Tensor, key: Tensor, values: Tensor) -> dict[str, Any]:
-    """The options that flex_attention() itself sets."""
+def kernel_options(query: Tensor) -> dict[str, Any]:
+    """Options of flex_attention's kernels that are faster than its defaults.
+
+    Inside of a region that Dynamo traces, the GPU is a constant.
+    """
+    if query.is_cuda and query.shape[-1] == 256 and _is_hopper(query.device.index):
+        # 8 warps instead of 4. 2 x 4096 tokens, 8 heads and 4 of keys, causal with a soft cap: the
+        # backward takes 2.5 ms instead of 3.4 on an H200.
+        return {"bwd_num_warps": 8}
+    return {}
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper(device: int | None) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _all_options(query: Tensor, key: Tensor, values: Tensor) -> dict[str, Any]:
+    """These options, and those that flex_attention() itself sets."""
     from torch.nn.attention.flex_attention import AuxRequest, _apply_kernel_options
 
-    return dict(_apply_kernel_options(query, key, values, False, None, AuxRequest(lse=True)))
+    given: Any = kernel_options(query)
+    return dict(_apply_kernel_options(query, key, values, False, given, AuxRequest(lse=True)))
 
 
 def _result(node: fx.Node, *arguments: Any) -> tuple[Tensor, ...]:
