@@ -84,6 +84,7 @@ REFUSED = [
     (dpo, {"reward_shift": A, "loss_type": "bco_pair"}, V, "reward_shift must be of shape ()"),
     (dpo, {"pair_weight": A}, V, "pair_weight must be of shape (B,) for"),
     (dpo, {"pair_weight": A[:2], "loss_type": "aot"}, V, "pair_weight must be None for the loss"),
+    (cpo, {"loss_type": ["ipo"]}, T, "cpo_loss: loss_type must be a str, got list"),
     (cpo, {"loss_type": "simpo"}, V, "cpo_loss: loss_type must be one of sigmoid, hinge, ipo"),
     (cpo, {"loss_type": "ipo", "label_smoothing": 0.1}, V, "label_smoothing must be 0 for hinge"),
     (simpo, {"gamma": None}, T, "simpo_loss: gamma must be a number, got NoneType"),
