@@ -50,6 +50,18 @@ REFUSED = [
     (dpo, {"beta": float("nan")}, V, "beta must be above 0, got nan"),
     (dpo, {"discopop_tau": 0.0}, V, "discopop_tau must be above 0, got 0.0"),
     (dpo, {"loss_type": "kto"}, V, "loss_type must be one of sigmoid, hinge, ipo"),
+    (
+        dpo,
+        {"loss_type": None},
+        T,
+        "loss_type must be a str, or a list or tuple of them, got NoneTy",
+    ),
+    (
+        dpo,
+        {"loss_weights": 0.5},
+        T,
+        "loss_weights must be a list or tuple of numbers, or None, got",
+    ),
     (dpo, {"loss_type": []}, V, "loss_weights must hold a number for each loss type"),
     (dpo, {"loss_weights": [1.0, 2.0]}, V, "loss_weights must hold a number for each loss type"),
     (dpo, {"loss_weights": ["a"]}, T, "loss_weights must be a number, got str"),
