@@ -32,6 +32,8 @@ class Tokens(NamedTuple):
     target_logit: Tensor | None = None
     predicted_tokens: Tensor | None = None
     entropy: Tensor | None = None
+    # In place of loss, z_loss and target_logit, which are then None.
+    log_prob: Tensor | None = None
 
     def chunk(self, rows: slice) -> Tokens:
         return Tokens(self.weight, *(None if x is None else x[rows] for x in self[1:]))
@@ -44,6 +46,11 @@ def tokens_of(call, weight, *outputs):
         loss, z_loss = torch.empty_like(lse), torch.empty_like(lse)
     results = (loss, z_loss, lse, target_logit, predicted_tokens, entropy)
     return Tokens(*map(flat, (weight, call.target, call.token_weight, *results)))
+
+
+def per_token(*grads):
+    """Incoming gradients with one dimension, which may have any stride, also 0."""
+    return [None if grad is None else grad.reshape(-1) for grad in grads]
 
 
 def register(
@@ -65,9 +72,7 @@ def register(
     def cross_entropy_backward(call, dlogits, plan):
         reduction = (call.lse, call.total_weight, call.num_items_in_batch, call.reduction)
         dloss, dz_loss = (upstream(grad, *reduction) for grad in (call.dloss, call.dz_loss))
-        grads = (dloss, dz_loss, call.dlse, call.dtarget_logit)
-        # These may have any stride, also 0.
-        grads = [None if grad is None else grad.reshape(-1) for grad in grads]
+        grads = per_token(dloss, dz_loss, call.dlse, call.dtarget_logit, None)
         tokens = Tokens(*map(flat, (call.weight, call.target, call.token_weight)))
         dlogits = dlogits.view(-1, call.logits.shape[-1])
         gradient(call, grads, rows(call.logits), tokens, flat(call.lse), dlogits, plan)

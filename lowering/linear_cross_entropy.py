@@ -194,7 +194,7 @@ def _backward(
     gradients = Gradients(linear, *unfinished)
     del results, unfinished
     for chunk, logits in linear.logits():
-        grads = [None if grad is None else grad[chunk] for grad in upstream]
+        grads = [None if grad is None else grad[chunk] for grad in (*upstream, None)]
         kernels.gradient(call, grads, logits, tokens.chunk(chunk), lse[chunk], logits)
         gradients.add(chunk, logits)
     del logits

@@ -7,6 +7,8 @@ Options that are not used are None, and kernels are compiled without them. Names
 import triton
 import triton.language as tl
 
+from .triton_math import LOWEST
+
 
 @triton.jit
 def effective(logits, logit_scale, softcap):
@@ -22,11 +24,15 @@ def effective(logits, logit_scale, softcap):
 
 @triton.jit
 def logit_gradient(
-    x, p, class_weight, soft, smoothed, hard, logit_scale, softcap,
+    x, p, class_weight, soft, smoothed, hard, dentropy, expectation, logit_scale, softcap,
     HAS_SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of logits. hard is 0 except for the target's class."""
+    """The gradient of a tile of logits. hard is 0 except for the target's class. expectation is the
+    sum of p * x over a row."""
     dx = soft * p - hard
+    if dentropy is not None:
+        # Where p is 0, the product is 0 for -inf too.
+        dx -= dentropy * (p * (tl.maximum(x, LOWEST) - expectation))
     if HAS_SMOOTHING:
         dx -= smoothed * class_weight
     if softcap is not None:

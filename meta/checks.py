@@ -44,11 +44,24 @@ def same_device(call: Any, x: str, *names: str) -> None:
 
 def shape(call: Any, name: str, expected: Sequence[int], meaning: str) -> None:
     tensor = getattr(call, name)
-    if tensor is not None and tuple(tensor.shape) != tuple(expected):
+    if tensor is not None and not _equal(tensor.shape, expected, f"{op(call)}: {name}"):
         raise ValueError(
             f"{op(call)}: {name} must have the shape of {meaning}, {tuple(expected)},"
             f" got {tuple(tensor.shape)}"
         )
+
+
+def _equal(shape: Sequence[int], expected: Sequence[int], name: str) -> bool:
+    """Whether two shapes are equal. If tracing cannot know, as for `x[mask]` and `target[mask]`,
+    the compiled graph asserts it."""
+    try:
+        return tuple(shape) == tuple(expected)
+    except RuntimeError:
+        if len(shape) != len(expected):
+            return False
+        for size, wanted in zip(shape, expected, strict=True):
+            torch._check_value(size == wanted, lambda: f"{name} has another shape than expected")
+        return True
 
 
 def at_least_dims(call: Any, x: str, dims: int, form: str) -> None:
@@ -62,6 +75,14 @@ def choice(call: Any, name: str, accepted: Sequence[str]) -> None:
     if value not in accepted:
         names = ", ".join(map(repr, accepted))
         raise ValueError(f"{op(call)}: {name} must be one of {names}, got {value!r}")
+
+
+def positive(call: Any, *names: str) -> None:
+    """Check that numbers are finite and above 0, unless they are None."""
+    for name in names:
+        value = getattr(call, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{op(call)}: {name} must be a number above 0, got {value}")
 
 
 def epsilon(call: Any) -> None:

@@ -26,6 +26,16 @@ def cross_entropy_backward(call: Any) -> Tensor:
 
 
 def _check(call: Any) -> None:
+    V = check_logits(call)
+    check_token_weight(call, "logits")
+    checks.floating(call, "weight")
+    checks.same_device(call, "logits", "weight")
+    checks.shape(call, "weight", (V,), "(V,)")
+    check_options(call, "logits")
+
+
+def check_logits(call: Any) -> int:
+    """Check logits and target, and return the number of classes."""
     checks.floating(call, "logits")
     checks.at_least_dims(call, "logits", 1, "(..., V)")
     V = call.logits.shape[-1]
@@ -35,10 +45,7 @@ def _check(call: Any) -> None:
             f" {tuple(call.logits.shape)}"
         )
     check_target(call, "logits")
-    checks.floating(call, "weight")
-    checks.same_device(call, "logits", "weight")
-    checks.shape(call, "weight", (V,), "(V,)")
-    check_options(call, "logits")
+    return V
 
 
 def losses(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
@@ -58,14 +65,18 @@ def losses(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def check_target(call: Any, x: str) -> None:
-    """Check target and token_weight, whose shape is that of `x` without its last dimension."""
+    """Check target, whose shape is that of `x` without its last dimension."""
     target = call.target
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{checks.op(call)}: target must be int64 or int32, got {target.dtype}")
-    checks.floating(call, "token_weight")
-    checks.same_device(call, x, "target", "token_weight")
+    checks.same_device(call, x, "target")
     checks.shape(call, "target", getattr(call, x).shape[:-1], f"{x} but for its last dimension")
-    checks.shape(call, "token_weight", target.shape, "target")
+
+
+def check_token_weight(call: Any, x: str) -> None:
+    checks.floating(call, "token_weight")
+    checks.same_device(call, x, "token_weight")
+    checks.shape(call, "token_weight", call.target.shape, "target")
 
 
 def check_options(call: Any, x: str) -> None:
@@ -87,10 +98,7 @@ def check_options(call: Any, x: str) -> None:
         raise ValueError(
             f"{op}: lse_square_scale must be a number of at least 0, got {call.lse_square_scale}"
         )
-    for name in ("softcap", "logit_scale"):
-        value = getattr(call, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{op}: {name} must be a number above 0, got {value}")
+    checks.positive(call, "softcap", "logit_scale")
 
 
 def check_gradients(call: Any, x: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import library
 from ..ops.head import forward_dweight_dtype, forward_gradient_dtype
 from . import checks
-from .cross_entropy import check_gradients, check_options, check_target, losses
+from .cross_entropy import check_gradients, check_options, check_target, check_token_weight, losses
 
 
 @library.fake("linear_cross_entropy_forward")
@@ -46,8 +46,19 @@ def linear_cross_entropy_backward(call: Any) -> tuple[Tensor | None, ...]:
 
 
 def _check(call: Any, mask: str) -> None:
+    checks.floating(call, "class_weight")
+    checks.same_device(call, "x", "class_weight")
+    check_linear(call, mask)
+    check_token_weight(call, "x")
+    checks.shape(call, "class_weight", call.weight.shape[:1], "weight's rows")
+    check_options(call, "x")
+
+
+def check_linear(call: Any, mask: str = "") -> None:
+    """Check the arguments of a linear layer whose logits are chunked, and target. `mask` names the
+    argument that says whether the gradients of x, weight and bias are wanted."""
     op, x, weight, accum_dtype = checks.op(call), call.x, call.weight, call.accum_dtype
-    parameters = ("weight", "bias", "class_weight")
+    parameters = ("weight", "bias")
     checks.floating(call, "x", *parameters)
     checks.at_least_dims(call, "x", 1, "(..., D)")
     checks.same_device(call, "x", *parameters)
@@ -61,16 +72,14 @@ def _check(call: Any, mask: str) -> None:
         if tensor.dtype is not x.dtype:
             raise TypeError(f"{op}: {name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
     check_target(call, "x")
-    for name in ("bias", "class_weight"):
-        checks.shape(call, name, weight.shape[:1], "weight's rows")
-    check_options(call, "x")
+    checks.shape(call, "bias", weight.shape[:1], "weight's rows")
     accepted = {weight.dtype, torch.float64 if weight.dtype is torch.float64 else torch.float32}
     if accum_dtype is not None and accum_dtype not in accepted:
         names = " or ".join(sorted(map(str, accepted)))
         raise ValueError(f"{op}: accum_dtype must be {names} or None, got {accum_dtype}")
     if call.chunk_bytes is not None and call.chunk_bytes < 1:
         raise ValueError(f"{op}: chunk_bytes must be above 0 or None, got {call.chunk_bytes}")
-    if getattr(call, mask)[2] and call.bias is None:
+    if mask and getattr(call, mask)[2] and call.bias is None:
         raise ValueError(
             f"{op}: {mask}[2] must be False without a bias, got {list(getattr(call, mask))}"
         )

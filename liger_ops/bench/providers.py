@@ -14,7 +14,11 @@ OURS = "liger_ops"
 # liger_ops' op with its options for less memory.
 LOW_MEMORY = "low-memory"
 # Peer -> the module with its functions, imported when it is first needed.
-MODULES = {"liger-kernel": "liger_kernel.transformers.functional", "quack": "quack"}
+MODULES = {
+    "liger-kernel": "liger_kernel.transformers.functional",
+    "quack": "quack",
+    "trl": "trl.trainer.utils",
+}
 PROVIDERS = (OURS, LOW_MEMORY, "eager", "aten", "inductor", *MODULES)
 
 

@@ -5,6 +5,7 @@ from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
+from .log_prob import LinearLogProb, LogProb
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -18,6 +19,8 @@ __all__ = [
     "GroupNorm",
     "LayerNorm",
     "LinearCrossEntropyLoss",
+    "LinearLogProb",
+    "LogProb",
     "LogSoftmax",
     "RMSNorm",
     "ReLUSquared",

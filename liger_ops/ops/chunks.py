@@ -1,4 +1,4 @@
-"""The row chunks in which a loss over a vocabulary computes its logits."""
+"""The chunks of rows, or of words, in which a loss over a vocabulary computes its logits."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ ENVIRONMENT = "LIGER_OPS_LOGITS_BYTES"
 # 8192 x 2048 x 128256 in bfloat16 on an H200, forward and backward: 24.7 ms in chunks of 256 MiB,
 # 22.5 ms of 512 MiB, 21.4 ms of 1024 MiB. The first two have the same peak memory.
 DEFAULT_BYTES = 512 * 2**20
+# For a backward whose gradients are in memory beside the chunk.
+BACKWARD_BYTES = 384 * 2**20
 
 # Matrix products are fastest if their sizes are multiples of the kernels' tiles.
 TILE = 128
 
 
 def chunks(
-    M: int, row_bytes: int, chunk_bytes: int | None, later_bytes: int = 0, saved_bytes: int = 0
-) -> Iterator[slice]:
+    M: int, row_bytes: int, chunk_bytes: int | None,
+    later_bytes: int = 0, saved_bytes: int = 0, default: int = DEFAULT_BYTES,
+) -> Iterator[slice]:  # fmt: skip
     """Split M rows into slices of similar size, each at most `chunk_bytes` but at least one row.
 
-    If neither the caller nor the environment sets a size, it is DEFAULT_BYTES or, if larger,
+    If neither the caller nor the environment sets a size, it is `default` or, if larger,
     `later_bytes`, memory that is needed anyway after the last chunk. A single slice of all rows may
     then take `saved_bytes` more, memory that only several slices need. If M is 0, there is one
     empty slice.
     """
     named = chunk_bytes or from_environment()
-    most = named or max(DEFAULT_BYTES, later_bytes)
+    most = named or max(default, later_bytes)
     if M * row_bytes <= (named or most + saved_bytes):
         yield slice(0, M)
         return

@@ -130,8 +130,8 @@ def cross_entropy_forward(
     """
     x = effective(logits, softcap, logit_scale)
     V = x.shape[-1]
-    lse = _logsumexp(x)
-    target_logit = _target_logit(x, target, ignore_index)
+    lse = logsumexp(x)
+    target_logit = picked(x, target, ignore_index, "cross_entropy")
     within = target != ignore_index
     weights, counts = token_weights(target, within, weight, token_weight, x.dtype)
     smooth = None
@@ -215,17 +215,17 @@ def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tens
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def _logsumexp(x: Tensor) -> Tensor:
+def logsumexp(x: Tensor) -> Tensor:
     """`torch.logsumexp`, except that inf gives NaN, as it does in a softmax."""
     lowest = torch.finfo(x.dtype).min
     maximum = x.detach().amax(-1, keepdim=True).clamp(min=lowest)
     return maximum.squeeze(-1) + torch.log(torch.exp(x - maximum).sum(-1))
 
 
-def _target_logit(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+def picked(x: Tensor, target: Tensor, ignore_index: int, op: str) -> Tensor:
     """x at the target, or 0 if the target is ignored. ATen's loss raises if one is out of range."""
     try:
-        picked = torch.nn.functional.nll_loss(
+        negated = torch.nn.functional.nll_loss(
             x.reshape(-1, x.shape[-1]),
             target.reshape(-1).long(),
             ignore_index=ignore_index,
@@ -233,10 +233,10 @@ def _target_logit(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
         )
     except IndexError as error:
         raise IndexError(
-            f"cross_entropy: target must be ignore_index, {ignore_index}, or from 0 to"
+            f"{op}: target must be ignore_index, {ignore_index}, or from 0 to"
             f" {x.shape[-1] - 1}, got one that is not: {error}"
         ) from None
-    return -picked.reshape(target.shape)
+    return -negated.reshape(target.shape)
 
 
 def token_weights(

@@ -31,18 +31,21 @@ def _class_weights(weight_ptr, cols, V, HAS_SMOOTHING: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def cross_entropy_kernel(
     logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
-    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr,
+    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr, log_prob_ptr,
     M, V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
     GRADIENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < M
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    mask = row_mask[:, None] & (cols < V)
-    tile_ptr = logits_ptr + rows[:, None] * stride_logits + cols
-    logits = tl.load(tile_ptr, mask=mask, other=0.0).to(tl.float32)
     target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     ignored = target == ignore_index
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = row_mask[:, None] & (cols < V)
+    if log_prob_ptr is not None:
+        # The results of an ignored token are 0, and its logits are not read.
+        mask = mask & ~ignored[:, None]
+    tile_ptr = logits_ptr + rows[:, None] * stride_logits + cols
+    logits = tl.load(tile_ptr, mask=mask, other=0.0).to(tl.float32)
     within = row_mask & (target >= 0) & (target < V) & (target != ignore_index)
     is_target = cols == tl.where(within, target, -1).to(tl.int32)[:, None]
 
@@ -63,10 +66,14 @@ def cross_entropy_kernel(
         lse, target_logit, weighted_x, classes, weights, counts,
         within, ignored, V, label_smoothing, lse_square_scale,
     )  # fmt: skip
-    tl.store(loss_ptr + rows, loss, mask=row_mask)
-    tl.store(z_loss_ptr + rows, z_loss, mask=row_mask)
-    tl.store(lse_ptr + rows, lse, mask=row_mask)
-    tl.store(target_logit_ptr + rows, target_logit, mask=row_mask)
+    if log_prob_ptr is None:
+        tl.store(loss_ptr + rows, loss, mask=row_mask)
+        tl.store(z_loss_ptr + rows, z_loss, mask=row_mask)
+        tl.store(lse_ptr + rows, lse, mask=row_mask)
+        tl.store(target_logit_ptr + rows, target_logit, mask=row_mask)
+    else:
+        tl.store(log_prob_ptr + rows, tl.where(ignored, 0.0, -loss), mask=row_mask)
+        tl.store(lse_ptr + rows, tl.where(ignored, 0.0, lse), mask=row_mask)
     if entropy_ptr is not None:
         # Where the exponential is 0, the product is 0 for -inf too.
         expectation = tl.sum(exp * tl.maximum(x, LOWEST), 1) / sum
@@ -83,7 +90,7 @@ def cross_entropy_kernel(
             smoothed = smoothed[:, None]
         dx = logit_gradient(
             capped, flushed_exp(capped - lse[:, None]), class_weights, soft[:, None],
-            smoothed, tl.where(is_target, hard[:, None], 0.0), logit_scale, softcap,
+            smoothed, tl.where(is_target, hard[:, None], 0.0), None, None, logit_scale, softcap,
             label_smoothing is not None,
         )  # fmt: skip
         # An ignored token's logits may hold NaN.
@@ -125,7 +132,7 @@ def _lanes_updated(
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_online_kernel(
     logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
-    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr,
+    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr, log_prob_ptr,
     V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
     GRADIENT: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +158,11 @@ def cross_entropy_online_kernel(
     expectations = tl.zeros((LANES,), tl.float32)
     best = tl.full((LANES,), -float("inf"), tl.float32)
     predictions = tl.zeros((LANES,), tl.int32)
-    whole = V // BLOCK_N * BLOCK_N
+    readable = V
+    if log_prob_ptr is not None:
+        # The results of an ignored token are 0, and its logits are not read.
+        readable = tl.where(ignored, 0, V)
+    whole = readable // BLOCK_N * BLOCK_N
     for start in tl.range(0, whole, BLOCK_N, num_stages=NUM_STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         logits = tl.load(logits_ptr + cols, eviction_policy=POLICY).to(tl.float32)
@@ -161,7 +172,7 @@ def cross_entropy_online_kernel(
             weighted_xs, expectations, best, predictions,
             HAS_SMOOTHING, entropy_ptr is not None, predicted_ptr is not None,
         )  # fmt: skip
-    if whole < V:
+    if whole < readable:
         cols = whole + tl.arange(0, BLOCK_N)
         logits = tl.load(
             logits_ptr + cols, mask=cols < V, other=-float("inf"), eviction_policy=POLICY
@@ -185,10 +196,14 @@ def cross_entropy_online_kernel(
         lse, target_logit, tl.sum(weighted_xs, 0), classes, weights,
         counts, within, ignored, V, label_smoothing, lse_square_scale,
     )  # fmt: skip
-    tl.store(loss_ptr + row, loss)
-    tl.store(z_loss_ptr + row, z_loss)
-    tl.store(lse_ptr + row, lse)
-    tl.store(target_logit_ptr + row, tl.where(within, target_logit, 0.0))
+    if log_prob_ptr is None:
+        tl.store(loss_ptr + row, loss)
+        tl.store(z_loss_ptr + row, z_loss)
+        tl.store(lse_ptr + row, lse)
+        tl.store(target_logit_ptr + row, tl.where(within, target_logit, 0.0))
+    else:
+        tl.store(log_prob_ptr + row, tl.where(ignored, 0.0, -loss))
+        tl.store(lse_ptr + row, tl.where(ignored, 0.0, lse))
     if entropy_ptr is not None:
         expectation = tl.sum(expectations * rescaled, 0) / sum
         tl.store(entropy_ptr + row, tl.where(ignored, 0.0, lse - expectation))
@@ -213,8 +228,8 @@ def cross_entropy_online_kernel(
             x = effective(logits, logit_scale, softcap)
             dx = logit_gradient(
                 x, flushed_exp(x - lse), _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
-                soft, smoothed, tl.where(cols == column, hard, 0.0), logit_scale, softcap,
-                HAS_SMOOTHING,
+                soft, smoothed, tl.where(cols == column, hard, 0.0), None, None,
+                logit_scale, softcap, HAS_SMOOTHING,
             )  # fmt: skip
             dx = dx.to(logits_ptr.dtype.element_ty)
             tl.store(logits_ptr + cols, dx, mask=cols < V, cache_modifier=".cs")
@@ -231,10 +246,11 @@ def _upstream(ptr, rows, stride, row_mask):
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def cross_entropy_backward_kernel(
-    dloss_ptr, dz_loss_ptr, dlse_ptr, dtarget_logit_ptr, logits_ptr, target_ptr,
-    weight_ptr, classes_ptr, token_weight_ptr, lse_ptr, dlogits_ptr,
+    dloss_ptr, dz_loss_ptr, dlse_ptr, dtarget_logit_ptr, dentropy_ptr, logits_ptr, target_ptr,
+    weight_ptr, classes_ptr, token_weight_ptr, lse_ptr, entropy_ptr, dlogits_ptr,
     M, V,
-    stride_dloss, stride_dz_loss, stride_dlse, stride_dtarget_logit, stride_logits, stride_dlogits,
+    stride_dloss, stride_dz_loss, stride_dlse, stride_dtarget_logit, stride_dentropy,
+    stride_logits, stride_dlogits,
     ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -261,6 +277,14 @@ def cross_entropy_backward_kernel(
     nonzero = within
     if dlse_ptr is not None:
         nonzero = within | (row_mask & (dlse != 0.0))
+    dentropy, expectation = None, None
+    if dentropy_ptr is not None:
+        dentropy = _upstream(dentropy_ptr, rows, stride_dentropy, row_mask)
+        dentropy = tl.where(target != ignore_index, dentropy, 0.0)
+        nonzero = nonzero | (row_mask & (dentropy != 0.0))
+        entropy = tl.load(entropy_ptr + rows, mask=row_mask, other=0.0)
+        expectation = tl.where(nonzero, lse - entropy, 0.0)[:, None]
+        dentropy = dentropy[:, None]
     nonzero = nonzero[:, None]
     lse = tl.where(nonzero, lse[:, None], 0.0)
     column = tl.where(within, target, -1).to(tl.int32)[:, None]
@@ -275,8 +299,8 @@ def cross_entropy_backward_kernel(
         dx = logit_gradient(
             x, flushed_exp(x - lse),
             _class_weights(weight_ptr, cols, V, label_smoothing is not None), soft,
-            smoothed, tl.where(cols == column, hard, 0.0), logit_scale, softcap,
-            label_smoothing is not None,
+            smoothed, tl.where(cols == column, hard, 0.0), dentropy, expectation,
+            logit_scale, softcap, label_smoothing is not None,
         )  # fmt: skip
         dx = dx.to(dlogits_ptr.dtype.element_ty)
         tl.store(dlogits_ptr + cols, dx, mask=mask & row_mask[:, None])

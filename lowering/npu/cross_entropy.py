@@ -26,11 +26,14 @@ COSTS.update(
     {
         # (1, 8192): 42.1%, (1, 16384): 83.8%, (2, 1024): 12.9%.
         "cross_entropy": Cost({2: 10.1, 4: 10.1}, {2: 10.1, 4: 10.1}),
+        # With the entropy alone. (1, 4096): 67.5%, (2, 1024): 36.1%.
+        "cross_entropy_entropy": Cost({2: 32.4, 4: 32.4}, {2: 32.4, 4: 32.4}),
         # With all options. (1, 2048): 65.9%, (1, 4096): 92.2%, (2, 1024): 65.7%.
         "cross_entropy_options": Cost({2: 63.3, 4: 63.3}, {2: 63.3, 4: 63.3}),
         # (1, 4096): 71.1%, (1, 8192): overflow, (2, 1024): 38.5%.
         "cross_entropy_backward": Cost({2: 34.2, 4: 34.2}, {2: 34.2, 4: 34.2}),
-        # With all options. (1, 2048): 52.4%, (1, 4096): 96.2%, (2, 1024): 55.3%.
+        # With all options, or the entropy's gradient, which takes more with a softcap alone:
+        # (1, 2048): 61.1%, (1, 4096): 96.2%, (2, 1024): 59.9%.
         "cross_entropy_options_backward": Cost({2: 50.4, 4: 50.4}, {2: 50.4, 4: 50.4}),
     }
 )
@@ -100,7 +103,8 @@ def _walk_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gradient_kernel(
-    logits_ptr, weight_ptr, lse_ptr, soft_ptr, smoothed_ptr, hard_ptr, column_ptr, dlogits_ptr,
+    logits_ptr, weight_ptr, lse_ptr, soft_ptr, smoothed_ptr, hard_ptr, column_ptr,
+    dentropy_ptr, expectation_ptr, dlogits_ptr,
     M, V, softcap, logit_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -115,6 +119,10 @@ def _gradient_kernel(
         smoothed = 0.0
         if smoothed_ptr is not None:
             smoothed = load(smoothed_ptr + row, rows, row_mask)
+        dentropy, expectation = None, None
+        if dentropy_ptr is not None:
+            dentropy = load(dentropy_ptr + row, rows, row_mask)
+            expectation = load(expectation_ptr + row, rows, row_mask)
         for col in tl.range(0, V, BLOCK_N):
             count = remaining(V, col, BLOCK_N)
             mask = row_mask & (cols < count)
@@ -129,7 +137,7 @@ def _gradient_kernel(
             is_target = (cols == column - col).to(tl.float32)
             dx = logit_gradient(
                 x, tl.exp(x - lse), class_weight, soft, smoothed,
-                hard * is_target, logit_scale, softcap,
+                hard * is_target, dentropy, expectation, logit_scale, softcap,
                 smoothed_ptr is not None,
             )  # fmt: skip
             tl.store(dlogits_ptr + start + offsets, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
@@ -146,14 +154,14 @@ def loss_and_gradient(
     M, V = logits.shape
     if M == 0:
         return
-    weight, target, token_weight, loss, z_loss, lse, target_logit, predicted_tokens, entropy = (
+    weight, target, token_weight, loss, z_loss, lse, *_, predicted_tokens, entropy, log_prob = (
         tokens
     )
     weighted_x = torch.empty_like(lse) if call.label_smoothing != 0 else None
     predicted = None if predicted_tokens is None else lse.new_empty(M, dtype=torch.int32)
-    extras = (weighted_x, call.softcap, predicted, entropy)
-    plain = all(extra is None for extra in extras)
-    name = "cross_entropy" if plain else "cross_entropy_options"
+    name = "cross_entropy" if entropy is None else "cross_entropy_entropy"
+    if any(extra is not None for extra in (weighted_x, call.softcap, predicted)):
+        name = "cross_entropy_options"
     forward_plan = plan or tiling.plan(name, V, logits)
     launch(
         _walk_kernel, forward_plan, cdiv(M, forward_plan.BLOCK_M),
@@ -165,7 +173,15 @@ def loss_and_gradient(
     column = torch.where(inside, target, 0).long()
     picked = logits.gather(1, column.unsqueeze(1)).squeeze(1)
     picked = definition.effective(picked, call.softcap, call.logit_scale)
-    target_logit.copy_(torch.where(inside, picked, 0.0))
+    target_logit = torch.where(inside, picked, 0.0)
+    if entropy is not None:
+        entropy.copy_(torch.where(ignored, 0.0, entropy))
+    if log_prob is not None:
+        value = torch.where(inside, target_logit - lse, float("nan"))
+        log_prob.copy_(torch.where(ignored, 0.0, value))
+        lse.copy_(torch.where(ignored, 0.0, lse))
+        return
+    tokens.target_logit.copy_(target_logit)
     weights, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)
     class_sum = _class_sum(weight, V, call.label_smoothing)
     smooth = None if weighted_x is None else (class_sum * lse - weighted_x) / V
@@ -177,15 +193,13 @@ def loss_and_gradient(
         result.copy_(torch.where(inside | ignored, value, float("nan")))
     if predicted_tokens is not None:
         predicted_tokens.copy_(predicted)
-    if entropy is not None:
-        entropy.copy_(torch.where(ignored, 0.0, entropy))
     if gradient:
         factors = definition.gradient_factors(
             torch.ones_like(lse), None, None, None, lse, weights, counts, inside,
             class_sum, V, call.label_smoothing, call.lse_square_scale,
         )  # fmt: skip
         column = torch.where(inside, target, -1)
-        _launch_gradient(call, factors, column, logits, weight, lse, logits, plan)
+        _launch_gradient(call, factors, column, None, None, logits, weight, lse, logits, plan)
 
 
 def gradient(
@@ -194,36 +208,49 @@ def gradient(
 ) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
-    upstream: (M,) each, of any stride, also 0, with the reduction's factor included. logits and
-    dlogits: (M, V), contiguous, as is lse.
+    upstream: the gradients of loss, z_loss, lse, target_logit and entropy: (M,) each, of any
+    stride, also 0, with the reduction's factor included. logits and dlogits: (M, V), contiguous, as
+    are lse and tokens.
     """
     M, V = logits.shape
     if M == 0:
         return
     weight, target, token_weight, *_ = tokens
+    *upstream, dentropy = upstream
     inside = _inside(target, V, call.ignore_index)
     factors = definition.gradient_factors(
         *upstream, lse,
         *definition.token_weights(target, inside, weight, token_weight, torch.float32), inside,
         _class_sum(weight, V, call.label_smoothing), V, call.label_smoothing, call.lse_square_scale,
     )  # fmt: skip
+    expectation = None
+    if dentropy is not None:
+        soft, smoothed, hard, alive = factors
+        dentropy = torch.where(target == call.ignore_index, 0.0, dentropy.to(lse.dtype))
+        alive = alive | (dentropy != 0)
+        expectation = torch.where(alive, lse - tokens.entropy, 0.0)
+        factors = (soft, smoothed, hard, alive)
     column = torch.where(inside, target, -1)
-    _launch_gradient(call, factors, column, logits, weight, lse, dlogits, plan)
+    _launch_gradient(
+        call, factors, column, dentropy, expectation, logits, weight, lse, dlogits, plan
+    )
 
 
 def _launch_gradient(
     call: Any, factors: tuple[Tensor, Tensor, Tensor, Tensor], column: Tensor,
+    dentropy: Tensor | None, expectation: Tensor | None,
     logits: Tensor, weight: Tensor | None, lse: Tensor, dlogits: Tensor, plan: Plan | None,
 ) -> None:  # fmt: skip
     M, V = logits.shape
     smoothing = call.label_smoothing != 0
     soft, smoothed, hard, alive = factors
-    name = "cross_entropy" if call.softcap is None and not smoothing else "cross_entropy_options"
+    plain = call.softcap is None and not smoothing and dentropy is None
+    name = "cross_entropy" if plain else "cross_entropy_options"
     plan = plan or tiling.plan(f"{name}_backward", V, logits)
     launch(
         _gradient_kernel, plan, cdiv(M, plan.BLOCK_M),
         logits, weight if smoothing else None, torch.where(alive, lse, float("inf")),
-        soft, smoothed if smoothing else None, hard, column.int(), dlogits,
+        soft, smoothed if smoothing else None, hard, column.int(), dentropy, expectation, dlogits,
         M, V, call.softcap, _scale(call),
     )  # fmt: skip
 

@@ -10,12 +10,17 @@ import torch._functorch.config as functorch_config
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-# Their forward may also compute the gradients; recomputing it would recompute all logits.
+# Their forward may also compute the gradients; recomputing it would recompute all logits, to save a
+# few numbers per token.
 SAVED = {
     "linear_cross_entropy",
     "linear_cross_entropy_forward",
     "cross_entropy",
     "cross_entropy_forward",
+    "linear_log_prob",
+    "linear_log_prob_forward",
+    "log_prob",
+    "log_prob_forward",
 }
 
 

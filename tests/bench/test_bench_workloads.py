@@ -18,6 +18,7 @@ from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
     model_head_and_loss,
+    model_log_prob,
     model_loss,
     truth_by_rows,
 )
@@ -26,6 +27,7 @@ TINY = {
     "group_norm": (2, 64, 3, 3),
     "rope": (2, 5, 4, 2, 8),
     "linear_cross_entropy": (7, 16, 50),
+    "linear_log_prob": (7, 16, 50),
 }
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
@@ -56,7 +58,8 @@ def test_ours_and_torchs_compute_the_same(op: str) -> None:
 
 @EVERY_OP
 def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
-    """The bytes are counted again from the tensors, without the small parameters and tables."""
+    """The bytes are counted again from the tensors, without the small parameters, the tables, and
+    the results per row."""
     entry, shape = ENTRIES[op], TINY.get(op, (6, 32))
     if entry.is_matrix_product:
         rows, width, classes = shape
@@ -64,11 +67,11 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
         return
     call = call_of(op, "liger_ops", torch.float32)
     read = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
-    outputs = [y.numel() for y in call.forward() if y.dim() > 0]
+    outputs = [y.numel() for y in call.forward() if y.dim() > 1]
     work = entry.work(shape)
     assert work["forward"] == sum(read) + sum(outputs)
     if "backward" in work:
-        dys = sum(dy.numel() for dy in call.dys)
+        dys = sum(dy.numel() for dy in call.dys if dy.dim() > 1)
         # rope's backward needs neither q nor k; the sum and its one gradient stand for two inputs;
         # softmax's needs the output, of the input's size.
         saved = {"rope": 0, "fused_add_rms_norm": read[0]}.get(op, sum(read))
@@ -94,10 +97,12 @@ def test_the_truth_by_rows_is_the_truth(at_once: int, monkeypatch: pytest.Monkey
     for definition, tensors in (
         (model_loss, [draw.leaf(7, 50), draw.classes(7, 50)]),
         (model_head_and_loss, [draw.leaf(7, 16), draw.leaf(50, 16), draw.classes(7, 50)]),
+        (model_log_prob, [draw.leaf(7, 50), draw.classes(7, 50)]),
     ):
+        if definition is model_log_prob:
+            dys = [draw.normal(7), draw.normal(7)]
         parts, whole = (f(definition, tensors, dys) for f in (truth_by_rows, truth_at_once))
-        torch.testing.assert_close(parts[0], whole[0], rtol=1e-12, atol=0)
-        for found, expected in zip(parts[1:], whole[1:], strict=True):
+        for found, expected in zip(parts, whole, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -141,6 +146,15 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         s = x if residual is None else x + residual
         return (rms(s, weight, eps), s) if prenorm else rms(s, weight, eps)
 
+    class ChunkedLogProb:
+        @staticmethod
+        def apply(
+            x: Any, weight: Any, bias: Any, target: Any, temperature: float, chunk_size: int,
+            softcap: Any, logit_scale: float, outputs: tuple[str, ...],
+        ) -> Any:  # fmt: skip
+            assert bias is softcap is None and (temperature, logit_scale) == (1, 1)
+            return *model_log_prob(x @ weight.T, target), None, None, None
+
     modules = {
         "liger_kernel.transformers.functional": {
             "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
@@ -162,6 +176,11 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "softmax": lambda x: F.softmax(x, -1),
             "cross_entropy": lambda x, target: F.cross_entropy(x, target),
         },
+        "trl.trainer.utils": {
+            "selective_log_softmax_and_entropy": model_log_prob,
+            "_ChunkedLogProbFunction": ChunkedLogProb,
+            "_CHUNKED_LOGPROB_CHUNK_SIZE": 4096,
+        },
         "quack.rotary": {"apply_rotary_emb": turned},
         "quack.linear_cross_entropy": {
             "chunked_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(
@@ -169,7 +188,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             )
         },
     }
-    for name in ("liger_kernel", "liger_kernel.transformers", *modules):
+    for name in ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", *modules):
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

@@ -161,6 +161,8 @@ SHARED = {
     "fused_add_rms_norm": "rms_norm",
     "log_softmax": "softmax",
     "linear_cross_entropy": "cross_entropy",
+    "log_prob": "cross_entropy",
+    "linear_log_prob": "cross_entropy",
 }
 
 

@@ -155,7 +155,8 @@ def activation_calls(
 def cross_entropy_calls(
     kernel: dict[str, Callable[..., Any]], logits: torch.Tensor
 ) -> Iterator[Callable[[], Any]]:
-    """The plain loss, and all options at once; the gradient overwrites the logits."""
+    """The plain loss, and all options at once; the gradient overwrites the logits. And log_prob,
+    which launches the same kernels."""
     M, V = logits.shape
     target, row = torch.zeros(M, dtype=torch.int64), torch.zeros(M)
     weight, items, one = torch.ones(V), torch.tensor(M), torch.tensor(1.0)
@@ -163,6 +164,10 @@ def cross_entropy_calls(
     full = (logits, target, weight, row, items, -100, "mean", 0.1, 1e-4, 30.0, 0.5)
     yield lambda: kernel["cross_entropy_forward"](*plain)
     yield lambda: kernel["cross_entropy_forward"](*full, True, True)
+    for options in ((0.7, None, 1.0, -100), (0.7, 30.0, 0.5, -100)):
+        yield lambda options=options: kernel["log_prob_forward"](logits, target, *options)
+        inputs = (row, row, None, logits, target, row, row, *options)
+        yield lambda inputs=inputs: kernel["log_prob_backward"](*inputs)
     for args, grads in ((plain, (one, None, None, None)), (full, (one, one, row, row))):
         inputs = (*args[:5], row, one, *args[5:])
         yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)

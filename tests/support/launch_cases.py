@@ -136,6 +136,32 @@ def loss() -> Forms:
     )
 
 
+PLAIN_LOG_PROB = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0}
+
+
+def log_prob() -> Forms:
+    def form(V: int, M: int = ROWS, **fields: Any) -> Fields:
+        return {"shape": (M, V), **PLAIN_LOG_PROB, **fields}
+
+    return Forms(
+        shapes=tuple(form(V) for V in VOCABULARIES),
+        options=({"temperature": 0.7}, {"temperature": 0.7, "softcap": 30.0}),
+        backward_options=({"output_mask": (True, False, False)},),
+        optional_at=(1, 2, 3, 5),
+        # The logits of ignored tokens are not read.
+        counted={
+            i: {"shape": (rows, VOCABULARIES[i]), "ignored": 0}
+            for i, rows in {3: 3, 4: 2, 5: 1}.items()
+        },
+        executed=(
+            form(300, M=7, tile=(4, 64)),
+            form(100, M=5, tile=(2, 128)),
+            form(300, M=7, tile=(1, 64)),
+            form(5000, M=3),
+        ),
+    )
+
+
 def head() -> Forms:
     plain = {"class_weight": False, "token_weight": False, "num_items": False, "rows": None}
     plain |= {"label_smoothing": 0.0, "lse_square_scale": 0.0, "softcap": None, "logit_scale": 1.0}
@@ -144,6 +170,22 @@ def head() -> Forms:
             {"shape": (ROWS,), "D": D, "V": V, **plain} for D, V in ((512, 1023), (4096, 128256))
         ),
         options=({**SMOOTHED, "class_weight": True, "softcap": 30.0, "logit_scale": 0.5},),
+        optional_at=(0, 1),
+        counted={},
+        # It uses the kernels of cross_entropy; the products between them are not Triton's.
+        executed=(),
+    )
+
+
+def log_prob_head() -> Forms:
+    plain = {"bias": False, "mask": (True, True, False), "chunk_bytes": None, **PLAIN_LOG_PROB}
+    return Forms(
+        shapes=tuple(
+            {"shape": (ROWS,), "D": D, "V": V, **plain} for D, V in ((512, 1023), (3584, 151936))
+        ),
+        options=({"temperature": 0.7, "softcap": 30.0},),
+        # Without the gradients of the head, the backward takes chunks of tokens.
+        backward_options=({"mask": (True, False, False)},),
         optional_at=(0, 1),
         counted={},
         # It uses the kernels of cross_entropy; the products between them are not Triton's.
@@ -270,6 +312,8 @@ OWN_FORMS = {
     "cross_entropy_forward-none": loss(),
     "linear_cross_entropy_forward-mean": head(),
     "linear_cross_entropy_forward-none": head(),
+    "log_prob_forward": log_prob(),
+    "linear_log_prob_forward": log_prob_head(),
     "swiglu": activation({"up_dtype": FP32}, gradients=2),
     "swiglu-packed": activation(),
     "geglu": activation({"approximate": "none"}, gradients=2),
@@ -298,7 +342,14 @@ FORMS = {
 
 
 def _label(dtype: torch.dtype, form: Fields) -> str:
-    usual = {**HEADS, **PLAIN_LOSS, "rows": None, "shape": form["shape"]}
+    usual = {
+        **HEADS,
+        **PLAIN_LOSS,
+        **PLAIN_LOG_PROB,
+        "ignored": 0,
+        "rows": None,
+        "shape": form["shape"],
+    }
     named = {key: value for key, value in form.items() if usual.get(key, ...) != value}
     shape = "x".join(map(str, form["shape"]))
     options = (f"{key}={DTYPES.get(value, value)}" for key, value in named.items())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import activation_cases
 import cross_entropy_cases
 import linear_cross_entropy_cases
+import linear_log_prob_cases
+import log_prob_cases
 import norm_cases
 import rope_cases
 import softmax_cases
@@ -19,5 +21,7 @@ OPS: dict[str, OpUnderTest] = {
         *rope_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
+        *log_prob_cases.OPS,
+        *linear_log_prob_cases.OPS,
     )
 }

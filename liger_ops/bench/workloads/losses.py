@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy."""
+"""cross_entropy and log_prob, of logits and with the head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, wide
+from .entry import Draw, Entry, Function, Shape, as_tuple, wide
 from .models import HEAD, VOCABULARY
 
 # The truth has at most this many logits in float64 at a time: a gigabyte.
@@ -27,10 +27,22 @@ def model_head_and_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return model_loss(x @ weight.T, target)
 
 
+def model_log_prob(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy as in trainers."""
+    log_p = wide(logits).log_softmax(-1)
+    log_prob = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return log_prob, -(log_p.exp() * log_p).sum(-1)
+
+
+def model_head_and_log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return model_log_prob(x @ weight.T, target)
+
+
 def truth_by_rows(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The mean loss and its gradients in float64, computed for a part of the rows at a time.
+    """The mean loss, or values per row, and the gradients in float64, computed for a part of the
+    rows at a time.
 
     The first tensor and the last, the target, are split by rows; no token is ignored.
     """
@@ -39,14 +51,18 @@ def truth_by_rows(
     classes = leaves[1].shape[0] if len(leaves) > 1 else leaves[0].shape[1]
     rows = len(target)
     step = max(1, LOGITS_AT_ONCE // classes)
-    total = torch.zeros((), dtype=torch.float64, device=target.device)
+    parts: list[list[Tensor]] = []
     for start in range(0, rows, step):
-        part = target[start : start + step]
-        share = len(part) / rows
-        loss = definition(leaves[0][start : start + step], *leaves[1:], part) * share
-        torch.autograd.backward(loss, dys[0].double())
-        total += loss.detach()
-    return [total, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        part = slice(start, start + step)
+        # The mean of a part counts by the part's share of the rows.
+        share = len(target[part]) / rows
+        values = as_tuple(definition(leaves[0][part], *leaves[1:], target[part]))
+        found = [y if y.dim() else y * share for y in values]
+        upstream = [dy.double()[part] if dy.dim() else dy.double() for dy in dys]
+        torch.autograd.backward(found, upstream)
+        parts.append([y.detach() for y in found])
+    outputs = [torch.cat(ys) if ys[0].dim() else sum(ys) for ys in zip(*parts, strict=True)]
+    return [*outputs, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def _x_weight_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
@@ -61,6 +77,22 @@ def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     the gradients as computed and as returned. On an H100, 8192 x 2048 x 128256: 1067 MiB with
     chunks of 512 MiB and of 128, in 20.5 ms and 24.5."""
     return liger_ops.linear_cross_entropy(x, weight, target, accum_dtype=weight.dtype)
+
+
+def _log_prob_summed_in_its_dtype(
+    x: Tensor, weight: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    return liger_ops.linear_log_prob(x, weight, target, accum_dtype=x.dtype)
+
+
+def _trl_linear(package: Any) -> Function:
+    function, chunk = package._ChunkedLogProbFunction, package._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        options = (1.0, chunk, None, 1.0, ("entropy",))
+        return function.apply(x, weight, None, target, *options)[:2]
+
+    return log_prob
 
 
 def _quack_linear(package: Any) -> Function:
@@ -85,6 +117,20 @@ ENTRIES = (
         truth=truth_by_rows,
     ),
     Entry(
+        op="log_prob",
+        ours=liger_ops.log_prob,
+        eager=model_log_prob,
+        peers={"trl": "selective_log_softmax_and_entropy"},
+        dims=("M", "V"),
+        inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
+        # The backward reads the logits again and writes their gradient.
+        passes={"forward": 1, "backward": 2, "full": 3},
+        figures=((8192, 32768), (8192, 151936)),
+        models=VOCABULARY,
+        small=(256, 32768),
+        truth=truth_by_rows,
+    ),
+    Entry(
         op="linear_cross_entropy",
         ours=liger_ops.linear_cross_entropy,
         low_memory=_summed_in_its_dtype,
@@ -96,6 +142,22 @@ ENTRIES = (
         passes={"full": 6},
         is_matrix_product=True,
         figures=((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),
+        models=HEAD,
+        small=(256, 512, 8192),
+        truth=truth_by_rows,
+    ),
+    Entry(
+        op="linear_log_prob",
+        ours=liger_ops.linear_log_prob,
+        low_memory=_log_prob_summed_in_its_dtype,
+        eager=model_head_and_log_prob,
+        peers={"trl": _trl_linear},
+        dims=("M", "D", "V"),
+        inputs=_x_weight_and_target,
+        # Three products, as with the logits in memory; computing them again takes a fourth.
+        passes={"full": 6},
+        is_matrix_product=True,
+        figures=((8192, 2048, 151936), (8192, 4096, 151936), (32768, 4096, 128256)),
         models=HEAD,
         small=(256, 512, 8192),
         truth=truth_by_rows,

@@ -1,0 +1,204 @@
+"""Log-probabilities and the entropy of a linear layer's logits, which are computed in chunks and
+not kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .chunks import BACKWARD_BYTES, chunks
+from .head import Gradients, cast_as_linear, flattened
+from .log_prob import RESULTS
+from .precision import widened
+
+
+@library.compose
+def linear_log_prob(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The log-probability of each token's target, and the entropy, for the logits
+    x @ weight.T + bias, computed in chunks and not kept.
+
+        logits = x @ weight.T + bias
+        log_prob, entropy = log_prob(logits, target, temperature, softcap, logit_scale, ...)
+
+    with the equations and options of `log_prob`. Both results are differentiable. The logits are
+    computed in x's dtype, as by `torch.nn.functional.linear`, and the results from them in float32.
+
+    The forward computes the logits of a part of the tokens at a time, and keeps lse and entropy.
+    The backward computes the logits again, of all tokens and a part of the words at a time, and
+    writes their gradient over them. A part of the words has complete rows of the gradient of
+    weight: each is one product, rounded once. The gradient of x is summed over the parts in
+    accum_dtype and rounded once. Without a gradient of weight and bias, the backward takes a part
+    of the tokens at a time too, whose gradients of x are complete. Forward and backward together
+    take four products of M, V and D. A gradient that is not required is neither computed nor
+    allocated. The order of every sum is fixed.
+
+    Memory, beside the results and the gradients: one chunk of logits, of at most chunk_bytes, or
+    one row or column; and in the backward the accum_dtype sum of x's gradient, with M times D
+    elements. On a device whose matrix products cannot return float32 for bfloat16 (Ascend NPUs),
+    each chunk's part of that sum is rounded to bfloat16 before it is added. The definition, which
+    runs on a CPU and for float64, holds several float32 copies of the chunk. The number of chunks
+    changes only the rounding of the result.
+
+    Ignored tokens have results and gradients of exactly 0. Their logits are computed; a GPU does
+    not read them.
+
+    Under autocast x, weight and bias are cast as `torch.nn.functional.linear` casts them.
+
+    This op calls `linear_log_prob_forward`, which returns lse too.
+
+    Args:
+        x: (..., D), floating point, any strides.
+        weight: (V, D), of x's dtype.
+        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1.
+        bias: (V,), of x's dtype.
+        temperature, softcap, logit_scale, ignore_index: as for `log_prob`.
+        accum_dtype: float32, x's dtype to save the memory of the sum of its gradient, or None for
+            float32.
+        chunk_bytes: the size of a chunk of logits in x's dtype. None takes LIGER_OPS_LOGITS_BYTES
+            from the environment or, if that is not set, 512 MiB in the forward and 384 MiB in the
+            backward, where the gradients are in memory too.
+
+    Returns:
+        log_prob, entropy: of target's shape; float32, or float64 if x is.
+
+    Raises:
+        TypeError: a tensor has another dtype; weight or bias does not have x's.
+        ValueError: a shape, a device or an option is not as above.
+        IndexError: a target is out of range, on a CPU; other devices do as in `log_prob`.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_log_prob(x, weight, torch.tensor([3, -100]))
+        (tensor([-1.3863,  0.0000]), tensor([1.3863, 0.0000]))
+    """
+    x, weight, bias = cast_as_linear(x, weight, bias)
+    return linear_log_prob_forward(
+        x, weight, target, bias,
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes,
+    )[:2]  # fmt: skip
+
+
+@library.define(returns=RESULTS)
+def linear_log_prob_forward(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`linear_log_prob` with lse, from which the backward computes the probabilities again.
+
+    Autocast changes nothing here.
+
+    Args:
+        x, weight, target, bias, temperature, softcap, logit_scale, ignore_index, accum_dtype,
+            chunk_bytes: as for `linear_log_prob`.
+
+    Returns:
+        log_prob, entropy: the results of `linear_log_prob`.
+        lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `linear_log_prob`.
+
+    Example:
+        >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_log_prob_forward(x, weight, torch.tensor([3]))[2]
+        tensor([1.3863])
+    """
+    rows, targets, _ = flattened(x, target, None)
+    parts = []
+    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
+        logits = torch.nn.functional.linear(rows[chunk], weight, bias)
+        options = (temperature, softcap, logit_scale, ignore_index)
+        parts.append(_LOG_PROB(logits, targets[chunk], *options))
+    log_prob, entropy, lse = (
+        torch.cat(values).reshape(target.shape) for values in zip(*parts, strict=True)
+    )
+    return log_prob, entropy, lse
+
+
+@library.define(returns="dx dweight dbias")
+def linear_log_prob_backward(
+    dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, entropy: Tensor, lse: Tensor,
+    temperature: float, softcap: float | None, logit_scale: float, ignore_index: int,
+    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `linear_log_prob_forward`.
+
+    For a chunk of words, with dlogits of `log_prob_backward` in x's dtype and with the targets
+    counted from the chunk's first word:
+
+        dx += dlogits @ weight[words]
+        dweight[words] = dlogits.T @ x
+        dbias[words] = sum(dlogits, 0)
+
+    Args:
+        dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
+            shape of target, any strides; each may be None.
+        entropy, lse: results of the forward.
+        output_mask: whether dx, dweight and dbias are computed and allocated.
+        The others: as given to the forward.
+
+    Returns:
+        dx, dweight and dbias, contiguous, of the shape and dtype of x, weight and bias; or None.
+
+    Raises:
+        TypeError, ValueError: as `linear_log_prob`; or output_mask asks for the gradient of a bias
+            that is None.
+    """
+    rows, targets, _ = flattened(x, target, None)
+    grads = [None if g is None else g.reshape(-1) for g in (dlog_prob, dentropy, dlse)]
+    statistics = (entropy.reshape(-1), lse.reshape(-1))
+    # Seen from the words, weight has a row for each and x is the layer's weight.
+    mask = [output_mask[1], output_mask[0], False]
+    gradients = Gradients(rows, mask, accum_dtype, in_forward=False)
+    dbias = []
+    word_bytes = rows.shape[0] * x.element_size()
+    for words in chunks(weight.shape[0], word_bytes, chunk_bytes, default=BACKWARD_BYTES):
+        part = None if bias is None else bias[words]
+        logits = torch.nn.functional.linear(rows, weight[words], part)
+        first = words.start
+        options = (temperature, softcap, logit_scale, ignore_index - first)
+        dlogits = _GRADIENT(*grads, logits, targets - first, *statistics, *options)
+        gradients.add(dlogits.t(), weight[words])
+        dbias.append(widened(dlogits).sum(0))
+    dweight, dx, _ = gradients.of(weight)
+    return (
+        None if dx is None else dx.reshape(x.shape),
+        dweight,
+        torch.cat(dbias).to(x.dtype) if output_mask[2] else None,
+    )
+
+
+_LOG_PROB = library.OPS["log_prob_forward"].definition
+_GRADIENT = library.OPS["log_prob_backward"].definition
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, entropy, lse = output
+    ctx.save_for_backward(*inputs[:4], entropy, lse)
+    ctx.options = inputs[4:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
+    dx = dweight = dbias = None
+    if any(wanted) and any(grad is not None for grad in grads):
+        given: tuple[Any, ...] = (*grads, *ctx.saved_tensors, *ctx.options, wanted)
+        dx, dweight, dbias = linear_log_prob_backward(*given)
+    return (dx, dweight, None, dbias, *(None for _ in range(6)))
+
+
+library.gradient("linear_log_prob_forward", _backward, _setup_context)
+library.keep_dtypes_under_autocast("linear_log_prob_forward")
+library.keep_dtypes_under_autocast("linear_log_prob_backward")

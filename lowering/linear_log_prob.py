@@ -1,0 +1,133 @@
+"""linear_log_prob on a device: PyTorch's matrix products, and between them the row functions of the
+device's cross_entropy. The forward takes chunks of tokens, the backward chunks of words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from ..ops.chunks import BACKWARD_BYTES, chunks
+from ..ops.head import accumulation_dtype
+from .cross_entropy import Tokens
+from .linear_cross_entropy import ChunkedLinear, Gradients, chunked_linear
+from .log_prob import as_loss, results
+from .sizes import cdiv
+from .tensors import flat
+
+Upstream = tuple[Tensor | None, ...]
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def register(device: str, kernels: Any, alignment: int) -> None:
+    """Register the ops with the row functions of the module `kernels`. Each row of logits starts at
+    a multiple of `alignment` elements; with 1, the rows are adjacent."""
+
+    module = kernels.__name__
+
+    # allocates=True, so that the output of a gradient is not in memory beside its wider sum.
+    @library.kernel("linear_log_prob_forward", device, allocates=True, module=module)
+    def linear_log_prob_forward(call):
+        return _forward(call, kernels, alignment)
+
+    @library.kernel("linear_log_prob_backward", device, allocates=True, module=module)
+    def linear_log_prob_backward(call):
+        # Without the gradients of the head, those of a chunk of tokens are complete.
+        backward = _by_words if any(call.output_mask[1:]) else _by_tokens
+        return backward(call, kernels, alignment)
+
+
+def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
+    log_prob, entropy, lse = library.allocate("linear_log_prob_forward", call)
+    loss, tokens = as_loss(call), results(call, log_prob, entropy, lse)
+    linear = chunked_linear(call, _rows(call), None, alignment)
+    for chunk, logits in linear.logits():
+        kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
+    kernels.reduce(loss, call.weight.shape[0], tokens, None, None, lse.new_empty(()))
+    return log_prob, entropy, lse
+
+
+def _by_tokens(call: Any, kernels: Any, alignment: int) -> Outputs:
+    """dx, a chunk of tokens at a time."""
+    outputs = library.allocate("linear_log_prob_backward", call)
+    upstream, tokens, lse = _of_tokens(call)
+    loss, linear = as_loss(call), chunked_linear(call, _rows(call), None, alignment)
+    gradients = Gradients(linear, *outputs)
+    for chunk, logits in linear.logits():
+        grads = [None if grad is None else grad[chunk] for grad in upstream]
+        kernels.gradient(loss, grads, logits, tokens.chunk(chunk), lse[chunk], logits)
+        gradients.add(chunk, logits)
+    return gradients.rounded()
+
+
+def _by_words(call: Any, kernels: Any, alignment: int) -> Outputs:
+    """dx, dweight and dbias, a chunk of words at a time."""
+    dx, dweight, dbias = library.allocate("linear_log_prob_backward", call)
+    upstream, tokens, lse = _of_tokens(call)
+    rows, weight = _rows(call), call.weight
+    word_bytes = rows.shape[0] * rows.itemsize
+    slices = list(chunks(weight.shape[0], word_bytes, call.chunk_bytes, default=BACKWARD_BYTES))
+    sum_dtype = accumulation_dtype(rows, call.accum_dtype)
+    if len(slices) == 1 and call.accum_dtype is None and rows.dtype is torch.bfloat16:
+        # One product has the whole gradient of x: there is no sum.
+        sum_dtype = rows.dtype
+    # Seen from the words, weight has a row for each and x is the layer's weight.
+    transposed = ChunkedLinear(weight, rows, None, 0, slices, sum_dtype)
+    gradients = Gradients(transposed, dweight, None if dx is None else dx.view(rows.shape), None)
+    del dx
+    for words, logits in _logits(rows, weight, call.bias, slices, alignment):
+        # A target that is not among the words is out of range, and has no column.
+        of_words = tokens._replace(target=tokens.target - words.start)
+        loss = as_loss(call, first=words.start)
+        kernels.gradient(loss, upstream, logits, of_words, lse, logits)
+        gradients.add(words, logits.t())
+        if dbias is not None:
+            dbias[words] = logits.sum(0, dtype=torch.float32)
+    del logits
+    dweight, dx, _ = gradients.rounded()
+    return None if dx is None else dx.view(call.x.shape), dweight, dbias
+
+
+def _logits(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, slices: list[slice], alignment: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each chunk of words and the logits of all rows, whose memory the next chunk reuses."""
+    M = rows.shape[0]
+    memory = None
+    for words in slices:
+        count = words.stop - words.start
+        stride = cdiv(count, alignment) * alignment
+        if memory is None:
+            memory = rows.new_empty(M * stride)
+        logits = memory[: M * stride].view(M, stride)[:, :count]
+        if bias is None:
+            torch.mm(rows, weight[words].t(), out=logits)
+        else:
+            torch.addmm(bias[words], rows, weight[words].t(), out=logits)
+        yield words, logits
+
+
+def _rows(call: Any) -> Tensor:
+    return call.x.reshape(call.target.numel(), call.x.shape[-1])
+
+
+def _of_tokens(call: Any) -> tuple[Upstream, Tokens, Tensor]:
+    """The upstream gradients of cross_entropy's row function, the tokens, and lse.
+
+    d(log_prob) is that of the target's logit, less that of lse: the row function takes the two by
+    themselves where the target is not among the columns. An ignored token has neither.
+    """
+    ignored = call.target == call.ignore_index
+    dlog_prob, dlse = (
+        None if grad is None else grad.to(call.lse.dtype).masked_fill(ignored, 0.0)
+        for grad in (call.dlog_prob, call.dlse)
+    )
+    soft = dlse
+    if dlog_prob is not None:
+        soft = -dlog_prob if dlse is None else dlse - dlog_prob
+    upstream = (None, None, flat(soft), flat(dlog_prob), flat(call.dentropy))
+    tokens = Tokens(None, flat(call.target), None, entropy=flat(call.entropy))
+    return upstream, tokens, flat(call.lse)

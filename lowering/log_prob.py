@@ -1,0 +1,55 @@
+"""log_prob on a device, by the row functions of the device's cross_entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .. import library
+from ..ops.log_prob import tempered
+from .cross_entropy import Tokens, per_token
+from .tensors import flat
+
+
+def as_loss(call: Any, first: int = 0) -> Any:
+    """The options of a call of log_prob as a call of cross_entropy, which has no tensors: the
+    temperature is part of softcap and logit_scale. The targets are counted from class `first`."""
+    softcap, logit_scale = tempered(call.temperature, call.softcap, call.logit_scale)
+    return library.OPS["cross_entropy_forward"].arguments(
+        None, None,
+        ignore_index=call.ignore_index - first, reduction="none",
+        softcap=softcap, logit_scale=logit_scale,
+    )  # fmt: skip
+
+
+def results(call: Any, log_prob: Tensor, entropy: Tensor, lse: Tensor) -> Tokens:
+    """The targets of a call, and the results to fill."""
+    filled = {"lse": flat(lse), "entropy": flat(entropy), "log_prob": flat(log_prob)}
+    return Tokens(None, flat(call.target), None, **filled)
+
+
+def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> None:
+    """Register the ops with the row functions of the module `kernels`; `rows` returns the logits as
+    (M, V) for them."""
+
+    module = kernels.__name__
+
+    @library.kernel("log_prob_forward", device, module=module)
+    def log_prob_forward(call, log_prob, entropy, lse, plan):
+        loss, tokens = as_loss(call), results(call, log_prob, entropy, lse)
+        kernels.loss_and_gradient(loss, rows(call.logits), tokens, False, plan)
+        kernels.reduce(loss, call.logits.shape[-1], tokens, None, None, lse.new_empty(()))
+
+    @library.kernel("log_prob_backward", device, module=module)
+    def log_prob_backward(call, dlogits, plan):
+        dloss = None if call.dlog_prob is None else -call.dlog_prob
+        dlse = call.dlse
+        if dlse is not None:
+            dlse = dlse.masked_fill(call.target == call.ignore_index, 0.0)
+        upstream = per_token(dloss, None, dlse, None, call.dentropy)
+        tokens = Tokens(None, flat(call.target), None, entropy=flat(call.entropy))
+        dlogits = dlogits.view(-1, call.logits.shape[-1])
+        lse = flat(call.lse)
+        kernels.gradient(as_loss(call), upstream, rows(call.logits), tokens, lse, dlogits, plan)

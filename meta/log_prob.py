@@ -1,0 +1,43 @@
+"""log_prob: checks and outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from . import checks
+from .cross_entropy import check_logits
+
+
+@library.fake("log_prob_forward")
+def log_prob_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    check_logits(call)
+    checks.positive(call, "temperature", "softcap", "logit_scale")
+    return results(call, call.logits)
+
+
+@library.fake("log_prob_backward")
+def log_prob_backward(call: Any) -> Tensor:
+    check_logits(call)
+    checks.positive(call, "temperature", "softcap", "logit_scale")
+    check_gradients(call, "logits")
+    return checks.like(call.logits)
+
+
+def results(call: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate log_prob, entropy and lse; x is the logits or the linear layer's input."""
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    log_prob, entropy, lse = (x.new_empty(call.target.shape, dtype=dtype) for _ in range(3))
+    return log_prob, entropy, lse
+
+
+def check_gradients(call: Any, x: str) -> None:
+    """Check a backward op's arguments that are results of the forward, or gradients of these."""
+    names = ("dlog_prob", "dentropy", "dlse", "entropy", "lse")
+    checks.floating(call, *names)
+    checks.same_device(call, x, *names)
+    for name in names:
+        checks.shape(call, name, call.target.shape, "target")

@@ -1,0 +1,289 @@
+"""linear_log_prob's kernels of both devices against float64 truth, and its composed op."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import liger_ops
+import op_checks
+from graphs import Recorder, liger_ops_of
+from head_calls import Calls
+from liger_ops import library
+from linear_log_prob_cases import UPSTREAM, LogProbHeadCase
+from op_table import OPS
+from op_under_test import FOLDERS, X_LAYOUTS, Tensors, max_abs
+
+OP = OPS["linear_log_prob_forward"]
+FORWARD, BACKWARD = (library.OPS[f"linear_log_prob_{name}"] for name in ("forward", "backward"))
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+MOSTLY = st.sampled_from((True, True, True, False))
+EXAMPLES = tuple(
+    LogProbHeadCase(shape=(9,), dtype=dtype, temperature=0.7)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> LogProbHeadCase:
+    """Mostly of several chunks, with all gradients."""
+    bias = draw(st.booleans())
+    mask = tuple(draw(MOSTLY) for _ in range(3))
+    return LogProbHeadCase(
+        shape=draw(st.sampled_from(((9,), (2, 3), (5,), (3, 1, 2), (1,), (), (0,), (2, 0)))),
+        D=draw(st.sampled_from((7, 4, 16, 1))),
+        V=draw(st.sampled_from((7, 16, 33, 130, 2, 1))),
+        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from((*X_LAYOUTS, "expanded"))),
+        bias=bias,
+        ignored=draw(st.sampled_from(("some", "some", "none", "all"))),
+        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
+        temperature=draw(st.sampled_from((1.0, 0.6))),
+        softcap=draw(st.sampled_from((None, 5.0))),
+        logit_scale=draw(st.sampled_from((1.0, 0.25))),
+        accumulate_narrow=draw(st.booleans()),
+        chunk_bytes=draw(st.sampled_from((60, 400, 1, None))),
+        scale=draw(st.sampled_from((1.0, 0.05, 4.0))),
+        mask=(*mask[:2], mask[2] and bias),
+        upstream=tuple(draw(MOSTLY) for _ in range(3)),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def logits_of(case: LogProbHeadCase, tensors: Tensors) -> Tensor:
+    """The scaled and capped logits, in float64."""
+    x, weight, bias = (op_checks.in_float64(tensors[name]) for name in ("x", "weight", "bias"))
+    logits = F.linear(x, weight, bias) * case.logit_scale
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    return logits / case.temperature
+
+
+def rounding(case: LogProbHeadCase, logits: Tensor) -> float:
+    """What rounding the logits to their dtype, and float32, may change a scaled logit by."""
+    eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
+    # The rounding error of tanh is relative to 1.
+    size = max_abs(logits) + ((case.softcap or 0) + math.log(case.V)) / case.temperature
+    return (eps + 16 * eps32) * size
+
+
+def assert_no_further(
+    label: str, output: Tensor, reference: Tensor, truth: Tensor, roundings: float
+) -> None:
+    """No further from truth than twice the definition in the same dtypes, and a few roundings."""
+    assert (output.shape, output.dtype) == (reference.shape, reference.dtype), label
+    if truth.numel() == 0:
+        return
+    own = max_abs(reference.double() - truth)
+    error = max_abs(output.double() - truth)
+    assert error <= 2 * own + roundings, f"{label}: {error} of at most 2 * {own} + {roundings}"
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@given(case=cases())
+@example(case=EXAMPLES[0])
+@example(case=EXAMPLES[1])
+@example(case=EXAMPLES[2])
+def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
+    tensors = OP.tensors(case)
+    args = OP.forward_args(case, tensors)
+    before = op_checks.clones(args)
+    outputs = op_checks.as_tuple(FORWARD.kernels[folder](*args))
+    op_checks.assert_unchanged(args, before)
+    op_checks.assert_own_memory(args, outputs)
+    op_checks.assert_allocated_as_meta(OP, False, args, outputs)
+    references = FORWARD.definition(*args)
+    truths = FORWARD.definition(*(*op_checks.widened(args[:8]), None, None))
+    error = 2 * rounding(case, logits_of(case, tensors))
+    bounds = (error, error * (1 + math.log(case.V)), error)
+    for output, reference, truth, bound in zip(outputs, references, truths, bounds, strict=True):
+        assert_no_further(f"{folder} {case}", output, reference, truth, bound)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@given(case=cases())
+@example(case=EXAMPLES[0])
+@example(case=EXAMPLES[1])
+@example(case=EXAMPLES[2])
+def test_backward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
+    tensors = OP.tensors(case)
+    args = OP.backward_args(case, tensors)
+    before = op_checks.clones(args)
+    with op_checks.poisoned_memory():
+        found = BACKWARD.kernels[folder](*args)
+        again = BACKWARD.kernels[folder](*args)
+    op_checks.assert_unchanged(args, before)
+    op_checks.assert_own_memory(args, found)
+    op_checks.assert_allocated_as_meta(OP, True, args, found)
+    references = BACKWARD.definition(*args)
+    truths = op_checks.true_gradients(OP, case, tensors)
+    for name, wanted, output, second, reference, truth in zip(
+        OP.gradients_of, case.mask, found, again, references, truths, strict=True
+    ):
+        label = f"{folder} d{name} of {case}"
+        assert (output is not None) == wanted, label
+        if wanted:
+            assert torch.equal(output, second), f"{label}: two runs differ"
+            bound = gradient_roundings(case, tensors)[name] + torch.finfo(case.dtype).tiny
+            assert_no_further(label, output, reference, truth, bound)
+
+
+def gradient_roundings(case: LogProbHeadCase, tensors: Tensors) -> dict[str, float]:
+    """What rounding the logits and their gradient to x's dtype may change each gradient by, and the
+    sum of x's gradient if it is in that dtype."""
+    logits = logits_of(case, tensors)
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(-1, keepdim=True)
+    kept = (tensors["target"] != -100).double().unsqueeze(-1)
+    log_prob, dentropy, dlse = (
+        torch.zeros(()) if tensors[name] is None else tensors[name].double().abs().unsqueeze(-1)
+        for name in UPSTREAM
+    )
+    target = tensors["target"].clamp(min=0).long()
+    terms = log_prob * F.one_hot(target, case.V) + (log_prob + dlse) * p
+    terms = terms + dentropy * p * (1 + (log_p + entropy).abs())
+    terms = kept * terms * case.logit_scale / case.temperature
+    eps = torch.finfo(case.dtype).eps
+    bounds = ((2 * eps + 4 * rounding(case, logits)) * terms).reshape(-1, case.V)
+    x, weight = (tensors[name].double().abs() for name in ("x", "weight"))
+    if case.accumulate_narrow:
+        # One rounding of the sum for each chunk, at most one a word.
+        sums = eps * case.V * max_abs(terms.reshape(-1, case.V) @ weight)
+    else:
+        sums = 0.0
+    return {
+        "x": max_abs(bounds @ weight) + sums,
+        "weight": max_abs(bounds.T @ x.reshape(-1, case.D)),
+        "bias": max_abs(bounds.sum(0)),
+    }
+
+
+def test_the_parts_are_those_of_log_prob() -> None:
+    """Gradients in each result and in both, by the composed op, against the logits whole."""
+    case = OP.sample()
+    args = OP.forward_args(case, OP.tensors(case))
+    leaves = [arg.requires_grad_() for i, arg in enumerate(args[:4]) if i != 2]
+    x, weight, target, bias, *options = args
+    ours = liger_ops.linear_log_prob(*args)
+    theirs = liger_ops.log_prob(F.linear(x, weight, bias), target, *options[:4])
+    for weights in ((1.0, 0.0), (0.0, 1.0), (0.3, -2.0)):
+        sums = [
+            weights[0] * log_prob.sin().sum() + weights[1] * entropy.square().sum()
+            for log_prob, entropy in (ours, theirs)
+        ]
+        grads = [torch.autograd.grad(total, leaves, retain_graph=True) for total in sums]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+    alone = torch.autograd.grad(ours[1].sum(), leaves, retain_graph=True)
+    assert all(gradient.abs().max() > 0 for gradient in alone)
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+@pytest.mark.parametrize("mask", ((True, True, True), (True, False, False)))
+def test_the_logits_are_never_whole_in_memory(implementation: str, mask: tuple[bool, ...]) -> None:
+    """Neither in the forward, nor in the backward with and without the gradients of the head."""
+    case = LogProbHeadCase(
+        shape=(64,), V=64, D=4, dtype=torch.bfloat16, chunk_bytes=4 * 64 * 2, mask=mask
+    )
+    tensors = OP.tensors(case)
+    for op, args in (
+        (FORWARD, OP.forward_args(case, tensors)),
+        (BACKWARD, OP.backward_args(case, tensors)),
+    ):
+        function = op.definition if implementation == "definition" else op.kernels[implementation]
+        with Calls() as calls:
+            function(*args)
+        # The definition has int64 and float32 tensors of a chunk.
+        assert 4 * 64 * 2 <= calls.largest <= 4 * 64 * 8
+        products = [name for name, _ in calls.calls if name in ("aten::mm", "aten::addmm")]
+        assert len(products) >= 16
+
+
+@pytest.mark.parametrize("mask", ((True, True, True), (True, False, False), (False, True, False)))
+def test_compiled_once_for_unbacked_sizes(mask: tuple[bool, ...]) -> None:
+    """`x[mask]` has a size that only the data gives; the op is in the graph once."""
+    recorder = Recorder()
+
+    def model(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor) -> Tensor:
+        kept = target > 0
+        log_prob, entropy = torch.ops.liger.linear_log_prob(
+            x[kept], weight, target[target > 0], bias, 0.7, chunk_bytes=60
+        )
+        return log_prob.exp().sum() + entropy.square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for rows in (4, 6):
+            x, weight, bias = torch.randn(rows, 5), torch.randn(7, 5), torch.randn(7)
+            leaves = [t for t, wanted in zip((x, weight, bias), mask, strict=True) if wanted]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            args = (x, weight, torch.arange(rows), bias)
+            values = [f(*args) for f in (compiled, model)]
+            torch.testing.assert_close(*values)
+            grads = [torch.autograd.grad(value, leaves) for value in values]
+            for a, b in zip(*grads, strict=True):
+                torch.testing.assert_close(a, b)
+    assert liger_ops_of(recorder.forwards) == {"linear_log_prob_forward": 1}
+    assert liger_ops_of(recorder.backwards) == {"linear_log_prob_backward": 1}
+
+
+def test_autocast_casts_as_a_linear_layer() -> None:
+    x, weight = (torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True))
+    target = torch.tensor([0, 4, 2])
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = liger_ops.linear_log_prob(x, weight, target)
+        theirs = liger_ops.log_prob(F.linear(x, weight), target)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b) and a.dtype is torch.float32
+    assert all(g.dtype is torch.float32 for g in torch.autograd.grad(ours[0].sum(), (x, weight)))
+
+
+def test_rejects() -> None:
+    x, weight, target = torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int64)
+    op_checks.assert_rejects(
+        OP,
+        (x, torch.zeros(5, 4), target),
+        "linear_log_prob: weight must be (V, D) with D of x, 3, and at least one class, got (5, 4)",
+    )
+    for options, message in (
+        ((0.0,), "temperature must be a number above 0, got 0.0"),
+        ((1.0, None, 1.0, -100, torch.float16), "accum_dtype must be torch.float32 or None"),
+        ((1.0, None, 1.0, -100, None, 0), "chunk_bytes must be above 0 or None, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"linear_log_prob: {message}"):
+            liger_ops.linear_log_prob(x, weight, target, None, *options)
+    with pytest.raises(TypeError, match="weight must have x's dtype, torch.float32"):
+        liger_ops.linear_log_prob(x, weight.double(), target)
+    tensors = (torch.zeros(2), None, None, x, weight, target, None, torch.zeros(2), torch.zeros(2))
+    options = (1.0, None, 1.0, -100, None, None, [True, True, True])
+    with pytest.raises(ValueError, match=r"output_mask\[2\] must be False without a bias"):
+        torch.ops.liger.linear_log_prob_backward(*tensors, *options)
+
+
+def test_the_module_and_the_documentation() -> None:
+    text = liger_ops.linear_log_prob.__doc__
+    assert all(part in text for part in ("Args:", "Returns:", "Raises:", "Example:"))
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    target = torch.tensor([0, -100, 2])
+    module = liger_ops.nn.LinearLogProb(0.5, logit_scale=0.7, chunk_bytes=64)
+    found = module(x, weight, target, bias)
+    expected = liger_ops.log_prob(F.linear(x, weight, bias), target, 0.5, None, 0.7)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert repr(module) == "LinearLogProb(temperature=0.5, logit_scale=0.7, chunk_bytes=64)"
+    for option, value in (("temperature", -1.0), ("chunk_bytes", 0)):
+        with pytest.raises(ValueError, match=f"linear_log_prob: {option} must be"):
+            liger_ops.nn.LinearLogProb(**{option: value})

@@ -1,0 +1,182 @@
+"""log_prob's kernels of both devices against float64 truth, and its composed op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from graphs import Recorder, liger_ops_of
+from log_prob_cases import LogProbCase
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS
+
+OP = OPS["log_prob_forward"]
+KERNELS = kernel_tests.every_folder(OP)
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+NAN, INF = float("nan"), float("inf")
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.log_probs())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.log_probs())
+test_properties = kernel_tests.properties(KERNELS, strategies.log_probs())
+
+
+def expected(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """What models and trainers write."""
+    log_p = x.log_softmax(-1)
+    picked = log_p.gather(-1, target.clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
+    entropy = torch.distributions.Categorical(logits=x, validate_args=False).entropy()
+    kept = target >= 0
+    return torch.where(kept, picked, 0.0), torch.where(kept, entropy, 0.0)
+
+
+@given(case=strategies.log_probs().filter(lambda case: case.ignore_index < 0))
+def test_the_definition_is_what_trainers_write(case: LogProbCase) -> None:
+    tensors = OP.tensors(case)
+    logits, target = (tensors[name] for name in ("logits", "target"))
+    logits = logits.double().requires_grad_()
+    x = logits * case.logit_scale
+    x = x if case.softcap is None else case.softcap * torch.tanh(x / case.softcap)
+    theirs = expected(x / case.temperature, target)
+    ours = liger_ops.log_prob(logits, target, *case.options)
+    weights = [torch.randn_like(value) for value in ours]
+    grads = [torch.autograd.grad(values, logits, weights)[0] for values in (ours, theirs)]
+    for a, b in zip((*ours, grads[0]), (*theirs, grads[1]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("tile", (None, (2, 16), (1, 16)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: torch.dtype) -> None:
+    """A class of -inf has probability 0 and adds nothing, and its gradient is 0 however large the
+    incoming gradient is; a row of only -inf, or with inf or NaN, gives NaN unless it is ignored."""
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    x[0, :33] = x[1, 20:] = x[2, 1:] = x[3] = -INF
+    x[4, 5] = INF
+    x[5, 39] = x[6] = NAN
+    target = torch.tensor([39, 0, 0, 1, 2, 3, -100, -100], device=DEVICE)
+    case = LogProbCase(shape=(8, 40), dtype=dtype, tile=tile)
+    outputs = op_checks.run_kernel(OP, folder, False, case, (x, target, *case.options))
+    log_prob, entropy, lse = outputs
+    for values in outputs:
+        assert values[[0, 1, 2]].isfinite().all() and bool((values[[6, 7]] == 0).all())
+    for values in (log_prob, entropy):
+        assert values[[3, 4, 5]].isnan().all()
+    assert (log_prob[2], entropy[2]) == (0, 0)
+    grads = [torch.full((8,), value, device=DEVICE) for value in (3.0, -5.0)]
+    args = (*grads, None, x, target, entropy, lse, *case.options)
+    (dx,) = op_checks.run_kernel(OP, folder, True, case, args)
+    assert dx[[3, 4, 5]].isnan().all() and bool((dx[[6, 7]] == 0).all())
+    good = x[:3].double().requires_grad_()
+    log_p = good.log_softmax(-1)
+    # 0 * -inf would be NaN.
+    terms = log_p.exp() * torch.where(good.isinf(), 0.0, log_p)
+    value = 3 * log_p[range(3), target[:3]].sum() + 5 * terms.sum()
+    (truth,) = torch.autograd.grad(value, good)
+    truth = torch.where(good.isinf(), 0.0, truth).to(dtype)
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(dx[:3], truth, rtol=bound, atol=16 * bound * bound + 2e-5)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("wrong", (-1, 33, 2**31 - 1))
+def test_a_target_out_of_range_is_loud(folder: str, wrong: int) -> None:
+    """Where no assertion stops the kernel, as in the interpreter, the log-probability is NaN."""
+    if DEVICE == "cuda":
+        pytest.skip("a device-side assertion ends the process's use of the GPU")
+    logits = torch.zeros(3, 33, device=DEVICE)
+    target = torch.tensor([1, wrong, -100], device=DEVICE)
+    log_prob, *_ = OP.kernel(folder)(logits, target)
+    assert log_prob.isnan().tolist() == [False, True, False]
+
+
+def test_a_target_out_of_range_is_an_index_error() -> None:
+    with pytest.raises(IndexError, match="log_prob: target must be .*-100, or from 0 to 32"):
+        liger_ops.log_prob(torch.zeros(3, 33), torch.tensor([1, 33, -100]))
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("V", (4096, 151936))
+def test_vocabularies_by_the_host_codes_own_plan(folder: str, V: int) -> None:
+    case = LogProbCase(shape=(3, V), dtype=torch.bfloat16, temperature=0.7)
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),
+        ({"temperature": NAN}, "temperature must be a number above 0, got nan"),
+        ({"softcap": -1.0}, "softcap must be a number above 0, got -1.0"),
+        ({"logit_scale": INF}, "logit_scale must be a number above 0, got inf"),
+    ),
+)
+def test_rejects_options(change: dict[str, float], message: str) -> None:
+    case = LogProbCase(shape=(2, 5), dtype=torch.float32, **change)
+    args = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), *case.options)
+    op_checks.assert_rejects(OP, args, f"log_prob: {message}")
+    with pytest.raises(ValueError, match=message):
+        liger_ops.nn.LogProb(**change)
+
+
+def test_rejects_shapes() -> None:
+    target = torch.zeros(2, dtype=torch.int64)
+    op_checks.assert_rejects(
+        OP, (torch.zeros(2, 0), target), "log_prob: logits must have at least one class, got (2, 0)"
+    )
+    shape = "log_prob: target must have the shape of logits but for its last dimension"
+    op_checks.assert_rejects(OP, (torch.zeros(2, 5), target[:1]), f"{shape}, (2,), got (1,)")
+
+
+def test_the_composed_op_is_one_node_compiled_once_for_unbacked_sizes() -> None:
+    """`logits[mask]` has a size that only the data gives."""
+    seen: list[str] = []
+    recorder = Recorder()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        seen.extend(str(node.target) for node in graph.graph.nodes if "liger" in str(node.target))
+        return recorder.backend()(graph, inputs)
+
+    def model(x: Tensor, target: Tensor) -> Tensor:
+        log_prob, entropy = torch.ops.liger.log_prob(x[target > 0], target[target > 0], 0.7)
+        return log_prob.exp().sum() + entropy.square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for rows in (4, 6):
+            x = torch.randn(rows, 7, requires_grad=True)
+            target = torch.arange(rows)
+            values = [f(x, target) for f in (compiled, model)]
+            assert torch.equal(*values)
+            assert torch.equal(*(torch.autograd.grad(value, x)[0] for value in values))
+    assert seen == ["liger.log_prob"]
+    assert liger_ops_of(recorder.forwards) == {"log_prob_forward": 1}
+    assert liger_ops_of(recorder.backwards) == {"log_prob_backward": 1}
+
+
+def test_the_composed_op_and_the_module() -> None:
+    text = liger_ops.log_prob.__doc__
+    assert all(part in text for part in ("Args:", "Returns:", "Raises:", "Source:", "Example:"))
+    x, target = torch.randn(3, 7), torch.tensor([0, -1, 6])
+    module = liger_ops.nn.LogProb(0.5, softcap=4.0, logit_scale=0.7, ignore_index=-1)
+    values = zip(module(x, target), liger_ops.log_prob(x, target, 0.5, 4.0, 0.7, -1), strict=True)
+    assert all(torch.equal(a, b) for a, b in values)
+    assert repr(module) == "LogProb(temperature=0.5, softcap=4.0, logit_scale=0.7, ignore_index=-1)"
+    tangent = torch.randn(3, 7)
+    of_x = lambda x: liger_ops.log_prob(x, target, ignore_index=-1)
+    _, (found, _) = torch.func.jvp(of_x, (x,), (tangent,))
+    p = x.softmax(-1)
+    kept = target >= 0
+    true = tangent.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1) - (p * tangent).sum(-1)
+    torch.testing.assert_close(found[kept], true[kept])
