@@ -146,8 +146,8 @@ class LinearORPOLoss(_LinearReferenceFreeLoss):
     Shape:
         x, weight, target, bias: as for `LinearDPOLoss`.
         nll_target: (2B, T): the tokens whose loss is added, ignore_index for the others; target if
-            None. It may have tokens where target has none, such as the prompt's; where both have a
-            token, they have the same.
+            None. It may have tokens where target has none, such as those of the prompt. Where both
+            have a token, that of target is used for both.
 
     Returns:
         PreferenceOutput.
@@ -160,13 +160,21 @@ class LinearORPOLoss(_LinearReferenceFreeLoss):
 
 
 class LinearCPOLoss(_LinearReferenceFreeLoss):
-    """`cpo_loss` of a linear head, from hidden states; see `LinearORPOLoss`."""
+    """`cpo_loss` of a linear head, from hidden states.
+
+    The arguments of each call, the results and the errors are those of `LinearORPOLoss`; the
+    options are beta, alpha, loss_type, label_smoothing and average_log_prob of `cpo_loss`.
+    """
 
     loss = staticmethod(cpo_loss)
 
 
 class LinearSimPOLoss(_LinearReferenceFreeLoss):
-    """`simpo_loss` of a linear head, from hidden states; see `LinearORPOLoss`."""
+    """`simpo_loss` of a linear head, from hidden states.
+
+    The arguments of each call, the results and the errors are those of `LinearORPOLoss`; the
+    options are beta, gamma, alpha and label_smoothing of `simpo_loss`.
+    """
 
     loss = staticmethod(simpo_loss)
 

@@ -197,6 +197,8 @@ def test_refused_with_the_same_words_while_tracing(call, arguments, text, empty_
 def test_helpers_refuse():
     with pytest.raises(ValueError, match="sequence_log_prob: mask must be of log_prob's shape"):
         losses.sequence_log_prob(LP, MASK[:2])
+    with pytest.raises(ValueError, match="sequence_log_prob: log_prob must hold the chosen"):
+        losses.sequence_log_prob(LP[:3], MASK[:3], ld_alpha=0.5)
     with pytest.raises(ValueError, match="entropy_threshold: mask must be of entropy's shape"):
         losses.entropy_threshold(-LP, MASK[:2], 0.2)
     with pytest.raises(TypeError, match="off_policy_mask: threshold must be a number, got str"):
