@@ -9,11 +9,25 @@ from .entropy import entropy_threshold
 from .grpo import PolicyOutput, grpo_loss
 from .importance import off_policy_mask
 from .kto import kto_kl, kto_loss
+from .modules import (
+    LinearCPOLoss,
+    LinearDPOLoss,
+    LinearGRPOLoss,
+    LinearKTOLoss,
+    LinearORPOLoss,
+    LinearSimPOLoss,
+)
 from .outputs import PreferenceOutput, UnpairedPreferenceOutput
 from .reference_free import cpo_loss, orpo_loss, simpo_loss
 from .sequences import sequence_log_prob
 
 __all__ = [
+    "LinearCPOLoss",
+    "LinearDPOLoss",
+    "LinearGRPOLoss",
+    "LinearKTOLoss",
+    "LinearORPOLoss",
+    "LinearSimPOLoss",
     "PolicyOutput",
     "PreferenceOutput",
     "UnpairedPreferenceOutput",

@@ -94,5 +94,7 @@ def check_number(
 
 
 def check_choice(function: str, name: str, value: Any, choices: Iterable[str]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{function}: {name} must be a str, got {type(value).__name__}")
     if value not in choices:
         raise ValueError(f"{function}: {name} must be one of {', '.join(choices)}, got {value!r}")

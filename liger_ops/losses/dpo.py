@@ -95,6 +95,7 @@ def dpo_loss(
         tensor(0.6931)
     """
     check_pairs("dpo_loss", log_prob, mask)
+    check_lists(loss_type, loss_weights)
     types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
     weights = (1.0,) * len(types) if loss_weights is None else tuple(loss_weights)
     check_types(types, weights, label_smoothing, f_divergence_type)
@@ -150,6 +151,19 @@ def pairs_of(
         present=chosen_tokens + rejected_tokens > 0,
         nll_loss=nll(halves(log_prob)[0], halves(mask)[0], policy.log_prob.dtype),
     )  # fmt: skip
+
+
+def check_lists(loss_type: Any, loss_weights: Any) -> None:
+    if not isinstance(loss_type, (str, list, tuple)):
+        raise TypeError(
+            "dpo_loss: loss_type must be a str, or a list or tuple of them, got"
+            f" {type(loss_type).__name__}"
+        )
+    if loss_weights is not None and not isinstance(loss_weights, (list, tuple)):
+        raise TypeError(
+            "dpo_loss: loss_weights must be a list or tuple of numbers, or None, got"
+            f" {type(loss_weights).__name__}"
+        )
 
 
 def check_types(

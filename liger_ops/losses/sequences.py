@@ -66,7 +66,8 @@ def sequence_log_prob(
 
     Source: LD-DPO, arXiv:2409.06411, for ld_alpha.
     """
-    check_batch("sequence_log_prob", log_prob, mask)
+    check = check_batch if ld_alpha is None else check_pairs
+    check("sequence_log_prob", log_prob, mask)
     return of_sequences(
         "sequence_log_prob", log_prob, mask != 0, average_log_prob, ld_alpha
     ).log_prob

@@ -106,7 +106,7 @@ def expected(loss_type: str, batch: LossBatch, policy: Any, ref: Any) -> float:
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@settings(max_examples=12)
+@settings(max_examples=settings().max_examples // 2)
 @given(batch=loss_batches(pairs=True))
 def test_formula(loss_type, batch):
     policy, ref = batch.values(0), batch.values(1)
@@ -167,7 +167,7 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("divergence", DERIVATIVES)
 @given(alpha=st.sampled_from([0.3, 0.5, 0.8, 1.0]), seed=st.integers(0, 50))
-@settings(max_examples=5)
+@settings(max_examples=settings().max_examples // 6)
 def test_f_divergence(divergence, alpha, seed):
     batch = full_batch(2, 4, seed)
     policy, ref = batch.values(0), batch.values(1)

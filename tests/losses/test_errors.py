@@ -50,6 +50,18 @@ REFUSED = [
     (dpo, {"beta": float("nan")}, V, "beta must be above 0, got nan"),
     (dpo, {"discopop_tau": 0.0}, V, "discopop_tau must be above 0, got 0.0"),
     (dpo, {"loss_type": "kto"}, V, "loss_type must be one of sigmoid, hinge, ipo"),
+    (
+        dpo,
+        {"loss_type": None},
+        T,
+        "loss_type must be a str, or a list or tuple of them, got NoneTy",
+    ),
+    (
+        dpo,
+        {"loss_weights": 0.5},
+        T,
+        "loss_weights must be a list or tuple of numbers, or None, got",
+    ),
     (dpo, {"loss_type": []}, V, "loss_weights must hold a number for each loss type"),
     (dpo, {"loss_weights": [1.0, 2.0]}, V, "loss_weights must hold a number for each loss type"),
     (dpo, {"loss_weights": ["a"]}, T, "loss_weights must be a number, got str"),
@@ -84,6 +96,7 @@ REFUSED = [
     (dpo, {"reward_shift": A, "loss_type": "bco_pair"}, V, "reward_shift must be of shape ()"),
     (dpo, {"pair_weight": A}, V, "pair_weight must be of shape (B,) for"),
     (dpo, {"pair_weight": A[:2], "loss_type": "aot"}, V, "pair_weight must be None for the loss"),
+    (cpo, {"loss_type": ["ipo"]}, T, "cpo_loss: loss_type must be a str, got list"),
     (cpo, {"loss_type": "simpo"}, V, "cpo_loss: loss_type must be one of sigmoid, hinge, ipo"),
     (cpo, {"loss_type": "ipo", "label_smoothing": 0.1}, V, "label_smoothing must be 0 for hinge"),
     (simpo, {"gamma": None}, T, "simpo_loss: gamma must be a number, got NoneType"),
@@ -184,6 +197,8 @@ def test_refused_with_the_same_words_while_tracing(call, arguments, text, empty_
 def test_helpers_refuse():
     with pytest.raises(ValueError, match="sequence_log_prob: mask must be of log_prob's shape"):
         losses.sequence_log_prob(LP, MASK[:2])
+    with pytest.raises(ValueError, match="sequence_log_prob: log_prob must hold the chosen"):
+        losses.sequence_log_prob(LP[:3], MASK[:3], ld_alpha=0.5)
     with pytest.raises(ValueError, match="entropy_threshold: mask must be of entropy's shape"):
         losses.entropy_threshold(-LP, MASK[:2], 0.2)
     with pytest.raises(TypeError, match="off_policy_mask: threshold must be a number, got str"):

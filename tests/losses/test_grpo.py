@@ -84,7 +84,7 @@ def expected(
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_formula(loss_type, data):
     batch = data.draw(loss_batches())
@@ -250,7 +250,6 @@ def test_the_entropy_bonus_and_the_metrics():
     assert grpo_loss(*values).kl is None
 
 
-@settings(max_examples=30)
 @given(batch=loss_batches(), share=st.sampled_from([0.0, 0.2, 0.37, 0.5, 0.8, 1.0]))
 def test_tokens_of_high_entropy(batch, share):
     entropy = -batch.values(4)

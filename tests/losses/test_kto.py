@@ -42,7 +42,7 @@ def call(loss_type, log_prob, mask, labels, ref, z0):
 
 
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 2)
 @given(batch=loss_batches(), z0=st.sampled_from([0.0, 0.5, 2.0]))
 def test_formula(loss_type, batch, z0):
     policy, ref, labels = batch.values(0), batch.values(1), batch.per_row(0) > 0
@@ -90,7 +90,7 @@ def test_a_reference_point_for_each_response():
     assert torch.autograd.grad(output.loss, points, allow_unused=True) == (None,)
 
 
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 2)
 @given(batch=loss_batches())
 def test_the_reference_point_is_a_mean_that_is_not_negative(batch):
     policy, ref = batch.values(0).requires_grad_(), batch.values(1)

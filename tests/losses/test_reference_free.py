@@ -58,7 +58,7 @@ def expected(name, batch, policy):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@settings(max_examples=12)
+@settings(max_examples=settings().max_examples // 2)
 @given(batch=loss_batches(pairs=True))
 def test_formula(name, batch):
     policy = batch.values(0)

@@ -1,0 +1,257 @@
+"""Losses of post-training from hidden states: modules that call the head and then a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.linear_log_prob import linear_log_prob
+from .checks import check_shape, check_tensor
+from .dpo import dpo_loss
+from .grpo import PolicyOutput, grpo_loss
+from .kto import kto_loss
+from .outputs import PreferenceOutput, UnpairedPreferenceOutput
+from .reference_free import cpo_loss, orpo_loss, simpo_loss
+
+
+class LinearLoss(nn.Module):
+    """What the modules of this file share: the head's options, and those of the loss.
+
+    The head is an argument of each call, so that it may share its weight with an embedding. Its
+    logits are computed in chunks and not kept: see `liger_ops.linear_log_prob` for precision and
+    memory. The target of a position is the token that its hidden state predicts: shift the labels
+    beforehand.
+
+    Args:
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
+            `liger_ops.linear_log_prob`; they hold for the reference too.
+        options: those of the loss that are numbers or names.
+    """
+
+    loss: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self, *, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+        ignore_index: int = -100, accum_dtype: torch.dtype | None = None,
+        chunk_bytes: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.head_options = (
+            temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes
+        )  # fmt: skip
+        self.options = options
+        # Raises the loss's own errors for wrong options now, not at the first forward.
+        self._call(torch.empty(0, 1, device="meta"))
+
+    def _call(self, values: Tensor) -> Any:
+        """Call the loss on values without meaning, of no tokens."""
+        return self._of(values, values > 0)
+
+    def _of(self, *arguments: Any, **options: Any) -> Any:
+        return type(self).loss(*arguments, **options, **self.options)
+
+    def log_prob(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The log-probability of each target and the entropy, zero where target is ignore_index."""
+        return linear_log_prob(x, weight, target, bias, *self.head_options)
+
+    def reference(
+        self, target: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
+        ref_bias: Tensor | None, ref_log_prob: Tensor | None,
+    ) -> Tensor | None:  # fmt: skip
+        """The reference's log-probabilities: as they come, from its hidden states, or None."""
+        if ref_x is None:
+            return ref_log_prob
+        name = type(self).__name__
+        if ref_log_prob is not None:
+            raise ValueError(f"{name}: ref_log_prob must be None beside ref_x, got a tensor")
+        check_tensor(name, "ref_weight", ref_weight)
+        assert ref_weight is not None
+        with torch.no_grad():
+            return self.log_prob(ref_x, ref_weight, target, ref_bias)[0]
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class LinearDPOLoss(LinearLoss):
+    """`dpo_loss` of a linear head, from hidden states.
+
+    Args:
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
+            `liger_ops.linear_log_prob`.
+        options: beta, loss_type and the other options of `dpo_loss`, but not its tensors.
+
+    Shape:
+        x: (2B, T, D), the hidden states of the chosen responses, then of the rejected ones.
+        weight: (V, D). bias: (V,), or None.
+        target: (2B, T), int64 or int32, ignore_index where a token is not part of a response.
+        ref_x, ref_weight, ref_bias: the same of the reference; or ref_log_prob, as for `dpo_loss`.
+        reward_shift, pair_weight: as for `dpo_loss`.
+
+    Returns:
+        PreferenceOutput.
+
+    Raises:
+        TypeError, ValueError, IndexError: see `dpo_loss` and `liger_ops.linear_log_prob`.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 3, 8), torch.zeros(4, 8)
+        >>> loss = liger_ops.losses.LinearDPOLoss(beta=0.1, loss_type="sigmoid")
+        >>> loss(x, weight, torch.tensor([[1, 2, -100], [3, 0, 1]])).loss
+        tensor(0.6262)
+    """
+
+    loss = staticmethod(dpo_loss)
+
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        ref_x: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, *, ref_log_prob: Tensor | None = None,
+        **tensors: Any,
+    ) -> PreferenceOutput:  # fmt: skip
+        log_prob, _ = self.log_prob(x, weight, target, bias)
+        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob)
+        return self._of(log_prob, target != self.ignore_index, ref, **tensors)
+
+
+class _LinearReferenceFreeLoss(LinearLoss):
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        nll_target: Tensor | None = None,
+    ) -> PreferenceOutput:  # fmt: skip
+        mask = target != self.ignore_index
+        if nll_target is None:
+            return self._of(self.log_prob(x, weight, target, bias)[0], mask)
+        check_tensor(type(self).__name__, "nll_target", nll_target)
+        check_shape(type(self).__name__, "nll_target", nll_target, target, "target")
+        both = torch.where(mask, target, nll_target)
+        log_prob, _ = self.log_prob(x, weight, both, bias)
+        return self._of(log_prob, mask, nll_mask=nll_target != self.ignore_index)
+
+
+class LinearORPOLoss(_LinearReferenceFreeLoss):
+    """`orpo_loss` of a linear head, from hidden states.
+
+    Args:
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
+            `liger_ops.linear_log_prob`.
+        options: beta and alpha of `orpo_loss`.
+
+    Shape:
+        x, weight, target, bias: as for `LinearDPOLoss`.
+        nll_target: (2B, T): the tokens whose loss is added, ignore_index for the others; target if
+            None. It may have tokens where target has none, such as those of the prompt. Where both
+            have a token, that of target is used for both.
+
+    Returns:
+        PreferenceOutput.
+
+    Raises:
+        TypeError, ValueError, IndexError: see `orpo_loss` and `liger_ops.linear_log_prob`.
+    """
+
+    loss = staticmethod(orpo_loss)
+
+
+class LinearCPOLoss(_LinearReferenceFreeLoss):
+    """`cpo_loss` of a linear head, from hidden states.
+
+    The arguments of each call, the results and the errors are those of `LinearORPOLoss`; the
+    options are beta, alpha, loss_type, label_smoothing and average_log_prob of `cpo_loss`.
+    """
+
+    loss = staticmethod(cpo_loss)
+
+
+class LinearSimPOLoss(_LinearReferenceFreeLoss):
+    """`simpo_loss` of a linear head, from hidden states.
+
+    The arguments of each call, the results and the errors are those of `LinearORPOLoss`; the
+    options are beta, gamma, alpha and label_smoothing of `simpo_loss`.
+    """
+
+    loss = staticmethod(simpo_loss)
+
+
+class LinearKTOLoss(LinearLoss):
+    """`kto_loss` of a linear head, from hidden states.
+
+    Args:
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
+            `liger_ops.linear_log_prob`.
+        options: beta, loss_type and the other options of `kto_loss`, but not its tensors.
+
+    Shape:
+        x: (B, T, D). weight, bias: as for `LinearDPOLoss`. target: (B, T).
+        preference_labels, kl: as for `kto_loss`.
+        ref_x, ref_weight, ref_bias, ref_log_prob: as for `LinearDPOLoss`.
+
+    Returns:
+        UnpairedPreferenceOutput.
+
+    Raises:
+        TypeError, ValueError, IndexError: see `kto_loss` and `liger_ops.linear_log_prob`.
+    """
+
+    loss = staticmethod(kto_loss)
+
+    def _call(self, values: Tensor) -> Any:
+        has_kl = self.options.get("loss_type", "kto") == "kto"
+        return self._of(values, values > 0, values[:, 0], kl=values.sum() if has_kl else None)
+
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor,
+        bias: Tensor | None = None, ref_x: Tensor | None = None,
+        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+        kl: Tensor | None = None, *, ref_log_prob: Tensor | None = None,
+    ) -> UnpairedPreferenceOutput:  # fmt: skip
+        log_prob, _ = self.log_prob(x, weight, target, bias)
+        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob)
+        return self._of(log_prob, target != self.ignore_index, preference_labels, ref, kl)
+
+
+class LinearGRPOLoss(LinearLoss):
+    """`grpo_loss` of a linear head, from hidden states.
+
+    Args:
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
+            `liger_ops.linear_log_prob`. The temperature is that of the sampling.
+        options: loss_type, beta, epsilon_low and the other options of `grpo_loss`, but not its
+            tensors.
+
+    Shape:
+        x: (B, T, D). weight, bias: as for `LinearDPOLoss`.
+        target: (B, T), int64 or int32: the sampled tokens, ignore_index where one is not kept.
+        advantages, old_log_prob, vllm_is_ratio, policy_mask, entropy_threshold,
+            num_items_in_batch: as for `grpo_loss`.
+        ref_x, ref_weight, ref_bias: the same of the reference; or ref_log_prob, (B, T).
+
+    Returns:
+        PolicyOutput.
+
+    Raises:
+        TypeError, ValueError, IndexError: see `grpo_loss` and `liger_ops.linear_log_prob`.
+    """
+
+    loss = staticmethod(grpo_loss)
+
+    def _call(self, values: Tensor) -> Any:
+        given = {"ref_log_prob": values, "entropy": values}
+        return self._of(values, values[:, 0], values > 0, **given)
+
+    def forward(
+        self, x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor,
+        bias: Tensor | None = None, ref_x: Tensor | None = None,
+        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, *,
+        ref_log_prob: Tensor | None = None, **tensors: Any,
+    ) -> PolicyOutput:  # fmt: skip
+        log_prob, entropy = self.log_prob(x, weight, target, bias)
+        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob)
+        given = {"ref_log_prob": ref, "entropy": entropy, **tensors}
+        return self._of(log_prob, advantages, target != self.ignore_index, **given)

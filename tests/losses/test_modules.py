@@ -1,0 +1,184 @@
+"""The modules give what their loss gives of the log-probabilities of whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_ops import losses
+
+D, V, T = 6, 11, 5
+SOFTCAP, TEMPERATURE = 4.0, 0.8
+PAIRS = {
+    "LinearDPOLoss": losses.dpo_loss,
+    "LinearORPOLoss": losses.orpo_loss,
+    "LinearCPOLoss": losses.cpo_loss,
+    "LinearSimPOLoss": losses.simpo_loss,
+}
+
+
+class Batch:
+    """Hidden states and heads of a policy and a reference, and targets of which some are -100."""
+
+    def __init__(self, rows: int = 4) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def values(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.x, self.ref_x = values(rows, T, D), values(rows, T, D)
+        self.weight, self.ref_weight = values(V, D), values(V, D)
+        self.bias, self.ref_bias = values(V), values(V)
+        self.tokens = torch.randint(V, (rows, T), generator=generator)
+        self.target = self.tokens.masked_fill(values(rows, T) > 0.5, -100)
+        self.per_row = values(rows)
+
+    @property
+    def head(self) -> tuple[Tensor, ...]:
+        return self.x, self.weight, self.target, self.bias
+
+    @property
+    def ref(self) -> tuple[Tensor, ...]:
+        return self.ref_x, self.ref_weight, self.ref_bias
+
+    def whole(
+        self, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The log-probabilities and entropies from all logits."""
+        logits = torch.tanh((x @ weight.T + bias) / SOFTCAP) * SOFTCAP / TEMPERATURE
+        log_prob = torch.log_softmax(logits, -1)
+        of_targets = log_prob.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+        return of_targets, torch.distributions.Categorical(logits=logits).entropy()
+
+
+HEAD: dict[str, Any] = {"softcap": SOFTCAP, "temperature": TEMPERATURE}
+
+
+def agree(ours: Any, theirs: Any, batch: Batch) -> None:
+    parameters = (batch.x, batch.weight, batch.bias)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a is b is None or torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5) is None
+    gradients = [
+        torch.autograd.grad(output.loss, parameters, retain_graph=True) for output in (ours, theirs)
+    ]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def batch() -> Batch:
+    batch = Batch()
+    for parameter in (batch.x, batch.weight, batch.bias):
+        parameter.requires_grad_()
+    return batch
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs(name, batch):
+    log_prob, _ = batch.whole(batch.x, batch.weight, batch.bias, batch.target)
+    module = getattr(losses, name)(beta=0.3, **HEAD)
+    theirs = PAIRS[name](log_prob, batch.target != -100, beta=0.3)
+    agree(module(*batch.head), theirs, batch)
+    assert "beta=0.3" in repr(module)
+
+
+def test_dpo_with_a_reference(batch):
+    mask = batch.target != -100
+    policy, _ = batch.whole(batch.x, batch.weight, batch.bias, batch.target)
+    ref, _ = batch.whole(*batch.ref, batch.target)
+    options = {"loss_type": ["hinge", "bco_pair"], "loss_weights": [0.5, 2.0]}
+    module = losses.LinearDPOLoss(**options, **HEAD)
+    for parameter in batch.ref:
+        parameter.requires_grad_()
+    shift = torch.tensor(0.2)
+    theirs = losses.dpo_loss(policy, mask, ref, reward_shift=shift, **options)
+    ours = module(*batch.head, *batch.ref, reward_shift=shift)
+    assert torch.autograd.grad(ours.loss, batch.ref, retain_graph=True, allow_unused=True) == (
+        None, None, None,
+    )  # fmt: skip
+    agree(ours, theirs, batch)
+    stored = losses.sequence_log_prob(ref, mask)
+    agree(module(*batch.head, ref_log_prob=stored, reward_shift=shift), theirs, batch)
+
+
+@pytest.mark.parametrize("name", ["LinearORPOLoss", "LinearCPOLoss", "LinearSimPOLoss"])
+def test_the_chosen_tokens_loss_may_have_other_targets(name, batch):
+    log_prob, _ = batch.whole(batch.x, batch.weight, batch.bias, batch.tokens)
+    nll_target = batch.tokens.clone()
+    nll_target[:, 0] = -100
+    mask = batch.target != -100
+    theirs = PAIRS[name](log_prob, mask, alpha=1.5, nll_mask=nll_target != -100)
+    module = getattr(losses, name)(alpha=1.5, **HEAD)
+    agree(module(*batch.head, nll_target), theirs, batch)
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto(loss_type, batch):
+    policy, _ = batch.whole(batch.x, batch.weight, batch.bias, batch.target)
+    ref, _ = batch.whole(*batch.ref, batch.target)
+    labels, kl = batch.per_row > 0, torch.tensor(0.3) if loss_type == "kto" else None
+    options = {"loss_type": loss_type, "undesirable_weight": 0.7}
+    theirs = losses.kto_loss(policy, batch.target != -100, labels, ref, kl, **options)
+    module = losses.LinearKTOLoss(**options, **HEAD)
+    x, weight, target, bias = batch.head
+    agree(module(x, weight, target, labels, bias, *batch.ref, kl=kl), theirs, batch)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_grpo(loss_type, batch):
+    mask = batch.target != -100
+    policy, entropy = batch.whole(batch.x, batch.weight, batch.bias, batch.target)
+    ref, _ = batch.whole(*batch.ref, batch.target)
+    old = (policy + 0.1).detach()
+    options = {"loss_type": loss_type, "beta": 0.2, "entropy_coef": 0.3, "delta": None}
+    tensors = {"old_log_prob": old, "num_items_in_batch": torch.tensor(9)}
+    theirs = losses.grpo_loss(
+        policy, batch.per_row, mask, ref_log_prob=ref, entropy=entropy, **tensors, **options
+    )
+    module = losses.LinearGRPOLoss(**options, **HEAD)
+    x, weight, target, bias = batch.head
+    agree(module(x, weight, target, batch.per_row, bias, *batch.ref, **tensors), theirs, batch)
+
+
+def test_one_graph_for_all_sizes(empty_caches):
+    from torch._dynamo.testing import CompileCounter
+
+    module = losses.LinearGRPOLoss(entropy_coef=0.1)
+    counter = CompileCounter()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (4, 6):
+        batch = Batch(rows)
+        x, weight, target, bias = batch.head
+        arguments = (x, weight, target, batch.per_row, bias)
+        torch.testing.assert_close(compiled(*arguments).loss, module(*arguments).loss)
+    assert counter.frame_count == 1
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="dpo_loss: loss_type must be one of sigmoid"):
+        losses.LinearDPOLoss(loss_type="kto")
+    with pytest.raises(ValueError, match="grpo_loss: epsilon_high must be a number for cispo"):
+        losses.LinearGRPOLoss(loss_type="cispo")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gama'"):
+        losses.LinearSimPOLoss(gama=1.0)
+    batch = Batch()
+    module = losses.LinearDPOLoss()
+    with pytest.raises(ValueError, match="LinearDPOLoss: ref_log_prob must be None beside ref_x"):
+        module(*batch.head, *batch.ref, ref_log_prob=torch.zeros(4, T))
+    with pytest.raises(TypeError, match="LinearDPOLoss: ref_weight must be a tensor, got NoneType"):
+        module(*batch.head, batch.ref_x)
+    with pytest.raises(ValueError, match="LinearCPOLoss: nll_target must be of target's shape"):
+        losses.LinearCPOLoss()(*batch.head, batch.target[:2])
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "LinearGRPOLoss"])
+def test_nothing_kept_is_a_zero_with_zero_gradients(name, batch):
+    nothing = torch.full_like(batch.target, -100)
+    more = (batch.per_row,) if name == "LinearGRPOLoss" else ()
+    loss = getattr(losses, name)()(batch.x, batch.weight, nothing, *more, batch.bias).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(p.grad.any() for p in (batch.x, batch.weight, batch.bias))
