@@ -96,6 +96,7 @@ def calls() -> Iterator[Callable[[], Any]]:
         for V in (100, 4096, 32768, 128256):
             yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
         yield partial(finish_gradients, kernel, torch.empty(4, 64, dtype=dtype))
+        yield partial(gradients_by_words, kernel, torch.empty(4, 64, dtype=dtype))
         for D, R in ((128, 128), (96, 24), (256, 256)):
             q, k = torch.empty(2, 3, 32, D, dtype=dtype), torch.empty(2, 3, 8, D, dtype=dtype)
             table = torch.empty(2, 3, R, dtype=dtype)
@@ -186,6 +187,13 @@ def finish_gradients(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> 
     inputs = (one, None, None, None, x, x, target, None, None, None, None, lse, one)
     options = (-100, "mean", 0.0, 0.0, None, 1.0, None, None)
     kernel["linear_cross_entropy_backward"](*inputs, x, x, None, *options, [True, True, False])
+
+
+def gradients_by_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:
+    """Call linear_log_prob's backward, whose targets need not be among the columns."""
+    row, target = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+    options = (0.7, None, 1.0, -100, None, None, [True, True, False])
+    kernel["linear_log_prob_backward"](row, row, None, x, x, target, None, row, row, *options)
 
 
 def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
