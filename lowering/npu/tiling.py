@@ -32,17 +32,34 @@ SEVERAL_ROWS = 1.9
 UB_SHARE = 0.9
 
 
+# A piece of a kept row has at least as many elements, or its instructions take longer to start than
+# to run.
+MIN_PIECE = 512
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Itemsize of the stored tensor -> bytes of Unified Buffer per element of a kept row, and per
+    element of a piece of it."""
+
+    row: dict[int, float]
+    piece: dict[int, float]
+
+
 @dataclass(frozen=True)
 class Cost:
     """Itemsize of the stored tensor -> bytes of Unified Buffer per element of the tile.
 
     `whole` is for the kernel of rows that fit a tile, which takes `padding` more if the row is
-    narrower than the tile; `wide` is for the kernels of rows that do not fit.
+    narrower than the tile. `kept` is for kernels that keep a row in its own dtype and take it in
+    pieces, from the kernel that keeps the fewest tensors to that which keeps the most. `wide` is
+    for rows that do not fit.
     """
 
     whole: dict[int, float]
     wide: dict[int, float]
     padding: float = 0
+    kept: tuple[Kept, ...] = ()
 
 
 # The cost of each kernel, which the kernel's file adds. A comment there gives the share of 196608
@@ -53,11 +70,17 @@ COSTS: dict[str, Cost] = {}
 
 @dataclass(frozen=True)
 class Plan:
-    """The tile of a kernel, and the largest number of programs that take turns at the tiles."""
+    """The tile of a kernel, and the largest number of programs that take turns at the tiles.
+
+    If KEPT is not 0, a row stays in the buffer, as ROW columns, while the kernel goes over it in
+    tiles. KEPT says with which other tensors: it counts the entries of Cost.kept from 1.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     cores: int
+    ROW: int = 0
+    KEPT: int = 0
 
     def whole(self, N: int) -> bool:
         """Whether a row of N columns fits the tile."""
@@ -134,7 +157,20 @@ def rows_plan(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -
         if block_n <= tile_elements(whole, ub_bytes):
             rows = tile_elements(SEVERAL_ROWS * whole, ub_bytes) // block_n
             return Plan(min(MAX_BLOCK_M, max(1, rows)), block_n, cores)
+    for number, kept in reversed(list(enumerate(cost.kept, 1))):
+        piece = piece_elements(kept, block_n, itemsizes, ub_bytes)
+        if piece:
+            return Plan(1, piece, cores, block_n, number)
     return Plan(1, chunk(N, tile_elements(max(map(cost.wide.get, itemsizes)), ub_bytes)), cores)
+
+
+def piece_elements(kept: Kept, row: int, itemsizes: set[int], ub_bytes: int) -> int:
+    """The widest piece of a kept row of `row` elements, at most half of it, or 0 if none fits."""
+    left = ub_bytes * UB_SHARE - row * max(map(kept.row.get, itemsizes))
+    elements = int(left / max(map(kept.piece.get, itemsizes)))
+    if elements < MIN_PIECE:
+        return 0
+    return min(row // 2, 1 << (elements.bit_length() - 1))
 
 
 def elementwise_plan(op: str, M: int, N: int, *tensors: Tensor | None) -> Plan:

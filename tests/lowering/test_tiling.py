@@ -30,8 +30,14 @@ def assert_fits(op: str, plan: Plan, whole: bool, itemsizes: set[int], ub_bytes:
     """Within the share of the buffer that leaves room for what the planners differ in."""
     for size in (plan.BLOCK_M, plan.BLOCK_N):
         assert size & (size - 1) == 0
-    cost = COSTS[op].whole if whole else COSTS[op].wide
     elements = plan.BLOCK_M * plan.BLOCK_N
+    if plan.KEPT:
+        kept = COSTS[op].kept[plan.KEPT - 1]
+        row, piece = (max(map(cost.get, itemsizes)) for cost in (kept.row, kept.piece))
+        assert plan.ROW * row + elements * piece <= tiling.UB_SHARE * ub_bytes
+        assert plan.BLOCK_M == 1 and plan.ROW % elements == 0 and elements < plan.ROW
+        return
+    cost = COSTS[op].whole if whole else COSTS[op].wide
     bytes_taken = elements * max(cost[itemsize] for itemsize in itemsizes)
     assert bytes_taken <= tiling.UB_SHARE * ub_bytes or elements <= MIN_BLOCK_N
 
@@ -75,6 +81,18 @@ def test_short_rows_go_several_to_a_tile() -> None:
         assert all(plan.whole(N) for plan, N in zip(plans, (2048, 1024, 512, 256), strict=True))
         rows = [plan.BLOCK_M for plan in plans]
         assert rows == [rows[0], 2 * rows[0], 4 * rows[0], 8 * rows[0]]
+
+
+# Ops, and the widest row of bfloat16 that is read once. Rows of float32 are half as wide.
+READ_ONCE = {"rms_norm": 16384, "fused_add_rms_norm": 8192}
+
+
+@pytest.mark.parametrize("op", READ_ONCE)
+def test_rows_are_kept_up_to_the_widths_of_the_table(op: str) -> None:
+    for itemsize in (2, 4):
+        for N in range(MIN_BLOCK_N, READ_ONCE[op] * 2 // itemsize + 1, MIN_BLOCK_N):
+            plan = tiling.rows_plan(op, N, {itemsize}, 196608, 40)
+            assert plan.whole(N) or (plan.KEPT and plan.ROW >= N), (N, plan)
 
 
 def test_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
