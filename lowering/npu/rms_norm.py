@@ -14,20 +14,66 @@ from ..sizes import cdiv
 from ..tensors import contiguous
 from ..triton_math import rms_rstd, rms_scaled, rms_square
 from . import tiling, wide_backward
+from .kept import kept_or_loaded, kept_row, piece
+from .kept_backward import launch_kept_backward
 from .partial_sums import partial_sums, summed
 from .tile import load, remaining, tile_offsets, within
-from .tiling import COSTS, Cost, Plan, launch
+from .tiling import COSTS, Cost, Kept, Plan, launch
 
+_KEPT_WITH_DS = (
+    Kept({2: 4.1, 4: 8.1}, {2: 80.4, 4: 77.0}),
+    Kept({2: 8.1, 4: 16.1}, {2: 72.2, 4: 72.4}),
+    Kept({2: 8.1, 4: 16.1}, {2: 64.3, 4: 64.8}, weights=True),
+)
 COSTS.update(
     {
         # whole (1, 4096): 58.6% | 37.6%, fp32 (1, 8192): 75.1%. wide (1, 4096): 87.6% | 70.9%.
-        "rms_norm": Cost({2: 28.2, 4: 18.1}, {2: 42.2, 4: 34.1}),
+        # kept with the weight, 16384 in pieces of 2048: 81.3%, fp32 8192 of 2048: 77.2%.
+        "rms_norm": Cost(
+            {2: 28.2, 4: 18.1},
+            {2: 42.2, 4: 34.1},
+            kept=(
+                Kept({2: 4.1, 4: 8.2}, {2: 34.3, 4: 30.0}),
+                Kept({2: 4.1, 4: 8.2}, {2: 30.3, 4: 26.2}, weights=True),
+            ),
+        ),
+        # In the casting mode "none". kept, 16384 in pieces of 1024: 70.0%.
+        "rms_norm_none": Cost(
+            {2: 28.2, 4: 18.1},
+            {2: 42.2, 4: 34.1},
+            kept=(
+                Kept({2: 4.2, 4: 8.2}, {2: 42.0, 4: 30.0}),
+                Kept({2: 4.2, 4: 8.2}, {2: 38.0, 4: 26.2}, weights=True),
+            ),
+        ),
         # whole (1, 4096): 91.8% | 54.2%. wide (1, 2048): 73.0% | 52.1%, (1, 4096): 91.8% | 91.8%.
-        "fused_add_rms_norm": Cost({2: 44.1, 4: 26.1}, {2: 70.1, 4: 50.1}),
+        # kept with the weight, 8192 in pieces of 1024: 80.4%, fp32 4096 of 1024: 57.4%.
+        "fused_add_rms_norm": Cost(
+            {2: 44.1, 4: 26.1},
+            {2: 70.1, 4: 50.1},
+            kept=(
+                Kept({2: 8.2, 4: 16.1}, {2: 62.3, 4: 30.0}),
+                Kept({2: 8.2, 4: 16.1}, {2: 58.4, 4: 30.0}, weights=True),
+            ),
+        ),
         # whole (1, 4096): 87.6% | 79.2%. wide (1, 2048): 46.0% | 46.0%, (1, 4096): 91.8% | 91.8%.
-        "rms_norm_backward": Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}),
-        # With ds, without dweight. whole (1, 4096): 95.9% | 83.4%. wide: as above.
-        "add_rms_norm_backward_dx": Cost({2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2}),
+        # kept, 8192 with everything in pieces of 1024: 87.6%, 16384 with x alone of 512: 85.5%.
+        "rms_norm_backward": Cost(
+            {2: 42.2, 4: 38.1},
+            {2: 44.2, 4: 44.2},
+            kept=(
+                Kept({2: 4.1, 4: 8.1}, {2: 72.4, 4: 72.9}),
+                Kept({2: 8.1, 4: 16.1}, {2: 64.8, 4: 65.3}),
+                Kept({2: 8.1, 4: 16.1}, {2: 56.3, 4: 57.0}, weights=True),
+            ),
+        ),
+        # whole and wide: as above. kept: 8192 with everything in pieces of 512: 75.1%, 16384 with x
+        # alone of 512: 87.6%.
+        "add_rms_norm_backward": Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}, kept=_KEPT_WITH_DS),
+        # Without dweight. whole (1, 4096): 95.9% | 83.4%. wide and kept: as above.
+        "add_rms_norm_backward_dx": Cost(
+            {2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2}, kept=_KEPT_WITH_DS
+        ),
     }
 )
 
@@ -38,6 +84,15 @@ def _load(x_ptr, residual_ptr, start, offsets, mask, dtype: tl.constexpr):
     x = load(x_ptr + start, offsets, mask)
     if residual_ptr is not None:
         x += load(residual_ptr + start, offsets, mask)
+    return x.to(dtype)
+
+
+@triton.jit
+def _piece(x_row, residual_row, col, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """Take a piece of x, or of x + residual, from kept rows, in the dtype that it is stored in."""
+    x = piece(x_row, col, SIZE)
+    if residual_row is not None:
+        x += piece(residual_row, col, SIZE)
     return x.to(dtype)
 
 
@@ -68,33 +123,47 @@ def _rms_norm_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_wide_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, eps, offset,
-    CASTING_MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CASTING_MODE: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The second pass finds the rows in the L2 cache. It adds the residual again, because reading s
-    # back would have to wait for the store.
+    # The second pass takes the rows from the buffer if they are kept, and else finds them in the L2
+    # cache. It adds the residual again, because reading s back would have to wait for the store.
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
+    weight_row = None
+    if KEPT > 1 and weight_ptr is not None:
+        weight_row = kept_row(weight_ptr, N, ROW)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
+        if KEPT:
+            x_row = kept_row(x_ptr + row * N, N, ROW)
+            residual_row = None
+            if residual_ptr is not None:
+                residual_row = kept_row(residual_ptr + row * N, N, ROW)
         squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for col in tl.range(0, N, BLOCK_N):
             start = row * N + col
-            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
-            s = _load(x_ptr, residual_ptr, start, offsets, mask, dtype)
+            if KEPT:
+                s = _piece(x_row, residual_row, col, dtype, BLOCK_N)
+            else:
+                mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+                s = _load(x_ptr, residual_ptr, start, offsets, mask, dtype)
             squares += rms_square(s.to(tl.float32), dtype, CASTING_MODE)
         rstd = rms_rstd(tl.sum(squares, axis=1)[:, None], N, eps, dtype, CASTING_MODE)
         for col in tl.range(0, N, BLOCK_N):
             start = row * N + col
-            col_mask = cols < remaining(N, col, BLOCK_N)
-            mask = row_mask & col_mask
-            s = _load(x_ptr, residual_ptr, start, offsets, mask, dtype)
+            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+            if KEPT:
+                s = _piece(x_row, residual_row, col, dtype, BLOCK_N)
+            else:
+                s = _load(x_ptr, residual_ptr, start, offsets, mask, dtype)
             if residual_ptr is not None:
                 tl.store(s_ptr + start + offsets, s, mask=mask)
             x = s.to(tl.float32)
             weight = None
             if weight_ptr is not None:
-                weight = load(weight_ptr + col, cols, col_mask)
+                weight = kept_or_loaded(weight_row, weight_ptr, N, col, BLOCK_N)
             y = rms_scaled(x, rstd, weight, offset, dtype, CASTING_MODE)
             tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
 
@@ -181,14 +250,20 @@ def launch_rms_norm(
     x, residual, weight = tiling.rows(call.x), tiling.rows(residual), contiguous(call.weight)
     M, N = x.shape
     if plan is None:
-        plan = tiling.plan("rms_norm" if residual is None else "fused_add_rms_norm", N, x, residual)
-    launch(
-        _rms_norm_kernel if plan.BLOCK_N >= N else _rms_norm_wide_kernel,
+        op = "rms_norm_none" if call.casting_mode == "none" else "rms_norm"
+        if residual is not None:
+            op = "fused_add_rms_norm"
+        plan = tiling.plan(op, N, x, residual, weights=(weight,))
+    arguments = (
         plan, cdiv(M, plan.BLOCK_M),
         x, residual, weight, y, s,
         M, N, call.eps, call.offset,
-        CASTING_MODE=call.casting_mode,
     )  # fmt: skip
+    if plan.whole(N):
+        launch(_rms_norm_kernel, *arguments, CASTING_MODE=call.casting_mode)
+    else:
+        kept = {"ROW": plan.ROW, "KEPT": plan.KEPT}
+        launch(_rms_norm_wide_kernel, *arguments, CASTING_MODE=call.casting_mode, **kept)
 
 
 def launch_rms_norm_backward(
@@ -197,8 +272,17 @@ def launch_rms_norm_backward(
 ) -> None:  # fmt: skip
     dy, ds, x, weight = *map(tiling.rows, (call.dy, ds, x)), contiguous(call.weight)
     M, N = x.shape
-    op = "add_rms_norm_backward_dx" if dweight is None and ds is not None else "rms_norm_backward"
-    forced, plan = plan, plan or tiling.plan(op, N, x, dy)
+    forced = plan
+    if plan is None:
+        op = "rms_norm_backward"
+        if ds is not None:
+            op = "add_rms_norm_backward" if dweight is not None else "add_rms_norm_backward_dx"
+        plan = tiling.plan(op, N, x, dy, weights=(weight,), gradients=(dweight,))
+    if plan.KEPT:
+        launch_kept_backward(
+            dy, ds, x, weight, dx, dweight, None, call.eps, call.offset, plan, centred=False
+        )
+        return
     tiles = cdiv(M, plan.BLOCK_M)
     if plan.BLOCK_N < N:
         rstd, projection = x.new_empty((2, M), dtype=torch.float32)

@@ -30,8 +30,14 @@ def assert_fits(op: str, plan: Plan, whole: bool, itemsizes: set[int], ub_bytes:
     """Within the share of the buffer that leaves room for what the planners differ in."""
     for size in (plan.BLOCK_M, plan.BLOCK_N):
         assert size & (size - 1) == 0
-    cost = COSTS[op].whole if whole else COSTS[op].wide
     elements = plan.BLOCK_M * plan.BLOCK_N
+    if plan.KEPT:
+        kept = COSTS[op].kept[plan.KEPT - 1]
+        row, piece = (max(map(cost.get, itemsizes)) for cost in (kept.row, kept.piece))
+        assert plan.ROW * row + elements * piece <= tiling.UB_SHARE * ub_bytes
+        assert plan.BLOCK_M == 1 and plan.ROW % elements == 0 and elements < plan.ROW
+        return
+    cost = COSTS[op].whole if whole else COSTS[op].wide
     bytes_taken = elements * max(cost[itemsize] for itemsize in itemsizes)
     assert bytes_taken <= tiling.UB_SHARE * ub_bytes or elements <= MIN_BLOCK_N
 
@@ -75,6 +81,34 @@ def test_short_rows_go_several_to_a_tile() -> None:
         assert all(plan.whole(N) for plan, N in zip(plans, (2048, 1024, 512, 256), strict=True))
         rows = [plan.BLOCK_M for plan in plans]
         assert rows == [rows[0], 2 * rows[0], 4 * rows[0], 8 * rows[0]]
+
+
+# Entry of COSTS, with how many weights and sums of their gradients -> the widest row of bfloat16
+# that is read once. Rows of float32 are half as wide.
+READ_ONCE = {
+    ("rms_norm", 1, 0): 16384,
+    ("rms_norm_none", 1, 0): 16384,
+    ("fused_add_rms_norm", 1, 0): 16384,
+    ("layer_norm", 2, 0): 16384,
+    ("rms_norm_backward", 1, 1): 8192,
+    ("add_rms_norm_backward", 1, 1): 8192,
+    ("add_rms_norm_backward_dx", 1, 0): 8192,
+    ("layer_norm_backward", 1, 2): 8192,
+}
+
+
+@pytest.mark.parametrize(("op", "weights", "sums"), READ_ONCE)
+def test_rows_are_kept_up_to_the_widths_of_the_table(op: str, weights: int, sums: int) -> None:
+    """A backward kernel keeps x and dy."""
+    for itemsize in (2, 4):
+        widest = READ_ONCE[op, weights, sums] * 2 // itemsize
+        for N in (*range(257, widest, 257), *range(512, widest + 1, 512)):
+            # The weights may be float32 beside rows of bfloat16.
+            for parameter in (itemsize, 4):
+                given = {"weights": weights * parameter, "sums": 4 * sums}
+                plan = tiling.rows_plan(op, N, {itemsize}, 196608, 40, **given)
+                stays = 2 if "backward" in op else 1
+                assert plan.whole(N) or (stays <= plan.KEPT and N <= plan.ROW), (N, plan)
 
 
 def test_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
