@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from . import (
-    capped_attention,
     causal_attention,
     clamped_swiglu,
     cross_entropy,
+    eager_attention,
     fused_add_rms_norm,
     geglu,
     group_norm,
@@ -47,8 +47,8 @@ REWRITES: dict[str, Rewrite] = {
     "causal_attention": causal_attention.rewrite,
     # After causal_attention, which is faster where the mask is causal.
     "masked_attention": masked_attention.rewrite,
-    # After attention, which is faster and takes what has neither a soft cap nor sinks.
-    "capped_attention": capped_attention.rewrite,
+    # After attention, which makes calls of a faster operator where these are the same.
+    "eager_attention": eager_attention.rewrite,
     # After causal_attention, because it needs attention without a mask.
     "grouped_attention": grouped_attention.rewrite,
     # Before rms_norm, which would match the part after the subtraction of the mean.

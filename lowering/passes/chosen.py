@@ -30,7 +30,7 @@ KEPT_BY_INDUCTOR = frozenset(
 
 
 # Inductor compiles flex_attention; another backend would compute the dense scores.
-NEEDS_INDUCTOR = frozenset({"masked_attention", "capped_attention"})
+NEEDS_INDUCTOR = frozenset({"masked_attention", "eager_attention"})
 
 
 def chosen(names: Any, before_inductor: bool, argument: str) -> Collection[str]:

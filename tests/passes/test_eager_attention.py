@@ -1,5 +1,5 @@
-"""Attention that is written out with a soft cap or sinks runs in flex_attention, with the same
-results."""
+"""Attention that is written out with a soft cap, sinks or padding runs in flex_attention, with the
+same results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from attention_models import batch, model, step
 from causal_masks import causal
 from data_masks import MASKS, documents, on_the_cpu, right_padding
 from index_programs import masks
-from liger_ops.lowering.passes import capped_attention, masked_attention, sdpa
+from liger_ops.lowering.passes import eager_attention, masked_attention, sdpa
 from rewriting import Rewriter
 
-OP = capped_attention.OP
-REWRITES = [sdpa.rewrite, capped_attention.rewrite]
+OP = eager_attention.OP
+REWRITES = [sdpa.rewrite, eager_attention.rewrite]
 LENGTH = 23
 CAP = 1.5
 
@@ -107,14 +107,17 @@ def compare(
     return report, calls
 
 
+# scaled_dot_product_attention takes what has neither, unless a query may see no key.
 WITH = {"sinks": (True, None), "cap": (False, CAP), "sinks and cap": (True, CAP)}
+WITH |= {"neither": (False, None)}
+ADDED = list(WITH)[:3]
 HIDES = {name for name in MASKS if "padding" in name or name == "bool"}
+PADDED = ("padding on the left", "chunks after padding")
 # Each mask with sinks, with a cap or with both, in turn. Masks of padding may hide every key of a
 # query.
 CASES = [
-    *((name, list(WITH)[place % len(WITH)]) for place, name in enumerate(MASKS)),
-    ("padding on the left", "cap"),
-    ("chunks after padding", "cap"),
+    *((name, ADDED[place % len(ADDED)]) for place, name in enumerate(MASKS)),
+    *((name, what) for name in PADDED for what in ("cap", "neither")),
 ]
 
 
@@ -136,7 +139,7 @@ def test_the_result_is_that_of_the_code(name, what):
     tensors = [node.meta.get("example_value") for node in call.graph.nodes]
     dense = [x for x in tensors if getattr(x, "shape", ())[-2:] == (LENGTH, LENGTH)]
     # Queries that see no key are found by a reduction, into which Inductor fuses the mask.
-    assert not dense or (name in HIDES and what == "cap")
+    assert not dense or (name in HIDES and not WITH[what][0])
     assert not any(x.is_floating_point() for x in dense)
 
 
@@ -180,7 +183,7 @@ def test_one_compilation_serves_every_length():
     assert report.counts() == {OP: 2}
 
 
-@pytest.mark.parametrize("what", WITH)
+@pytest.mark.parametrize("what", ADDED)
 def test_without_a_mask(what):
     has_sinks, cap = WITH[what]
     function = lambda q, k, v, *sinks: attention(q, k, v, None, *(sinks or [None]), cap=cap)

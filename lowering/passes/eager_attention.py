@@ -1,18 +1,19 @@
-"""Attention that is written out with a soft cap or with sinks runs in flex_attention.
+"""Attention that is written out runs in flex_attention where scaled_dot_product_attention differs.
 
-Written out it holds all scores in memory, several times over. scaled_dot_product_attention takes
-neither of the two:
+Written out it holds all scores in memory, several times over. What remains after the rewrite
+"attention" has one of these:
 
 - A soft cap replaces the scores s by cap * tanh(s / cap), as in Gemma 2.
 - A sink is a learned number for each head, the score of one more key, whose value is 0. It is
   dropped after the softmax, as in GPT-OSS. With lse the logarithm of the sum of the exponentials of
   a row's scores, the weights are those without a sink times exp(lse) / (exp(lse) + exp(sink)), so
   that the output is multiplied by sigmoid(lse - sink). All gradients follow.
+- A query may see no key, as in a batch with padding.
 
-A query that sees no key gets 0 from flex_attention. So it does from the code with sinks, where the
-sink takes all weight. With a soft cap alone it gets the mean of all values from a mask that adds a
-finite number, as those of transformers do, and so it does here (`mask.unseen`); a mask of minus
-infinity gives NaN, and attention is left unless every query is proved to see a key.
+A query that sees no key gets 0 from flex_attention. So it does from code with sinks, where the sink
+takes all weight. Without sinks it gets the mean of all values from a mask that adds a finite
+number, as those of transformers do, and so it does here (`mask.unseen`); a mask of minus infinity
+gives NaN, and attention is left unless every query is proved to see a key.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .rewrite import Refused, attempt, replace
 from .sdpa import LOWEST_FILL, as_root, condition_of, operands, sees_a_key
 from .written_attention import WrittenAttention, written_attentions
 
-OP = "capped_attention"
+OP = "eager_attention"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -54,8 +55,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         for found in written_attentions(scope.graph, OP, Report(), state):
             report.at = (OP, found.root)
             on = value(found.root).device.type
-            plain = found.softcap is None and found.sinks is None
-            if plain or on not in masked_attention.DEVICES:
+            if on not in masked_attention.DEVICES:
                 continue
             report.superseded(found.root)
             try:
