@@ -40,14 +40,15 @@ def register(device: str, kernels: Any, alignment: int) -> None:
         return backward(call, kernels, alignment)
 
 
-def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
-    log_prob, entropy, lse = library.allocate("linear_log_prob_forward", call)
-    loss, tokens = as_loss(call), results(call, log_prob, entropy, lse)
+def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
+    outputs = library.allocate("linear_log_prob_forward", call)
+    loss, tokens = as_loss(call), results(call, *outputs)
     linear = chunked_linear(call, _rows(call), None, alignment)
     for chunk, logits in linear.logits():
         kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
-    kernels.reduce(loss, call.weight.shape[0], tokens, None, None, lse.new_empty(()))
-    return log_prob, entropy, lse
+    total = tokens.lse.new_empty(())
+    kernels.reduce(loss, call.weight.shape[0], tokens, None, None, total)
+    return outputs
 
 
 def _by_tokens(call: Any, kernels: Any, alignment: int) -> Outputs:

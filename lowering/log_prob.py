@@ -24,10 +24,15 @@ def as_loss(call: Any, first: int = 0) -> Any:
     )  # fmt: skip
 
 
-def results(call: Any, log_prob: Tensor, entropy: Tensor, lse: Tensor) -> Tokens:
+def results(
+    call: Any, log_prob: Tensor, entropy: Tensor, lse: Tensor, predicted_tokens: Tensor | None
+) -> Tokens:
     """The targets of a call, and the results to fill."""
-    filled = {"lse": flat(lse), "entropy": flat(entropy), "log_prob": flat(log_prob)}
-    return Tokens(None, flat(call.target), None, **filled)
+    return Tokens(
+        None, flat(call.target), None,
+        lse=flat(lse), entropy=flat(entropy), log_prob=flat(log_prob),
+        predicted_tokens=flat(predicted_tokens),
+    )  # fmt: skip
 
 
 def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> None:
@@ -37,8 +42,8 @@ def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> Non
     module = kernels.__name__
 
     @library.kernel("log_prob_forward", device, module=module)
-    def log_prob_forward(call, log_prob, entropy, lse, plan):
-        loss, tokens = as_loss(call), results(call, log_prob, entropy, lse)
+    def log_prob_forward(call, log_prob, entropy, lse, predicted, plan):
+        loss, tokens = as_loss(call), results(call, log_prob, entropy, lse, predicted)
         kernels.loss_and_gradient(loss, rows(call.logits), tokens, False, plan)
         kernels.reduce(loss, call.logits.shape[-1], tokens, None, None, lse.new_empty(()))
 

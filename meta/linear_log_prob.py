@@ -13,7 +13,7 @@ from .log_prob import check_gradients, results
 
 
 @library.fake("linear_log_prob_forward")
-def linear_log_prob_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def linear_log_prob_forward(call: Any) -> tuple[Tensor | None, ...]:
     check_linear(call)
     checks.positive(call, "temperature", "softcap", "logit_scale")
     return results(call, call.x)

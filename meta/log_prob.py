@@ -13,7 +13,7 @@ from .cross_entropy import check_logits
 
 
 @library.fake("log_prob_forward")
-def log_prob_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def log_prob_forward(call: Any) -> tuple[Tensor | None, ...]:
     check_logits(call)
     checks.positive(call, "temperature", "softcap", "logit_scale")
     return results(call, call.logits)
@@ -27,11 +27,12 @@ def log_prob_backward(call: Any) -> Tensor:
     return checks.like(call.logits)
 
 
-def results(call: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate log_prob, entropy and lse; x is the logits or the linear layer's input."""
-    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    log_prob, entropy, lse = (x.new_empty(call.target.shape, dtype=dtype) for _ in range(3))
-    return log_prob, entropy, lse
+def results(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
+    """Allocate the results of the forward; x is the logits or the linear layer's input."""
+    dtype, tokens = torch.float64 if x.dtype is torch.float64 else torch.float32, call.target.shape
+    log_prob, entropy, lse = (x.new_empty(tokens, dtype=dtype) for _ in range(3))
+    predicted = x.new_empty(tokens, dtype=torch.int64) if call.return_predicted else None
+    return log_prob, entropy, lse, predicted
 
 
 def check_gradients(call: Any, x: str) -> None:

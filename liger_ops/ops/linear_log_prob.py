@@ -92,18 +92,23 @@ def linear_log_prob_forward(
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100,
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`linear_log_prob` with lse, from which the backward computes the probabilities again.
+    return_predicted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`linear_log_prob` with lse, from which the backward computes the probabilities again, and the
+    most probable class.
 
     Autocast changes nothing here.
 
     Args:
         x, weight, target, bias, temperature, softcap, logit_scale, ignore_index, accum_dtype,
             chunk_bytes: as for `linear_log_prob`.
+        return_predicted: whether to compute predicted_tokens.
 
     Returns:
         log_prob, entropy: the results of `linear_log_prob`.
         lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
+        predicted_tokens: of target's shape, int64; the first class with the largest logit, and 0
+            for an ignored token; not differentiable. None without return_predicted.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_log_prob`.
@@ -117,12 +122,12 @@ def linear_log_prob_forward(
     parts = []
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
-        options = (temperature, softcap, logit_scale, ignore_index)
+        options = (temperature, softcap, logit_scale, ignore_index, return_predicted)
         parts.append(_LOG_PROB(logits, targets[chunk], *options))
-    log_prob, entropy, lse = (
-        torch.cat(values).reshape(target.shape) for values in zip(*parts, strict=True)
-    )
-    return log_prob, entropy, lse
+    *results, predicted = zip(*parts, strict=True)
+    log_prob, entropy, lse = (torch.cat(values).reshape(target.shape) for values in results)
+    predicted_tokens = torch.cat(predicted).reshape(target.shape) if return_predicted else None
+    return log_prob, entropy, lse, predicted_tokens
 
 
 @library.define(returns="dx dweight dbias")
@@ -184,19 +189,21 @@ _GRADIENT = library.OPS["log_prob_backward"].definition
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, entropy, lse = output
+    _, entropy, lse, predicted = output
     ctx.save_for_backward(*inputs[:4], entropy, lse)
-    ctx.options = inputs[4:]
+    ctx.options = inputs[4:10]
     ctx.set_materialize_grads(False)
+    if predicted is not None:
+        ctx.mark_non_differentiable(predicted)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
     dx = dweight = dbias = None
-    if any(wanted) and any(grad is not None for grad in grads):
-        given: tuple[Any, ...] = (*grads, *ctx.saved_tensors, *ctx.options, wanted)
+    if any(wanted) and any(grad is not None for grad in grads[:3]):
+        given: tuple[Any, ...] = (*grads[:3], *ctx.saved_tensors, *ctx.options, wanted)
         dx, dweight, dbias = linear_log_prob_backward(*given)
-    return (dx, dweight, None, dbias, *(None for _ in range(6)))
+    return (dx, dweight, None, dbias, *(None for _ in range(7)))
 
 
 library.gradient("linear_log_prob_forward", _backward, _setup_context)

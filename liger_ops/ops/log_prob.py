@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import library
 from .cross_entropy import effective, logsumexp, picked
 
-RESULTS = "log_prob entropy lse"
+RESULTS = "log_prob entropy lse predicted_tokens"
 
 
 @library.compose
@@ -74,16 +74,20 @@ def log_prob(
 @library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
 def log_prob_forward(
     logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None,
-    logit_scale: float = 1.0, ignore_index: int = -100,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`log_prob` with lse, from which the backward computes the probabilities again.
+    logit_scale: float = 1.0, ignore_index: int = -100, return_predicted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`log_prob` with lse, from which the backward computes the probabilities again, and the most
+    probable class.
 
     Args:
         logits, target, temperature, softcap, logit_scale, ignore_index: as for `log_prob`.
+        return_predicted: whether to compute predicted_tokens.
 
     Returns:
         log_prob, entropy: the results of `log_prob`.
         lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
+        predicted_tokens: of target's shape, int64; the first class with the largest logit, and 0
+            for an ignored token; not differentiable. None without return_predicted.
 
     Raises:
         TypeError, ValueError, IndexError: as `log_prob`.
@@ -98,8 +102,11 @@ def log_prob_forward(
     log_prob = picked(x, target, ignore_index, "log_prob") - lse
     p = torch.exp(x - lse.unsqueeze(-1))
     entropy = lse - (p * torch.where(p == 0, 0.0, x)).sum(-1)
-    results = (torch.where(within, value, 0.0) for value in (log_prob, entropy, lse))
-    return tuple(results)  # type: ignore[return-value]
+    predicted = None
+    if return_predicted:
+        predicted = torch.where(within, logits.detach().argmax(-1), 0)
+    log_prob, entropy, lse = (torch.where(within, v, 0.0) for v in (log_prob, entropy, lse))
+    return log_prob, entropy, lse, predicted
 
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
@@ -167,18 +174,20 @@ def _kept(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, entropy, lse = output
+    _, entropy, lse, predicted = output
     ctx.save_for_backward(*inputs[:2], entropy, lse)
-    ctx.options = inputs[2:]
+    ctx.options = inputs[2:6]
     ctx.set_materialize_grads(False)
+    if predicted is not None:
+        ctx.mark_non_differentiable(predicted)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits = None
-    if any(grad is not None for grad in grads):
-        given: tuple[Any, ...] = (*grads, *ctx.saved_tensors, *ctx.options)
+    if any(grad is not None for grad in grads[:3]):
+        given: tuple[Any, ...] = (*grads[:3], *ctx.saved_tensors, *ctx.options)
         dlogits = log_prob_backward(*given)
-    return (dlogits, *(None for _ in range(5)))
+    return (dlogits, *(None for _ in range(6)))
 
 
 library.gradient("log_prob_forward", _backward, _setup_context)

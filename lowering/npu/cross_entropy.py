@@ -180,6 +180,8 @@ def loss_and_gradient(
         value = torch.where(inside, target_logit - lse, float("nan"))
         log_prob.copy_(torch.where(ignored, 0.0, value))
         lse.copy_(torch.where(ignored, 0.0, lse))
+        if predicted_tokens is not None:
+            predicted_tokens.copy_(torch.where(ignored, 0, predicted))
         return
     tokens.target_logit.copy_(target_logit)
     weights, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)

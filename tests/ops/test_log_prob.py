@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 
 import kernel_tests
@@ -64,8 +66,8 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     target = torch.tensor([39, 0, 0, 1, 2, 3, -100, -100], device=DEVICE)
     case = LogProbCase(shape=(8, 40), dtype=dtype, tile=tile)
     outputs = op_checks.run_kernel(OP, folder, False, case, (x, target, *case.options))
-    log_prob, entropy, lse = outputs
-    for values in outputs:
+    log_prob, entropy, lse, _ = outputs
+    for values in (log_prob, entropy, lse):
         assert values[[0, 1, 2]].isfinite().all() and bool((values[[6, 7]] == 0).all())
     for values in (log_prob, entropy):
         assert values[[3, 4, 5]].isnan().all()
@@ -83,6 +85,18 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     truth = torch.where(good.isinf(), 0.0, truth).to(dtype)
     bound = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(dx[:3], truth, rtol=bound, atol=16 * bound * bound + 2e-5)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@settings(max_examples=settings().max_examples // 3)
+@given(case=strategies.log_probs())
+def test_predictions(folder: str, case: LogProbCase) -> None:
+    case = replace(case, return_predicted=True)
+    args = OP.forward_args(case, OP.tensors(case))
+    *_, predicted = op_checks.run_kernel(OP, folder, False, case, args)
+    logits, target, *_ = args
+    assert torch.equal(predicted, logits.argmax(-1) * (target != case.ignore_index))
 
 
 @pytest.mark.device_kernels

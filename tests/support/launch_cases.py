@@ -141,6 +141,7 @@ def loss() -> Forms:
 
 
 PLAIN_LOG_PROB = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0}
+PLAIN_LOG_PROB |= {"return_predicted": False}
 
 
 def log_prob() -> Forms:
@@ -149,7 +150,11 @@ def log_prob() -> Forms:
 
     return Forms(
         shapes=tuple(form(V) for V in VOCABULARIES),
-        options=({"temperature": 0.7}, {"temperature": 0.7, "softcap": 30.0}),
+        options=(
+            {"temperature": 0.7},
+            {"temperature": 0.7, "softcap": 30.0},
+            {"return_predicted": True},
+        ),
         backward_options=({"output_mask": (True, False, False)},),
         optional_at=(1, 2, 3, 5),
         # The logits of ignored tokens are not read.

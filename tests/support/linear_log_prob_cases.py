@@ -22,6 +22,7 @@ class LogProbHeadCase(HeadCase):
     temperature: float = 1.0
     upstream: tuple[bool, ...] = (True, True, True)
     chunk_bytes: int | None = 100
+    return_predicted: bool = False
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -36,14 +37,14 @@ INPUTS = ("x", "weight", "target", "bias")
 def tensors(case: LogProbHeadCase) -> Tensors:
     given: Tensors = dict(zip(INPUTS, tensors_of(case), strict=False))
     forward = library.OPS["linear_log_prob_forward"].definition
-    _, given["entropy"], given["lse"] = forward(*forward_args(case, given))
+    _, given["entropy"], given["lse"], _ = forward(*forward_args(case, given))
     values = Values(case.seed + 1)
     given.update(log_prob_cases.upstream(case.upstream, given["lse"], values, case.dy_layout))
     return given
 
 
 def forward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
-    return (*(tensors[name] for name in INPUTS), *case.options)
+    return (*(tensors[name] for name in INPUTS), *case.options, case.return_predicted)
 
 
 def backward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
@@ -54,7 +55,7 @@ def backward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
 def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> LogProbHeadCase:
     """Every option in use, in several chunks of tokens and of words. All sizes differ, because
     tracing would treat equal ones as one size."""
-    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7}
+    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, "return_predicted": True}
     chunk_bytes = 4 * 7 * dtype.itemsize
     sizes = {"shape": (rows, 2), "D": 4, "V": 7}
     return LogProbHeadCase(**sizes, dtype=dtype, chunk_bytes=chunk_bytes, **options, **form)

@@ -25,6 +25,7 @@ class LogProbCase(Case):
     temperature: float = 1.0
     softcap: float | None = None
     logit_scale: float = 1.0
+    return_predicted: bool = False
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -41,7 +42,7 @@ def tensors(case: LogProbCase) -> Tensors:
         "target": targets(case),
     }
     forward = library.OPS["log_prob_forward"].definition
-    _, given["entropy"], given["lse"] = forward(*forward_args(case, given))
+    _, given["entropy"], given["lse"], _ = forward(*forward_args(case, given))
     given.update(upstream(case.output_mask, given["lse"], values, case.dy_layout))
     return given
 
@@ -57,7 +58,7 @@ def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: 
 
 
 def forward_args(case: LogProbCase, tensors: Tensors) -> tuple[Any, ...]:
-    return (tensors["logits"], tensors["target"], *case.options)
+    return (tensors["logits"], tensors["target"], *case.options, case.return_predicted)
 
 
 def backward_args(case: LogProbCase, tensors: Tensors) -> tuple[Any, ...]:
@@ -91,7 +92,7 @@ def gradient_magnitudes(case: LogProbCase, tensors: Tensors) -> list[Magnitude]:
 
 def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> LogProbCase:
     """Every option in use; a few of the rows are ignored."""
-    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7}
+    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, "return_predicted": True}
     return LogProbCase(shape=(rows, 2, 7), dtype=dtype, **options, **form)
 
 
