@@ -18,10 +18,10 @@ HAS_SLICES = tl.constexpr(hasattr(slices, "extract_slice"))
 
 
 @triton.jit
-def kept_row(ptr, N, ROW: tl.constexpr):
-    """Load a row of N elements as (1, ROW), with 0 beyond N."""
+def kept_row(ptr, N, ROW: tl.constexpr, OTHER: tl.constexpr = 0.0):
+    """Load a row of N elements as (1, ROW), with OTHER beyond N."""
     cols = tl.arange(0, ROW)[None, :]
-    return tl.load(ptr + cols, mask=cols < N, other=0.0)
+    return tl.load(ptr + cols, mask=cols < N, other=OTHER)
 
 
 @triton.jit

@@ -84,7 +84,12 @@ def test_short_rows_go_several_to_a_tile() -> None:
 
 
 # Ops, and the widest row of bfloat16 that is read once. Rows of float32 are half as wide.
-READ_ONCE = {"rms_norm": 16384, "fused_add_rms_norm": 8192}
+READ_ONCE = {
+    "rms_norm": 16384,
+    "fused_add_rms_norm": 8192,
+    "softmax": 32768,
+    "softmax_backward": 16384,
+}
 
 
 @pytest.mark.parametrize("op", READ_ONCE)
