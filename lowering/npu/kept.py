@@ -26,13 +26,23 @@ def kept_row(ptr, N, ROW: tl.constexpr, OTHER: tl.constexpr = 0.0):
 
 @triton.jit
 def piece(row, col, SIZE: tl.constexpr):
-    """The SIZE columns from `col` on, a multiple of SIZE, of a row (1, ROW), as float32."""
-    if HAS_SLICES:
+    """The SIZE columns from `col` on, a multiple of SIZE, of a row (1, ROW), as float32. The row
+    may be widened already."""
+    if row.shape[0] > 1:
+        return line(row, col // SIZE)
+    elif HAS_SLICES:
         part = slices.extract_slice(row, (0, col), (1, SIZE), (1, 1))
         return part.to(tl.float32)
     else:
         pieces: tl.constexpr = row.shape[1] // SIZE
         return line(tl.reshape(row.to(tl.float32), (pieces, SIZE)), col // SIZE)
+
+
+@triton.jit
+def widened(row, SIZE: tl.constexpr):
+    """A row (1, ROW) as float32 lines of SIZE. A piece of row.to(float32) would be widened again:
+    triton-ascend slices before it widens."""
+    return tl.reshape(row.to(tl.float32), (row.shape[1] // SIZE, SIZE))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from ..sizes import cdiv
 from ..softmax import register
 from ..triton_math import LOWEST
 from . import tiling
-from .kept import kept_row, piece
+from .kept import kept_row, piece, widened
 from .tile import load, remaining, tile_offsets
 from .tiling import COSTS, Cost, Kept, Plan, launch
 
@@ -29,13 +29,13 @@ COSTS.update(
         ),
         # whole (1, 4096): 54.5% | 46.1%, (1, 8192): 100.0% | 91.7%. wide (1, 4096): 79.2% | 70.9%.
         # kept 8192 in pieces of 2048: 56.3%, 16384 of 1024: 78.2%, fp32 8192 of 1024: 76.1%.
-        # kept as float32 8192 in pieces of 2048: 87.5%, fp32 4096 of 2048: 58.3%.
+        # kept as float32 8192 in pieces of 1024: 81.3%, of 2048: 87.5%.
         "softmax_backward": Cost(
             {2: 26.2, 4: 22.2},
             {2: 38.1, 4: 34.1},
             kept=(
                 Kept({2: 8.1, 4: 16.1}, {2: 22.2, 4: 18.4}),
-                Kept({2: 18.1, 4: 22.1}, {2: 12.1, 4: 12.1}),
+                Kept({2: 18.1, 4: 18.1}, {2: 14.1, 4: 14.1}),
             ),
         ),
     }
@@ -128,8 +128,8 @@ def _softmax_wide_backward_kernel(
     LOG: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Rows are kept as they are stored or, if KEPT is 2, as float32: then nothing is widened twice,
-    # and their sum needs no loop.
+    # Rows are kept as they are stored or, if KEPT is 2 and they fit so, as float32, so that nothing
+    # is widened twice.
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
@@ -138,23 +138,21 @@ def _softmax_wide_backward_kernel(
             dy_row = kept_row(dy_ptr + row * N, N, ROW)
             y_row = kept_row(y_ptr + row * N, N, ROW)
         if KEPT == 2:
-            dy_row = dy_row.to(tl.float32)
-            y_row = y_row.to(tl.float32)
-            sum = tl.sum(dy_row if LOG else dy_row * y_row, axis=1)[:, None]
-        else:
-            sum = tl.zeros((BLOCK_M, 1), tl.float32)
-            for col in tl.range(0, N, BLOCK_N):
-                if KEPT:
-                    term = piece(dy_row, col, BLOCK_N)
-                    if not LOG:
-                        term *= piece(y_row, col, BLOCK_N)
-                else:
-                    start = row * N + col
-                    mask = row_mask & (cols < remaining(N, col, BLOCK_N))
-                    term = load(dy_ptr + start, offsets, mask)
-                    if not LOG:
-                        term *= load(y_ptr + start, offsets, mask)
-                sum += tl.sum(term, axis=1)[:, None]
+            dy_row = widened(dy_row, BLOCK_N)
+            y_row = widened(y_row, BLOCK_N)
+        sum = tl.zeros((BLOCK_M, 1), tl.float32)
+        for col in tl.range(0, N, BLOCK_N):
+            if KEPT:
+                term = piece(dy_row, col, BLOCK_N)
+                if not LOG:
+                    term *= piece(y_row, col, BLOCK_N)
+            else:
+                start = row * N + col
+                mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+                term = load(dy_ptr + start, offsets, mask)
+                if not LOG:
+                    term *= load(y_ptr + start, offsets, mask)
+            sum += tl.sum(term, axis=1)[:, None]
         for col in tl.range(0, N, BLOCK_N):
             start = row * N + col
             mask = row_mask & (cols < remaining(N, col, BLOCK_N))
