@@ -8,6 +8,8 @@ interpreter runs the tests, has no slices: there a piece is selected by a sum.
 import triton
 import triton.language as tl
 
+from .tile import load, remaining
+
 try:
     # Where triton-ascend has them after 3.2.
     from triton.language.extra.cann import extension as slices
@@ -65,3 +67,22 @@ def line_added(lines, index, part):
     else:
         chosen = tl.arange(0, lines.shape[0])[:, None] == index
         return tl.where(chosen, lines + part, lines)
+
+
+@triton.jit
+def kept_mean(x_row, N, SIZE: tl.constexpr):
+    """The mean of a kept row."""
+    sums = tl.zeros((1, SIZE), tl.float32)
+    for col in tl.range(0, N, SIZE):
+        sums += piece(x_row, col, SIZE)
+    return tl.sum(sums, axis=1)[:, None] / N
+
+
+@triton.jit
+def kept_or_loaded(row, ptr, N, col, SIZE: tl.constexpr):
+    """A piece of a row, from the buffer if the row is kept and else from memory, as float32."""
+    if row is not None:
+        return piece(row, col, SIZE)
+    else:
+        cols = tl.arange(0, SIZE)[None, :]
+        return load(ptr + col, cols, cols < remaining(N, col, SIZE))

@@ -10,6 +10,8 @@ from ... import library
 from ..sizes import cdiv
 from ..tensors import contiguous
 from . import tiling, wide_backward
+from .kept import kept_mean, kept_or_loaded, kept_row, piece
+from .kept_backward import launch_kept_backward
 from .partial_sums import partial_sums, summed
 from .tile import (
     lane_counts,
@@ -20,15 +22,33 @@ from .tile import (
     tile_offsets,
     within,
 )
-from .tiling import COSTS, Cost, launch
+from .tiling import COSTS, Cost, Kept, launch
 
 COSTS.update(
     {
         # whole (1, 4096): 66.9% | 50.1%, padded 75.2% | 58.5%. wide (1, 2048): 89.7% | 85.6%.
-        "layer_norm": Cost({2: 32.2, 4: 24.2}, {2: 86.2, 4: 82.2}, padding=4),
+        # kept with the weights, 16384 in pieces of 1024: 87.6%, fp32 8192 of 1024: 85.5%.
+        "layer_norm": Cost(
+            {2: 32.2, 4: 24.2},
+            {2: 86.2, 4: 82.2},
+            padding=4,
+            kept=(
+                Kept({2: 4.1, 4: 8.1}, {2: 48.3, 4: 44.2}, padding=8.2),
+                Kept({2: 4.1, 4: 8.1}, {2: 40.2, 4: 36.2}, weights=True, padding=8.2),
+            ),
+        ),
         # whole (1, 4096): 83.5% | 71.0%, padded 91.8% | 79.3%. wide (1, 1024): 47.1%,
-        # (1, 2048): 94.0%.
-        "layer_norm_backward": Cost({2: 40.2, 4: 34.2}, {2: 90.3, 4: 90.3}, padding=4),
+        # (1, 2048): 94.0%. kept, 8192 with x and dy in pieces of 512: 88.7%.
+        "layer_norm_backward": Cost(
+            {2: 40.2, 4: 34.2},
+            {2: 90.3, 4: 90.3},
+            padding=4,
+            kept=(
+                Kept({2: 4.1, 4: 8.1}, {2: 92.6, 4: 89.3}, padding=8.2),
+                Kept({2: 8.1, 4: 16.1}, {2: 84.5, 4: 80.6}, padding=8.2),
+                Kept({2: 8.1, 4: 16.1}, {2: 76.9, 4: 64.8}, weights=True, padding=8.2),
+            ),
+        ),
     }
 )
 
@@ -65,37 +85,65 @@ def _layer_norm_kernel(
         tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _kept_statistics(x_row, N, eps, PADDED: tl.constexpr, SIZE: tl.constexpr):
+    """The mean and 1 / deviation of a kept row."""
+    cols = tl.arange(0, SIZE)[None, :]
+    mean = kept_mean(x_row, N, SIZE)
+    squares = tl.zeros((1, SIZE), tl.float32)
+    for col in tl.range(0, N, SIZE):
+        x = piece(x_row, col, SIZE) - mean
+        if PADDED:
+            x *= within(cols, remaining(N, col, SIZE))
+        squares += x * x
+    return mean, tl.rsqrt(tl.sum(squares, axis=1)[:, None] / N + eps)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_wide_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, eps,
+    PADDED: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The second pass finds the rows in the L2 cache.
+    # The last pass takes the rows from the buffer if they are kept, and else finds them in the L2
+    # cache.
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, N, BLOCK_N)
+    weight_row = None
+    if KEPT > 1 and weight_ptr is not None:
+        weight_row = kept_row(weight_ptr, N, ROW)
+    bias_row = None
+    if KEPT > 1 and bias_ptr is not None:
+        bias_row = kept_row(bias_ptr, N, ROW)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
-        lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        m2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for chunk in tl.range(0, tl.cdiv(N, BLOCK_N)):
-            col = chunk * BLOCK_N
-            left = remaining(N, col, BLOCK_N)
-            x = load(x_ptr + row * N + col, offsets, row_mask & (cols < left))
-            lane_mean, m2 = lanes_updated(x, within(cols, left), chunk + 1, lane_mean, m2)
-        mean, _, rest, squares = lanes_merged(lane_mean, m2, counts, N)
-        mean += rest
-        rstd = tl.rsqrt(squares / N + eps)
-        for chunk in tl.range(0, tl.cdiv(N, BLOCK_N)):
-            col = chunk * BLOCK_N
-            col_mask = cols < remaining(N, col, BLOCK_N)
+        if KEPT:
+            x_row = kept_row(x_ptr + row * N, N, ROW)
+            mean, rstd = _kept_statistics(x_row, N, eps, PADDED, BLOCK_N)
+        else:
+            lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            m2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for chunk in tl.range(0, tl.cdiv(N, BLOCK_N)):
+                col = chunk * BLOCK_N
+                left = remaining(N, col, BLOCK_N)
+                x = load(x_ptr + row * N + col, offsets, row_mask & (cols < left))
+                lane_mean, m2 = lanes_updated(x, within(cols, left), chunk + 1, lane_mean, m2)
+            mean, _, rest, squares = lanes_merged(lane_mean, m2, counts, N)
+            mean += rest
+            rstd = tl.rsqrt(squares / N + eps)
+        for col in tl.range(0, N, BLOCK_N):
             start = row * N + col
-            mask = row_mask & col_mask
-            y = (load(x_ptr + start, offsets, mask) - mean) * rstd
+            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+            if KEPT:
+                x = piece(x_row, col, BLOCK_N)
+            else:
+                x = load(x_ptr + start, offsets, mask)
+            y = (x - mean) * rstd
             if weight_ptr is not None:
-                y = y * load(weight_ptr + col, cols, col_mask)
+                y = y * kept_or_loaded(weight_row, weight_ptr, N, col, BLOCK_N)
             if bias_ptr is not None:
-                y = y + load(bias_ptr + col, cols, col_mask)
+                y = y + kept_or_loaded(bias_row, bias_ptr, N, col, BLOCK_N)
             tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -198,19 +246,28 @@ def layer_norm(call, y, plan):
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     M, N = x.shape
     if plan is None:
-        plan = tiling.plan("layer_norm", N, x)
+        plan = tiling.plan("layer_norm", N, x, weights=(weight, bias))
     arguments = (plan, cdiv(M, plan.BLOCK_M), x, weight, bias, y, M, N, call.eps)
     if plan.BLOCK_N >= N:
         launch(_layer_norm_kernel, *arguments, PADDED=plan.BLOCK_N > N)
     else:
-        launch(_layer_norm_wide_kernel, *arguments)
+        padded = N % plan.BLOCK_N != 0
+        launch(_layer_norm_wide_kernel, *arguments, PADDED=padded, ROW=plan.ROW, KEPT=plan.KEPT)
 
 
 @library.kernel("layer_norm_backward", "npu")
 def layer_norm_backward(call, dx, dweight, dbias, plan):
     dy, x, weight = tiling.rows(call.dy), tiling.rows(call.x), contiguous(call.weight)
     M, N = x.shape
-    forced, plan = plan, plan or tiling.plan("layer_norm_backward", N, x, dy)
+    forced = plan
+    if plan is None:
+        gradients = dweight, dbias
+        plan = tiling.plan("layer_norm_backward", N, x, dy, weights=(weight,), gradients=gradients)
+    if plan.KEPT:
+        launch_kept_backward(
+            dy, None, x, weight, dx, dweight, dbias, call.eps, 0.0, plan, centred=True
+        )
+        return
     tiles = cdiv(M, plan.BLOCK_M)
     if plan.BLOCK_N < N:
         mean, rstd, mean_g, projection = x.new_empty((4, M), dtype=torch.float32)

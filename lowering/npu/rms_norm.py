@@ -14,11 +14,17 @@ from ..sizes import cdiv
 from ..tensors import contiguous
 from ..triton_math import rms_rstd, rms_scaled, rms_square
 from . import tiling, wide_backward
-from .kept import kept_row, piece
+from .kept import kept_or_loaded, kept_row, piece
+from .kept_backward import launch_kept_backward
 from .partial_sums import partial_sums, summed
 from .tile import load, remaining, tile_offsets, within
 from .tiling import COSTS, Cost, Kept, Plan, launch
 
+_KEPT_WITH_DS = (
+    Kept({2: 4.1, 4: 8.1}, {2: 80.4, 4: 77.0}),
+    Kept({2: 8.1, 4: 16.1}, {2: 72.2, 4: 72.4}),
+    Kept({2: 8.1, 4: 16.1}, {2: 64.3, 4: 64.8}, weights=True),
+)
 COSTS.update(
     {
         # whole (1, 4096): 58.6% | 37.6%, fp32 (1, 8192): 75.1%. wide (1, 4096): 87.6% | 70.9%.
@@ -28,7 +34,7 @@ COSTS.update(
             {2: 42.2, 4: 34.1},
             kept=(
                 Kept({2: 4.2, 4: 8.2}, {2: 42.0, 4: 30.0}),
-                Kept({2: 8.2, 4: 12.2}, {2: 38.0, 4: 26.2}),
+                Kept({2: 4.2, 4: 8.2}, {2: 38.0, 4: 26.2}, weights=True),
             ),
         ),
         # whole (1, 4096): 91.8% | 54.2%. wide (1, 2048): 73.0% | 52.1%, (1, 4096): 91.8% | 91.8%.
@@ -38,13 +44,27 @@ COSTS.update(
             {2: 70.1, 4: 50.1},
             kept=(
                 Kept({2: 8.2, 4: 16.1}, {2: 62.3, 4: 30.0}),
-                Kept({2: 12.2, 4: 20.1}, {2: 58.4, 4: 30.0}),
+                Kept({2: 8.2, 4: 16.1}, {2: 58.4, 4: 30.0}, weights=True),
             ),
         ),
         # whole (1, 4096): 87.6% | 79.2%. wide (1, 2048): 46.0% | 46.0%, (1, 4096): 91.8% | 91.8%.
-        "rms_norm_backward": Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}),
-        # With ds, without dweight. whole (1, 4096): 95.9% | 83.4%. wide: as above.
-        "add_rms_norm_backward_dx": Cost({2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2}),
+        # kept, 8192 with everything in pieces of 1024: 87.6%, 16384 with x alone of 512: 85.5%.
+        "rms_norm_backward": Cost(
+            {2: 42.2, 4: 38.1},
+            {2: 44.2, 4: 44.2},
+            kept=(
+                Kept({2: 4.1, 4: 8.1}, {2: 72.4, 4: 72.9}),
+                Kept({2: 8.1, 4: 16.1}, {2: 64.8, 4: 65.3}),
+                Kept({2: 8.1, 4: 16.1}, {2: 56.3, 4: 57.0}, weights=True),
+            ),
+        ),
+        # whole and wide: as above. kept: 8192 with everything in pieces of 512: 75.1%, 16384 with x
+        # alone of 512: 87.6%.
+        "add_rms_norm_backward": Cost({2: 42.2, 4: 38.1}, {2: 44.2, 4: 44.2}, kept=_KEPT_WITH_DS),
+        # Without dweight. whole (1, 4096): 95.9% | 83.4%. wide and kept: as above.
+        "add_rms_norm_backward_dx": Cost(
+            {2: 46.1, 4: 40.1}, {2: 44.2, 4: 44.2}, kept=_KEPT_WITH_DS
+        ),
     }
 )
 
@@ -124,8 +144,7 @@ def _rms_norm_wide_kernel(
         rstd = rms_rstd(tl.sum(squares, axis=1)[:, None], N, eps, dtype, CASTING_MODE)
         for col in tl.range(0, N, BLOCK_N):
             start = row * N + col
-            col_mask = cols < remaining(N, col, BLOCK_N)
-            mask = row_mask & col_mask
+            mask = row_mask & (cols < remaining(N, col, BLOCK_N))
             if KEPT:
                 s = _piece(x_row, residual_row, col, dtype, BLOCK_N)
             else:
@@ -134,10 +153,8 @@ def _rms_norm_wide_kernel(
                 tl.store(s_ptr + start + offsets, s, mask=mask)
             x = s.to(tl.float32)
             weight = None
-            if weight_row is not None:
-                weight = piece(weight_row, col, BLOCK_N)
-            elif weight_ptr is not None:
-                weight = load(weight_ptr + col, cols, col_mask)
+            if weight_ptr is not None:
+                weight = kept_or_loaded(weight_row, weight_ptr, N, col, BLOCK_N)
             y = rms_scaled(x, rstd, weight, offset, dtype, CASTING_MODE)
             tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
 
@@ -224,7 +241,8 @@ def launch_rms_norm(
     x, residual, weight = tiling.rows(call.x), tiling.rows(residual), contiguous(call.weight)
     M, N = x.shape
     if plan is None:
-        plan = tiling.plan("rms_norm" if residual is None else "fused_add_rms_norm", N, x, residual)
+        op = "rms_norm" if residual is None else "fused_add_rms_norm"
+        plan = tiling.plan(op, N, x, residual, weights=(weight,))
     arguments = (
         plan, cdiv(M, plan.BLOCK_M),
         x, residual, weight, y, s,
@@ -243,8 +261,17 @@ def launch_rms_norm_backward(
 ) -> None:  # fmt: skip
     dy, ds, x, weight = *map(tiling.rows, (call.dy, ds, x)), contiguous(call.weight)
     M, N = x.shape
-    op = "add_rms_norm_backward_dx" if dweight is None and ds is not None else "rms_norm_backward"
-    forced, plan = plan, plan or tiling.plan(op, N, x, dy)
+    forced = plan
+    if plan is None:
+        op = "rms_norm_backward"
+        if ds is not None:
+            op = "add_rms_norm_backward" if dweight is not None else "add_rms_norm_backward_dx"
+        plan = tiling.plan(op, N, x, dy, weights=(weight,), gradients=(dweight,))
+    if plan.KEPT:
+        launch_kept_backward(
+            dy, ds, x, weight, dx, dweight, None, call.eps, call.offset, plan, centred=False
+        )
+        return
     tiles = cdiv(M, plan.BLOCK_M)
     if plan.BLOCK_N < N:
         rstd, projection = x.new_empty((2, M), dtype=torch.float32)

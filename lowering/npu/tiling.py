@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +33,26 @@ SEVERAL_ROWS = 1.9
 UB_SHARE = 0.9
 
 
-# A piece of a kept row has at least as many elements, or its instructions take longer to start than
-# to run.
-MIN_PIECE = 512
+# The least elements in a piece of a kept row. Instructions on few elements take longer to start
+# than to run, so that weights are rather read with every row than kept beside narrower pieces.
+MIN_PIECE_WITH_WEIGHTS = 512
+MIN_PIECE = 256
 
 
 @dataclass(frozen=True)
 class Kept:
     """Itemsize of the stored tensor -> bytes of Unified Buffer per element of a kept row, and per
-    element of a piece of it."""
+    element of a piece of it.
+
+    Weights, which stay in their own dtype if `weights`, and the float32 sums of their gradients are
+    not counted: a column's bytes of them are given with each call.
+    """
 
     row: dict[int, float]
     piece: dict[int, float]
+    weights: bool = False
+    # More for a piece if the row does not fill its last one.
+    padding: float = 0
 
 
 @dataclass(frozen=True)
@@ -133,9 +142,17 @@ class Groups:
         return {"FLAT": self.flat, "PADDED": self.sizes != (plan.BLOCK_M, plan.BLOCK_N)}
 
 
-def plan(op: str, N: int, *tensors: Tensor | None) -> Plan:
-    """The plan of an op for rows of N columns, for the dtypes of `tensors` on this machine."""
-    return rows_plan(op, N, _itemsizes(*tensors), ub_bytes(), vector_cores())
+def plan(
+    op: str, N: int, *tensors: Tensor | None,
+    weights: Sequence[Tensor | None] = (), gradients: Sequence[Tensor | None] = (),
+) -> Plan:  # fmt: skip
+    """The plan of an op for rows of N columns, for the dtypes of `tensors` on this machine.
+
+    `gradients` are those of the weights, of which a kernel that keeps rows keeps float32 sums.
+    """
+    column = sum(weight.element_size() for weight in weights if weight is not None)
+    sums = sum(4 for gradient in gradients if gradient is not None)
+    return rows_plan(op, N, _itemsizes(*tensors), ub_bytes(), vector_cores(), column, sums)
 
 
 def group_plan(op: str, shape: Groups, *tensors: Tensor) -> Plan:
@@ -147,8 +164,12 @@ def _itemsizes(*tensors: Tensor | None) -> set[int]:
     return {tensor.element_size() for tensor in tensors if tensor is not None}
 
 
-def rows_plan(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -> Plan:
-    """The plan of an op for rows of N columns, for tensors with these itemsizes."""
+def rows_plan(
+    op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int,
+    weights: int = 0, sums: int = 0,
+) -> Plan:  # fmt: skip
+    """The plan of an op for rows of N columns, for tensors with these itemsizes. A column has so
+    many bytes of weights, and of sums of their gradients."""
     cost = COSTS[op]
     block_n = max(MIN_BLOCK_N, next_power_of_2(N))
     if cost.whole:
@@ -157,20 +178,23 @@ def rows_plan(op: str, N: int, itemsizes: set[int], ub_bytes: int, cores: int) -
         if block_n <= tile_elements(whole, ub_bytes):
             rows = tile_elements(SEVERAL_ROWS * whole, ub_bytes) // block_n
             return Plan(min(MAX_BLOCK_M, max(1, rows)), block_n, cores)
-    for number, kept in reversed(list(enumerate(cost.kept, 1))):
-        piece = piece_elements(kept, block_n, itemsizes, ub_bytes)
-        if piece:
-            return Plan(1, piece, cores, block_n, number)
+    for level, kept in reversed(list(enumerate(cost.kept, 1))):
+        column = max(map(kept.row.get, itemsizes)) + sums + weights * kept.weights
+        left = ub_bytes * UB_SHARE - block_n * column
+        taken = max(map(kept.piece.get, itemsizes))
+        piece = piece_elements(taken, left, block_n)
+        if piece and N % piece:
+            piece = piece_elements(taken + kept.padding, left, block_n)
+        if piece >= (MIN_PIECE_WITH_WEIGHTS if kept.weights else MIN_PIECE):
+            return Plan(1, piece, cores, block_n, level)
     return Plan(1, chunk(N, tile_elements(max(map(cost.wide.get, itemsizes)), ub_bytes)), cores)
 
 
-def piece_elements(kept: Kept, row: int, itemsizes: set[int], ub_bytes: int) -> int:
-    """The widest piece of a kept row of `row` elements, at most half of it, or 0 if none fits."""
-    left = ub_bytes * UB_SHARE - row * max(map(kept.row.get, itemsizes))
-    elements = int(left / max(map(kept.piece.get, itemsizes)))
-    if elements < MIN_PIECE:
-        return 0
-    return min(row // 2, 1 << (elements.bit_length() - 1))
+def piece_elements(cost: float, left: float, row: int) -> int:
+    """The widest piece, at most half a row, that fits in what is left of the buffer at `cost` bytes
+    per element; 0 if none does."""
+    elements = min(int(left / cost), row // 2)
+    return 0 if elements < 1 else 1 << (elements.bit_length() - 1)
 
 
 def elementwise_plan(op: str, M: int, N: int, *tensors: Tensor | None) -> Plan:

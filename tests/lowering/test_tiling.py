@@ -83,21 +83,33 @@ def test_short_rows_go_several_to_a_tile() -> None:
         assert rows == [rows[0], 2 * rows[0], 4 * rows[0], 8 * rows[0]]
 
 
-# Ops, and the widest row of bfloat16 that is read once. Rows of float32 are half as wide.
+# Entry of COSTS, with how many weights and sums of their gradients -> the widest row of bfloat16
+# that is read once. Rows of float32 are half as wide.
 READ_ONCE = {
-    "rms_norm": 16384,
-    "fused_add_rms_norm": 8192,
-    "softmax": 32768,
-    "softmax_backward": 16384,
+    ("rms_norm", 1, 0): 16384,
+    ("fused_add_rms_norm", 1, 0): 8192,
+    ("layer_norm", 2, 0): 16384,
+    ("rms_norm_backward", 1, 1): 8192,
+    ("add_rms_norm_backward", 1, 1): 8192,
+    ("add_rms_norm_backward_dx", 1, 0): 8192,
+    ("layer_norm_backward", 1, 2): 8192,
+    ("softmax", 0, 0): 32768,
+    ("softmax_backward", 0, 0): 16384,
 }
 
 
-@pytest.mark.parametrize("op", READ_ONCE)
-def test_rows_are_kept_up_to_the_widths_of_the_table(op: str) -> None:
+@pytest.mark.parametrize(("op", "weights", "sums"), READ_ONCE)
+def test_rows_are_kept_up_to_the_widths_of_the_table(op: str, weights: int, sums: int) -> None:
+    """The backward kernel of a norm keeps x and dy from its second level on."""
     for itemsize in (2, 4):
-        for N in range(MIN_BLOCK_N, READ_ONCE[op] * 2 // itemsize + 1, MIN_BLOCK_N):
-            plan = tiling.rows_plan(op, N, {itemsize}, 196608, 40)
-            assert plan.whole(N) or (plan.KEPT and plan.ROW >= N), (N, plan)
+        widest = READ_ONCE[op, weights, sums] * 2 // itemsize
+        for N in (*range(257, widest, 257), *range(512, widest + 1, 512)):
+            # The weights may be float32 beside rows of bfloat16.
+            for parameter in (itemsize, 4):
+                given = {"weights": weights * parameter, "sums": 4 * sums}
+                plan = tiling.rows_plan(op, N, {itemsize}, 196608, 40, **given)
+                stays = 2 if "norm_backward" in op else 1
+                assert plan.whole(N) or (stays <= plan.KEPT and N <= plan.ROW), (N, plan)
 
 
 def test_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:

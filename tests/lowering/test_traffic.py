@@ -1,11 +1,14 @@
 """Kernels read every input and write every output once; rows that do not fit are read twice.
 
-The npu kernels are held to that by `make test-npu`, which counts their traffic for docs/npu.md.
+`make test-npu` holds every npu kernel to that, when it counts their traffic for docs/npu.md.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from launch_cases import counted
 from traffic import Traffic, excess, traffic
@@ -19,6 +22,22 @@ def test_cuda_kernels_move_the_least(label, backward):
     case = CASES[label]
     found = traffic(case.op, "cuda", backward, case.case)
     assert not excess(case, "cuda", backward, found)
+
+
+OF_ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "softmax", "log_softmax")
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("label", [label for label, few in CASES.items() if few.op.name in OF_ROWS])
+def test_npu_kernels_keep_their_rows(label, dtype, backward):
+    """Rows of bfloat16, and of float32 that take as many bytes."""
+    few = CASES[label]
+    rows, columns = few.case.shape
+    shape = (rows, columns * 2 // dtype.itemsize)
+    case = replace(few, case=replace(few.case, dtype=dtype, shape=shape))
+    assert not excess(case, "npu", backward, traffic(case.op, "npu", backward, case.case))
 
 
 @pytest.mark.parametrize("folder", ("cuda", "npu"))

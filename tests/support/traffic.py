@@ -28,8 +28,22 @@ from op_under_test import Case, OpUnderTest
 
 # Rows of up to this many elements are read once by every kernel that is not in EXCEPTIONS.
 READ_ONCE = 4096
+# And, in bfloat16, by npu kernels that keep rows in their own dtype: op, backward -> elements.
+KEPT = {
+    ("rms_norm", False): 16384,
+    ("rms_norm", True): 8192,
+    ("fused_add_rms_norm", False): 8192,
+    ("fused_add_rms_norm", True): 8192,
+    ("layer_norm", False): 16384,
+    ("layer_norm", True): 8192,
+    ("softmax", False): 32768,
+    ("softmax", True): 16384,
+    ("log_softmax", False): 32768,
+    ("log_softmax", True): 16384,
+}
+# Backward npu kernels that keep x of wider rows, and read dy twice.
+X_KEPT = {"rms_norm": 16384, "fused_add_rms_norm": 16384}
 EXCEPTIONS = {
-    ("npu", "fused_add_rms_norm", False): "4096 elements take 91.8% of the Unified Buffer",
     ("npu", "group_norm", False): "flat tiles keep sums of channels as wide as themselves",
     ("npu", "group_norm", True): "flat tiles keep sums of channels as wide as themselves",
 }
@@ -133,10 +147,18 @@ def reduced_together(case: LaunchCase) -> int:
 
 def excess(case: LaunchCase, folder: str, backward: bool, found: Traffic) -> str:
     """A sentence if a call moves less than its tensors, or more than it may; else nothing."""
-    one_pass = case.op.elementwise or reduced_together(case) <= READ_ONCE
-    most = found.two_passes + (ROUNDING if folder == "npu" else FIRST_TILE)
-    if one_pass and (folder, case.op.name, backward) not in EXCEPTIONS:
+    length, op = reduced_together(case), case.op.name
+    once, x_kept = READ_ONCE, 0
+    if folder == "npu":
+        once = max(once, KEPT.get((op, backward), 0) * 2 // case.case.dtype.itemsize)
+        x_kept = backward * X_KEPT.get(op, 0) * 2 // case.case.dtype.itemsize
+    if (case.op.elementwise or length <= once) and (folder, op, backward) not in EXCEPTIONS:
         most = 1 + ROUNDING
+    elif length <= x_kept:
+        # dy is as large as dx.
+        most = 1 + found.outputs / (found.inputs + found.outputs) + ROUNDING
+    else:
+        most = found.two_passes + (ROUNDING if folder == "npu" else FIRST_TILE)
     if 1 - ROUNDING < found.ratio <= most:
         return ""
     name = f"{case.op.id}{'_backward' * backward} {case.label}"
