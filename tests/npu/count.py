@@ -21,14 +21,16 @@ from plan import BITS
 
 VECTOR_BYTES = 256
 
-_NAME = re.compile(r"%\w+")
+_NAME = re.compile(r"%[\w#]+")
 _TYPED = re.compile(r"memref<((?:[\d?]+x)*)(\w+)")
 _CALL = re.compile(r"(?:func\.)?call @(\w+)\((.*?)\) : |hivm\.hir\.(v\w+|load|store|copy)\b(.*)")
-_FOR = re.compile(r"scf\.for (%\w+) = (%\w+) to (%\w+) step (%\w+)(?:.*?iter_args\((.*?)\))?")
+_FOR = re.compile(
+    r"scf\.for (%\w+) = (%[\w#]+) to (%[\w#]+) step (%[\w#]+)(?:.*?iter_args\((.*?)\))?"
+)
 _CONSTANT = re.compile(r"arith\.constant (true|false|-?\d+)\b(?!\.)")
 _MAP = re.compile(r"^(#map\d*) = affine_map<\((.*?)\)(?:\[(.*?)\])? -> \((.*)\)>", re.MULTILINE)
 _AFFINE = re.compile(r"affine\.(apply|min|max) (#map\d*)\((.*?)\)(?:\[(.*?)\])?")
-_VIEW = re.compile(r"memref\.(subview|reinterpret_cast|cast|collapse_shape|expand_shape) (%\w+)")
+_VIEW = re.compile(r"memref\.(subview|reinterpret_cast|cast|collapse_shape|expand_shape) (%[\w#]+)")
 
 _INTEGERS: dict[str, Callable[[int, int], int]] = {
     "addi": operator.add,
@@ -80,7 +82,7 @@ class Operation:
     regions: list[list[Operation]] = field(default_factory=list)
 
 
-def counted(launch: Launch, code: str) -> Counts:
+def count(launch: Launch, code: str) -> Counts:
     """The sum over all programs of a launch, by its final code."""
     kernel = _Kernel(code)
     programs = (kernel.run(launch, program) for program in range(math.prod(launch.grid)))
