@@ -45,8 +45,9 @@ dtypes, and every option that changes the code.
 3. Execution: the lowered code of small cases is compiled for the CPU by MLIR and clang. The errors
    of outputs and gradients against float64 are at most twice those of the PyTorch definition, plus
    a rounding. A test changes the code and checks that this is detected.
-4. Memory traffic, in Triton's interpreter: a kernel whose row fits in the buffer moves each input
-   and output once; a kernel whose row does not fit reads its inputs twice.
+4. Memory traffic, in Triton's interpreter: a kernel whose row fits in the buffer, as float32 or in
+   its own dtype, moves each input and output once; a backward kernel that keeps x alone reads dy
+   twice; a kernel whose row does not fit reads its inputs twice.
 
 This does not show: speed; races between cores; synchronisation within a core; the rounding of a
 device, in functions such as exp and where its compiler fuses casts.
@@ -79,9 +80,11 @@ The largest share of the Unified Buffer used by any launch, over all dtypes and 
 DETAIL = """
 ## By op and shape, in bf16
 
-A tile is rows x columns. Traffic is how often the call moves its inputs and outputs, counting only
+A tile is rows x columns. 1x2048 of 16384 is a piece of a row that stays in the buffer in its own
+dtype, as 16384 columns. Traffic is how often the call moves its inputs and outputs, counting only
 tensors that have the batch's rows; 1 is the minimum. Weights are not counted: a kernel whose rows
-fit reads them once per program.
+fit a tile reads them once per program, and so does one whose rows stay if the weights fit beside
+them.
 """
 
 PEER = """
@@ -89,10 +92,10 @@ PEER = """
 
 Liger-Kernel's Ascend kernels, launched by its own host code on bf16 of {rows} rows, lowered and
 planned in the same way. "UB" is the largest share over the CANN versions. Lower is not better by
-itself: a kernel that holds a whole row reads it once, and a kernel of a norm or a softmax whose
-tile is narrower than a row reads it twice. "found there" lists violations of the rules above, with
-the CANN versions. "over 90%" is this project's own limit; such kernels still run. These figures may
-differ between machines, and no check depends on them.
+itself: a kernel that holds a whole row, or keeps it in its own dtype, reads it once, and another
+kernel of a norm or a softmax whose tile is narrower than a row reads it twice. "found there" lists
+violations of the rules above, with the CANN versions. "over 90%" is this project's own limit; such
+kernels still run. These figures may differ between machines, and no check depends on them.
 """
 
 COUNTED = """
@@ -149,6 +152,11 @@ def versions() -> list[str]:
     return [f"UB, {cann}" for version, cann in COMPILERS.items() if not missing_compiler(version)]
 
 
+def tile(launch: Launch) -> str:
+    kept = launch.source.constants.get("KEPT") and launch.source.constants["ROW"]
+    return "{}x{}".format(*launch.tile) + (f" of {kept}" if kept else "")
+
+
 def buffered(plans: Plans) -> str:
     """How many of the loads in loops are double-buffered, in the version with the fewest."""
     worst = max(plans.values(), key=lambda found: len(found.single_buffered), default=None)
@@ -180,7 +188,7 @@ def by_shape(
                 call.case.label.removeprefix("bf16 ") if i == 0 else "",
                 ("backward" if call.backward else "forward") if i == 0 else "",
                 f"`{launch.kernel.strip('_')}`",
-                "{}x{}".format(*launch.tile),
+                tile(launch),
                 launch.grid[0],
                 *(found.ub_bytes for found in used.values()),
                 buffered(used),
@@ -224,7 +232,7 @@ def beside_the_peer(found: Iterable[Call], plans: dict[str, Plans]) -> Iterator[
             call.op,
             call.N,
             "backward" if call.backward else "forward",
-            ", ".join("{}x{}".format(*launch.tile) for launch in own.launches),
+            ", ".join(map(tile, own.launches)),
             most(plans[launch.key] for launch in own.launches),
             ", ".join("{}x{}".format(*peer.tile(launch)) for launch in call.launches),
             most(planned(launch) for launch in call.launches if not lower(launch).error),

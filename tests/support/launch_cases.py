@@ -65,13 +65,17 @@ EXECUTED_ROWS = (
 )
 
 
+# A row that stays in the buffer in its own dtype, and does not fill its last piece.
+PADDED = 5000
+
+
 def rows(*options: Fields, backward: tuple[Fields, ...] = ()) -> Forms:
     return Forms(
-        shapes=tuple({"shape": (ROWS, N)} for N in WIDTHS),
+        shapes=tuple({"shape": (ROWS, N)} for N in (*WIDTHS, PADDED)),
         options=options,
         backward_options=backward,
-        # The widths 1023, 4096 and 14336.
-        optional_at=(3, 4, 6),
+        # The widths 1023, 4096, 8192 and 14336.
+        optional_at=(3, 4, 5, 6),
         counted=COUNTED_ROWS,
         executed=EXECUTED_ROWS,
     )
