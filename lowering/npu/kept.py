@@ -86,3 +86,16 @@ def kept_or_loaded(row, ptr, N, col, SIZE: tl.constexpr):
     else:
         cols = tl.arange(0, SIZE)[None, :]
         return load(ptr + col, cols, cols < remaining(N, col, SIZE))
+
+
+@triton.jit
+def channels_of(tile, channel, SIZE: tl.constexpr):
+    """SIZE rows from `channel` on, a multiple of SIZE, of a kept tile, as float32."""
+    if HAS_SLICES:
+        part = slices.extract_slice(tile, (channel, 0), (SIZE, tile.shape[1]), (1, 1))
+        return part.to(tl.float32)
+    else:
+        parts: tl.constexpr = tile.shape[0] // SIZE
+        split = tl.reshape(tile.to(tl.float32), (parts, SIZE, tile.shape[1]))
+        chosen = tl.arange(0, parts)[:, None, None] == channel // SIZE
+        return tl.sum(tl.where(chosen, split, 0.0), axis=0)

@@ -35,7 +35,8 @@ def assert_fits(op: str, plan: Plan, whole: bool, itemsizes: set[int], ub_bytes:
         kept = COSTS[op].kept[plan.KEPT - 1]
         row, piece = (max(map(cost.get, itemsizes)) for cost in (kept.row, kept.piece))
         assert plan.ROW * row + elements * piece <= tiling.UB_SHARE * ub_bytes
-        assert plan.BLOCK_M == 1 and plan.ROW % elements == 0 and elements < plan.ROW
+        assert plan.BLOCK_M == 1 or op in GROUP_OPS
+        assert plan.ROW % elements == 0 and elements < plan.ROW
         return
     cost = COSTS[op].whole if whole else COSTS[op].wide
     bytes_taken = elements * max(cost[itemsize] for itemsize in itemsizes)
