@@ -59,8 +59,11 @@ def line(lines, index):
 
 @triton.jit
 def line_added(lines, index, part):
-    """lines with `part` added to one of them. A loop may carry lines: a row (1, ROW) that changes
-    in a loop, CANN's compilers cannot place."""
+    """lines with `part` added to one of them.
+
+    A loop may carry lines. CANN's compilers find no place for a row (1, ROW) of which a loop
+    changes a piece.
+    """
     if HAS_SLICES:
         sum = line(lines, index) + part
         return slices.insert_slice(lines, sum, (index, 0), (1, lines.shape[1]), (1, 1))

@@ -89,7 +89,7 @@ def test_short_rows_go_several_to_a_tile() -> None:
 READ_ONCE = {
     ("rms_norm", 1, 0): 16384,
     ("rms_norm_none", 1, 0): 16384,
-    ("fused_add_rms_norm", 1, 0): 8192,
+    ("fused_add_rms_norm", 1, 0): 16384,
     ("layer_norm", 2, 0): 16384,
     ("rms_norm_backward", 1, 1): 8192,
     ("add_rms_norm_backward", 1, 1): 8192,

@@ -32,7 +32,7 @@ READ_ONCE = 4096
 KEPT = {
     ("rms_norm", False): 16384,
     ("rms_norm", True): 8192,
-    ("fused_add_rms_norm", False): 8192,
+    ("fused_add_rms_norm", False): 16384,
     ("fused_add_rms_norm", True): 8192,
     ("layer_norm", False): 16384,
     ("layer_norm", True): 8192,
