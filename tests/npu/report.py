@@ -85,6 +85,13 @@ dtype, as 16384 columns. Traffic is how often the call moves its inputs and outp
 tensors that have the batch's rows; 1 is the minimum. Weights are not counted: a kernel whose rows
 fit a tile reads them once per program, and so does one whose rows stay if the weights fit beside
 them.
+
+A chunk of the logits of linear_cross_entropy is read twice and written once: `walk_kernel` reads
+it, and `gradient_kernel` reads it and writes the gradient in its place. A row of 128256 logits in
+bf16 takes 256512 bytes, more than the whole Unified Buffer, so this is the least. A row of 32000
+takes 128000 bytes with its second buffer and could stay, for two passes in the place of three;
+these kernels do not do that, because PyTorch computes the factors of each token between them. No
+size of the chunk changes that: it sets how many rows are in memory, and a core holds one.
 """
 
 PEER = """
