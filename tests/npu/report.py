@@ -117,9 +117,10 @@ does not fit, or does not lower, has no code.
 
 Where there are more instructions here, in bold, the reasons are:
 
-- `rms_norm` forward at 8192 columns, `layer_norm` backward: a row that stays in its own dtype is
-  widened again in each pass over it. The kernels there hold the row in float32, and take 92% of the
-  buffer or more.
+- `rms_norm` forward at 8192 columns: a row that stays in its own dtype is widened in both passes
+  over it. The kernel there holds the row in float32, and takes 92% of the buffer.
+- `layer_norm` backward: mean and rstd are computed anew from x; the forward there saves them. And
+  beyond 4096 columns x and dy are widened again in each pass over them.
 - `fused_add_rms_norm` forward: x + residual is computed, and rounded, in both passes. The kernel
   there writes the sum to memory and reads it back, which is half again as many bytes.
 - `softmax` backward at 8192 columns: one instruction more, as the row's sum is made in pieces.
