@@ -139,10 +139,10 @@ def relu(x):
 
 @triton.jit
 def _silu_slope(z):
-    # Beyond 1000 the sigmoid is 0 or 1, and z = inf would give 0 * inf.
-    z = within(z, 1000.0)
+    # Beyond 1000 the sigmoid is 0 or 1, and z = inf would give 0 * inf. The sigmoid is that of z
+    # itself, which the other gradient needs too.
     sigmoid = tl.sigmoid(z)
-    return sigmoid * (1.0 + z * (1.0 - sigmoid))
+    return sigmoid * (1.0 + within(z, 1000.0) * (1.0 - sigmoid))
 
 
 @triton.jit

@@ -45,8 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     os.environ["LIGER_OPS_TEST_DEVICE"] = device
     # Triton reads this when a kernel is defined.
-    os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
-    if device == "cpu":
+    # LIGER_OPS_SIMULATED_NPU=1 runs what --device npu runs on the simulated device.
+    simulated = device == "npu" and os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1"
+    os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" or simulated else "0"
+    if device == "cpu" or simulated:
         import interpreter
         import simulated_npu
 
@@ -61,6 +63,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "device_kernels" not in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1")
+def simulated_device() -> Iterator[None]:
+    import simulated_npu
+
+    with simulated_npu.visible():
+        yield
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .judge import COPY, MATRIX_PRODUCT, UNITS, Point, Points
+from .judge import COPY, MATRIX_PRODUCT, OF_VALUES, SIMULATED, UNITS, Point, Points
 from .providers import MODULES, PROVIDERS, Peers, functions, one_line
 from .timing import (
     MB,
@@ -294,12 +294,17 @@ class Run:
     ) -> None:
         op, dtype, shape = workload.row
         dims = " x ".join(workload.entry.dims)
+        if self.accelerator.is_simulated and metric not in OF_VALUES and not isinstance(found, str):
+            found = SIMULATED
         value, note = (None, found) if isinstance(found, str) else (found, "")
         if isinstance(value, float):
             value = Spread(value, value, value)
         unit = unit or UNITS[metric]
         self.points.add([Point(op, name, metric, unit, mode, dims, shape, value, dtype, note)])
 
-    def _add_rate(self, kernel: str, unit: str, dtype: torch.dtype, value: Spread) -> None:
+    def _add_rate(self, kernel: str, unit: str, dtype: torch.dtype, found: Spread) -> None:
         where = (kernel, "torch", "throughput", unit, "", "", "")
-        self.points.add([Point(*where, value, dtype_name(dtype), facts=json.dumps(self.facts))])
+        simulated = self.accelerator.is_simulated
+        value, note = (None, SIMULATED) if simulated else (found, "")
+        facts = json.dumps(self.facts)
+        self.points.add([Point(*where, value, dtype_name(dtype), note, facts)])

@@ -8,7 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .judge import COPY, MATRIX_PRODUCT, NOISE, Point, Points, changes, failures, losses
+from .judge import (
+    COPY,
+    MATRIX_PRODUCT,
+    NOISE,
+    SIMULATED,
+    Point,
+    Points,
+    changes,
+    failures,
+    losses,
+)
 from .providers import OURS, PROVIDERS
 
 # 80 columns fit six providers, the most that an op has.
@@ -78,9 +88,12 @@ def blocks(points: Points) -> str:
 
 
 def summary(points: Points) -> str:
-    """The device's rates, the lost rows and the failures, one line each."""
+    """The device's rates, the lost rows and the failures, one line each; or that nothing is
+    measured."""
     lost = losses(points)
     rows = [row for row in points.rows() if points.value(*row, OURS) is not None]
+    if any(point.note == SIMULATED for point in points):
+        return "\n".join([SIMULATED, *(f"failed: {text}" for text in failures(points))])
     won = f"{len(rows) - len(lost)} of {len(rows)} fastest or within {NOISE:.0%} of the fastest"
     lines = [*filter(None, [rates(points)]), f"rows: {won}"]
     for (kernel, dtype, shape, mode), text in lost.items():
@@ -130,7 +143,7 @@ def _number(point: Point | None) -> str:
     if point is None:
         return "-"
     if point.value is None:
-        return "failed"
+        return "simulated" if point.note == SIMULATED else "failed"
     value = point.value.p50
     return _milliseconds(value) if point.unit == "ms" else f"{value:.0f}"
 
@@ -163,7 +176,7 @@ def _figures(points: Points, shared: dict[str, str], plots: Path | None) -> str:
     lines = [
         *(["```sh", command, "```", ""] if command else []),
         f"{shared['gpu']}, {shared['timestamp']}, liger_ops {shared['version']}, {packages}.",
-        f"The device {rates(points)}.",
+        f"The device {rates(points) or 'is not measured'}.",
         "",
         HOW,
     ]

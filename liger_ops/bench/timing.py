@@ -54,6 +54,11 @@ class Accelerator:
         self._cache_filler: Tensor | None = None
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether the device only computes what a device would, so that no figure is one of it."""
+        return bool(getattr(self.module, "is_simulated", False))
+
+    @property
     def name(self) -> str:
         return str(self.module.get_device_name())
 

@@ -20,21 +20,31 @@ HAS_SLICES = tl.constexpr(hasattr(slices, "extract_slice"))
 
 
 @triton.jit
-def kept_row(ptr, N, ROW: tl.constexpr):
-    """Load a row of N elements as (1, ROW), with 0 beyond N."""
+def kept_row(ptr, N, ROW: tl.constexpr, OTHER: tl.constexpr = 0.0):
+    """Load a row of N elements as (1, ROW), with OTHER beyond N."""
     cols = tl.arange(0, ROW)[None, :]
-    return tl.load(ptr + cols, mask=cols < N, other=0.0)
+    return tl.load(ptr + cols, mask=cols < N, other=OTHER)
 
 
 @triton.jit
 def piece(row, col, SIZE: tl.constexpr):
-    """The SIZE columns from `col` on, a multiple of SIZE, of a row (1, ROW), as float32."""
-    if HAS_SLICES:
+    """The SIZE columns from `col` on, a multiple of SIZE, of a row (1, ROW), as float32. The row
+    may be widened already."""
+    if row.shape[0] > 1:
+        return line(row, col // SIZE)
+    elif HAS_SLICES:
         part = slices.extract_slice(row, (0, col), (1, SIZE), (1, 1))
         return part.to(tl.float32)
     else:
         pieces: tl.constexpr = row.shape[1] // SIZE
         return line(tl.reshape(row.to(tl.float32), (pieces, SIZE)), col // SIZE)
+
+
+@triton.jit
+def widened(row, SIZE: tl.constexpr):
+    """A row (1, ROW) as float32 lines of SIZE. A piece of row.to(float32) would be widened again:
+    triton-ascend slices before it widens."""
+    return tl.reshape(row.to(tl.float32), (row.shape[1] // SIZE, SIZE))
 
 
 @triton.jit
@@ -79,3 +89,16 @@ def kept_or_loaded(row, ptr, N, col, SIZE: tl.constexpr):
     else:
         cols = tl.arange(0, SIZE)[None, :]
         return load(ptr + col, cols, cols < remaining(N, col, SIZE))
+
+
+@triton.jit
+def channels_of(tile, channel, SIZE: tl.constexpr):
+    """SIZE rows from `channel` on, a multiple of SIZE, of a kept tile, as float32."""
+    if HAS_SLICES:
+        part = slices.extract_slice(tile, (channel, 0), (SIZE, tile.shape[1]), (1, 1))
+        return part.to(tl.float32)
+    else:
+        parts: tl.constexpr = tile.shape[0] // SIZE
+        split = tl.reshape(tile.to(tl.float32), (parts, SIZE, tile.shape[1]))
+        chosen = tl.arange(0, parts)[:, None, None] == channel // SIZE
+        return tl.sum(tl.where(chosen, split, 0.0), axis=0)

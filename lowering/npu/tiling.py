@@ -81,8 +81,8 @@ COSTS: dict[str, Cost] = {}
 class Plan:
     """The tile of a kernel, and the largest number of programs that take turns at the tiles.
 
-    If KEPT is not 0, a row stays in the buffer, as ROW columns, while the kernel goes over it in
-    tiles. KEPT says with which other tensors: it counts the entries of Cost.kept from 1.
+    If KEPT is not 0, a row, or a group, stays in the buffer, as ROW elements, while the kernel goes
+    over it in tiles. KEPT says with which other tensors: it counts the entries of Cost.kept from 1.
     """
 
     BLOCK_M: int
@@ -140,6 +140,11 @@ class Groups:
 
     def layout(self, plan: Plan) -> dict[str, bool]:
         return {"FLAT": self.flat, "PADDED": self.sizes != (plan.BLOCK_M, plan.BLOCK_N)}
+
+    def kept_layout(self, plan: Plan) -> dict[str, int]:
+        """The channels of a kept group's tile, and whether a piece of it may be padded."""
+        padded = self.C_G % plan.BLOCK_M != 0 or plan.BLOCK_N != self.S
+        return {"CHANNELS": plan.ROW // plan.BLOCK_N, "PADDED": padded}
 
 
 def plan(
@@ -224,6 +229,12 @@ def groups_plan(op: str, shape: Groups, itemsizes: set[int], ub_bytes: int, core
         elements //= 2
     if block_m <= MAX_BLOCK_M and block_m * block_n <= elements:
         return Plan(block_m, block_n, cores)
+    for kept in () if shape.flat else cost.kept:
+        tile = block_m * block_n
+        left = ub_bytes * UB_SHARE - tile * max(map(kept.row.get, itemsizes))
+        piece = piece_elements(max(map(kept.piece.get, itemsizes)), left, tile)
+        if piece >= max(block_n, MIN_PIECE):
+            return Plan(min(MAX_BLOCK_M, piece // block_n), block_n, cores, tile, 1)
     elements = tile_elements(max(map(cost.wide.get, itemsizes)), ub_bytes)
     block_n = max(MIN_BLOCK_N, next_power_of_2(shape.S))
     if block_n > elements:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 import liger_ops
-from op_under_test import DEVICE
+from op_under_test import DEVICE, SIMULATED
 
 pytestmark = [
     pytest.mark.device_kernels,
-    pytest.mark.skipif(DEVICE == "cpu", reason="takes 24 GB of a device, and minutes without one"),
+    pytest.mark.skipif(
+        DEVICE == "cpu" or SIMULATED, reason="takes 24 GB of a device, and minutes without one"
+    ),
 ]
 
 N = 8192

@@ -19,11 +19,9 @@ EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 
 
 @pytest.fixture(autouse=True)
-def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(simulated_npu, "active", True)
-    simulated_npu.forget()
-    yield
-    simulated_npu.forget()
+def npu() -> Iterator[None]:
+    with simulated_npu.visible():
+        yield
 
 
 def forward_args(op: OpUnderTest, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:

@@ -24,19 +24,19 @@ def test_cuda_kernels_move_the_least(label, backward):
     assert not excess(case, "cuda", backward, found)
 
 
-NORMS = ("rms_norm", "fused_add_rms_norm", "layer_norm")
+OF_ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "softmax", "log_softmax")
 DTYPES = (torch.bfloat16, torch.float32)
 KEPT = [
     label
     for label, few in CASES.items()
-    if few.op.name in NORMS and 4096 < few.case.shape[-1] <= 16384
+    if few.op.name in OF_ROWS and 4096 < few.case.shape[-1] <= 16384
 ]
 
 
 @pytest.mark.parametrize("backward", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("label", KEPT)
-def test_npu_norms_keep_their_rows(label, dtype, backward):
+def test_npu_kernels_keep_their_rows(label, dtype, backward):
     """Rows of bfloat16, and of float32 that take as many bytes."""
     few = CASES[label]
     rows, columns = few.case.shape

@@ -76,9 +76,15 @@ class Planned:
 
 
 def plan(mlir: str, version: str, arguments: tuple[str, ...] = ARGUMENTS) -> Planned:
+    return read(*compiled(mlir, version, arguments))
+
+
+def compiled(mlir: str, version: str, arguments: tuple[str, ...] = ARGUMENTS) -> tuple[str, str]:
+    """The final code, with its buffers placed, and the compiler's messages. A kernel that does not
+    fit has no code."""
     key = "\n".join([version, *arguments, mlir])
     made = cached("planned", key, lambda: _compile(mlir, version, arguments))
-    return read(made["code"], made["messages"])
+    return made["code"], made["messages"]
 
 
 def _compile(mlir: str, version: str, arguments: tuple[str, ...]) -> dict[str, str]:

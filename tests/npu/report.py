@@ -14,12 +14,15 @@ from itertools import groupby
 from pathlib import Path
 
 import peer
+from count import Counts, count
 from launch_cases import BF16, counted
 from launches import Call, Launch, calls
 from lower import TRITON_ASCEND, lower
-from plan import Planned, plan
+from plan import Planned, compiled, plan
 from toolchain import ARCH, COMPILERS, HERE, UB_BYTES, VECTOR_CORES, missing_compiler
 
+# The version of the compiler by whose code instructions are counted.
+NEWEST = list(COMPILERS)[-1]
 DOCUMENT = HERE.parents[1] / "docs" / "npu.md"
 
 INTRODUCTION = f"""\
@@ -49,8 +52,23 @@ dtypes, and every option that changes the code.
 This does not show: speed; races between cores; synchronisation within a core; the rounding of a
 device, in functions such as exp and where its compiler fuses casts.
 
-With a device, torch_npu and triton-ascend, `python -m pytest --device npu` runs the kernels' tests
-on it, and `python -m liger_ops.bench --device npu` times them.
+## The first day with a device
+
+Both commands below run whole on a simulated device, where they report no figure
+(`tests/bench/test_bench_simulated_npu.py`, and `LIGER_OPS_SIMULATED_NPU=1` with the first of them).
+In an environment with CANN, torch_npu and triton-ascend, and without upstream triton:
+
+1. `npu-smi info; pip list | grep -i -E "torch|triton"`: send the output.
+2. `python -c "import torch, torch_npu, liger_ops; from liger_ops.lowering.npu import tiling;
+   print(tiling.vector_cores(), tiling.ub_bytes())"`: if it is not 40 and {UB_BYTES} (48 on some),
+   send both numbers; every tile depends on them.
+3. `python -m pytest --device npu tests/ops/test_rms_norm.py -x`: one op, in a minute.
+4. `python -m pytest --device npu tests -rfE > tests.txt`: every op. Send `tests.txt`, whole.
+5. `python -m liger_ops.bench --device npu --ops rms_norm,softmax,swiglu --json first.json`
+6. `python -m liger_ops.bench --device npu --json npu.json --docs figures.md`: liger-kernel is timed
+   beside, if it is installed. Send both files, also if rows failed: they have the reasons.
+7. For the slowest kernel, `msprof op --kernel-name=NAME python -m liger_ops.bench --device npu
+   --ops OP`: send the folder. It says which pipe waits, which nothing here shows.
 """
 
 SUMMARY = """
@@ -67,6 +85,13 @@ dtype, as 16384 columns. Traffic is how often the call moves its inputs and outp
 tensors that have the batch's rows; 1 is the minimum. Weights are not counted: a kernel whose rows
 fit a tile reads them once per program, and so does one whose rows stay if the weights fit beside
 them.
+
+A chunk of the logits of linear_cross_entropy is read twice and written once: `walk_kernel` reads
+it, and `gradient_kernel` reads it and writes the gradient in its place. A row of 128256 logits in
+bf16 takes 256512 bytes, more than the whole Unified Buffer, so this is the least. A row of 32000
+takes 128000 bytes with its second buffer and could stay, for two passes in the place of three;
+these kernels do not do that, because PyTorch computes the factors of each token between them. No
+size of the chunk changes that: it sets how many rows are in memory, and a core holds one.
 """
 
 PEER = """
@@ -78,6 +103,30 @@ itself: a kernel that holds a whole row, or keeps it in its own dtype, reads it 
 kernel of a norm or a softmax whose tile is narrower than a row reads it twice. "found there" lists
 violations of the rules above, with the CANN versions. "over 90%" is this project's own limit; such
 kernels still run. These figures may differ between machines, and no check depends on them.
+"""
+
+COUNTED = """
+## Beside Liger-Kernel: instructions and bytes of a row
+
+The same calls, by their final code of {cann}, evaluated for every program of the grid: the vector
+instructions for a row, of 256 bytes each, and the bytes that a row costs between global memory and
+the Unified Buffer, with its share of the weights. The instructions of PyTorch, such as those that
+sum the programs' parts of a weight's gradient, are not counted, here or there. Instructions of one
+kind are as fast as those of another in this count, which they are not on a device. A kernel that
+does not fit, or does not lower, has no code.
+
+Where there are more instructions here, in bold, the reasons are:
+
+- `rms_norm` forward at 8192 columns: a row that stays in its own dtype is widened in both passes
+  over it. The kernel there holds the row in float32, and takes 92% of the buffer.
+- `layer_norm` backward: mean and rstd are computed anew from x; the forward there saves them. And
+  beyond 4096 columns x and dy are widened again in each pass over them.
+- `fused_add_rms_norm` forward: x + residual is computed, and rounded, in both passes. The kernel
+  there writes the sum to memory and reads it back, which is half again as many bytes.
+- `softmax` backward at 8192 columns: one instruction more, as the row's sum is made in pieces.
+- `swiglu` backward: three multiplications by the multipliers of gate and result, which the op there
+  does not have, and two that clamp gate, so that a gate of inf has the gradient that it should, and
+  not NaN.
 """
 
 FOUND = {
@@ -178,10 +227,15 @@ def problems_of(launches: Iterable[Launch]) -> str:
     )
 
 
-def beside_the_peer(found: Iterable[Call], plans: dict[str, Plans]) -> Iterator[list[object]]:
+def pairs(found: Iterable[Call]) -> Iterator[tuple[Call, peer.PeerCall]]:
+    """Each call of the peer, and the same call here before it."""
     ours = {(call.case.op.id, call.backward, call.case.label): call for call in found}
     for call in peer.calls():
-        own = ours[call.op, call.backward, f"bf16 {peer.ROWS}x{call.N}"]
+        yield ours[call.op, call.backward, f"bf16 {peer.ROWS}x{call.N}"], call
+
+
+def beside_the_peer(found: Iterable[Call], plans: dict[str, Plans]) -> Iterator[list[object]]:
+    for own, call in pairs(found):
         yield [
             call.op,
             call.N,
@@ -192,6 +246,32 @@ def beside_the_peer(found: Iterable[Call], plans: dict[str, Plans]) -> Iterator[
             most(planned(launch) for launch in call.launches if not lower(launch).error),
             problems_of(call.launches),
         ]
+
+
+def counted_rows(launches: Iterable[Launch]) -> Counts | None:
+    """The counts of all rows of a peer's shape, or None if a kernel has no final code."""
+    total = Counts()
+    for launch in launches:
+        code = compiled(lower(launch).mlir, NEWEST)[0] if not lower(launch).error else ""
+        if not code:
+            return None
+        total += count(launch, code)
+    return total
+
+
+def counted_beside_the_peer(found: Iterable[Call]) -> Iterator[list[object]]:
+    for own, call in pairs(found):
+        here, there = counted_rows(own.launches), counted_rows(call.launches)
+        cells = [
+            [f"{total.instructions / peer.ROWS:.0f}", f"{total.bytes / peer.ROWS:.0f}"]
+            if total
+            else ["-", "-"]
+            for total in (here, there)
+        ]
+        for i, (ours, theirs) in enumerate(zip(*cells, strict=True)):
+            if theirs != "-" and int(ours) > int(theirs):
+                cells[0][i] = f"**{ours}**"
+        yield [call.op, call.N, "backward" if call.backward else "forward", *cells[0], *cells[1]]
 
 
 def document(traffic: dict[str, float]) -> str:
@@ -221,6 +301,11 @@ def document(traffic: dict[str, float]) -> str:
         lines.append(PEER.format(version=peer.installed(), rows=peer.ROWS))
         header = ["op", "columns", "", "tile here", "UB", "tile there", "UB", "found there"]
         lines += table(header, beside_the_peer(found, plans))
+    if peer.installed() and not missing_compiler(NEWEST):
+        lines.append(COUNTED.format(cann=COMPILERS[NEWEST]))
+        header = ["op", "columns", "", "instructions here", "bytes here"]
+        header += ["instructions there", "bytes there"]
+        lines += table(header, counted_beside_the_peer(found))
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

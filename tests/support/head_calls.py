@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_ops
+import simulated_npu
 from liger_ops import library
 from linear_cross_entropy_cases import HeadCase, options_of, tensors_of
 
@@ -54,7 +55,8 @@ class Calls(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if isinstance(output, Tensor):
-                self.largest = max(self.largest, output.untyped_storage().nbytes())
+                memory = simulated_npu.to_cpu(output).untyped_storage()
+                self.largest = max(self.largest, memory.nbytes())
         return outputs
 
     def arguments(self, op: str) -> list[list[Any]]:

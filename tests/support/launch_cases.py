@@ -299,7 +299,7 @@ OWN_FORMS = {
         shapes=GROUPS,
         options=(FP32_WEIGHTS,),
         backward_options=({**PLAIN, **DX_ALONE}, *masks(3)),
-        optional_at=(0, 1, 3, 5, 7),
+        optional_at=(0, 1, 2, 3, 5, 7),
         counted={
             0: {"shape": (1, 20, 64, 64), "num_groups": 2},
             1: {"shape": (2, 40, 7, 9), "num_groups": 2},
@@ -314,9 +314,14 @@ OWN_FORMS = {
             {"shape": (3, 12, 5, 7), "num_groups": 3, "tile": (4, 64)},
             {"shape": (5, 12), "num_groups": 3},
             {"shape": (2, 6, 50, 51), "num_groups": 2},
+            # Groups that fit no tile, and are kept in the dtype that they are stored in.
+            {"shape": (2, 44, 15, 16), "num_groups": 2},
             {"shape": (2, 100, 1), "num_groups": 1, "tile": (8, 16)},
         ),
     ),
+    # Rows of 9000 fit no tile, and are kept in the dtype that they are stored in.
+    "softmax": replace(rows(), executed=(*EXECUTED_ROWS, {"shape": (3, 9000)})),
+    "log_softmax": replace(rows(), executed=(*EXECUTED_ROWS, {"shape": (3, 9000)})),
     "cross_entropy_forward-mean": loss(),
     "cross_entropy_forward-none": loss(),
     "linear_cross_entropy_forward-mean": head(),

@@ -18,6 +18,7 @@ import liger_ops
 from liger_ops import library
 
 DEVICE = os.environ.get("LIGER_OPS_TEST_DEVICE", "cpu")
+SIMULATED = os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1"
 # Folders whose kernels run here: on a CPU both, interpreted; on a device, its own.
 FOLDERS = ("cuda", "npu") if DEVICE == "cpu" else (DEVICE,)
 if "npu" in FOLDERS:

@@ -1,5 +1,8 @@
 """A simulated `npu` device: PrivateUse1, with CPU memory, and Triton's interpreter for kernels.
 
+Nothing can be measured on it: it computes what a device would, as slowly as a CPU does, and says so
+by `is_simulated`, which the bench asks.
+
 An npu tensor is a plain tensor with an empty storage; its values are in a CPU tensor that is looked
 up by that storage. ATen ops run on the CPU tensors. Ops of other namespaces are refused unless they
 have an npu kernel or a definition of their own, so that a missing kernel fails instead of running
@@ -9,7 +12,8 @@ another device's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +25,8 @@ from triton.runtime.interpreter import GridExecutor
 
 class _DeviceModule:
     """Stands for torch.npu, as torch_npu defines it."""
+
+    is_simulated = True
 
     def is_available(self) -> bool:
         return active
@@ -49,6 +55,74 @@ class _DeviceModule:
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         pass
 
+    # The rest is what the bench uses. Streams and graphs run what they are given at once.
+
+    def get_device_name(self) -> str:
+        return "a simulated NPU"
+
+    def synchronize(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 2**20, 2**20
+
+    def memory_allocated(self) -> int:
+        return 0
+
+    def max_memory_allocated(self) -> int:
+        return 0
+
+    def reset_peak_memory_stats(self) -> None:
+        pass
+
+    def Event(self, enable_timing: bool = False) -> _Event:
+        return _Event()
+
+    def Stream(self) -> _Stream:
+        return _Stream()
+
+    def current_stream(self) -> _Stream:
+        return _Stream()
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        yield
+
+    def NPUGraph(self) -> _Graph:
+        return _Graph()
+
+    @contextmanager
+    def graph(self, graph: _Graph) -> Iterator[None]:
+        yield
+
+
+class _Event:
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1.0
+
+
+class _Stream:
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+
+class _Graph:
+    def replay(self) -> None:
+        pass
+
+
+class _Generator(torch.Generator):
+    """PyTorch has no generator of a device that is written in Python: this one is the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> torch.Generator:
+        return super().__new__(cls, "cpu" if device == "npu" else device)
+
 
 # Whether the device is visible: other tests of the process must find a machine without one.
 active = False
@@ -58,11 +132,25 @@ launched: list[str] = []
 _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
+@contextmanager
+def visible() -> Iterator[None]:
+    """Let the process find the device, with no kernels launched and no copies held."""
+    global active
+    generator = torch.Generator
+    active, torch.Generator = True, _Generator
+    forget()
+    try:
+        yield
+    finally:
+        active, torch.Generator = False, generator
+        forget()
+
+
 def to_npu(value: Any) -> Any:
     """A CPU tensor as an npu tensor; they share memory if the CPU tensor is contiguous.
 
     An npu tensor is contiguous. The values of a non-contiguous view are in a copy, which is written
-    back after a kernel had it as an argument.
+    back after a kernel had it as an argument, or an op wrote to it.
     """
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
@@ -82,6 +170,16 @@ def forget() -> None:
     _copies.clear()
 
 
+def _write_back(written: Iterable[Any]) -> None:
+    """Copy what was written to a copy of a view to the view."""
+    for value in written:
+        if isinstance(value, torch.Tensor):
+            held, view = _copies.get(value.untyped_storage().data_ptr(), (None, None))
+            # An expanded view cannot be written to, and nothing writes to one.
+            if held is not None and not torch.equal(held, view):
+                view.copy_(held)
+
+
 def to_cpu(value: Any) -> Any:
     """The CPU tensor with the values of an npu tensor."""
     if isinstance(value, torch.Tensor) and value.device.type == "npu":
@@ -95,6 +193,8 @@ def _on_cpu(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = (args, kwargs)
     on_cpu = pytree.tree_map(to_cpu, given)
     outputs = op(*on_cpu[0], **on_cpu[1])
+    if op._schema.is_mutable:
+        _write_back(pytree.tree_leaves(on_cpu))
     # An op that returns its argument, such as an out= variant, must return that npu tensor.
     same = {
         id(cpu): npu
@@ -119,7 +219,7 @@ def _empty_strided(size: Any, stride: Any, dtype: Any = None, **options: Any) ->
 
 
 def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
-    to_cpu(target).copy_(to_cpu(source))
+    _write_back([to_cpu(target).copy_(to_cpu(source))])
     return target
 
 
@@ -163,12 +263,7 @@ def _interpret_npu_tensors() -> None:
             launched.append(f"{self.fn.__module__}.{self.fn.__name__}")
         on_cpu = [to_cpu(arg) for arg in args]
         result = run(self, *on_cpu, **{key: to_cpu(value) for key, value in kwargs.items()})
-        for arg in on_cpu:
-            if isinstance(arg, torch.Tensor):
-                held, view = _copies.get(arg.untyped_storage().data_ptr(), (None, None))
-                # An expanded view cannot be written to, and no kernel writes to one.
-                if held is not None and not torch.equal(held, view):
-                    view.copy_(held)
+        _write_back(on_cpu)
         return result
 
     GridExecutor.__call__ = call

@@ -36,6 +36,10 @@ KEPT = {
     ("fused_add_rms_norm", True): 8192,
     ("layer_norm", False): 16384,
     ("layer_norm", True): 8192,
+    ("softmax", False): 32768,
+    ("softmax", True): 16384,
+    ("log_softmax", False): 32768,
+    ("log_softmax", True): 16384,
 }
 # Backward npu kernels that keep x of wider rows, and read dy twice.
 X_KEPT = {"rms_norm": 16384, "fused_add_rms_norm": 16384}
