@@ -12,6 +12,7 @@ import transformers
 
 from fused_families import VOCABULARY, text
 from liger_ops.fusion import fuse
+from liger_ops.integrations import trl as integration
 
 trl = pytest.importorskip("trl", reason="the trainer is TRL's")
 datasets = pytest.importorskip("datasets", reason="TRL's trainer takes its datasets")
@@ -72,3 +73,27 @@ def test_steps_are_those_of_the_model(options: dict[str, Any], tmp_path: Path) -
     assert "loss" in {entry.kind for entry in fuse(fused).fused}
     expected = train(model, tmp_path / "model", **options)
     assert train(fused, tmp_path / "fused", **options) == pytest.approx(expected, rel=1e-4)
+
+
+def test_steps_with_the_ops_behind_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss, the entropy and the accuracy come from linear_log_prob."""
+    model = text("Llama", 3, num_hidden_layers=1).model()
+    other = copy.deepcopy(model)
+    expected = train(model, tmp_path / "trl")
+    calls = []
+    ours = integration.linear_log_prob_forward
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return ours(*args, **options)
+
+    monkeypatch.setattr(integration, "linear_log_prob_forward", counted)
+    integration.install()
+    try:
+        found = train(other, tmp_path / "liger")
+    finally:
+        integration.uninstall()
+    assert len(calls) >= 2
+    assert found == pytest.approx(expected, rel=1e-4)
