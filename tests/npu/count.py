@@ -3,7 +3,8 @@ between global memory and the Unified Buffer.
 
 The scalar part of the code, its bounds, offsets and conditions, is evaluated with the arguments of
 the launch, for every program of the grid. A vector instruction works on 256 bytes: an operation on
-a longer buffer counts once for each 256 bytes.
+a longer buffer counts once for each 256 bytes. A condition that depends on data, such as whether a
+token is ignored, takes the branch with more instructions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _FOR = re.compile(
 _CONSTANT = re.compile(r"arith\.constant (true|false|-?\d+)\b(?!\.)")
 _MAP = re.compile(r"^(#map\d*) = affine_map<\((.*?)\)(?:\[(.*?)\])? -> \((.*)\)>", re.MULTILINE)
 _AFFINE = re.compile(r"affine\.(apply|min|max) (#map\d*)\((.*?)\)(?:\[(.*?)\])?")
-_VIEW = re.compile(r"memref\.(subview|reinterpret_cast|cast|collapse_shape|expand_shape) (%[\w#]+)")
+_VIEW = re.compile(
+    r"memref\.(subview|reinterpret_cast|cast|collapse_shape|expand_shape|extract_strided_metadata)"
+    r" (%[\w#]+)"
+)
 
 _INTEGERS: dict[str, Callable[[int, int], int]] = {
     "addi": operator.add,
@@ -64,7 +68,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Counts:
     instructions: int = 0
     bytes: int = 0
@@ -121,11 +125,12 @@ class _Kernel:
                 total += self._loop(operation, right, results, values, program)
             elif right.startswith("scf.if"):
                 condition = values[_NAME.search(right)[0]]
-                if condition is None:
-                    raise ValueError(f"count: a condition that depends on data: {line}")
-                taken = operation.regions[:1] if condition else operation.regions[1:]
-                for inside in taken:
-                    counts, outputs = self._region(inside, values, program)
+                taken = operation.regions
+                if condition is not None:
+                    taken = taken[:1] if condition else taken[1:]
+                branches = [self._region(inside, values, program) for inside in taken]
+                if branches:
+                    counts, outputs = max(branches, key=lambda branch: branch[0])
                     total += counts
                     self._bind(results, [values.get(name) for name in outputs], values)
             elif right.startswith("scf.yield"):
@@ -135,7 +140,8 @@ class _Kernel:
             elif match := _CALL.match(right):
                 total += _of_call(match[1] or match[3], match[2] or match[4], values)
             elif results:
-                values[results] = self._value(right, values, program)
+                # Of several results, a buffer comes first, and its offset, sizes and strides after.
+                values[results.partition(",")[0]] = self._value(right, values, program)
         return total, yielded
 
     def _bind(self, results: str, outputs: Sequence[Any], values: dict[str, Any]) -> None:

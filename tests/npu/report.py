@@ -97,12 +97,16 @@ size of the chunk changes that: it sets how many rows are in memory, and a core 
 PEER = """
 ## Beside Liger-Kernel {version}
 
-Liger-Kernel's Ascend kernels, launched by its own host code on bf16 of {rows} rows, lowered and
+Liger-Kernel's Ascend kernels, launched by its own host code on bf16 of the same shapes, lowered and
 planned in the same way. "UB" is the largest share over the CANN versions. Lower is not better by
 itself: a kernel that holds a whole row, or keeps it in its own dtype, reads it once, and another
 kernel of a norm or a softmax whose tile is narrower than a row reads it twice. "found there" lists
 violations of the rules above, with the CANN versions. "over 90%" is this project's own limit; such
 kernels still run. These figures may differ between machines, and no check depends on them.
+
+The ropes are of a model's 32 heads of q and 8 of k. The losses are means. linear_cross_entropy is
+its kernels on the logits, there of all tokens at once, without the matrix products; its passes are
+one row, because here the forward pass computes the gradients.
 """
 
 COUNTED = """
@@ -110,12 +114,13 @@ COUNTED = """
 
 The same calls, by their final code of {cann}, evaluated for every program of the grid: the vector
 instructions for a row, of 256 bytes each, and the bytes that a row costs between global memory and
-the Unified Buffer, with its share of the weights. The instructions of PyTorch, such as those that
-sum the programs' parts of a weight's gradient, are not counted, here or there. Instructions of one
-kind are as fast as those of another in this count, which they are not on a device. A kernel that
-does not fit, or does not lower, has no code.
+the Unified Buffer, with its share of the weights. A row of group_norm is a group, and a row of a
+rope is a token with all its heads. No token of a loss is ignored. The instructions of PyTorch, such
+as those that sum the programs' parts of a weight's gradient, and those of the scalar unit are not
+counted, here or there. Instructions of one kind are as fast as those of another in this count,
+which they are not on a device. A kernel that does not fit, or does not lower, has no code.
 
-Where there are more instructions here, in bold, the reasons are:
+Where there are more instructions or bytes here, in bold, the reasons are:
 
 - `rms_norm` forward at 8192 columns: a row that stays in its own dtype is widened in both passes
   over it. The kernel there holds the row in float32, and takes 92% of the buffer.
@@ -127,6 +132,23 @@ Where there are more instructions here, in bold, the reasons are:
 - `swiglu` backward: three multiplications by the multipliers of gate and result, which the op there
   does not have, and two that clamp gate, so that a gate of inf has the gradient that it should, and
   not NaN.
+- `group_norm` of groups that fit a tile (2x640x7x9): the variance is a sum of squared deviations,
+  and mean and rstd are computed anew in the backward. The forward there takes the squared mean from
+  the mean square, which cancels if the mean is large, and saves both.
+- `group_norm` of large groups (2x320x64x64): the same, by a running mean and squared deviations of
+  each lane, whose elements are counted too. The bytes are the moments of the channels.
+- `group_norm` of large groups of channels with one position (4x4096, 2x100000): a tile of 64x16 is
+  of channels and positions, so 15 of its 16 columns are empty; and the moments of a channel, which
+  is one element, are 8 bytes, or 16 in the backward, that are written and read again.
+- `rope-sections`, `rope-complex`: the tables are loaded and prepared for q, and again for k. The
+  halves of a table with sections may differ, and both are loaded; the kernel there loads one.
+  Complex pairs are split in float32, there in bf16.
+- `cross_entropy` forward of 32000 columns: the last tile of a row, which is wider here, is filled
+  with -inf before it is loaded.
+- `cross_entropy` backward, and `linear_cross_entropy` with it: every tile compares its columns with
+  the target's and subtracts, and replaces the logits of tokens without a gradient, which may be
+  NaN. The kernel there has a branch for ignored tokens, and stores the target's element again after
+  its tile. The bytes are factors of each token, which PyTorch computes here.
 """
 
 FOUND = {
@@ -227,29 +249,22 @@ def problems_of(launches: Iterable[Launch]) -> str:
     )
 
 
-def pairs(found: Iterable[Call]) -> Iterator[tuple[Call, peer.PeerCall]]:
-    """Each call of the peer, and the same call here before it."""
-    ours = {(call.case.op.id, call.backward, call.case.label): call for call in found}
-    for call in peer.calls():
-        yield ours[call.op, call.backward, f"bf16 {peer.ROWS}x{call.N}"], call
-
-
-def beside_the_peer(found: Iterable[Call], plans: dict[str, Plans]) -> Iterator[list[object]]:
-    for own, call in pairs(found):
+def beside_the_peer(found: Iterable[peer.Pair], plans: dict[str, Plans]) -> Iterator[list[object]]:
+    for pair in found:
         yield [
-            call.op,
-            call.N,
-            "backward" if call.backward else "forward",
-            ", ".join(map(tile, own.launches)),
-            most(plans[launch.key] for launch in own.launches),
-            ", ".join("{}x{}".format(*peer.tile(launch)) for launch in call.launches),
-            most(planned(launch) for launch in call.launches if not lower(launch).error),
-            problems_of(call.launches),
+            pair.op,
+            pair.shape,
+            pair.passes,
+            ", ".join(dict.fromkeys(map(tile, pair.own))),
+            most(plans[launch.key] for launch in pair.own),
+            ", ".join(map(peer.tile, pair.launches)),
+            most(planned(launch) for launch in pair.launches if not lower(launch).error),
+            problems_of(pair.launches),
         ]
 
 
 def counted_rows(launches: Iterable[Launch]) -> Counts | None:
-    """The counts of all rows of a peer's shape, or None if a kernel has no final code."""
+    """The counts of all rows of a call, or None if a kernel has no final code."""
     total = Counts()
     for launch in launches:
         code = compiled(lower(launch).mlir, NEWEST)[0] if not lower(launch).error else ""
@@ -259,11 +274,11 @@ def counted_rows(launches: Iterable[Launch]) -> Counts | None:
     return total
 
 
-def counted_beside_the_peer(found: Iterable[Call]) -> Iterator[list[object]]:
-    for own, call in pairs(found):
-        here, there = counted_rows(own.launches), counted_rows(call.launches)
+def counted_beside_the_peer(found: Iterable[peer.Pair]) -> Iterator[list[object]]:
+    for pair in found:
+        here, there = counted_rows(pair.own), counted_rows(pair.launches)
         cells = [
-            [f"{total.instructions / peer.ROWS:.0f}", f"{total.bytes / peer.ROWS:.0f}"]
+            [f"{total.instructions / pair.rows:.0f}", f"{total.bytes / pair.rows:.0f}"]
             if total
             else ["-", "-"]
             for total in (here, there)
@@ -271,7 +286,7 @@ def counted_beside_the_peer(found: Iterable[Call]) -> Iterator[list[object]]:
         for i, (ours, theirs) in enumerate(zip(*cells, strict=True)):
             if theirs != "-" and int(ours) > int(theirs):
                 cells[0][i] = f"**{ours}**"
-        yield [call.op, call.N, "backward" if call.backward else "forward", *cells[0], *cells[1]]
+        yield [pair.op, pair.shape, pair.passes, *cells[0], *cells[1]]
 
 
 def document(traffic: dict[str, float]) -> str:
@@ -297,15 +312,16 @@ def document(traffic: dict[str, float]) -> str:
     for op, group in groupby(documented, key=lambda call: call.case.op.id):
         lines += ["", f"### {op}", ""]
         lines += table(header, by_shape(op, group, plans, traffic))
-    if peer.installed():
-        lines.append(PEER.format(version=peer.installed(), rows=peer.ROWS))
-        header = ["op", "columns", "", "tile here", "UB", "tile there", "UB", "found there"]
-        lines += table(header, beside_the_peer(found, plans))
-    if peer.installed() and not missing_compiler(NEWEST):
+    pairs = list(peer.pairs(found)) if peer.installed() else []
+    if pairs:
+        lines.append(PEER.format(version=peer.installed()))
+        header = ["op", "shape", "", "tile here", "UB", "tile there", "UB", "found there"]
+        lines += table(header, beside_the_peer(pairs, plans))
+    if pairs and not missing_compiler(NEWEST):
         lines.append(COUNTED.format(cann=COMPILERS[NEWEST]))
-        header = ["op", "columns", "", "instructions here", "bytes here"]
+        header = ["op", "shape", "", "instructions here", "bytes here"]
         header += ["instructions there", "bytes there"]
-        lines += table(header, counted_beside_the_peer(found))
+        lines += table(header, counted_beside_the_peer(pairs))
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

@@ -51,5 +51,26 @@ def test_counts_are_those_of_the_source(needs, M, N):
     assert found[3].instructions - found[2].instructions == tiles * 16 + filled
 
 
+@triton.jit(do_not_specialize=["M"])
+def _cubed_or_zero(x_ptr, y_ptr, target_ptr, M, BLOCK_N: tl.constexpr):
+    """y = x^3 in the rows that have a target, and else 0."""
+    cols = tl.arange(0, BLOCK_N)
+    for row in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
+        if tl.load(target_ptr + row) < 0:
+            tl.store(y_ptr + row * BLOCK_N + cols, tl.zeros((BLOCK_N,), tl.float32))
+        else:
+            x = tl.load(x_ptr + row * BLOCK_N + cols)
+            tl.store(y_ptr + row * BLOCK_N + cols, x * x * x)
+
+
+def test_of_a_condition_on_data_the_longer_branch_is_counted(needs):
+    needs(missing_compiler(NEWEST))
+    M, block, x, target = 17, 1024, torch.empty(16), torch.empty(16, dtype=torch.int64)
+    launch = specialised(_cubed_or_zero, (PROGRAMS,), (x, x, target, M), {"BLOCK_N": block})
+    found = count(launch, compiled(lower(launch).mlir, NEWEST)[0])
+    # Two multiplications of 16 instructions; a program makes its zeros once, before the rows.
+    assert found == Counts(instructions=M * 2 * 16 + PROGRAMS * 16, bytes=M * 2 * block * 4)
+
+
 def test_counts_are_sums():
     assert Counts(1, 2) + Counts(3, 4) * 2 == Counts(7, 10)
