@@ -48,5 +48,5 @@ class Divergence(WithOptions):
     def forward(
         self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None
     ) -> Tensor:
-        *options, ignore_index = self.options
-        return divergence(student_logits, teacher_logits, *options, target, ignore_index)
+        options = {name: getattr(self, name) for name in DEFAULTS}
+        return divergence(student_logits, teacher_logits, target=target, **options)

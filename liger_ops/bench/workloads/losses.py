@@ -44,8 +44,9 @@ def model_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     student = wide(student_logits).log_softmax(-1)
     teacher = teacher_logits.to(student.dtype).log_softmax(-1)
     mean = torch.logaddexp(student, teacher) - math.log(2)
-    parts = (F.kl_div(mean, p, reduction="none", log_target=True) for p in (student, teacher))
-    return sum(part.sum(-1) for part in parts).mean() / 2
+    of_student = F.kl_div(mean, student, reduction="none", log_target=True)
+    of_teacher = F.kl_div(mean, teacher, reduction="none", log_target=True)
+    return (of_student.sum(-1) + of_teacher.sum(-1)).mean() / 2
 
 
 def _mean_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
