@@ -2,6 +2,7 @@
 
 from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
+from .divergence import Divergence
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
@@ -15,6 +16,7 @@ __all__ = [
     "ClampedSwiGLU",
     "CrossEntropyLoss",
     "CrossEntropyOutput",
+    "Divergence",
     "FusedAddRMSNorm",
     "GroupNorm",
     "LayerNorm",

@@ -11,7 +11,7 @@ from ..ops.linear_log_prob import linear_log_prob
 from ..ops.log_prob import log_prob
 
 
-class _WithOptions(nn.Module):
+class WithOptions(nn.Module):
     """A module without parameters, whose attributes are an op's options, in their order."""
 
     def __init__(self, defaults: dict[str, Any], values: tuple[Any, ...]) -> None:
@@ -33,7 +33,7 @@ class _WithOptions(nn.Module):
 DEFAULTS = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0, "ignore_index": -100}
 
 
-class LogProb(_WithOptions):
+class LogProb(WithOptions):
     """The log-probability of each token's target, and the entropy of its distribution.
 
     Calls `liger_ops.log_prob`; see there for equations, precision and gradient.
@@ -66,7 +66,7 @@ class LogProb(_WithOptions):
         return log_prob(logits, target, *self.options)
 
 
-class LinearLogProb(_WithOptions):
+class LinearLogProb(WithOptions):
     """The log-probability of each token's target, and the entropy, for the logits of a linear head,
     computed in chunks without keeping the logits.
 

@@ -17,6 +17,7 @@ from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
+    model_divergence,
     model_head_and_loss,
     model_log_prob,
     model_loss,
@@ -66,7 +67,9 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
         assert entry.work(shape) == {"full": 3 * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)
-    read = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
+    trained = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
+    # The teacher's logits have no gradient.
+    read = trained * 2 if op == "divergence" else trained
     outputs = [y.numel() for y in call.forward() if y.dim() > 1]
     work = entry.work(shape)
     assert work["forward"] == sum(read) + sum(outputs)
@@ -75,7 +78,7 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
         # rope's backward needs neither q nor k; the sum and its one gradient stand for two inputs;
         # softmax's needs the output, of the input's size.
         saved = {"rope": 0, "fused_add_rms_norm": read[0]}.get(op, sum(read))
-        gradients = read[0] if op == "fused_add_rms_norm" else sum(read)
+        gradients = read[0] if op == "fused_add_rms_norm" else sum(trained)
         assert work["backward"] == dys + saved + gradients
         assert work["full"] == work["forward"] + work["backward"]
     else:
@@ -97,6 +100,7 @@ def test_the_truth_by_rows_is_the_truth(at_once: int, monkeypatch: pytest.Monkey
     for definition, tensors in (
         (model_loss, [draw.leaf(7, 50), draw.classes(7, 50)]),
         (model_head_and_loss, [draw.leaf(7, 16), draw.leaf(50, 16), draw.classes(7, 50)]),
+        (model_divergence, [draw.leaf(7, 50), draw.normal(7, 50)]),
         (model_log_prob, [draw.leaf(7, 50), draw.classes(7, 50)]),
     ):
         if definition is model_log_prob:
@@ -163,6 +167,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_group_norm": group,
             "liger_swiglu": lambda a, b: F.silu(a) * b,
             "liger_geglu": lambda a, b: F.gelu(a, approximate="tanh") * b,
+            "liger_jsd": lambda q, p: model_divergence(q, p),
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,

@@ -48,6 +48,7 @@ CALLS: dict[str, Call] = {
     "cross_entropy": lambda x, first: liger_ops.cross_entropy(
         x, target(len(x), first), reduction="none"
     ),
+    "divergence": lambda x, first: liger_ops.divergence(x, x.detach().flip(-1)),
     "log_prob": lambda x, first: sum(liger_ops.log_prob(x, target(len(x), first))),
 }
 

@@ -181,6 +181,10 @@ def test_the_grid_stays_below_65536(
     kernel["log_prob_backward"](
         log_prob, lse, None, logits, target, entropy, lse, 1.0, None, 1.0, -100
     )
+    results = kernel["divergence_forward"](logits, logits)
+    kernel["divergence_backward"](
+        results[0], logits, logits, None, *results, "jsd", 0.5, 1.0, None, -100, both
+    )
     heads = x.reshape(1, 2, -1, 2)
     tables = heads[0, 0]
     kernel["rope"](heads, heads, tables, tables)

@@ -157,7 +157,7 @@ def cross_entropy_calls(
     kernel: dict[str, Callable[..., Any]], logits: torch.Tensor
 ) -> Iterator[Callable[[], Any]]:
     """The plain loss, and all options at once; the gradient overwrites the logits. And log_prob,
-    which launches the same kernels."""
+    which launches the same kernels, and divergence."""
     M, V = logits.shape
     target, row = torch.zeros(M, dtype=torch.int64), torch.zeros(M)
     weight, items, one = torch.ones(V), torch.tensor(M), torch.tensor(1.0)
@@ -169,6 +169,12 @@ def cross_entropy_calls(
         yield lambda options=options: kernel["log_prob_forward"](logits, target, *options)
         inputs = (row, row, None, logits, target, row, row, *options)
         yield lambda inputs=inputs: kernel["log_prob_backward"](*inputs)
+    # A whole row, and two passes; all widths and kinds would take a minute.
+    if V in (100, 128256):
+        options = ("jsd", 0.5, 0.7, None, -100)
+        yield lambda options=options: kernel["divergence_forward"](logits, logits, target, *options)
+        inputs = (row, logits, logits, target, row, row, row, row, *options)
+        yield lambda inputs=inputs: kernel["divergence_backward"](*inputs, [True, True])
     for args, grads in ((plain, (one, None, None, None)), (full, (one, one, row, row))):
         inputs = (*args[:5], row, one, *args[5:])
         yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)

@@ -59,7 +59,7 @@ def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -
     from liger_ops.lowering.cuda.norm_backward_two_kernel import TwoKernel
     from liger_ops.lowering.cuda.norm_backward_two_pass import TwoPassBackward
 
-    loss = op in ("cross_entropy_forward", "log_prob_forward")
+    loss = op in ("cross_entropy_forward", "log_prob_forward", "divergence_forward")
     if loss and backward:
         return cross_entropy.SplitRows(columns, BLOCK_M=rows, programs=2)
     if not loss and "norm" not in op and "softmax" not in op:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from activation_cases import ActivationCase
 from cross_entropy_cases import LossCase
+from divergence_cases import DivergenceCase
 from log_prob_cases import LogProbCase
 from norm_cases import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
@@ -239,6 +240,33 @@ def log_probs(draw: st.DrawFn) -> LogProbCase:
         temperature=draw(st.sampled_from((1.0, 0.6, 2.5))),
         softcap=draw(st.sampled_from((None, 3.0, 30.0))),
         logit_scale=draw(st.sampled_from((1.0, 0.0625, 2.0))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def divergences(draw: st.DrawFn) -> DivergenceCase:
+    """A case of divergence."""
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    dtype = draw(st.sampled_from(DTYPES))
+    return DivergenceCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        teacher_dtype=draw(st.sampled_from((None, None, torch.float32))),
+        kind=draw(st.sampled_from(("jsd", "forward_kl", "reverse_kl", "tvd"))),
+        beta=draw(st.sampled_from((0.5, 0.1, 0.9, 0.0, 1.0))),
+        temperature=draw(st.sampled_from((1.0, 0.6, 2.5))),
+        teacher_temperature=draw(st.sampled_from((None, 0.7, 2.0))),
+        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
+        ignored=draw(st.sampled_from((None, 0, 1, 2, 3))),
+        # One ignored index is also a class, one is not.
+        ignore_index=draw(st.sampled_from((-100, 0))),
         layout=draw(st.sampled_from(X_LAYOUTS)),
         dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
         output_mask=tuple(draw(st.booleans()) for _ in range(3)),

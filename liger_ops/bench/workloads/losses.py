@@ -1,8 +1,9 @@
-"""cross_entropy and log_prob, of logits and with the head."""
+"""cross_entropy and log_prob, of logits and with the head; and divergence."""
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,13 +39,28 @@ def model_head_and_log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[
     return model_log_prob(x @ weight.T, target)
 
 
+def model_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """The mean Jensen-Shannon divergence as in trainers of distillation."""
+    student = wide(student_logits).log_softmax(-1)
+    teacher = teacher_logits.to(student.dtype).log_softmax(-1)
+    mean = torch.logaddexp(student, teacher) - math.log(2)
+    of_student = F.kl_div(mean, student, reduction="none", log_target=True)
+    of_teacher = F.kl_div(mean, teacher, reduction="none", log_target=True)
+    return (of_student.sum(-1) + of_teacher.sum(-1)).mean() / 2
+
+
+def _mean_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    return liger_ops.divergence(student_logits, teacher_logits).mean()
+
+
 def truth_by_rows(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
     """The mean loss, or values per row, and the gradients in float64, computed for a part of the
     rows at a time.
 
-    The first tensor and the last, the target, are split by rows; no token is ignored.
+    The first tensor and the last, which is the target or the teacher's logits, are split by rows;
+    no token is ignored.
     """
     *floats, target = tensors
     leaves = [t.detach().double().requires_grad_() for t in floats]
@@ -95,6 +111,13 @@ def _trl_linear(package: Any) -> Function:
     return log_prob
 
 
+def _liger_jsd(package: Any) -> Function:
+    """Its arguments are log-probabilities."""
+    return lambda student_logits, teacher_logits: package.liger_jsd(
+        wide(student_logits).log_softmax(-1), wide(teacher_logits).log_softmax(-1)
+    )
+
+
 def _quack_linear(package: Any) -> Function:
     module = importlib.import_module(f"{package.__name__}.linear_cross_entropy")
     return module.chunked_linear_cross_entropy
@@ -125,6 +148,21 @@ ENTRIES = (
         inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
         # The backward reads the logits again and writes their gradient.
         passes={"forward": 1, "backward": 2, "full": 3},
+        figures=((8192, 32768), (8192, 151936)),
+        models=VOCABULARY,
+        small=(256, 32768),
+        truth=truth_by_rows,
+    ),
+    Entry(
+        op="divergence",
+        ours=_mean_divergence,
+        eager=model_divergence,
+        peers={"liger-kernel": _liger_jsd},
+        dims=("M", "V"),
+        # The teacher is not trained.
+        inputs=lambda draw, shape: [draw.leaf(*shape), draw.normal(*shape)],
+        # The backward reads both logits again and writes the student's gradient.
+        passes={"forward": 2, "backward": 3, "full": 5},
         figures=((8192, 32768), (8192, 151936)),
         models=VOCABULARY,
         small=(256, 32768),

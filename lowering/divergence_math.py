@@ -1,0 +1,43 @@
+"""Arithmetic of divergence that the kernels of both devices share: p of the teacher, q of the
+student."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shares(log_p, log_q, p, q, beta, KIND: tl.constexpr):
+    """The terms of a divergence that are means over the student's and over the teacher's classes.
+
+    Each is 0 where its probability is 0, though the logarithm is -inf.
+    """
+    ratio = log_p - log_q
+    if KIND == "forward_kl":
+        return tl.zeros_like(q), tl.where(p == 0.0, 0.0, p * ratio)
+    elif KIND == "reverse_kl":
+        return tl.where(q == 0.0, 0.0, -q * ratio), tl.zeros_like(p)
+    elif KIND == "tvd":
+        # NaN * 0 is NaN.
+        half = tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))
+        return q * half, -p * half
+    else:
+        # With the larger of p and q factored out of m, no logarithm of the sum is -inf.
+        larger = tl.where(ratio >= 0.0, beta, 1.0 - beta)
+        log_sum = tl.log(larger + (1.0 - larger) * tl.exp(-tl.abs(ratio)))
+        over_q = -tl.maximum(ratio, 0.0) - log_sum
+        over_p = tl.minimum(ratio, 0.0) - log_sum
+        student = tl.where(q == 0.0, 0.0, (1.0 - beta) * q * over_q)
+        return student, tl.where(p == 0.0, 0.0, beta * p * over_p)
+
+
+@triton.jit
+def slopes(log_p, log_q, p, q, divergence, student_share, beta, KIND: tl.constexpr):
+    """The gradients of a divergence with respect to the student's and the teacher's logits, which
+    are divided by their temperatures."""
+    student, teacher = shares(log_p, log_q, p, q, beta, KIND)
+    if KIND == "forward_kl":
+        return q - p, teacher - p * divergence
+    elif KIND == "reverse_kl":
+        return student - q * divergence, p - q
+    else:
+        return student - q * student_share, teacher - p * (divergence - student_share)

@@ -1,0 +1,52 @@
+"""divergence: checks and outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from ..ops.divergence import KINDS
+from . import checks
+from .cross_entropy import check_target
+
+RESULTS = ("divergence", "student_share", "student_lse", "teacher_lse")
+
+
+@library.fake("divergence_forward")
+def divergence_forward(call: Any) -> tuple[Tensor, ...]:
+    _check(call)
+    x = call.student_logits
+    double = torch.float64 in (x.dtype, call.teacher_logits.dtype)
+    dtype = torch.float64 if double else torch.float32
+    return tuple(x.new_empty(x.shape[:-1], dtype=dtype) for _ in RESULTS)
+
+
+@library.fake("divergence_backward")
+def divergence_backward(call: Any) -> tuple[Tensor | None, ...]:
+    _check(call)
+    names = ("ddivergence", *RESULTS)
+    checks.floating(call, *names)
+    checks.same_device(call, "student_logits", *names)
+    for name in names:
+        checks.shape(call, name, call.student_logits.shape[:-1], "student_logits but for its last")
+    return checks.gradients(call, "student_logits", "teacher_logits")
+
+
+def _check(call: Any) -> None:
+    checks.floating(call, "student_logits")
+    checks.at_least_dims(call, "student_logits", 1, "(..., V)")
+    shape = tuple(call.student_logits.shape)
+    if shape[-1] < 1:
+        raise ValueError(
+            f"{checks.op(call)}: student_logits must have at least one class, got {shape}"
+        )
+    checks.same_form(call, "student_logits", "teacher_logits")
+    if call.target is not None:
+        check_target(call, "student_logits")
+    checks.choice(call, "kind", KINDS)
+    if not 0 <= call.beta <= 1:
+        raise ValueError(f"{checks.op(call)}: beta must be from 0 to 1, got {call.beta}")
+    checks.positive(call, "temperature", "teacher_temperature")

@@ -1,0 +1,170 @@
+"""divergence's kernels of both devices against float64 truth, and its composed op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from divergence_cases import DivergenceCase
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS
+
+OP = OPS["divergence_forward-jsd"]
+KERNELS = kernel_tests.every_folder(OP)
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+EVERY_KIND = pytest.mark.parametrize("kind", ("jsd", "forward_kl", "reverse_kl", "tvd"))
+NAN, INF = float("nan"), float("inf")
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.divergences())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.divergences())
+test_properties = kernel_tests.properties(KERNELS, strategies.divergences())
+
+
+def written(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
+    """What trainers write, of log-probabilities."""
+    kl = lambda log_m, log_p: torch.nn.functional.kl_div(
+        log_m, log_p, reduction="none", log_target=True
+    ).sum(-1)
+    if kind == "tvd":
+        return (student.exp() - teacher.exp()).abs().sum(-1) / 2
+    if kind == "forward_kl" or (kind == "jsd" and beta == 0):
+        return kl(student, teacher)
+    if kind == "reverse_kl" or (kind == "jsd" and beta == 1):
+        return kl(teacher, student)
+    log_m = torch.log(beta * teacher.exp() + (1 - beta) * student.exp())
+    return beta * kl(log_m, teacher) + (1 - beta) * kl(log_m, student)
+
+
+@given(case=strategies.divergences())
+def test_the_definition_is_what_trainers_write(case: DivergenceCase) -> None:
+    tensors = OP.tensors(case)
+    leaves = [tensors[f"{of}_logits"].double().requires_grad_() for of in ("student", "teacher")]
+    *options, ignore_index = case.options
+    target = tensors["target"]
+    ours = liger_ops.divergence(*leaves, *options, target, ignore_index)
+    temperatures = (case.temperature, case.teacher_temperature or case.temperature)
+    log_p = [(x / t).log_softmax(-1) for x, t in zip(leaves, temperatures, strict=True)]
+    theirs = written(*log_p, case.kind, case.beta)
+    if target is not None:
+        theirs = theirs.masked_fill(target == ignore_index, 0.0)
+    weight = torch.randn_like(ours)
+    grads = [torch.autograd.grad(values, leaves, weight) for values in (ours, theirs)]
+    for a, b in zip((ours, *grads[0]), (theirs, *grads[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+# p and q of four rows: the teacher lacks a class, the student does, both do, and they are disjoint.
+LOGITS = (
+    [[0.5, 1.0, 0.0], [0.5, 1.0, -INF], [0.5, 1.0, -INF], [1.0, -INF, -INF]],
+    [[0.5, 2.0, -INF], [0.5, 2.0, 0.0], [0.5, 2.0, -INF], [-INF, 1.0, 0.0]],
+)
+# Which of the rows are infinite.
+INFINITE = {"forward_kl": [1, 3], "reverse_kl": [0, 3]}
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_KIND
+@pytest.mark.parametrize("tile", (None, (1, 16)))
+def test_classes_of_probability_zero(folder: str, kind: str, tile: tuple[int, int] | None) -> None:
+    """A result is inf or finite as the formula says, and a finite one has a finite gradient."""
+    student, teacher = (
+        torch.nn.functional.pad(torch.tensor(x), (0, 30), value=-INF).to(DEVICE) for x in LOGITS
+    )
+    case = DivergenceCase(shape=(4, 33), dtype=torch.float32, kind=kind, tile=tile)
+    args = (student, teacher, None, *case.options)
+    outputs = op_checks.run_kernel(OP, folder, False, case, args)
+    value = outputs[0]
+    infinite = INFINITE.get(kind, [])
+    finite = [row for row in range(4) if row not in infinite]
+    assert bool((value[infinite] == INF).all())
+    leaves = [x[finite].double().requires_grad_() for x in (student, teacher)]
+    truth = liger_ops.divergence(*leaves, kind)
+    torch.testing.assert_close(value[finite], truth.float())
+    if kind in ("jsd", "tvd"):
+        assert value[3].item() == pytest.approx(1.0 if kind == "tvd" else 0.6931472)
+    back = (torch.ones_like(value), *args[:3], *outputs, *case.options, [True, True])
+    found = op_checks.run_kernel(OP, folder, True, case, back)
+    for a, b in zip(found, torch.autograd.grad(truth.sum(), leaves), strict=True):
+        assert b.isfinite().all()
+        torch.testing.assert_close(a[finite], b.float())
+    if infinite:
+        # The gradient of the side whose probabilities are only in logarithms, q - p or p - q.
+        side = kind == "reverse_kl"
+        p, q = teacher.softmax(-1), student.softmax(-1)
+        torch.testing.assert_close(found[side], p - q if side else q - p)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@EVERY_KIND
+@pytest.mark.parametrize("tile", (None, (1, 16)))
+def test_nan_is_seen_unless_ignored(folder: str, kind: str, tile: tuple[int, int] | None) -> None:
+    student, teacher = (torch.randn(7, 40, device=DEVICE) for _ in range(2))
+    student[0, 39] = teacher[1, 3] = student[5] = teacher[6, 2] = NAN
+    student[2] = teacher[3] = -INF
+    student[4, 0] = INF
+    target = torch.tensor([0, 0, 0, 0, 0, -100, -100], device=DEVICE)
+    case = DivergenceCase(shape=(7, 40), dtype=torch.float32, kind=kind, tile=tile)
+    args = (student, teacher, target, *case.options)
+    outputs = op_checks.run_kernel(OP, folder, False, case, args)
+    assert outputs[0][:5].isnan().all()
+    assert all(bool((values[5:] == 0).all()) for values in outputs)
+    dy = torch.full((7,), INF, device=DEVICE)
+    back = (dy, *args[:3], *outputs, *case.options, [True, True])
+    for gradient in op_checks.run_kernel(OP, folder, True, case, back):
+        assert bool((gradient[5:] == 0).all()) and gradient[:5].isnan().any(-1).all()
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_a_vocabulary_by_the_host_codes_own_plan(folder: str) -> None:
+    case = DivergenceCase(shape=(2, 151936), dtype=torch.bfloat16, temperature=0.7)
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),
+        ({"teacher_temperature": NAN}, "teacher_temperature must be a number above 0, got nan"),
+        ({"beta": 1.5}, "beta must be from 0 to 1, got 1.5"),
+        ({"beta": NAN}, "beta must be from 0 to 1, got nan"),
+        (
+            {"kind": "kl"},
+            "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'tvd', got 'kl'",
+        ),
+    ),
+)
+def test_rejects_options(change: dict[str, object], message: str) -> None:
+    case = DivergenceCase(shape=(2, 5), dtype=torch.float32, **change)
+    args = (torch.zeros(2, 5), torch.zeros(2, 5), None, *case.options)
+    op_checks.assert_rejects(OP, args, f"divergence: {message}")
+    with pytest.raises(ValueError, match=message):
+        liger_ops.nn.Divergence(**change)
+
+
+def test_rejects_no_classes() -> None:
+    empty = torch.zeros(2, 0)
+    message = "divergence: student_logits must have at least one class, got (2, 0)"
+    op_checks.assert_rejects(OP, (empty, empty), message)
+
+
+def test_the_composed_op_and_the_module() -> None:
+    text = liger_ops.divergence.__doc__
+    assert all(part in text for part in ("Args:", "Returns:", "Raises:", "Source:", "Example:"))
+    student, teacher, target = torch.randn(3, 7), torch.randn(3, 7), torch.tensor([0, -1, 6])
+    module = liger_ops.nn.Divergence("tvd", 0.4, 0.5, 2.0, -1)
+    expected = liger_ops.divergence(student, teacher, "tvd", 0.4, 0.5, 2.0, target, -1)
+    assert torch.equal(module(student, teacher, target), expected) and expected[1] == 0
+    assert repr(module) == (
+        "Divergence(kind='tvd', beta=0.4, temperature=0.5, teacher_temperature=2.0,"
+        " ignore_index=-1)"
+    )
