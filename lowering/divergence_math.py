@@ -1,8 +1,15 @@
 """Arithmetic of divergence that the kernels of both devices share: p of the teacher, q of the
 student."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+
+def scalars(call: Any) -> tuple[float, float, float]:
+    """beta, and the factors of the student's and the teacher's logits."""
+    return call.beta, 1 / call.temperature, 1 / (call.teacher_temperature or call.temperature)
 
 
 @triton.jit

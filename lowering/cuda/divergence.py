@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ... import library
 from ...ops.divergence import limit
-from ..divergence_math import shares, slopes
+from ..divergence_math import scalars, shares, slopes
 from ..sizes import cdiv
 from ..tensors import flat
 from ..triton_math import LOWEST, flushed_exp
@@ -177,11 +175,6 @@ def plan_forward(logits: Tensor) -> WholeRow | Online:
     bytes of bfloat16 of a tile of each."""
     V = logits.shape[1]
     return plan_whole_rows(V, 1024) if V <= 8192 else Online(4096, 512)
-
-
-def scalars(call: Any) -> tuple[float, float, float]:
-    """beta, and the factors of the student's and the teacher's logits."""
-    return call.beta, 1 / call.temperature, 1 / (call.teacher_temperature or call.temperature)
 
 
 @library.kernel("divergence_forward", "cuda")

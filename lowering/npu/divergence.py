@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ... import library
 from ...ops.divergence import limit
-from ..divergence_math import shares, slopes
+from ..divergence_math import scalars, shares, slopes
 from ..sizes import cdiv
 from ..tensors import flat
 from ..triton_math import LOWEST
 from . import tiling
-from .tile import load, remaining, tile_offsets
+from .tile import load, load_logits, online_updated, remaining, tile_offsets
 from .tiling import COSTS, Cost, launch
 
 COSTS.update(
@@ -32,8 +32,16 @@ COSTS.update(
 
 @triton.jit
 def _load(ptr, offsets, mask, scale):
-    """Load logits as float32 and scale them, with -inf where masked off."""
-    return tl.load(ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32) * scale
+    """Load logits and scale them, with -inf where masked off."""
+    return load_logits(ptr, offsets, mask) * scale
+
+
+@triton.jit
+def _log_softmax(x):
+    """The logarithms of the probabilities of whole rows, and lse."""
+    highest = tl.maximum(tl.max(x, axis=1), LOWEST)[:, None]
+    lse = highest + tl.log(tl.sum(tl.exp(x - highest), axis=1)[:, None])
+    return x - lse, lse
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -50,14 +58,10 @@ def _divergence_kernel(
         row_mask = rows < remaining(M, row, BLOCK_M)
         if WHOLE:
             mask = row_mask & (cols < V)
-            log_q = _load(student_ptr + row * V, offsets, mask, student_scale)
-            highest = tl.maximum(tl.max(log_q, axis=1), LOWEST)[:, None]
-            student_lse = highest + tl.log(tl.sum(tl.exp(log_q - highest), axis=1)[:, None])
-            log_q = log_q - student_lse
-            log_p = _load(teacher_ptr + row * V, offsets, mask, teacher_scale)
-            highest = tl.maximum(tl.max(log_p, axis=1), LOWEST)[:, None]
-            teacher_lse = highest + tl.log(tl.sum(tl.exp(log_p - highest), axis=1)[:, None])
-            log_p = log_p - teacher_lse
+            x = _load(student_ptr + row * V, offsets, mask, student_scale)
+            log_q, student_lse = _log_softmax(x)
+            y = _load(teacher_ptr + row * V, offsets, mask, teacher_scale)
+            log_p, teacher_lse = _log_softmax(y)
             student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND)
             share = tl.sum(student, axis=1)[:, None]
             divergence = share + tl.sum(teacher, axis=1)[:, None]
@@ -70,15 +74,9 @@ def _divergence_kernel(
                 start = row * V + col
                 mask = row_mask & (cols < remaining(V, col, BLOCK_N))
                 x = _load(student_ptr + start, offsets, mask, student_scale)
-                higher = tl.maximum(student_max, tl.max(x, axis=1)[:, None])
-                exponentials = tl.sum(tl.exp(x - higher), axis=1)[:, None]
-                student_sum = student_sum * tl.exp(student_max - higher) + exponentials
-                student_max = higher
+                student_max, student_sum = online_updated(x, student_max, student_sum)
                 y = _load(teacher_ptr + start, offsets, mask, teacher_scale)
-                higher = tl.maximum(teacher_max, tl.max(y, axis=1)[:, None])
-                exponentials = tl.sum(tl.exp(y - higher), axis=1)[:, None]
-                teacher_sum = teacher_sum * tl.exp(teacher_max - higher) + exponentials
-                teacher_max = higher
+                teacher_max, teacher_sum = online_updated(y, teacher_max, teacher_sum)
             student_lse = student_max + tl.log(student_sum)
             teacher_lse = teacher_max + tl.log(teacher_sum)
             share = tl.zeros((BLOCK_M, 1), tl.float32)
@@ -131,11 +129,6 @@ def _divergence_backward_kernel(
             if dteacher_ptr is not None:
                 dy = (grad * teacher * teacher_scale).to(dteacher_ptr.dtype.element_ty)
                 tl.store(dteacher_ptr + start + offsets, dy, mask=mask)
-
-
-def scalars(call: Any) -> tuple[float, float, float]:
-    """beta, and the factors of the student's and the teacher's logits."""
-    return call.beta, 1 / call.temperature, 1 / (call.teacher_temperature or call.temperature)
 
 
 def unless_ignored(call: Any, values: Tensor, ignored: float) -> Tensor:

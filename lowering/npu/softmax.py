@@ -13,7 +13,7 @@ from ..softmax import register
 from ..triton_math import LOWEST
 from . import tiling
 from .kept import kept_row, piece, widened
-from .tile import load, remaining, tile_offsets
+from .tile import load, load_logits, online_updated, remaining, tile_offsets
 from .tiling import COSTS, Cost, Kept, Plan, launch
 
 COSTS.update(
@@ -42,13 +42,6 @@ COSTS.update(
 )
 
 
-@triton.jit
-def _load(ptr, offsets, mask):
-    """Load elements as float32, with -inf where masked off: it changes no maximum, and adds 0 to a
-    sum of exponentials."""
-    return tl.load(ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["M"])
 def _softmax_kernel(
     x_ptr, y_ptr, M, N,
@@ -59,7 +52,7 @@ def _softmax_kernel(
         row = tile * BLOCK_M
         start = row * N
         mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
-        x = _load(x_ptr + start, offsets, mask)
+        x = load_logits(x_ptr + start, offsets, mask)
         x = x - tl.max(x, axis=1)[:, None]
         exp = tl.exp(x)
         sum = tl.sum(exp, axis=1)[:, None]
@@ -89,10 +82,8 @@ def _softmax_wide_kernel(
                 x = piece(x_row, col, BLOCK_N)
             else:
                 mask = row_mask & (cols < remaining(N, col, BLOCK_N))
-                x = _load(x_ptr + row * N + col, offsets, mask)
-            higher = tl.maximum(maximum, tl.max(x, axis=1)[:, None])
-            sum = sum * tl.exp(maximum - higher) + tl.sum(tl.exp(x - higher), axis=1)[:, None]
-            maximum = higher
+                x = load_logits(x_ptr + row * N + col, offsets, mask)
+            maximum, sum = online_updated(x, maximum, sum)
         for col in tl.range(0, N, BLOCK_N):
             start = row * N + col
             mask = row_mask & (cols < remaining(N, col, BLOCK_N))

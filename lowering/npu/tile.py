@@ -23,6 +23,21 @@ def load(ptr, offsets, mask):
 
 
 @triton.jit
+def load_logits(ptr, offsets, mask):
+    """Load elements as float32, with -inf where masked off: it changes no maximum, and adds 0 to a
+    sum of exponentials."""
+    return tl.load(ptr + offsets, mask=mask, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def online_updated(x, maximum, sum):
+    """Add a tile to each row's maximum and its sum of exponentials relative to that."""
+    higher = tl.maximum(maximum, tl.max(x, axis=1)[:, None])
+    sum = sum * tl.exp(maximum - higher) + tl.sum(tl.exp(x - higher), axis=1)[:, None]
+    return higher, sum
+
+
+@triton.jit
 def remaining(size, first, BLOCK: tl.constexpr):
     """How many of the BLOCK elements from `first` on are within `size`, as int32."""
     return tl.minimum(size - first, BLOCK).to(tl.int32)
