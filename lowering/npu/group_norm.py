@@ -1,5 +1,6 @@
 """group_norm. A group that fits a tile is read once; group_kept has the kernels for groups that fit
-the buffer in their own dtype, and group_pieces those for other groups.
+the buffer in their own dtype, and group_pieces those for other groups. One group of channels with
+one position is a row of layer_norm.
 
 x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions)
 or, if S is 1, flat: (1, channels).
@@ -7,12 +8,14 @@ or, if S is 1, flat: (1, channels).
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from ... import library
 from ..tensors import contiguous
-from . import group_kept, group_pieces, tiling
+from . import group_kept, group_pieces, layer_norm, tiling
 from .partial_sums import partial_sums, summed
 from .tile import load, within
 from .tiling import COSTS, Cost, Kept, launch
@@ -139,10 +142,20 @@ def _group_norm_backward_kernel(
             tl.store(dbias_ptr + sums_at, dbias, mask=channels < C_G)
 
 
+def _of_rows(call: Any, shape: tiling.Groups) -> Any:
+    """The call with each sample as a row."""
+    tensors = {name: getattr(call, name) for name in ("x", "dy") if hasattr(call, name)}
+    rows = {name: tensor.reshape(shape.batch, shape.C_G) for name, tensor in tensors.items()}
+    return call._replace(**rows)
+
+
 @library.kernel("group_norm", "npu")
 def group_norm(call, y, plan):
     x, weight, bias = map(contiguous, (call.x, call.weight, call.bias))
     shape = tiling.Groups.of(x, call.num_groups)
+    if plan is None and shape.a_row:
+        layer_norm.layer_norm(_of_rows(call, shape), y, None)
+        return
     if plan is None:
         plan = tiling.group_plan("group_norm", shape, x)
     if plan.KEPT:
@@ -165,6 +178,10 @@ def group_norm(call, y, plan):
 def group_norm_backward(call, dx, dweight, dbias, plan):
     dy, x, weight = map(contiguous, (call.dy, call.x, call.weight))
     shape = tiling.Groups.of(x, call.num_groups)
+    if plan is None and shape.a_row:
+        of_rows = _of_rows(call, shape)
+        layer_norm.layer_norm_backward(of_rows, dx, dweight, dbias, None)
+        return
     if plan is None:
         plan = tiling.group_plan("group_norm_backward", shape, x, dy)
     if plan.KEPT:

@@ -131,6 +131,11 @@ class Groups:
         return self.S == 1
 
     @property
+    def a_row(self) -> bool:
+        """Whether a sample is one group of channels with one position, as a row of layer_norm."""
+        return self.flat and self.G == 1
+
+    @property
     def sizes(self) -> tuple[int, int]:
         return (1, self.C_G) if self.flat else (self.C_G, self.S)
 

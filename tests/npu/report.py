@@ -137,9 +137,8 @@ Where there are more instructions or bytes here, in bold, the reasons are:
   the mean square, which cancels if the mean is large, and saves both.
 - `group_norm` of large groups (2x320x64x64): the same, by a running mean and squared deviations of
   each lane, whose elements are counted too. The bytes are the moments of the channels.
-- `group_norm` of large groups of channels with one position (4x4096, 2x100000): a tile of 64x16 is
-  of channels and positions, so 15 of its 16 columns are empty; and the moments of a channel, which
-  is one element, are 8 bytes, or 16 in the backward, that are written and read again.
+- `group_norm` of 2x100000, which is layer_norm of two rows: x is read twice, and each row reads
+  weight and bias. The backward stores four statistics of a row.
 - `rope-sections`, `rope-complex`: the tables are loaded and prepared for q, and again for k. The
   halves of a table with sections may differ, and both are loaded; the kernel there loads one.
   Complex pairs are split in float32, there in bf16.

@@ -328,7 +328,7 @@ OWN_FORMS = {
             2: {"shape": (1, 80, 16, 16), "num_groups": 2},
             5: {"shape": (4, 32), "num_groups": 2},
             6: {"shape": (2, 4096)},
-            7: {"shape": (1, 10000)},
+            7: {"shape": (1, 40000)},
         },
         executed=(
             {"shape": (3, 12, 5, 7), "num_groups": 3, "tile": (2, 16)},
@@ -339,6 +339,8 @@ OWN_FORMS = {
             # Groups that fit no tile, and are kept in the dtype that they are stored in.
             {"shape": (2, 44, 15, 16), "num_groups": 2},
             {"shape": (2, 100, 1), "num_groups": 1, "tile": (8, 16)},
+            # One group of channels with one position is a row of layer_norm.
+            {"shape": (2, 5000, 1), "num_groups": 1},
         ),
     ),
     # Rows of 9000 fit no tile, and are kept in the dtype that they are stored in.

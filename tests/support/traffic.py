@@ -45,8 +45,6 @@ KEPT = {
 X_KEPT = {"rms_norm": 16384, "fused_add_rms_norm": 16384}
 EXCEPTIONS = {
     ("npu", "divergence_forward", False): "2048 elements take 93.2% of the Unified Buffer",
-    ("npu", "group_norm", False): "flat tiles keep sums of channels as wide as themselves",
-    ("npu", "group_norm", True): "flat tiles keep sums of channels as wide as themselves",
 }
 # Cost of two passes over a row above two reads, as a ratio: kernels that subtract a mean read the
 # first tile of a row before the first pass, to sum squares about its mean.
