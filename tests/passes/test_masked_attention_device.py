@@ -30,6 +30,8 @@ CASES: list[tuple[str, str, int, int, tuple[str | None, str | None]]] = [
     ("llama", "right", 1300, 128, (FLEX, FLEX)),
     ("llama", "left", 2048, 64, (FLEX, FLEX)),
     ("llama", "ones", 1280, 64, (None, None)),
+    ("llama-eager", "right", 1300, 128, (FLEX, FLEX)),
+    ("llama-eager", "left", 1280, 64, (FLEX, FLEX)),
     ("mistral", "bare", 2048, 128, (FLEX, FLEX)),
     ("mistral", "bare", 1280, 256, (FLASH, FLASH)),
     ("mistral", "left", 1280, 64, (FLEX, FLEX)),
@@ -47,7 +49,7 @@ CASES: list[tuple[str, str, int, int, tuple[str | None, str | None]]] = [
 ]
 # Their code says what a query gets that sees no key. With the others it depends on the kernel, so
 # that padded tokens have no label.
-DEFINED = ("gemma2", "gpt_oss")
+DEFINED = ("llama-eager", "gemma2", "gpt_oss")
 # A sum of a few hundred bfloat16 numbers in another order.
 NEAR = 0.01
 # A gradient that bfloat16 computes with a larger error would hide a wrong one.

@@ -62,6 +62,7 @@ CONFIGS["gemma2"] = (
         "attn_implementation": "eager",
     },
 )
+CONFIGS["llama-eager"] = ("LlamaConfig", {"attn_implementation": "eager"})
 
 
 def model(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
