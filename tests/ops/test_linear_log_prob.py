@@ -94,20 +94,20 @@ def assert_no_further(
 @example(case=EXAMPLES[2])
 def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
     tensors = OP.tensors(case)
-    args = (*OP.forward_args(case, tensors)[:-1], True)
+    args = (*OP.forward_args(case, tensors)[:-3], True, True, True)
     before = op_checks.clones(args)
     outputs = op_checks.as_tuple(FORWARD.kernels[folder](*args))
     op_checks.assert_unchanged(args, before)
     op_checks.assert_own_memory(args, outputs)
     op_checks.assert_allocated_as_meta(OP, False, args, outputs)
     references = FORWARD.definition(*args)
-    truths = FORWARD.definition(*op_checks.widened(args[:8]))[:3]
+    *truths, _ = FORWARD.definition(*op_checks.widened(args))
     # Logits in x's dtype are equal where float64's are not.
     *outputs, predicted = outputs
     *references, expected = references
     assert torch.equal(predicted, expected)
     error = 2 * rounding(case, logits_of(case, tensors))
-    bounds = (error, error * (1 + math.log(case.V)), error)
+    bounds = (error, error * (1 + math.log(case.V)), error, error, 2 * error)
     for output, reference, truth, bound in zip(outputs, references, truths, bounds, strict=True):
         assert_no_further(f"{folder} {case}", output, reference, truth, bound)
 
@@ -178,7 +178,7 @@ def test_the_parts_are_those_of_log_prob() -> None:
     args = OP.forward_args(case, OP.tensors(case))
     leaves = [arg.requires_grad_() for i, arg in enumerate(args[:4]) if i != 2]
     x, weight, target, bias, *options = args
-    ours = liger_ops.linear_log_prob(*args[:-1])
+    ours = liger_ops.linear_log_prob(*args[:-3])
     theirs = liger_ops.log_prob(F.linear(x, weight, bias), target, *options[:4])
     for weights in ((1.0, 0.0), (0.0, 1.0), (0.3, -2.0)):
         sums = [
