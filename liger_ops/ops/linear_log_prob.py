@@ -54,7 +54,7 @@ def linear_log_prob(
 
         counts = target != ignore_index
         log_prob, entropy = linear_log_prob(x[counts], weight, target[counts])
-        log_prob = torch.zeros(counts.shape).masked_scatter(counts, log_prob)
+        log_prob = log_prob.new_zeros(counts.shape).masked_scatter(counts, log_prob)
 
     Time and memory are then those of the selected tokens, which may be none. Eagerly `x[counts]`
     waits for the device, once. torch.compile makes one graph for every number of tokens, if

@@ -244,6 +244,35 @@ def test_compiled_once_for_unbacked_sizes(mask: tuple[bool, ...]) -> None:
     assert liger_ops_of(recorder.backwards) == {"linear_log_prob_backward": 1}
 
 
+def test_selecting_the_tokens_of_a_mask() -> None:
+    """What the documentation advises against the products of ignored tokens: the same results and
+    gradients, with one graph for every number of tokens, none among them."""
+    recorder = Recorder()
+
+    def selected(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        counts = target != -100
+        values = torch.ops.liger.linear_log_prob(x[counts], weight, target[counts], chunk_bytes=60)
+        return tuple(v.new_zeros(counts.shape).masked_scatter(counts, v) for v in values)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(selected, fullgraph=True, dynamic=True, backend=recorder.backend())
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for tokens, step in ((4, 2), (6, 3), (5, 1)):
+            x, weight = (torch.randn(n, 5, requires_grad=True) for n in (tokens, 7))
+            target = torch.arange(tokens)
+            target[::step] = -100
+            ways = (compiled, selected, liger_ops.linear_log_prob)
+            results = [way(x, weight, target) for way in ways]
+            found = [
+                (*values, *torch.autograd.grad((values[0].exp() * values[1]).sum(), (x, weight)))
+                for values in results
+            ]
+            for values in zip(*found, strict=True):
+                for value in values[:2]:
+                    torch.testing.assert_close(value, values[2])
+    assert liger_ops_of(recorder.forwards) == {"linear_log_prob_forward": 1}
+
+
 def test_autocast_casts_as_a_linear_layer() -> None:
     x, weight = (torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True))
     target = torch.tensor([0, 4, 2])
