@@ -12,11 +12,12 @@ from torch import Tensor
 
 from .. import linear_log_prob_forward, log_prob
 from ..ops.head import cast_as_linear
+from .replaced import Replaced
 
-# Where the trainers look the two functions up, and TRL's own while `install` is in effect.
+# The names by which the trainers look the two functions up.
 CHUNKED, FUSED = "_ChunkedLogProbFunction", "_fused_logprob_entropy"
-_originals: dict[str, Any] = {}
 ALL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_replaced = Replaced()
 
 
 def install() -> None:
@@ -43,32 +44,23 @@ def install() -> None:
     """
     from trl.trainer import utils
 
-    if _originals:
+    if _replaced:
         return
     if not hasattr(utils, CHUNKED):
         raise RuntimeError(
             f"liger_ops.integrations.trl.install: trl.trainer.utils must have {CHUNKED}, which TRL"
             " 1.16 has; this version does not"
         )
-    _replace(utils, CHUNKED, lambda original: type("LogProb", (ChunkedLogProb,), {"own": original}))
+    own = {"own": getattr(utils, CHUNKED)}
+    _replaced.set(utils, CHUNKED, type("LogProb", (ChunkedLogProb,), own))
     # It needs triton, and TRL imports it only where that is installed.
     if hasattr(utils, FUSED):
-        _replace(utils, FUSED, lambda original: fused_log_prob)
+        _replaced.set(utils, FUSED, fused_log_prob)
 
 
 def uninstall() -> None:
     """Put TRL's own functions back; nothing if `install` was not called."""
-    if _originals:
-        from trl.trainer import utils
-
-        for name, original in _originals.items():
-            setattr(utils, name, original)
-        _originals.clear()
-
-
-def _replace(module: Any, name: str, made: Any) -> None:
-    _originals[name] = getattr(module, name)
-    setattr(module, name, made(_originals[name]))
+    _replaced.undo()
 
 
 class ChunkedLogProb:

@@ -56,9 +56,9 @@ def linear_log_prob(
         log_prob, entropy = linear_log_prob(x[counts], weight, target[counts])
         log_prob = log_prob.new_zeros(counts.shape).masked_scatter(counts, log_prob)
 
-    Time and memory are then those of the selected tokens, which may be none. Eagerly `x[counts]`
-    waits for the device, once. torch.compile makes one graph for every number of tokens, if
-    `torch._dynamo.config.capture_dynamic_output_shape_ops` is True.
+    Time and memory are then those of the selected tokens; there may be none. In eager mode,
+    indexing by a mask waits for the device. torch.compile makes one graph for every number of
+    tokens, if `torch._dynamo.config.capture_dynamic_output_shape_ops` is True.
 
     Under autocast x, weight and bias are cast as `torch.nn.functional.linear` casts them.
 
