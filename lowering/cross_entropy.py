@@ -34,6 +34,9 @@ class Tokens(NamedTuple):
     entropy: Tensor | None = None
     # In place of loss, z_loss and target_logit, which are then None.
     log_prob: Tensor | None = None
+    # Only with log_prob, and without a class weight or label smoothing.
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
 
     def chunk(self, rows: slice) -> Tokens:
         return Tokens(self.weight, *(None if x is None else x[rows] for x in self[1:]))

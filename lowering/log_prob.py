@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import library
-from ..ops.log_prob import tempered
+from ..ops.log_prob import RESULTS, tempered
 from .cross_entropy import Tokens, per_token
 from .tensors import flat
 
@@ -24,15 +24,11 @@ def as_loss(call: Any, first: int = 0) -> Any:
     )  # fmt: skip
 
 
-def results(
-    call: Any, log_prob: Tensor, entropy: Tensor, lse: Tensor, predicted_tokens: Tensor | None
-) -> Tokens:
+def results(call: Any, *outputs: Tensor | None) -> Tokens:
     """The targets of a call, and the results to fill."""
-    return Tokens(
-        None, flat(call.target), None,
-        lse=flat(lse), entropy=flat(entropy), log_prob=flat(log_prob),
-        predicted_tokens=flat(predicted_tokens),
-    )  # fmt: skip
+    names = RESULTS.split()
+    given = {name: flat(output) for name, output in zip(names, outputs, strict=True)}
+    return Tokens(None, flat(call.target), None, **given)
 
 
 def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> None:
@@ -42,10 +38,12 @@ def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> Non
     module = kernels.__name__
 
     @library.kernel("log_prob_forward", device, module=module)
-    def log_prob_forward(call, log_prob, entropy, lse, predicted, plan):
-        loss, tokens = as_loss(call), results(call, log_prob, entropy, lse, predicted)
+    def log_prob_forward(call, *outputs_and_plan):
+        *outputs, plan = outputs_and_plan
+        loss, tokens = as_loss(call), results(call, *outputs)
         kernels.loss_and_gradient(loss, rows(call.logits), tokens, False, plan)
-        kernels.reduce(loss, call.logits.shape[-1], tokens, None, None, lse.new_empty(()))
+        total = tokens.lse.new_empty(())
+        kernels.reduce(loss, call.logits.shape[-1], tokens, None, None, total)
 
     @library.kernel("log_prob_backward", device, module=module)
     def log_prob_backward(call, dlogits, plan):

@@ -23,6 +23,12 @@ def effective(logits, logit_scale, softcap):
 
 
 @triton.jit
+def log_sum_sq_probs(squares, sum):
+    """log(sum_c p_c**2), from the sums of exp(x_c - maximum)**2 and of exp(x_c - maximum)."""
+    return tl.log(squares) - 2.0 * tl.log(sum)
+
+
+@triton.jit
 def logit_gradient(
     x, p, class_weight, soft, smoothed, hard, dentropy, expectation, logit_scale, softcap,
     HAS_SMOOTHING: tl.constexpr,

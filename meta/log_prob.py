@@ -30,9 +30,10 @@ def log_prob_backward(call: Any) -> Tensor:
 def results(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
     """Allocate the results of the forward; x is the logits or the linear layer's input."""
     dtype, tokens = torch.float64 if x.dtype is torch.float64 else torch.float32, call.target.shape
-    log_prob, entropy, lse = (x.new_empty(tokens, dtype=dtype) for _ in range(3))
+    asked = (True, True, True, call.return_mean_logits, call.return_log_sum_sq_probs)
+    floats = (x.new_empty(tokens, dtype=dtype) if wanted else None for wanted in asked)
     predicted = x.new_empty(tokens, dtype=torch.int64) if call.return_predicted else None
-    return log_prob, entropy, lse, predicted
+    return *floats, predicted
 
 
 def check_gradients(call: Any, x: str) -> None:

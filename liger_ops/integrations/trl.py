@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import linear_log_prob_forward, log_prob
 from ..ops.head import cast_as_linear
+from .replaced import Replaced
 
-# Where the trainers look the two functions up, and TRL's own while `install` is in effect.
+# The names by which the trainers look the two functions up.
 CHUNKED, FUSED = "_ChunkedLogProbFunction", "_fused_logprob_entropy"
-_originals: dict[str, Any] = {}
 ALL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_replaced = Replaced()
 
 
 def install() -> None:
@@ -29,10 +29,8 @@ def install() -> None:
     come from `log_prob`. The results are TRL's up to rounding; torch.compile sees one operator for
     each.
 
-    TRL's own function still serves calls that ask for the sum of squared probabilities, as DPO with
-    `use_weighting=True` does, or for the mean of capped logits; a head in another dtype than the
-    hidden states without autocast; a logit_scale that is not positive; and hidden states and heads
-    on two devices.
+    TRL's own function still serves a head in another dtype than the hidden states without autocast,
+    a logit_scale that is not positive, and hidden states and heads on two devices.
 
     `uninstall` undoes it. Installing twice is installing once.
 
@@ -46,32 +44,23 @@ def install() -> None:
     """
     from trl.trainer import utils
 
-    if _originals:
+    if _replaced:
         return
     if not hasattr(utils, CHUNKED):
         raise RuntimeError(
             f"liger_ops.integrations.trl.install: trl.trainer.utils must have {CHUNKED}, which TRL"
             " 1.16 has; this version does not"
         )
-    _replace(utils, CHUNKED, lambda original: type("LogProb", (ChunkedLogProb,), {"own": original}))
+    own = {"own": getattr(utils, CHUNKED)}
+    _replaced.set(utils, CHUNKED, type("LogProb", (ChunkedLogProb,), own))
     # It needs triton, and TRL imports it only where that is installed.
     if hasattr(utils, FUSED):
-        _replace(utils, FUSED, lambda original: fused_log_prob)
+        _replaced.set(utils, FUSED, fused_log_prob)
 
 
 def uninstall() -> None:
     """Put TRL's own functions back; nothing if `install` was not called."""
-    if _originals:
-        from trl.trainer import utils
-
-        for name, original in _originals.items():
-            setattr(utils, name, original)
-        _originals.clear()
-
-
-def _replace(module: Any, name: str, made: Any) -> None:
-    _originals[name] = getattr(module, name)
-    setattr(module, name, made(_originals[name]))
+    _replaced.undo()
 
 
 class ChunkedLogProb:
@@ -90,35 +79,22 @@ class ChunkedLogProb:
         chunk_size is for TRL's own function: `linear_log_prob` sizes its chunks by bytes.
         """
         x, head, added = cast_as_linear(hidden, weight, bias)
-        asked = {name for name in outputs if name in ALL_OUTPUTS}
-        fits = x.dtype == head.dtype and x.device == head.device and logit_scale > 0
-        fits = fits and "log_sum_sq_probs" not in asked
-        if not fits or ("mean_logits" in asked and final_logit_softcapping is not None):
+        if x.dtype != head.dtype or x.device != head.device or logit_scale <= 0:
             options = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
             return cls.own.apply(hidden, weight, bias, targets, *options)
-        log_probs, entropy, _, predicted = linear_log_prob_forward(
+        log_probs, entropy, _, mean_logits, log_sum_sq_probs, predicted = linear_log_prob_forward(
             x, head, targets, added, temperature, final_logit_softcapping, logit_scale,
-            return_predicted="is_top1" in asked,
+            return_mean_logits="mean_logits" in outputs,
+            return_log_sum_sq_probs="log_sum_sq_probs" in outputs,
+            return_predicted="is_top1" in outputs,
         )  # fmt: skip
-        mean = None
-        if "mean_logits" in asked:
-            mean = mean_logits(x, head, added) * (logit_scale / temperature)
-        is_top1 = None if predicted is None else predicted == targets
         return (
             log_probs,
-            entropy if "entropy" in asked else None,
-            None,
-            mean,
-            is_top1,
+            entropy if "entropy" in outputs else None,
+            log_sum_sq_probs,
+            mean_logits,
+            None if predicted is None else predicted == targets,
         )
-
-
-def mean_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The mean of each token's logits over the words, without gradient: the product with the mean
-    of the weight's rows."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        mean = x.float() @ weight.mean(0, dtype=torch.float32)
-        return mean if bias is None else mean + bias.float().mean()
 
 
 def fused_log_prob(

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import library
 from .chunks import BACKWARD_BYTES, chunks
 from .head import Gradients, cast_as_linear, flattened
-from .log_prob import RESULTS
+from .log_prob import RESULTS, Results
 from .precision import widened
 
 
@@ -47,12 +47,22 @@ def linear_log_prob(
     runs on a CPU and for float64, holds several float32 copies of the chunk. The number of chunks
     changes only the rounding of the result.
 
-    Ignored tokens have results and gradients of exactly 0. Their logits are computed; a GPU does
-    not read them.
+    Ignored tokens have results and gradients of exactly 0. Their logits are computed by the matrix
+    products, in the forward and in the backward, because no size can depend on the targets without
+    waiting for the device; a GPU does not read them after that. To skip the products too, select
+    the tokens that count before the call:
+
+        counts = target != ignore_index
+        log_prob, entropy = linear_log_prob(x[counts], weight, target[counts])
+        log_prob = log_prob.new_zeros(counts.shape).masked_scatter(counts, log_prob)
+
+    Time and memory are then those of the selected tokens; there may be none. In eager mode,
+    indexing by a mask waits for the device. torch.compile makes one graph for every number of
+    tokens, if `torch._dynamo.config.capture_dynamic_output_shape_ops` is True.
 
     Under autocast x, weight and bias are cast as `torch.nn.functional.linear` casts them.
 
-    This op calls `linear_log_prob_forward`, which returns lse too.
+    This op calls `linear_log_prob_forward`, which returns lse too, and further results on request.
 
     Args:
         x: (..., D), floating point, any strides.
@@ -92,23 +102,24 @@ def linear_log_prob_forward(
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100,
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
     return_predicted: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`linear_log_prob` with lse, from which the backward computes the probabilities again, and the
-    most probable class.
+) -> Results:  # fmt: skip
+    """`linear_log_prob` with lse, from which the backward computes the probabilities again, and
+    with the statistics of `log_prob_forward`, from the same pass over the logits.
 
     Autocast changes nothing here.
 
     Args:
         x, weight, target, bias, temperature, softcap, logit_scale, ignore_index, accum_dtype,
             chunk_bytes: as for `linear_log_prob`.
-        return_predicted: whether to compute predicted_tokens.
+        return_mean_logits, return_log_sum_sq_probs, return_predicted: as for `log_prob_forward`.
 
     Returns:
         log_prob, entropy: the results of `linear_log_prob`.
         lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
-        predicted_tokens: of target's shape, int64; the first class with the largest logit, and 0
-            for an ignored token; not differentiable. None without return_predicted.
+        mean_logits, log_sum_sq_probs, predicted_tokens: as `log_prob_forward`; 0 for an ignored
+            token, not differentiable, and None if not asked for.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_log_prob`.
@@ -122,12 +133,13 @@ def linear_log_prob_forward(
     parts = []
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = torch.nn.functional.linear(rows[chunk], weight, bias)
-        options = (temperature, softcap, logit_scale, ignore_index, return_predicted)
-        parts.append(_LOG_PROB(logits, targets[chunk], *options))
-    *results, predicted = zip(*parts, strict=True)
-    log_prob, entropy, lse = (torch.cat(values).reshape(target.shape) for values in results)
-    predicted_tokens = torch.cat(predicted).reshape(target.shape) if return_predicted else None
-    return log_prob, entropy, lse, predicted_tokens
+        options = (temperature, softcap, logit_scale, ignore_index)
+        asked = (return_mean_logits, return_log_sum_sq_probs, return_predicted)
+        parts.append(_LOG_PROB(logits, targets[chunk], *options, *asked))
+    return tuple(
+        None if values[0] is None else torch.cat(values).reshape(target.shape)
+        for values in zip(*parts, strict=True)
+    )  # type: ignore[return-value]
 
 
 @library.define(returns="dx dweight dbias")
@@ -189,12 +201,11 @@ _GRADIENT = library.OPS["log_prob_backward"].definition
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, entropy, lse, predicted = output
+    _, entropy, lse, *extras = output
     ctx.save_for_backward(*inputs[:4], entropy, lse)
     ctx.options = inputs[4:10]
     ctx.set_materialize_grads(False)
-    if predicted is not None:
-        ctx.mark_non_differentiable(predicted)
+    ctx.mark_non_differentiable(*(value for value in extras if value is not None))
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -203,7 +214,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(wanted) and any(grad is not None for grad in grads[:3]):
         given: tuple[Any, ...] = (*grads[:3], *ctx.saved_tensors, *ctx.options, wanted)
         dx, dweight, dbias = linear_log_prob_backward(*given)
-    return (dx, dweight, None, dbias, *(None for _ in range(7)))
+    return (dx, dweight, None, dbias, *(None for _ in range(9)))
 
 
 library.gradient("linear_log_prob_forward", _backward, _setup_context)

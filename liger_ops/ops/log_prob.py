@@ -10,7 +10,8 @@ from torch import Tensor
 from .. import library
 from .cross_entropy import effective, logsumexp, picked
 
-RESULTS = "log_prob entropy lse predicted_tokens"
+RESULTS = "log_prob entropy lse mean_logits log_sum_sq_probs predicted_tokens"
+Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 @library.compose
@@ -43,7 +44,7 @@ def log_prob(
     As in `softmax`, a class of -inf has probability 0 and adds nothing to the entropy; a row that
     is all -inf, or that has inf or NaN in it, gives NaN.
 
-    This op calls `log_prob_forward`, which returns lse too.
+    This op calls `log_prob_forward`, which returns lse too, and further results on request.
 
     Args:
         logits: (..., V), floating point, any strides; unit stride in the last dimension is fast.
@@ -74,18 +75,28 @@ def log_prob(
 @library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
 def log_prob_forward(
     logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None,
-    logit_scale: float = 1.0, ignore_index: int = -100, return_predicted: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`log_prob` with lse, from which the backward computes the probabilities again, and the most
-    probable class.
+    logit_scale: float = 1.0, ignore_index: int = -100,
+    return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
+    return_predicted: bool = False,
+) -> Results:  # fmt: skip
+    """`log_prob` with lse, from which the backward computes the probabilities again, and with
+    statistics of each token's distribution, from the same pass over the logits.
+
+    With x and p of `log_prob`:
+
+        mean_logits_i = sum_c x_ic / V
+        log_sum_sq_probs_i = log(sum_c p_ic**2)
 
     Args:
         logits, target, temperature, softcap, logit_scale, ignore_index: as for `log_prob`.
-        return_predicted: whether to compute predicted_tokens.
+        return_mean_logits, return_log_sum_sq_probs, return_predicted: whether to compute
+            mean_logits, log_sum_sq_probs and predicted_tokens.
 
     Returns:
         log_prob, entropy: the results of `log_prob`.
         lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
+        mean_logits, log_sum_sq_probs: of the same shape and dtype; 0 for an ignored token; not
+            differentiable. None if not asked for. A class of -inf makes mean_logits -inf.
         predicted_tokens: of target's shape, int64; the first class with the largest logit, and 0
             for an ignored token; not differentiable. None without return_predicted.
 
@@ -102,11 +113,13 @@ def log_prob_forward(
     log_prob = picked(x, target, ignore_index, "log_prob") - lse
     p = torch.exp(x - lse.unsqueeze(-1))
     entropy = lse - (p * torch.where(p == 0, 0.0, x)).sum(-1)
-    predicted = None
-    if return_predicted:
-        predicted = torch.where(within, logits.detach().argmax(-1), 0)
-    log_prob, entropy, lse = (torch.where(within, v, 0.0) for v in (log_prob, entropy, lse))
-    return log_prob, entropy, lse, predicted
+    mean_logits = x.detach().mean(-1) if return_mean_logits else None
+    log_sum_sq_probs = p.detach().square().sum(-1).log() if return_log_sum_sq_probs else None
+    predicted = logits.detach().argmax(-1) if return_predicted else None
+    results = (log_prob, entropy, lse, mean_logits, log_sum_sq_probs, predicted)
+    return tuple(  # type: ignore[return-value]
+        None if value is None else value.masked_fill(~within, 0) for value in results
+    )
 
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
@@ -174,12 +187,11 @@ def _kept(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, entropy, lse, predicted = output
+    _, entropy, lse, *extras = output
     ctx.save_for_backward(*inputs[:2], entropy, lse)
     ctx.options = inputs[2:6]
     ctx.set_materialize_grads(False)
-    if predicted is not None:
-        ctx.mark_non_differentiable(predicted)
+    ctx.mark_non_differentiable(*(value for value in extras if value is not None))
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -187,7 +199,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(grad is not None for grad in grads[:3]):
         given: tuple[Any, ...] = (*grads[:3], *ctx.saved_tensors, *ctx.options)
         dlogits = log_prob_backward(*given)
-    return (dlogits, *(None for _ in range(6)))
+    return (dlogits, *(None for _ in range(8)))
 
 
 library.gradient("log_prob_forward", _backward, _setup_context)

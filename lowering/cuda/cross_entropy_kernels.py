@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..loss_math import effective, logit_gradient
+from ..loss_math import effective, log_sum_sq_probs, logit_gradient
 from ..triton_math import LOWEST, flushed_exp
 from .token_loss import gradient_factors, token_loss, token_weights
 
@@ -32,6 +32,7 @@ def _class_weights(weight_ptr, cols, V, HAS_SMOOTHING: tl.constexpr):
 def cross_entropy_kernel(
     logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
     z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr, log_prob_ptr,
+    mean_logits_ptr, log_sum_sq_ptr,
     M, V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
     GRADIENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +59,7 @@ def cross_entropy_kernel(
     target_logit = tl.sum(tl.where(is_target, x, 0.0), 1)
     weighted_x = 0.0
     class_weights = _class_weights(weight_ptr, cols, V, label_smoothing is not None)
-    if label_smoothing is not None:
+    if label_smoothing is not None or mean_logits_ptr is not None:
         weighted_x = tl.sum(tl.where(mask, capped * class_weights, 0.0), 1)
     weights, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
     classes = _class_sum(classes_ptr, V)
@@ -78,6 +79,12 @@ def cross_entropy_kernel(
         # Where the exponential is 0, the product is 0 for -inf too.
         expectation = tl.sum(exp * tl.maximum(x, LOWEST), 1) / sum
         tl.store(entropy_ptr + rows, tl.where(ignored, 0.0, lse - expectation), mask=row_mask)
+    if mean_logits_ptr is not None:
+        # Without class weights, weighted_x is the sum of x.
+        tl.store(mean_logits_ptr + rows, tl.where(ignored, 0.0, weighted_x / V), mask=row_mask)
+    if log_sum_sq_ptr is not None:
+        log_sum_sq = log_sum_sq_probs(tl.sum(exp * exp, 1), sum)
+        tl.store(log_sum_sq_ptr + rows, tl.where(ignored, 0.0, log_sum_sq), mask=row_mask)
     if predicted_ptr is not None:
         logits = tl.where(mask, logits, -float("inf"))
         first = tl.min(tl.where(logits == tl.max(logits, 1)[:, None], cols, V - 1), 1)
@@ -100,11 +107,13 @@ def cross_entropy_kernel(
 
 @triton.jit
 def _lanes_updated(
-    logits, x, weight_ptr, cols, V, maxima, sums, weighted_xs, expectations, best, predictions,
-    HAS_SMOOTHING: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_PREDICTED: tl.constexpr,
+    logits, x, weight_ptr, cols, V,
+    maxima, sums, weighted_xs, expectations, squares, best, predictions,
+    HAS_WEIGHTED: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr,
+    HAS_PREDICTED: tl.constexpr,
 ):  # fmt: skip
     """Add one tile to the running values of every lane. Past the last column x is -inf."""
-    class_weights = _class_weights(weight_ptr, cols, V, HAS_SMOOTHING)
+    class_weights = _class_weights(weight_ptr, cols, V, HAS_WEIGHTED)
     LANES: tl.constexpr = maxima.numel
     FOLD: tl.constexpr = x.numel // LANES
     lanes = tl.reshape(x, (LANES, FOLD))
@@ -112,13 +121,15 @@ def _lanes_updated(
     exp = flushed_exp(lanes - higher[:, None])
     rescaled = flushed_exp(maxima - higher)
     sums = sums * rescaled + tl.sum(exp, 1)
-    if HAS_SMOOTHING:
+    if HAS_WEIGHTED:
         term = tl.where(cols < V, x * class_weights, 0.0)
         weighted_xs += tl.sum(tl.reshape(term, (LANES, FOLD)), 1)
     if HAS_ENTROPY:
         # Where the exponential is 0, the product is 0 for -inf too.
         products = exp * tl.maximum(lanes, LOWEST)
         expectations = expectations * rescaled + tl.sum(products, 1)
+    if HAS_SQUARES:
+        squares = squares * rescaled * rescaled + tl.sum(exp * exp, 1)
     if HAS_PREDICTED:
         lanes = tl.reshape(logits, (LANES, FOLD))
         highest = tl.max(lanes, 1)
@@ -126,13 +137,14 @@ def _lanes_updated(
         first = tl.min(tl.where(lanes == highest[:, None], columns, V - 1), 1)
         predictions = tl.where(highest > best, first, predictions)
         best = tl.maximum(best, highest)
-    return higher, sums, weighted_xs, expectations, best, predictions
+    return higher, sums, weighted_xs, expectations, squares, best, predictions
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_online_kernel(
     logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
     z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr, log_prob_ptr,
+    mean_logits_ptr, log_sum_sq_ptr,
     V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
     GRADIENT: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +155,7 @@ def cross_entropy_online_kernel(
     POLICY: tl.constexpr = "evict_last" if GRADIENT else ""
     LANES: tl.constexpr = BLOCK_N // FOLD
     HAS_SMOOTHING: tl.constexpr = label_smoothing is not None
+    HAS_WEIGHTED: tl.constexpr = HAS_SMOOTHING or (mean_logits_ptr is not None)
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -156,6 +169,7 @@ def cross_entropy_online_kernel(
     sums = tl.zeros((LANES,), tl.float32)
     weighted_xs = tl.zeros((LANES,), tl.float32)
     expectations = tl.zeros((LANES,), tl.float32)
+    squares = tl.zeros((LANES,), tl.float32)
     best = tl.full((LANES,), -float("inf"), tl.float32)
     predictions = tl.zeros((LANES,), tl.int32)
     readable = V
@@ -167,10 +181,11 @@ def cross_entropy_online_kernel(
         cols = start + tl.arange(0, BLOCK_N)
         logits = tl.load(logits_ptr + cols, eviction_policy=POLICY).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
-        maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
-            logits, x, weight_ptr, cols, V, maxima, sums,
-            weighted_xs, expectations, best, predictions,
-            HAS_SMOOTHING, entropy_ptr is not None, predicted_ptr is not None,
+        maxima, sums, weighted_xs, expectations, squares, best, predictions = _lanes_updated(
+            logits, x, weight_ptr, cols, V,
+            maxima, sums, weighted_xs, expectations, squares, best, predictions,
+            HAS_WEIGHTED, entropy_ptr is not None, log_sum_sq_ptr is not None,
+            predicted_ptr is not None,
         )  # fmt: skip
     if whole < readable:
         cols = whole + tl.arange(0, BLOCK_N)
@@ -180,10 +195,11 @@ def cross_entropy_online_kernel(
         x = effective(logits, logit_scale, softcap)
         if softcap is not None:
             x = tl.where(cols < V, x, -float("inf"))
-        maxima, sums, weighted_xs, expectations, best, predictions = _lanes_updated(
-            logits, x, weight_ptr, cols, V, maxima, sums,
-            weighted_xs, expectations, best, predictions,
-            HAS_SMOOTHING, entropy_ptr is not None, predicted_ptr is not None,
+        maxima, sums, weighted_xs, expectations, squares, best, predictions = _lanes_updated(
+            logits, x, weight_ptr, cols, V,
+            maxima, sums, weighted_xs, expectations, squares, best, predictions,
+            HAS_WEIGHTED, entropy_ptr is not None, log_sum_sq_ptr is not None,
+            predicted_ptr is not None,
         )  # fmt: skip
 
     maximum = tl.max(maxima, 0)
@@ -207,6 +223,13 @@ def cross_entropy_online_kernel(
     if entropy_ptr is not None:
         expectation = tl.sum(expectations * rescaled, 0) / sum
         tl.store(entropy_ptr + row, tl.where(ignored, 0.0, lse - expectation))
+    if mean_logits_ptr is not None:
+        # Without class weights, the sums are those of x.
+        mean = tl.sum(weighted_xs, 0) / V
+        tl.store(mean_logits_ptr + row, tl.where(ignored, 0.0, mean))
+    if log_sum_sq_ptr is not None:
+        log_sum_sq = log_sum_sq_probs(tl.sum(squares * rescaled * rescaled, 0), sum)
+        tl.store(log_sum_sq_ptr + row, tl.where(ignored, 0.0, log_sum_sq))
     if predicted_ptr is not None:
         first = tl.min(tl.where(best == tl.max(best, 0), predictions, V - 1), 0)
         tl.store(predicted_ptr + row, first.to(tl.int64))

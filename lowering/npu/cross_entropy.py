@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...ops import cross_entropy as definition
 from ..cross_entropy import Tokens, register
-from ..loss_math import effective, logit_gradient
+from ..loss_math import effective, log_sum_sq_probs, logit_gradient
 from ..sizes import cdiv
 from ..triton_math import LOWEST
 from . import tiling
@@ -41,7 +41,7 @@ COSTS.update(
 
 @triton.jit(do_not_specialize=["M"])
 def _walk_kernel(
-    logits_ptr, weight_ptr, lse_ptr, weighted_x_ptr, predicted_ptr, entropy_ptr,
+    logits_ptr, weight_ptr, lse_ptr, weighted_x_ptr, predicted_ptr, entropy_ptr, log_sum_sq_ptr,
     M, V, softcap, logit_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -56,6 +56,7 @@ def _walk_kernel(
         sum = tl.zeros((BLOCK_M, 1), tl.float32)
         weighted_x = tl.zeros((BLOCK_M, 1), tl.float32)
         expectation = tl.zeros((BLOCK_M, 1), tl.float32)
+        squares = tl.zeros((BLOCK_M, 1), tl.float32)
         best = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
         predicted = tl.zeros((BLOCK_M, 1), tl.int32)
         for col in tl.range(0, V, BLOCK_N):
@@ -74,7 +75,8 @@ def _walk_kernel(
                     if weight_ptr is not None:
                         term = x * load(weight_ptr + col, cols, cols < count)
                     weighted_x += tl.sum(term, axis=1)[:, None]
-                outside = (1.0 - within(cols, count)) * LOWEST
+                # 2 * LOWEST is -inf, and 0 * -inf would be NaN.
+                outside = (2.0 - 2.0 * within(cols, count)) * LOWEST
                 x += outside
                 logits += outside
             higher = tl.maximum(maximum, tl.max(x, axis=1)[:, None])
@@ -86,6 +88,8 @@ def _walk_kernel(
                 # LOWEST in place of -inf: the exponential is 0, and 0 * LOWEST is 0, not NaN.
                 products = exp * tl.maximum(x, LOWEST)
                 expectation = expectation * rescaled + tl.sum(products, axis=1)[:, None]
+            if log_sum_sq_ptr is not None:
+                squares = squares * rescaled * rescaled + tl.sum(exp * exp, axis=1)[:, None]
             if predicted_ptr is not None:
                 highest = tl.max(logits, axis=1)[:, None]
                 first = tl.argmax(logits, axis=1)[:, None].to(tl.int32) + col
@@ -97,6 +101,9 @@ def _walk_kernel(
             tl.store(weighted_x_ptr + row + rows, weighted_x, mask=row_mask)
         if entropy_ptr is not None:
             tl.store(entropy_ptr + row + rows, lse - expectation / sum, mask=row_mask)
+        if log_sum_sq_ptr is not None:
+            log_sum_sq = log_sum_sq_probs(squares, sum)
+            tl.store(log_sum_sq_ptr + row + rows, log_sum_sq, mask=row_mask)
         if predicted_ptr is not None:
             tl.store(predicted_ptr + row + rows, predicted, mask=row_mask)
 
@@ -154,19 +161,19 @@ def loss_and_gradient(
     M, V = logits.shape
     if M == 0:
         return
-    weight, target, token_weight, loss, z_loss, lse, *_, predicted_tokens, entropy, log_prob = (
-        tokens
-    )
-    weighted_x = torch.empty_like(lse) if call.label_smoothing != 0 else None
+    weight, target, token_weight, loss, z_loss, lse, _, predicted_tokens, entropy, *extras = tokens
+    log_prob, mean_logits, log_sum_sq = extras
+    # Without class weights, weighted_x is the sum of x.
+    weighted_x = torch.empty_like(lse) if call.label_smoothing != 0 else mean_logits
     predicted = None if predicted_tokens is None else lse.new_empty(M, dtype=torch.int32)
     name = "cross_entropy" if entropy is None else "cross_entropy_entropy"
-    if any(extra is not None for extra in (weighted_x, call.softcap, predicted)):
+    if any(extra is not None for extra in (weighted_x, call.softcap, predicted, log_sum_sq)):
         name = "cross_entropy_options"
     forward_plan = plan or tiling.plan(name, V, logits)
     launch(
         _walk_kernel, forward_plan, cdiv(M, forward_plan.BLOCK_M),
         logits, weight if call.label_smoothing != 0 else None, lse, weighted_x, predicted, entropy,
-        M, V, call.softcap, _scale(call),
+        log_sum_sq, M, V, call.softcap, _scale(call),
     )  # fmt: skip
     ignored = target == call.ignore_index
     inside = _inside(target, V, call.ignore_index)
@@ -174,8 +181,11 @@ def loss_and_gradient(
     picked = logits.gather(1, column.unsqueeze(1)).squeeze(1)
     picked = definition.effective(picked, call.softcap, call.logit_scale)
     target_logit = torch.where(inside, picked, 0.0)
-    if entropy is not None:
-        entropy.copy_(torch.where(ignored, 0.0, entropy))
+    if mean_logits is not None:
+        mean_logits.div_(V)
+    for result in (entropy, mean_logits, log_sum_sq):
+        if result is not None:
+            result.copy_(torch.where(ignored, 0.0, result))
     if log_prob is not None:
         value = torch.where(inside, target_logit - lse, float("nan"))
         log_prob.copy_(torch.where(ignored, 0.0, value))

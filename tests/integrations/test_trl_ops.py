@@ -50,7 +50,9 @@ def head(has_bias: bool = False, dtype: torch.dtype = torch.float32) -> list[Ten
         ((1.0, CHUNK), ("log_probs",)),
         ((0.7, CHUNK), ("log_probs", "entropy")),
         ((1.3, CHUNK, 5.0, 0.5), ("log_probs", "entropy", "is_top1")),
-        ((0.7, CHUNK, None, 0.5), ("log_probs", "entropy", "mean_logits", "is_top1")),
+        ((0.7, CHUNK, None, 0.5), ("log_probs", "mean_logits")),
+        ((0.7, CHUNK, 5.0, 0.5), ("log_probs", "log_sum_sq_probs")),
+        ((0.7, CHUNK, 5.0, 0.5), integration.ALL_OUTPUTS),
     ],
 )
 def test_same_as_trl(has_bias: bool, options: Any, outputs: Any, installed: None) -> None:
@@ -61,18 +63,12 @@ def test_same_as_trl(has_bias: bool, options: Any, outputs: Any, installed: None
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-CALLS: dict[str, tuple[Any, ...]] = {
-    "mean of capped logits": (1.0, CHUNK, 5.0, 1.0, ("log_probs", "mean_logits")),
-    "every output": (1.0, CHUNK),
-    "logit_scale": (1.0, CHUNK, None, 0.0, ("log_probs",)),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_trl_serves_the_rest(name: str, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_serves_the_rest(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logit_scale that `linear_log_prob` refuses."""
     monkeypatch.setattr(integration, "linear_log_prob_forward", None)
-    found = results(getattr(utils, integration.CHUNKED).apply, head(), *CALLS[name])
-    expected = results(ChunkedLogProbFunction.apply, head(), *CALLS[name])
+    options = (1.0, CHUNK, None, 0.0, ("log_probs",))
+    found = results(getattr(utils, integration.CHUNKED).apply, head(), *options)
+    expected = results(ChunkedLogProbFunction.apply, head(), *options)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -118,7 +114,7 @@ def test_installed_once_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_in_one_graph(installed: None) -> None:
-    options = (0.7, CHUNK, None, 1.0, ("log_probs", "entropy", "is_top1"))
+    options = (0.7, CHUNK)
     ours = getattr(utils, integration.CHUNKED).apply
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=True)
     expected = results(ours, head(), *options)

@@ -177,7 +177,7 @@ def test_the_grid_stays_below_65536(
     grads, options = (loss[0], None, None, None), (-100, "mean", 0.0, 0.0, None, 1.0)
     inputs = (logits, target, None, None, None, loss[2], loss[4])
     kernel["cross_entropy_backward"](*grads, *inputs, *options)
-    log_prob, entropy, lse, _ = kernel["log_prob_forward"](logits, target)
+    log_prob, entropy, lse, *_ = kernel["log_prob_forward"](logits, target)
     kernel["log_prob_backward"](
         log_prob, lse, None, logits, target, entropy, lse, 1.0, None, 1.0, -100
     )

@@ -94,20 +94,20 @@ def assert_no_further(
 @example(case=EXAMPLES[2])
 def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
     tensors = OP.tensors(case)
-    args = (*OP.forward_args(case, tensors)[:-1], True)
+    args = (*OP.forward_args(case, tensors)[:-3], True, True, True)
     before = op_checks.clones(args)
     outputs = op_checks.as_tuple(FORWARD.kernels[folder](*args))
     op_checks.assert_unchanged(args, before)
     op_checks.assert_own_memory(args, outputs)
     op_checks.assert_allocated_as_meta(OP, False, args, outputs)
     references = FORWARD.definition(*args)
-    truths = FORWARD.definition(*op_checks.widened(args[:8]))[:3]
+    *truths, _ = FORWARD.definition(*op_checks.widened(args))
     # Logits in x's dtype are equal where float64's are not.
     *outputs, predicted = outputs
     *references, expected = references
     assert torch.equal(predicted, expected)
     error = 2 * rounding(case, logits_of(case, tensors))
-    bounds = (error, error * (1 + math.log(case.V)), error)
+    bounds = (error, error * (1 + math.log(case.V)), error, error, 2 * error)
     for output, reference, truth, bound in zip(outputs, references, truths, bounds, strict=True):
         assert_no_further(f"{folder} {case}", output, reference, truth, bound)
 
@@ -178,7 +178,7 @@ def test_the_parts_are_those_of_log_prob() -> None:
     args = OP.forward_args(case, OP.tensors(case))
     leaves = [arg.requires_grad_() for i, arg in enumerate(args[:4]) if i != 2]
     x, weight, target, bias, *options = args
-    ours = liger_ops.linear_log_prob(*args[:-1])
+    ours = liger_ops.linear_log_prob(*args[:-3])
     theirs = liger_ops.log_prob(F.linear(x, weight, bias), target, *options[:4])
     for weights in ((1.0, 0.0), (0.0, 1.0), (0.3, -2.0)):
         sums = [
@@ -242,6 +242,35 @@ def test_compiled_once_for_unbacked_sizes(mask: tuple[bool, ...]) -> None:
                 torch.testing.assert_close(a, b)
     assert liger_ops_of(recorder.forwards) == {"linear_log_prob_forward": 1}
     assert liger_ops_of(recorder.backwards) == {"linear_log_prob_backward": 1}
+
+
+def test_selecting_the_tokens_of_a_mask() -> None:
+    """What the documentation advises against the products of ignored tokens: the same results and
+    gradients, with one graph for every number of tokens, none among them."""
+    recorder = Recorder()
+
+    def selected(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        counts = target != -100
+        values = torch.ops.liger.linear_log_prob(x[counts], weight, target[counts], chunk_bytes=60)
+        return tuple(v.new_zeros(counts.shape).masked_scatter(counts, v) for v in values)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(selected, fullgraph=True, dynamic=True, backend=recorder.backend())
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for tokens, step in ((4, 2), (6, 3), (5, 1)):
+            x, weight = (torch.randn(n, 5, requires_grad=True) for n in (tokens, 7))
+            target = torch.arange(tokens)
+            target[::step] = -100
+            ways = (compiled, selected, liger_ops.linear_log_prob)
+            results = [way(x, weight, target) for way in ways]
+            found = [
+                (*values, *torch.autograd.grad((values[0].exp() * values[1]).sum(), (x, weight)))
+                for values in results
+            ]
+            for values in zip(*found, strict=True):
+                for value in values[:2]:
+                    torch.testing.assert_close(value, values[2])
+    assert liger_ops_of(recorder.forwards) == {"linear_log_prob_forward": 1}
 
 
 def test_autocast_casts_as_a_linear_layer() -> None:

@@ -58,15 +58,20 @@ def test_the_definition_is_what_trainers_write(case: LogProbCase) -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: torch.dtype) -> None:
     """A class of -inf has probability 0 and adds nothing, and its gradient is 0 however large the
-    incoming gradient is; a row of only -inf, or with inf or NaN, gives NaN unless it is ignored."""
+    incoming gradient is; a row of only -inf, or with inf or NaN, gives NaN unless it is ignored.
+    The mean of the logits is infinite where one of them is."""
     x = torch.randn(8, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     x[0, :33] = x[1, 20:] = x[2, 1:] = x[3] = -INF
     x[4, 5] = INF
     x[5, 39] = x[6] = NAN
     target = torch.tensor([39, 0, 0, 1, 2, 3, -100, -100], device=DEVICE)
     case = LogProbCase(shape=(8, 40), dtype=dtype, tile=tile)
-    outputs = op_checks.run_kernel(OP, folder, False, case, (x, target, *case.options))
-    log_prob, entropy, lse, _ = outputs
+    outputs = op_checks.run_kernel(OP, folder, False, case, (x, target, *case.options, True, True))
+    log_prob, entropy, lse, mean, squares, _ = outputs
+    assert mean.tolist()[:5] == [-INF] * 4 + [INF] and mean[5].isnan()
+    assert squares[3:6].isnan().all() and bool((torch.stack((mean, squares))[:, 6:] == 0).all())
+    p = x[:3].double().softmax(-1)
+    torch.testing.assert_close(squares[:3], p.square().sum(-1).log().float())
     for values in (log_prob, entropy, lse):
         assert values[[0, 1, 2]].isfinite().all() and bool((values[[6, 7]] == 0).all())
     for values in (log_prob, entropy):
@@ -97,6 +102,30 @@ def test_predictions(folder: str, case: LogProbCase) -> None:
     *_, predicted = op_checks.run_kernel(OP, folder, False, case, args)
     logits, target, *_ = args
     assert torch.equal(predicted, logits.argmax(-1) * (target != case.ignore_index))
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@settings(max_examples=settings().max_examples // 3)
+@given(case=strategies.log_probs())
+def test_statistics_match_truth(folder: str, case: LogProbCase) -> None:
+    case = replace(case, return_mean_logits=True, return_log_sum_sq_probs=True)
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("V", (40, 70))
+def test_each_statistic_by_itself(folder: str, V: int) -> None:
+    """What else is asked for changes no bit of a result."""
+    case = LogProbCase(shape=(3, V), dtype=torch.float32, tile=(1, 64))
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    args = (logits, torch.tensor([V - 1, 0, -100], device=DEVICE), *case.options)
+    run = lambda *asked: op_checks.run_kernel(OP, folder, False, case, (*args, *asked))
+    every = run(True, True, True)
+    for asked in ((False, False, False), (True, False, False), (False, True, False)):
+        for one, other, wanted in zip(run(*asked), every, (True,) * 3 + asked, strict=True):
+            assert torch.equal(one, other) if wanted else one is None
 
 
 @pytest.mark.device_kernels

@@ -166,7 +166,8 @@ def cross_entropy_calls(
     yield lambda: kernel["cross_entropy_forward"](*plain)
     yield lambda: kernel["cross_entropy_forward"](*full, True, True)
     for options in ((0.7, None, 1.0, -100), (0.7, 30.0, 0.5, -100)):
-        yield lambda options=options: kernel["log_prob_forward"](logits, target, *options)
+        asked = [options[1] is not None] * 3
+        yield lambda given=(*options, *asked): kernel["log_prob_forward"](logits, target, *given)
         inputs = (row, row, None, logits, target, row, row, *options)
         yield lambda inputs=inputs: kernel["log_prob_backward"](*inputs)
     # A whole row, and two passes; all widths and kinds would take a minute.

@@ -141,7 +141,8 @@ def loss() -> Forms:
 
 
 PLAIN_LOG_PROB = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0}
-PLAIN_LOG_PROB |= {"return_predicted": False}
+ASKED = ("return_mean_logits", "return_log_sum_sq_probs", "return_predicted")
+PLAIN_LOG_PROB |= dict.fromkeys(ASKED, False)
 
 
 def log_prob() -> Forms:
@@ -154,6 +155,7 @@ def log_prob() -> Forms:
             {"temperature": 0.7},
             {"temperature": 0.7, "softcap": 30.0},
             {"return_predicted": True},
+            {"temperature": 0.7, "softcap": 30.0, **dict.fromkeys(ASKED, True)},
         ),
         backward_options=({"output_mask": (True, False, False)},),
         optional_at=(1, 2, 3, 5),

@@ -10,7 +10,7 @@ import torch
 import log_prob_cases
 from liger_ops import library
 from linear_cross_entropy_cases import HeadCase, tensors_of
-from log_prob_cases import UPSTREAM
+from log_prob_cases import ASKED, UPSTREAM
 from op_under_test import OpUnderTest, Tensors, Values
 
 
@@ -22,6 +22,8 @@ class LogProbHeadCase(HeadCase):
     temperature: float = 1.0
     upstream: tuple[bool, ...] = (True, True, True)
     chunk_bytes: int | None = 100
+    return_mean_logits: bool = False
+    return_log_sum_sq_probs: bool = False
     return_predicted: bool = False
 
     @property
@@ -37,14 +39,15 @@ INPUTS = ("x", "weight", "target", "bias")
 def tensors(case: LogProbHeadCase) -> Tensors:
     given: Tensors = dict(zip(INPUTS, tensors_of(case), strict=False))
     forward = library.OPS["linear_log_prob_forward"].definition
-    _, given["entropy"], given["lse"], _ = forward(*forward_args(case, given))
+    _, given["entropy"], given["lse"], *_ = forward(*forward_args(case, given))
     values = Values(case.seed + 1)
     given.update(log_prob_cases.upstream(case.upstream, given["lse"], values, case.dy_layout))
     return given
 
 
 def forward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
-    return (*(tensors[name] for name in INPUTS), *case.options, case.return_predicted)
+    asked = (getattr(case, name) for name in ASKED)
+    return (*(tensors[name] for name in INPUTS), *case.options, *asked)
 
 
 def backward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
@@ -55,7 +58,7 @@ def backward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
 def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> LogProbHeadCase:
     """Every option in use, in several chunks of tokens and of words. All sizes differ, because
     tracing would treat equal ones as one size."""
-    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, "return_predicted": True}
+    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, **dict.fromkeys(ASKED, True)}
     chunk_bytes = 4 * 7 * dtype.itemsize
     sizes = {"shape": (rows, 2), "D": 4, "V": 7}
     return LogProbHeadCase(**sizes, dtype=dtype, chunk_bytes=chunk_bytes, **options, **form)

@@ -25,13 +25,20 @@ class LogProbCase(Case):
     temperature: float = 1.0
     softcap: float | None = None
     logit_scale: float = 1.0
+    return_mean_logits: bool = False
+    return_log_sum_sq_probs: bool = False
     return_predicted: bool = False
 
     @property
     def options(self) -> tuple[Any, ...]:
         return (self.temperature, self.softcap, self.logit_scale, self.ignore_index)
 
+    @property
+    def asked(self) -> tuple[bool, ...]:
+        return tuple(getattr(self, name) for name in ASKED)
 
+
+ASKED = ("return_mean_logits", "return_log_sum_sq_probs", "return_predicted")
 UPSTREAM = ("dlog_prob", "dentropy", "dlse")
 
 
@@ -42,7 +49,7 @@ def tensors(case: LogProbCase) -> Tensors:
         "target": targets(case),
     }
     forward = library.OPS["log_prob_forward"].definition
-    _, given["entropy"], given["lse"], _ = forward(*forward_args(case, given))
+    _, given["entropy"], given["lse"], *_ = forward(*forward_args(case, given))
     given.update(upstream(case.output_mask, given["lse"], values, case.dy_layout))
     return given
 
@@ -58,7 +65,7 @@ def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: 
 
 
 def forward_args(case: LogProbCase, tensors: Tensors) -> tuple[Any, ...]:
-    return (tensors["logits"], tensors["target"], *case.options, case.return_predicted)
+    return (tensors["logits"], tensors["target"], *case.options, *case.asked)
 
 
 def backward_args(case: LogProbCase, tensors: Tensors) -> tuple[Any, ...]:
@@ -79,7 +86,7 @@ def sizes(case: LogProbCase, tensors: Tensors) -> tuple[float, float]:
 def output_magnitudes(case: LogProbCase, tensors: Tensors) -> list[Magnitude]:
     lse, entropy = sizes(case, tensors)
     # The terms of the entropy cancel, and each has the rounding error of its probability.
-    return [2 * lse, lse * (2 + entropy), lse]
+    return [2 * lse, lse * (2 + entropy), lse, *([lse, 4 * lse] if all(case.asked[:2]) else [])]
 
 
 def gradient_magnitudes(case: LogProbCase, tensors: Tensors) -> list[Magnitude]:
@@ -92,7 +99,7 @@ def gradient_magnitudes(case: LogProbCase, tensors: Tensors) -> list[Magnitude]:
 
 def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> LogProbCase:
     """Every option in use; a few of the rows are ignored."""
-    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, "return_predicted": True}
+    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, **dict.fromkeys(ASKED, True)}
     return LogProbCase(shape=(rows, 2, 7), dtype=dtype, **options, **form)
 
 

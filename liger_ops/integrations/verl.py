@@ -1,0 +1,90 @@
+"""The op behind verl's function for log-probabilities of tokens.
+
+With `use_fused_kernels=True` and the backend `torch`, verl's actors compute them from hidden states
+by `verl.utils.experimental.torch_functional.FusedLinearForPPO`, in chunks of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from .. import linear_log_prob
+from .replaced import Replaced
+
+# Where the forwards of verl's models look the class up, in every call.
+MODULE, NAME = "verl.utils.experimental.torch_functional", "FusedLinearForPPO"
+_replaced = Replaced()
+
+
+def install() -> None:
+    """Put `linear_log_prob` behind verl's `FusedLinearForPPO`, for this process.
+
+    Call it in the processes of verl's workers: a model whose forward verl has patched for the
+    backend `torch` of `use_fused_kernels` uses it from its next call on. The log-probabilities and
+    entropies are verl's up to rounding. Both are float32, and their logits are divided by the
+    temperature in float32; verl rounds the quotient and the entropy, and some versions the
+    log-probability, to the dtype of the logits. torch.compile sees one operator.
+
+    `uninstall` undoes it. Installing twice is installing once. Code that imported the class by name
+    before keeps verl's.
+
+    Raises:
+        ImportError: verl is not installed, or cannot be imported.
+        RuntimeError: this version of verl does not have the class; nothing is changed.
+
+    Example:
+        >>> from liger_ops.integrations import verl
+        >>> verl.install()  # doctest: +SKIP
+    """
+    if _replaced:
+        return
+    importlib.import_module("verl")
+    try:
+        module = importlib.import_module(MODULE)
+    except ModuleNotFoundError as error:
+        if not f"{MODULE}.".startswith(f"{error.name}."):
+            raise
+        module = None
+    if not hasattr(module, NAME):
+        raise RuntimeError(
+            f"liger_ops.integrations.verl.install: {MODULE} must have {NAME}; this version of verl"
+            " does not"
+        )
+    assert module is not None
+    _replaced.set(module, NAME, FusedLinearForPPO)
+
+
+def uninstall() -> None:
+    """Put verl's own class back; nothing if `install` was not called."""
+    _replaced.undo()
+
+
+class FusedLinearForPPO(torch.nn.Module):
+    """As verl's class of this name.
+
+    chunk_size is not used: `linear_log_prob` sizes its chunks by bytes.
+    """
+
+    def __init__(self, chunk_size: int = 512) -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The log-probability of each of input_ids, and the entropy.
+
+        Args:
+            hidden_states: (T, D) or (B, T, D).
+            vocab_weights: (V, D).
+            input_ids: (T,) or (B, T), the targets, of any integer dtype.
+            temperature: above 0.
+
+        Returns:
+            log_probs, entropy: of the shape of input_ids, float32.
+        """
+        return linear_log_prob(hidden_states, vocab_weights, input_ids.long(), None, temperature)
