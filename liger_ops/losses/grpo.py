@@ -17,12 +17,13 @@ from .sequences import check_batch, kept
 
 
 class PolicyOutput(NamedTuple):
-    """The output of a policy loss; all but the first two are scalars without gradient.
+    """The output of a policy loss; all but the first two are without gradient.
 
     loss is a scalar. per_token_loss, (B, T), is the policy term with beta * KL, zero where the mask
     is: what is reduced to loss, without the entropy bonus. policy_loss is loss without that bonus.
-    kl and entropy are means over the kept tokens, and the clip ratios shares of them; each is None
-    if the loss has no such part.
+    kl and entropy are means over the kept tokens, and the clip ratios shares of them. per_token_kl,
+    (B, T), is the KL term without beta; is_clipped, (B, T) and bool, says whether a bound of the
+    ratio applies. Both are zero where the mask is. Each is None if the loss has no such part.
     """
 
     loss: Tensor
@@ -32,6 +33,8 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor | None
     clip_ratio_low: Tensor | None
     clip_ratio_high: Tensor | None
+    per_token_kl: Tensor | None
+    is_clipped: Tensor | None
 
 
 def grpo_loss(
@@ -162,6 +165,8 @@ def grpo_loss(
     return PolicyOutput(
         loss, losses, policy_loss.detach(),
         metric(kl, mask), metric(entropy, mask), metric(low, mask), metric(high, mask),
+        None if kl is None else kept(kl.detach(), mask),
+        None if high is None else (high if low is None else low | high) & mask,
     )  # fmt: skip
 
 

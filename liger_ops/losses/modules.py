@@ -130,9 +130,17 @@ class _LinearReferenceFreeLoss(LinearLoss):
             return self._of(self.log_prob(x, weight, target, bias)[0], mask)
         check_tensor(type(self).__name__, "nll_target", nll_target)
         check_shape(type(self).__name__, "nll_target", nll_target, target, "target")
-        both = torch.where(mask, target, nll_target)
-        log_prob, _ = self.log_prob(x, weight, both, bias)
-        return self._of(log_prob, mask, nll_mask=nll_target != self.ignore_index)
+        # The chosen hidden states come twice, first for nll_target and then for target: the first
+        # 2B rows begin with the values of nll_target, and the last 2B rows are those of target.
+        rows = x.shape[0]
+        pairs = rows // 2
+        x = torch.cat([x.narrow(0, 0, pairs), x])
+        targets = torch.cat([nll_target.narrow(0, 0, pairs), target])
+        log_prob, _ = self.log_prob(x, weight, targets, bias)
+        return self._of(
+            log_prob.narrow(0, pairs, rows), mask,
+            nll_mask=nll_target != self.ignore_index, nll_log_prob=log_prob.narrow(0, 0, rows),
+        )  # fmt: skip
 
 
 class LinearORPOLoss(_LinearReferenceFreeLoss):
@@ -145,9 +153,11 @@ class LinearORPOLoss(_LinearReferenceFreeLoss):
 
     Shape:
         x, weight, target, bias: as for `LinearDPOLoss`.
-        nll_target: (2B, T): the tokens whose loss is added, ignore_index for the others; target if
-            None. It may have tokens where target has none, such as those of the prompt. Where both
-            have a token, that of target is used for both.
+        nll_target: (2B, T), of which the first half are the tokens whose loss is added,
+            ignore_index for the others; target if None. The logits of the chosen hidden states are
+            then computed a second time. Where nll_target is target with more tokens, such as those
+            of the prompt, `liger_ops.linear_log_prob` with nll_target, and `orpo_loss` with a mask
+            and nll_mask, compute them once.
 
     Returns:
         PreferenceOutput.

@@ -12,7 +12,8 @@ class PreferenceOutput(NamedTuple):
 
     loss is a scalar. The log-probabilities and the rewards, beta times the log-ratio to the
     reference, have shape (B,). nll_loss, a scalar, is the mean of -log_prob over the tokens of the
-    chosen responses, or over those of nll_mask.
+    chosen responses, or over those of nll_mask. log_odds, of `orpo_loss` alone, is log(odds_w /
+    odds_l) of shape (B,), zero for a pair that has no odds.
     """
 
     loss: Tensor
@@ -21,6 +22,7 @@ class PreferenceOutput(NamedTuple):
     chosen_rewards: Tensor
     rejected_rewards: Tensor
     nll_loss: Tensor
+    log_odds: Tensor | None = None
 
 
 class UnpairedPreferenceOutput(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .checks import check_choice, check_mask, check_number
+from .checks import check_choice, check_mask, check_number, check_values
 from .outputs import PreferenceOutput
 from .pair_losses import smoothed
 from .sequences import batch_mean, check_pairs, halves, nll, of_sequences
@@ -18,7 +18,7 @@ from .sequences import batch_mean, check_pairs, halves, nll, of_sequences
 
 def orpo_loss(
     log_prob: Tensor, mask: Tensor, *, beta: float = 0.1, alpha: float = 1.0,
-    nll_mask: Tensor | None = None,
+    nll_mask: Tensor | None = None, nll_log_prob: Tensor | None = None,
 ) -> PreferenceOutput:  # fmt: skip
     """The odds ratio loss of preference pairs, with the loss of the chosen responses' tokens.
 
@@ -34,10 +34,13 @@ def orpo_loss(
         alpha: the weight of nll; 0 leaves it out.
         nll_mask: (2B, T), of which the first half says which tokens are in nll; mask if None. The
             authors' code takes the prompt's tokens too.
+        nll_log_prob: (2B, T), of which the first half is in nll; log_prob if None. It is for tokens
+            in nll that are not those of the responses.
 
     Returns:
-        PreferenceOutput, with means of log-probabilities; the rewards are beta times these. float64
-        for float64 log_prob, else float32, which the arithmetic is in.
+        PreferenceOutput, with means of log-probabilities; the rewards are beta times these, and
+        log_odds is log(odds_w / odds_l). float64 for float64 log_prob, else float32, which the
+        arithmetic is in.
 
     Raises:
         TypeError, ValueError: for an argument that is not as above, with the argument's name.
@@ -51,18 +54,21 @@ def orpo_loss(
     """
 
     def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
-        log_odds = (chosen - log1mexp(chosen)) - (rejected - log1mexp(rejected))
-        return -beta * logsigmoid(log_odds)
+        return -beta * logsigmoid(log_odds_ratio(chosen, rejected))
 
-    return pair_loss(
-        "orpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, average=True, needs_both=True
-    )
+    output = pair_loss(
+        "orpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, nll_log_prob,
+        average=True, needs_both=True,
+    )  # fmt: skip
+    has_odds = torch.stack(halves((mask != 0).any(-1))).all(0)
+    log_odds = log_odds_ratio(output.chosen_log_prob, output.rejected_log_prob)
+    return output._replace(log_odds=log_odds.masked_fill(~has_odds, 0.0))
 
 
 def cpo_loss(
     log_prob: Tensor, mask: Tensor, *, beta: float = 0.1, alpha: float = 1.0,
     loss_type: str = "sigmoid", label_smoothing: float = 0.0, average_log_prob: bool = False,
-    nll_mask: Tensor | None = None,
+    nll_mask: Tensor | None = None, nll_log_prob: Tensor | None = None,
 ) -> PreferenceOutput:  # fmt: skip
     """The contrastive loss of preference pairs, with the loss of the chosen responses' tokens.
 
@@ -79,7 +85,7 @@ def cpo_loss(
     Args:
         log_prob, mask, average_log_prob: as for `dpo_loss`.
         beta: above 0.
-        alpha, nll_mask: as for `orpo_loss`.
+        alpha, nll_mask, nll_log_prob: as for `orpo_loss`.
         loss_type: sigmoid, hinge or ipo.
         label_smoothing: e, in [0, 1); 0 for hinge and ipo.
 
@@ -110,12 +116,15 @@ def cpo_loss(
         return function(chosen - rejected, beta, label_smoothing)
 
     average = average_log_prob or loss_type == "ipo"
-    return pair_loss("cpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, average=average)
+    return pair_loss(
+        "cpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, nll_log_prob, average=average
+    )
 
 
 def simpo_loss(
     log_prob: Tensor, mask: Tensor, *, beta: float = 0.1, gamma: float = 0.5, alpha: float = 0.0,
     label_smoothing: float = 0.0, nll_mask: Tensor | None = None,
+    nll_log_prob: Tensor | None = None,
 ) -> PreferenceOutput:  # fmt: skip
     """The loss of preference pairs by means over tokens, with a target margin.
 
@@ -129,8 +138,8 @@ def simpo_loss(
         beta: above 0. The paper's models were trained with 2 and 2.5; 0.1 is the default of TRL and
             Liger-Kernel.
         gamma: the target margin of the rewards.
-        alpha, nll_mask: as for `orpo_loss`. The paper has no nll; TRL and Liger-Kernel add it by
-            default, with weight 1.
+        alpha, nll_mask, nll_log_prob: as for `orpo_loss`. The paper has no nll; TRL and
+            Liger-Kernel add it by default, with weight 1.
         label_smoothing: e, in [0, 1).
 
     Returns:
@@ -153,12 +162,15 @@ def simpo_loss(
     def losses(chosen: Tensor, rejected: Tensor) -> Tensor:
         return smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
 
-    return pair_loss("simpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, average=True)
+    return pair_loss(
+        "simpo_loss", log_prob, mask, losses, beta, alpha, nll_mask, nll_log_prob, average=True
+    )
 
 
 def pair_loss(
     function: str, log_prob: Tensor, mask: Tensor, losses: Callable[[Tensor, Tensor], Tensor],
-    beta: float, alpha: float, nll_mask: Any, *, average: bool, needs_both: bool = False,
+    beta: float, alpha: float, nll_mask: Any, nll_log_prob: Any, *,
+    average: bool, needs_both: bool = False,
 ) -> PreferenceOutput:  # fmt: skip
     """The mean of losses(chosen, rejected) over the pairs, plus alpha times the chosen tokens'.
 
@@ -173,18 +185,26 @@ def pair_loss(
     else:
         check_mask(function, "nll_mask", nll_mask, log_prob)
         nll_mask = nll_mask != 0
+    if nll_log_prob is None:
+        nll_log_prob = log_prob
+    else:
+        check_values(function, "nll_log_prob", nll_log_prob, like=log_prob)
     sequences = of_sequences(function, log_prob, mask, average)
     chosen, rejected = halves(sequences.log_prob)
     counts = torch.stack(halves(sequences.tokens))
     present = (counts > 0).all(0) if needs_both else (counts > 0).any(0)
     loss = batch_mean(losses(chosen, rejected).masked_fill(~present, 0.0))
-    nll_loss = nll(halves(log_prob)[0], halves(nll_mask)[0], chosen.dtype)
+    nll_loss = nll(halves(nll_log_prob)[0], halves(nll_mask)[0], chosen.dtype)
     if alpha != 0:
         loss = loss + alpha * nll_loss
     chosen, rejected = chosen.detach(), rejected.detach()
     return PreferenceOutput(
         loss, chosen, rejected, beta * chosen, beta * rejected, nll_loss.detach()
     )
+
+
+def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
+    return (chosen - log1mexp(chosen)) - (rejected - log1mexp(rejected))
 
 
 def log1mexp(x: Tensor) -> Tensor:

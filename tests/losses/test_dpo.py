@@ -220,7 +220,8 @@ def test_without_a_reference_and_its_outputs():
     sums = torch.tensor([sum(row) for row in batch.kept(policy.detach())], dtype=torch.float64)
     torch.testing.assert_close(alone.chosen_log_prob, sums[:2])
     torch.testing.assert_close(alone.rejected_rewards, 0.3 * sums[2:])
-    assert [field.requires_grad for field in alone] == [True, False, False, False, False, False]
+    assert alone.log_odds is None
+    assert [field.requires_grad for field in alone[:-1]] == [True, *[False] * 5]
 
 
 def test_averages_leave_the_losses_per_token_as_they_are():

@@ -102,6 +102,7 @@ REFUSED = [
     (simpo, {"gamma": None}, T, "simpo_loss: gamma must be a number, got NoneType"),
     (orpo, {"alpha": "1"}, T, "orpo_loss: alpha must be a number, got str"),
     (orpo, {"nll_mask": MASK[0]}, V, "orpo_loss: nll_mask must be of log_prob's shape"),
+    (orpo, {"nll_log_prob": MASK}, T, "orpo_loss: nll_log_prob must be of a floating-point dtype"),
     (kto, {"labels": LABELS[:2]}, V, "kto_loss: preference_labels must be of shape (B,) for"),
     (kto, {"kl": None}, T, "kto_loss: kl must be a tensor for the loss type kto"),
     (kto, {"kl": A[:3]}, V, "kto_loss: kl must be of shape (B,) for"),

@@ -244,10 +244,25 @@ def test_the_entropy_bonus_and_the_metrics():
     assert low.any() and high.any()
     torch.testing.assert_close(output.clip_ratio_low, low[batch.mask].float().mean())
     torch.testing.assert_close(output.clip_ratio_high, high[batch.mask].float().mean())
+    assert torch.equal(output.is_clipped, (low | high) & batch.mask)
     r = (batch.values(2) - batch.values(0)).exp()[batch.mask]
-    torch.testing.assert_close(output.kl, (r - 1 - r.log()).mean())
+    kl = r - 1 - r.log()
+    torch.testing.assert_close(output.kl, kl.mean())
+    torch.testing.assert_close(output.per_token_kl[batch.mask], kl)
+    assert not output.per_token_kl[~batch.mask].any() and not output.per_token_kl.requires_grad
     assert plain.entropy is None
-    assert grpo_loss(*values).kl is None
+    alone = grpo_loss(*values)
+    assert alone.kl is alone.per_token_kl is None
+    assert grpo_loss(*values, loss_type="sapo").is_clipped is None
+
+
+def test_a_clipped_sequence_is_clipped_at_every_token():
+    batch = full_batch(3, 5)
+    values = (batch.values(0), batch.per_row(0), batch.mask)
+    inputs = {"old_log_prob": batch.values(1, 3.0), "importance_sampling_level": "sequence"}
+    is_clipped = grpo_loss(*values, **inputs).is_clipped
+    assert 0 < is_clipped.any(-1).sum() < 3
+    assert torch.equal(is_clipped, is_clipped.any(-1, keepdim=True) & batch.mask)
 
 
 @given(batch=loss_batches(), share=st.sampled_from([0.0, 0.2, 0.37, 0.5, 0.8, 1.0]))

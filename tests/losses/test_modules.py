@@ -106,11 +106,12 @@ def test_dpo_with_a_reference(batch):
 
 @pytest.mark.parametrize("name", ["LinearORPOLoss", "LinearCPOLoss", "LinearSimPOLoss"])
 def test_the_chosen_tokens_loss_may_have_other_targets(name, batch):
-    log_prob, _ = batch.whole(batch.x, batch.weight, batch.bias, batch.tokens)
-    nll_target = batch.tokens.clone()
+    log_prob, _ = batch.whole(batch.x, batch.weight, batch.bias, batch.target)
+    nll_target = (batch.tokens + 1) % V
+    nll_log_prob, _ = batch.whole(batch.x, batch.weight, batch.bias, nll_target)
     nll_target[:, 0] = -100
-    mask = batch.target != -100
-    theirs = PAIRS[name](log_prob, mask, alpha=1.5, nll_mask=nll_target != -100)
+    nll = {"nll_mask": nll_target != -100, "nll_log_prob": nll_log_prob}
+    theirs = PAIRS[name](log_prob, batch.target != -100, alpha=1.5, **nll)
     module = getattr(losses, name)(alpha=1.5, **HEAD)
     agree(module(*batch.head, nll_target), theirs, batch)
 
@@ -143,16 +144,18 @@ def test_grpo(loss_type, batch):
     agree(module(x, weight, target, batch.per_row, bias, *batch.ref, **tensors), theirs, batch)
 
 
-def test_one_graph_for_all_sizes(empty_caches):
+@pytest.mark.parametrize("name", ["LinearGRPOLoss", "LinearORPOLoss"])
+def test_one_graph_for_all_sizes(empty_caches, name):
     from torch._dynamo.testing import CompileCounter
 
-    module = losses.LinearGRPOLoss(entropy_coef=0.1)
+    module = getattr(losses, name)()
     counter = CompileCounter()
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
     for rows in (4, 6):
         batch = Batch(rows)
-        x, weight, target, bias = batch.head
-        arguments = (x, weight, target, batch.per_row, bias)
+        arguments = [*batch.head, batch.tokens]
+        if name == "LinearGRPOLoss":
+            arguments[3:] = batch.per_row, batch.bias
         torch.testing.assert_close(compiled(*arguments).loss, module(*arguments).loss)
     assert counter.frame_count == 1
 

@@ -91,6 +91,36 @@ def test_the_chosen_tokens_loss_has_a_mask_of_its_own():
         torch.testing.assert_close(whole.loss, without.loss - 2 * policy[:2].mean())
 
 
+def test_the_chosen_tokens_loss_has_log_probabilities_of_its_own():
+    batch = full_batch(4, 5)
+    policy, other = (batch.values(i).nan_to_num(nan=-3.0).requires_grad_() for i in (0, 1))
+    everything = torch.ones_like(batch.mask)
+    for loss in (orpo_loss, cpo_loss, simpo_loss):
+        without = loss(policy, batch.mask, alpha=0.0)
+        whole = loss(policy, batch.mask, alpha=2.0, nll_mask=everything, nll_log_prob=other)
+        torch.testing.assert_close(whole.nll_loss, -other[:2].mean())
+        torch.testing.assert_close(whole.loss, without.loss - 2 * other[:2].mean())
+        for a, b in zip(whole[1:5], without[1:5], strict=True):
+            torch.testing.assert_close(a, b)
+        gradients = torch.autograd.grad(whole.loss, (policy, other))
+        torch.testing.assert_close(gradients[0], *torch.autograd.grad(without.loss, policy))
+        torch.testing.assert_close(gradients[1][:2], torch.full((2, 5), -0.2).double())
+        assert not gradients[1][2:].any()
+
+
+def test_log_odds():
+    batch = full_batch(6, 5)
+    mask = batch.mask.clone()
+    mask[4] = False
+    policy = batch.values(0).requires_grad_()
+    output = orpo_loss(policy, mask, beta=BETA, alpha=0.0)
+    rows = [p[m].tolist() for p, m in zip(policy, mask, strict=True)]
+    wanted = [math.log(odds(rows[i]) / odds(rows[i + 3])) if i != 1 else 0.0 for i in range(3)]
+    assert output.log_odds.tolist() == pytest.approx(wanted) and not output.log_odds.requires_grad
+    losses = torch.nn.functional.logsigmoid(output.log_odds[[0, 2]])
+    torch.testing.assert_close(output.loss.detach(), -BETA * losses.sum() / 3)
+
+
 def test_simpo_has_no_loss_of_tokens_by_default():
     batch = full_batch(4, 5)
     policy = batch.values(0)
