@@ -3,7 +3,7 @@ between them the row functions of the device's cross_entropy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import Tensor
 from .. import library
 from ..ops.chunks import chunks
 from ..ops.head import (
+    Product,
     accumulation_dtype,
     both,
     divisor,
     factors_of,
+    products_of,
     still_missing,
     upstream_of_tokens,
 )
@@ -27,86 +29,133 @@ from .tensors import flat
 
 @dataclass(frozen=True)
 class ChunkedLinear:
-    """The rows of x, the linear layer, and the row chunks in which its logits are computed."""
+    """The products of a head and its bias, and the chunks of tokens in which its logits are
+    computed."""
 
-    x: Tensor
-    weight: Tensor
+    products: list[Product]
     bias: Tensor | None
     stride: int
     slices: list[slice]
-    # The dtype in which the gradient of weight is summed.
+    # The dtype in which the gradients of weight and lora_b are summed.
     sum_dtype: torch.dtype
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield each chunk of rows and its logits, whose memory the next chunk reuses."""
-        V = self.weight.shape[0]
+        """Yield each chunk of tokens and its logits, whose memory the next chunk reuses."""
+        rows, weight = self.products[0]
+        V = weight.shape[0]
         memory = None
         for chunk in self.slices:
             m = chunk.stop - chunk.start
             if memory is None:
-                memory = self.x.new_empty(m, self.stride)
+                memory = rows.new_empty(m, self.stride)
             logits = memory[:m, :V] if self.stride > V else memory[:m]
-            if self.bias is None:
-                torch.mm(self.x[chunk], self.weight.t(), out=logits)
-            else:
-                torch.addmm(self.bias, self.x[chunk], self.weight.t(), out=logits)
+            linear(logits, self.products, self.bias, tokens=chunk)
             yield chunk, logits
 
 
+def linear(
+    logits: Tensor, products: Sequence[Product], bias: Tensor | None,
+    tokens: slice = slice(None), words: slice = slice(None),
+) -> None:  # fmt: skip
+    """Fill logits with those of some tokens and words. The second product is added to the first in
+    the memory of the logits."""
+    (rows, weight), *others = products
+    if bias is None:
+        torch.mm(rows[tokens], weight[words].t(), out=logits)
+    else:
+        torch.addmm(bias[words], rows[tokens], weight[words].t(), out=logits)
+    for rows, weight in others:
+        logits.addmm_(rows[tokens], weight[words].t())
+
+
 def chunked_linear(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> ChunkedLinear:
-    """The linear layer of a call, with x as (M, D). Each row of logits starts at a multiple of
-    `alignment` elements."""
+    """The head of a call, with x as (M, D). Each row of logits starts at a multiple of `alignment`
+    elements."""
     weight, accum_dtype = call.weight, call.accum_dtype
     stride = cdiv(weight.shape[0], alignment) * alignment
     sum_dtype = accumulation_dtype(weight, accum_dtype)
     later_bytes = saved_bytes = 0
+    # A float16 product may overflow where the sum does not.
+    rounds_once = accum_dtype is None and weight.dtype is torch.bfloat16
     if dweight is not None and dweight.dtype is not sum_dtype:
         # Several chunks: memory holds the sum and one chunk, and after the last chunk the sum and
         # its rounded copy. One chunk: memory holds the chunk and the rounded product, without a
-        # sum. Not in float16, where the product may overflow and the sum does not.
+        # sum.
         later_bytes = dweight.numel() * dweight.itemsize
-        if accum_dtype is None and dweight.dtype is torch.bfloat16:
+        if rounds_once:
             saved_bytes = dweight.numel() * (sum_dtype.itemsize - dweight.itemsize)
     row_bytes = stride * x.itemsize
     slices = list(chunks(x.shape[0], row_bytes, call.chunk_bytes, later_bytes, saved_bytes))
-    if dweight is not None and saved_bytes > 0 and len(slices) == 1:
-        sum_dtype = dweight.dtype
-    return ChunkedLinear(x, weight, call.bias, stride, slices, sum_dtype)
+    if rounds_once and len(slices) == 1:
+        sum_dtype = weight.dtype
+    products = products_of(x, weight, call.lora_x, call.lora_b)
+    return ChunkedLinear(products, call.bias, stride, slices, sum_dtype)
 
 
 class Gradients:
-    """The gradients of x, weight and bias, accumulated over the chunks of logits.
+    """The gradients of a head's tensors, accumulated over the chunks of logits.
 
-    They are written to the op's outputs. The gradient of weight may first be summed in another
-    dtype.
+    They are written to the op's outputs, which are given in the order of the masks. The gradients
+    of weight and lora_b may first be summed in another dtype.
     """
 
     def __init__(
-        self, linear: ChunkedLinear, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
-    ) -> None:
-        self.linear = linear
-        self.dx, self.dweight, self.dbias = dx, dweight, dbias
-        self.dx_rows = None if dx is None else dx.view(linear.x.shape)
-        self.dtype = None if dweight is None else dweight.dtype
-        if dweight is not None and dweight.dtype is not linear.sum_dtype:
-            # The op's output is allocated after the last chunk, when the logits are freed.
-            self.dweight = torch.empty_like(dweight, dtype=linear.sum_dtype)
-        self.bias_sum = None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
+        self, products: Sequence[Product], outputs: Sequence[Tensor | None],
+        sum_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        dx, dweight, self.dbias, dlora_x, dlora_b = outputs
+        self.products = [
+            _OfProduct(product, drows, dweight, sum_dtype)
+            for product, drows, dweight in zip(
+                products, (dx, dlora_x), (dweight, dlora_b), strict=False
+            )
+        ]
+        bias = self.dbias
+        self.bias_sum = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
 
     def add(self, chunk: slice, dlogits: Tensor) -> None:
-        if self.dx_rows is not None:
-            product(self.dx_rows[chunk], dlogits, self.linear.weight, add=False)
-        if self.dweight is not None:
-            product(self.dweight, dlogits.t(), self.linear.x[chunk], add=chunk.start > 0)
+        for part in self.products:
+            part.add(chunk, dlogits)
         if self.bias_sum is not None:
             self.bias_sum += dlogits.sum(0, dtype=torch.float32)
 
-    def rounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if self.dweight is not None:
-            self.dweight = self.dweight.to(self.dtype)
+    def rounded(self) -> list[Tensor | None]:
+        of_products = [part.rounded() for part in self.products]
+        (dx, dweight), (dlora_x, dlora_b), *_ = (*of_products, (None, None))
         if self.dbias is not None and self.bias_sum is not None:
             self.dbias.copy_(self.bias_sum)
-        return self.dx, self.dweight, self.dbias
+        return [dx, dweight, self.dbias, dlora_x, dlora_b]
+
+
+class _OfProduct:
+    """The gradients of one product's rows and weight."""
+
+    def __init__(
+        self, product: Product, drows: Tensor | None, dweight: Tensor | None,
+        sum_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.rows, self.weight = product
+        # The outputs have the shapes of the op's arguments.
+        self.drows = drows
+        self.drows_2d = None if drows is None else drows.view(self.rows.shape)
+        self.output = None if dweight is None else (dweight.shape, dweight.dtype)
+        self.dweight = None if dweight is None else dweight.view(self.weight.shape)
+        if self.dweight is not None and self.dweight.dtype is not sum_dtype:
+            # The op's output is allocated after the last chunk, when the logits are freed.
+            self.dweight = torch.empty_like(self.dweight, dtype=sum_dtype)
+
+    def add(self, chunk: slice, dlogits: Tensor) -> None:
+        if self.drows_2d is not None:
+            product(self.drows_2d[chunk], dlogits, self.weight, add=False)
+        if self.dweight is not None:
+            product(self.dweight, dlogits.t(), self.rows[chunk], add=chunk.start > 0)
+
+    def rounded(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.dweight is None or self.output is None:
+            return self.drows, None
+        shape, dtype = self.output
+        self.dweight = self.dweight.to(dtype).view(shape)
+        return self.drows, self.dweight
 
 
 def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
@@ -153,12 +202,14 @@ def register(device: str, kernels: Any, scale: Callable[..., None], alignment: i
 
 
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
-    *outputs, dx, dweight, dbias = library.allocate("linear_cross_entropy_forward", call)
+    allocated = library.allocate("linear_cross_entropy_forward", call)
+    outputs, computed = allocated[:7], allocated[7:]
+    del allocated
     rows = call.x.reshape(-1, call.x.shape[-1])
     tokens = tokens_of(call, call.class_weight, *outputs)
-    linear = chunked_linear(call, rows, dweight, alignment)
-    gradients = Gradients(linear, dx, dweight, dbias)
-    del dweight
+    linear = chunked_linear(call, rows, computed[1], alignment)
+    gradients = Gradients(linear.products, computed, linear.sum_dtype)
+    del computed
     for chunk, logits in linear.logits():
         kernels.loss_and_gradient(call, logits, tokens.chunk(chunk), any(call.gradient_mask))
         gradients.add(chunk, logits)
@@ -170,10 +221,10 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
 
 def _backward(
     call: Any, kernels: Any, scale: Callable[..., None], alignment: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     results = library.allocate("linear_cross_entropy_backward", call)
-    computed = (call.dx, call.dweight, call.dbias)
-    finished: list[Tensor | None] = [None, None, None]
+    computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
+    finished: list[Tensor | None] = [None] * len(computed)
     if call.dloss is not None and any(gradient is not None for gradient in computed):
         items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
         factors = factors_of(call.dloss, call.target, call.ignore_index, items)
@@ -182,7 +233,7 @@ def _backward(
                 scale(gradient, factors[i], result)
                 finished[i] = result
     if not any(still_missing(call.output_mask, finished)):
-        return finished[0], finished[1], finished[2]
+        return tuple(finished)
     rows, lse = call.x.reshape(-1, call.x.shape[-1]), flat(call.lse)
     tokens = Tokens(*map(flat, (call.class_weight, call.target, call.token_weight)))
     upstream = upstream_of_tokens(
@@ -191,7 +242,7 @@ def _backward(
     )  # fmt: skip
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
     linear = chunked_linear(call, rows, unfinished[1], alignment)
-    gradients = Gradients(linear, *unfinished)
+    gradients = Gradients(linear.products, unfinished, linear.sum_dtype)
     del results, unfinished
     for chunk, logits in linear.logits():
         grads = [None if grad is None else grad[chunk] for grad in (*upstream, None)]

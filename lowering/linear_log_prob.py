@@ -11,15 +11,15 @@ from torch import Tensor
 
 from .. import library
 from ..ops.chunks import BACKWARD_BYTES, chunks
-from ..ops.head import accumulation_dtype
+from ..ops.head import Product, accumulation_dtype, of_words, products_of
 from .cross_entropy import Tokens
-from .linear_cross_entropy import ChunkedLinear, Gradients, chunked_linear
+from .linear_cross_entropy import Gradients, chunked_linear, linear
 from .log_prob import as_loss, results
 from .sizes import cdiv
 from .tensors import flat
 
 Upstream = tuple[Tensor | None, ...]
-Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
+Outputs = tuple[Tensor | None, ...]
 
 
 def register(device: str, kernels: Any, alignment: int) -> None:
@@ -35,16 +35,17 @@ def register(device: str, kernels: Any, alignment: int) -> None:
 
     @library.kernel("linear_log_prob_backward", device, allocates=True, module=module)
     def linear_log_prob_backward(call):
-        # Without the gradients of the head, those of a chunk of tokens are complete.
-        backward = _by_words if any(call.output_mask[1:]) else _by_tokens
+        # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
+        # lora_b's, whose sum is smaller than that of x's.
+        backward = _by_words if any(call.output_mask[1:3]) else _by_tokens
         return backward(call, kernels, alignment)
 
 
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
     outputs = library.allocate("linear_log_prob_forward", call)
     loss, tokens = as_loss(call), results(call, *outputs)
-    linear = chunked_linear(call, _rows(call), None, alignment)
-    for chunk, logits in linear.logits():
+    head = chunked_linear(call, _rows(call), None, alignment)
+    for chunk, logits in head.logits():
         kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
     total = tokens.lse.new_empty(())
     kernels.reduce(loss, call.weight.shape[0], tokens, None, None, total)
@@ -52,21 +53,23 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
 
 
 def _by_tokens(call: Any, kernels: Any, alignment: int) -> Outputs:
-    """dx, a chunk of tokens at a time."""
+    """dx, dlora_x and dlora_b, a chunk of tokens at a time."""
     outputs = library.allocate("linear_log_prob_backward", call)
     upstream, tokens, lse = _of_tokens(call)
-    loss, linear = as_loss(call), chunked_linear(call, _rows(call), None, alignment)
-    gradients = Gradients(linear, *outputs)
-    for chunk, logits in linear.logits():
+    loss, head = as_loss(call), chunked_linear(call, _rows(call), None, alignment)
+    gradients = Gradients(head.products, outputs, head.sum_dtype)
+    del outputs
+    for chunk, logits in head.logits():
         grads = [None if grad is None else grad[chunk] for grad in upstream]
         kernels.gradient(loss, grads, logits, tokens.chunk(chunk), lse[chunk], logits)
         gradients.add(chunk, logits)
-    return gradients.rounded()
+    return tuple(gradients.rounded())
 
 
 def _by_words(call: Any, kernels: Any, alignment: int) -> Outputs:
-    """dx, dweight and dbias, a chunk of words at a time."""
-    dx, dweight, dbias = library.allocate("linear_log_prob_backward", call)
+    """Every gradient, a chunk of words at a time."""
+    outputs = of_words(library.allocate("linear_log_prob_backward", call))
+    dbias, outputs[2] = outputs[2], None
     upstream, tokens, lse = _of_tokens(call)
     rows, weight = _rows(call), call.weight
     word_bytes = rows.shape[0] * rows.itemsize
@@ -75,27 +78,28 @@ def _by_words(call: Any, kernels: Any, alignment: int) -> Outputs:
     if len(slices) == 1 and call.accum_dtype is None and rows.dtype is torch.bfloat16:
         # One product has the whole gradient of x: there is no sum.
         sum_dtype = rows.dtype
-    # Seen from the words, weight has a row for each and x is the layer's weight.
-    transposed = ChunkedLinear(weight, rows, None, 0, slices, sum_dtype)
-    gradients = Gradients(transposed, dweight, None if dx is None else dx.view(rows.shape), None)
-    del dx
-    for words, logits in _logits(rows, weight, call.bias, slices, alignment):
+    products = products_of(rows, weight, call.lora_x, call.lora_b)
+    gradients = Gradients([product.of_words for product in products], outputs, sum_dtype)
+    del outputs
+    for words, logits in _logits(products, call.bias, slices, alignment):
         # A target that is not among the words is out of range, and has no column.
-        of_words = tokens._replace(target=tokens.target - words.start)
+        words_tokens = tokens._replace(target=tokens.target - words.start)
         loss = as_loss(call, first=words.start)
-        kernels.gradient(loss, upstream, logits, of_words, lse, logits)
+        kernels.gradient(loss, upstream, logits, words_tokens, lse, logits)
         gradients.add(words, logits.t())
         if dbias is not None:
             dbias[words] = logits.sum(0, dtype=torch.float32)
     del logits
-    dweight, dx, _ = gradients.rounded()
-    return None if dx is None else dx.view(call.x.shape), dweight, dbias
+    results = of_words(gradients.rounded())
+    results[2] = dbias
+    return tuple(results)
 
 
 def _logits(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, slices: list[slice], alignment: int
+    products: list[Product], bias: Tensor | None, slices: list[slice], alignment: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield each chunk of words and the logits of all rows, whose memory the next chunk reuses."""
+    rows = products[0].rows
     M = rows.shape[0]
     memory = None
     for words in slices:
@@ -104,10 +108,7 @@ def _logits(
         if memory is None:
             memory = rows.new_empty(M * stride)
         logits = memory[: M * stride].view(M, stride)[:, :count]
-        if bias is None:
-            torch.mm(rows, weight[words].t(), out=logits)
-        else:
-            torch.addmm(bias[words], rows, weight[words].t(), out=logits)
+        linear(logits, products, bias, words=words)
         yield words, logits
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import library
 from . import checks
-from .linear_cross_entropy import check_linear
+from .linear_cross_entropy import HEAD, check_linear
 from .log_prob import check_gradients, results
 
 
@@ -24,4 +24,4 @@ def linear_log_prob_backward(call: Any) -> tuple[Tensor | None, ...]:
     check_linear(call, "output_mask")
     checks.positive(call, "temperature", "softcap", "logit_scale")
     check_gradients(call, "x")
-    return checks.gradients(call, "x", "weight", "bias")
+    return checks.gradients(call, *HEAD)

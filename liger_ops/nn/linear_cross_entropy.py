@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops.head import cast_as_linear, needed_gradients
 from ..ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from ..ops.lora import lora_input
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, items_on
 
 
@@ -35,6 +36,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         bias: (V,), in x's dtype, or None: the bias of the head.
         token_weight: (...), or None.
         num_items_in_batch: the divisor of the mean: a number, a tensor of one number, or None.
+        lora_a, lora_b, lora_scale: (R, D), (V, R) and a number: a LoRA of the head, or None.
         The loss: (), or (...) for the reduction "none"; float64 for float64 x, else float32.
 
     Raises:
@@ -62,17 +64,20 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
     def forward(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
         token_weight: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
+        lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
     ) -> Tensor | CrossEntropyOutput:  # fmt: skip
         items = items_on(x.device, num_items_in_batch)
         options: tuple[Any, ...] = (self.weight, token_weight, items, *self._options)
         options = (*options, self.accum_dtype, self.chunk_bytes)
         if not self.has_parts:
-            return linear_cross_entropy(x, weight, target, bias, *options)
+            lora: tuple[Any, ...] = (lora_a, lora_b, lora_scale)
+            return linear_cross_entropy(x, weight, target, bias, *options, *lora)
         x, weight, bias = cast_as_linear(x, weight, bias)
-        mask = needed_gradients(x, weight, bias, self.reduction)
-        options = (*options, self.wants_predicted, self.return_entropy, mask)
+        lora_x, lora_b = lora_input("linear_cross_entropy", x, weight, lora_a, lora_b, lora_scale)
+        mask = needed_gradients(x, weight, bias, self.reduction, lora_x, lora_b)
+        options = (*options, self.wants_predicted, self.return_entropy, mask, lora_x, lora_b)
         outputs = linear_cross_entropy_forward(x, weight, target, bias, *options)
-        loss, z_loss, _, _, _, predicted_tokens, entropy, _, _, _ = outputs
+        loss, z_loss, _, _, _, predicted_tokens, entropy, *_ = outputs
         return self._output(target, loss, z_loss, predicted_tokens, entropy)
 
     def extra_repr(self) -> str:

@@ -82,6 +82,7 @@ class LinearLogProb(WithOptions):
         weight: (V, D), in x's dtype.
         target: (...), int64 or int32.
         bias: (V,), in x's dtype, or None.
+        lora_a, lora_b, lora_scale: (R, D), (V, R) and a number: a LoRA of the head, or None.
         The log-probability and the entropy: (...), float32; float64 for float64 x.
 
     Raises:
@@ -107,9 +108,11 @@ class LinearLogProb(WithOptions):
         self(x, x.new_empty(1, 1), _no_target())
 
     def forward(
-        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return linear_log_prob(x, weight, target, bias, *self.options)
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        lora: dict[str, Any] = {"lora_a": lora_a, "lora_b": lora_b, "lora_scale": lora_scale}
+        return linear_log_prob(x, weight, target, bias, *self.options, **lora)
 
 
 def _no_target() -> Tensor:

@@ -1,14 +1,20 @@
 """The linear layer of linear_cross_entropy, for its definition and its kernels' host code: dtypes,
-and the layer's gradients from those of its logits."""
+its LoRA, and the layer's gradients from those of its logits.
+
+The tensors of a head are x, weight, bias, lora_x and lora_b. Masks and gradients are in this order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .precision import widened
+
+Value = TypeVar("Value")
 
 
 def cast_as_linear(
@@ -30,12 +36,58 @@ def cast_as_linear(
     return cast(x), cast(weight), None if bias is None else cast(bias)
 
 
-def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, reduction: str) -> list[bool]:
-    """Whether the forward should compute the gradients of x, weight and bias."""
+def needed_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, reduction: str,
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
+) -> list[bool]:  # fmt: skip
+    """Whether the forward should compute the gradient of each of the head's tensors."""
     in_forward = torch.is_grad_enabled() and reduction != "none"
     return [
-        in_forward and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
+        in_forward and tensor is not None and tensor.requires_grad
+        for tensor in (x, weight, bias, lora_x, lora_b)
     ]
+
+
+class Product(NamedTuple):
+    """A product rows @ weight.T. Logits are the sum of x's with weight and lora_x's with lora_b."""
+
+    rows: Tensor
+    weight: Tensor
+
+    @property
+    def of_words(self) -> Product:
+        """Seen from the words, weight has a row for each, and the tokens are the layer's weight."""
+        return Product(self.weight, self.rows)
+
+
+def products_of(
+    rows: Tensor, weight: Tensor, lora_x: Tensor | None, lora_b: Tensor | None
+) -> list[Product]:
+    """The products of a head, with one row of x and of lora_x per token."""
+    products = [Product(rows, weight)]
+    if lora_x is not None and lora_b is not None:
+        products.append(Product(lora_x.reshape(rows.shape[0], lora_x.shape[-1]), lora_b))
+    return products
+
+
+def of_words(values: Sequence[Value]) -> list[Value]:
+    """Values of a head's tensors, where x and weight, and lora_x and lora_b, change places."""
+    x, weight, bias, lora_x, lora_b = values
+    return [weight, x, bias, lora_b, lora_x]
+
+
+def linear(
+    products: Sequence[Product], bias: Tensor | None,
+    tokens: slice = slice(None), words: slice = slice(None),
+) -> Tensor:  # fmt: skip
+    """The logits of some tokens and words. The second product adds to the first, which is rounded
+    before, and the sum is rounded again."""
+    (rows, weight), *others = products
+    part = None if bias is None else bias[words]
+    logits = torch.nn.functional.linear(rows[tokens], weight[words], part)
+    for rows, weight in others:
+        logits = torch.addmm(logits, rows[tokens], weight[words].t())
+    return logits
 
 
 def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
@@ -90,14 +142,15 @@ def upstream_of_tokens(
 
 def factors_of(
     dloss: Tensor, target: Tensor, ignore_index: int, divisor: Tensor | int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward's factors for the gradients of x, weight and bias from the forward."""
+) -> tuple[Tensor, ...]:
+    """The backward's factors for the gradients from the forward."""
     factor = dloss / divisor
     # An ignored token has no gradient, even if all are ignored and the mean is NaN.
     kept = target != ignore_index
     of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
     factor = torch.where(kept.any(), factor, 0.0)
-    return of_rows, factor.reshape(1, 1), factor.reshape(1)
+    of_weight = factor.reshape(1, 1)
+    return of_rows, of_weight, factor.reshape(1), of_rows, of_weight
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,42 +172,58 @@ def still_missing(wanted: list[bool], finished: Sequence[Tensor | None]) -> list
 
 def both(
     first: Sequence[Tensor | None], second: Sequence[Tensor | None]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """The gradient of each pair that is not None."""
-    dx, dweight, dbias = (b if a is None else a for a, b in zip(first, second, strict=True))
-    return dx, dweight, dbias
+    return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
+
+
+def shaped(
+    gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients in the shapes of the tensors that they are the gradients of."""
+    return tuple(
+        None if gradient is None or tensor is None else gradient.reshape(tensor.shape)
+        for gradient, tensor in zip(gradients, tensors, strict=True)
+    )
 
 
 class Gradients:
-    """The gradients of x, weight and bias, accumulated over the chunks of logits."""
+    """The gradients of a head's tensors, accumulated over the chunks of logits."""
 
     def __init__(
-        self, weight: Tensor,
-        mask: tuple[bool, ...] | list[bool], accum_dtype: torch.dtype | None, in_forward: bool,
+        self, products: Sequence[Product],
+        mask: Sequence[bool], accum_dtype: torch.dtype | None, in_forward: bool,
     ) -> None:  # fmt: skip
-        self.weight = weight
+        weight = products[0].weight
+        self.products = products
         self.mask = mask
         self.accumulated = accumulation_dtype(weight, accum_dtype)
         self.dtype = self.dweight_dtype = weight.dtype
         if in_forward:
             self.dtype = forward_gradient_dtype(weight)
             self.dweight_dtype = forward_dweight_dtype(weight, accum_dtype)
-        self.dx: list[Tensor] = []
-        self.dweight: Tensor | None = None
+        self.drows: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.dweights: list[Tensor | None] = [None, None]
         self.dbias: Tensor | None = None
 
-    def add(self, dlogits: Tensor, x: Tensor) -> None:
-        if self.mask[0]:
-            self.dx.append(_product(dlogits, self.weight, self.dtype))
-        if self.mask[1]:
-            self.dweight = _sum(self.dweight, _product(dlogits.t(), x, self.accumulated))
+    def add(self, chunk: slice, dlogits: Tensor) -> None:
+        wanted = (self.mask[:2], self.mask[3:])
+        for i, ((rows, weight), mask) in enumerate(zip(self.products, wanted, strict=False)):
+            if mask[0]:
+                self.drows[i].append(_product(dlogits, weight, self.dtype))
+            if mask[1]:
+                part = _product(dlogits.t(), rows[chunk], self.accumulated)
+                self.dweights[i] = _sum(self.dweights[i], part)
         if self.mask[2]:
             self.dbias = _sum(self.dbias, widened(dlogits).sum(0))
 
-    def of(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        dx = torch.cat(self.dx).reshape(x.shape) if self.dx else None
-        dweight = None if self.dweight is None else self.dweight.to(self.dweight_dtype)
-        return dx, dweight, None if self.dbias is None else self.dbias.to(self.dtype)
+    def results(self) -> list[Tensor | None]:
+        dx, dlora_x = (torch.cat(parts) if parts else None for parts in self.drows)
+        dweight, dlora_b = (
+            None if total is None else total.to(self.dweight_dtype) for total in self.dweights
+        )
+        dbias = None if self.dbias is None else self.dbias.to(self.dtype)
+        return [dx, dweight, dbias, dlora_x, dlora_b]
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,11 +17,15 @@ from .head import (
     divisor,
     factors_of,
     flattened,
+    linear,
     needed_gradients,
+    products_of,
     scaled,
+    shaped,
     still_missing,
     upstream_of_tokens,
 )
+from .lora import lora_input
 
 
 @library.compose
@@ -32,6 +36,7 @@ def linear_cross_entropy(
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of the logits x @ weight.T + bias, computed in chunks and not kept.
 
@@ -62,7 +67,16 @@ def linear_cross_entropy(
     float64, holds several float32 copies of the chunk. The number of chunks changes only the
     rounding of the result.
 
-    Under autocast x, weight and bias are cast as `torch.nn.functional.linear` casts them.
+    With lora_a and lora_b, the logits are x @ (weight + lora_scale * lora_b @ lora_a).T + bias. The
+    sum of the weights is never formed: lora_x = lora_scale * x @ lora_a.T has R columns, and a
+    second product, lora_x @ lora_b.T, is added to a chunk of logits, which is rounded to x's dtype
+    before and after. x is cast to lora_a's dtype for lora_x, then lora_x and lora_b to x's. lora_a,
+    lora_b and x have gradients, and a frozen weight has none; the gradient of lora_b is summed over
+    the chunks as that of weight is. Where dropout comes before lora_a, or several LoRAs are added,
+    give lora_x and lora_b to `linear_cross_entropy_forward`, those of several side by side.
+
+    Under autocast x, weight, bias, lora_a and lora_b are cast as `torch.nn.functional.linear` casts
+    them.
 
     This op calls `linear_cross_entropy_forward`, which returns more.
 
@@ -80,6 +94,9 @@ def linear_cross_entropy(
             from the environment. If that is not set, the size is the larger of 512 MiB and weight's
             bytes, which rounding the gradient of weight takes after the last chunk, and all rows
             are one chunk if that takes no more memory than several chunks and their sum.
+        lora_a: (R, D), floating point: with lora_b, a LoRA that is added to weight.
+        lora_b: (V, R), floating point. Both, or neither.
+        lora_scale: the factor of lora_b @ lora_a.
 
     Returns:
         (), or target's shape for the reduction "none"; float32, or float64 if x is.
@@ -91,7 +108,7 @@ def linear_cross_entropy(
         IndexError: a target is out of range, on a CPU; other devices do as in `cross_entropy`.
 
     Source: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (gradient in
-    the forward).
+    the forward); Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 
     Example:
         >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
@@ -99,18 +116,19 @@ def linear_cross_entropy(
         tensor(1.3863)
     """
     x, weight, bias = cast_as_linear(x, weight, bias)
-    mask = needed_gradients(x, weight, bias, reduction)
+    lora_x, lora_b = lora_input("linear_cross_entropy", x, weight, lora_a, lora_b, lora_scale)
+    mask = needed_gradients(x, weight, bias, reduction, lora_x, lora_b)
     if torch._C._are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
-        mask = [False, False, False]
+        mask = [False] * 5
     return linear_cross_entropy_forward(
         x, weight, target, bias, class_weight, token_weight, num_items_in_batch,
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
-        accum_dtype, chunk_bytes, gradient_mask=mask,
+        accum_dtype, chunk_bytes, gradient_mask=mask, lora_x=lora_x, lora_b=lora_b,
     )[0]  # fmt: skip
 
 
-@library.define(returns=f"{RESULTS} dx dweight dbias")
+@library.define(returns=f"{RESULTS} dx dweight dbias dlora_x dlora_b")
 def linear_cross_entropy_forward(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
     class_weight: Tensor | None = None, token_weight: Tensor | None = None,
@@ -119,21 +137,22 @@ def linear_cross_entropy_forward(
     lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
     return_predicted: bool = False, return_entropy: bool = False,
-    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
+    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False, False, False),
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None,
-    Tensor | None, Tensor | None, Tensor | None,
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
 ]:  # fmt: skip
     """`linear_cross_entropy` with its intermediate results and the gradients it computes.
 
-    loss, z_loss, lse and target_logit are each differentiable in x, weight and bias; the other
-    results are not. lse and target_logit suffice to compute a loss over a vocabulary that is split
-    over devices: each device ignores the targets that it does not hold.
+    loss, z_loss, lse and target_logit are each differentiable in x, weight, bias, lora_x and
+    lora_b; the other results are not. lse and target_logit suffice to compute a loss over a
+    vocabulary that is split over devices: each device ignores the targets that it does not hold.
 
     The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in x's
-    dtype; for float16 in float32, and the gradient of weight in accum_dtype. The backward uses
-    them if loss is the only result with a gradient, and otherwise recomputes the logits. Autocast
-    changes nothing here.
+    dtype; for float16 in float32, and the gradients of weight and lora_b in accum_dtype. The
+    backward uses them if loss is the only result with a gradient, and otherwise recomputes the
+    logits. Autocast changes nothing here.
 
     Args:
         x, weight, target, bias, class_weight, token_weight, num_items_in_batch, ignore_index,
@@ -141,17 +160,20 @@ def linear_cross_entropy_forward(
             chunk_bytes: as for `linear_cross_entropy`.
         return_predicted: whether to compute predicted_tokens.
         return_entropy: whether to compute entropy.
-        gradient_mask: whether to compute dx, dweight and dbias. All False for the reduction "none".
+        gradient_mask: whether to compute dx, dweight, dbias, dlora_x and dlora_b. All False for the
+            reduction "none".
+        lora_x: (..., R), of x's dtype, whose product with lora_b is added to the logits.
+        lora_b: (V, R), of x's dtype. Both, or neither.
 
     Returns:
         loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy: the results of
             `cross_entropy_forward`.
-        dx, dweight, dbias: contiguous, of the shapes of x, weight and bias; each is None unless
-            gradient_mask asks for it.
+        dx, dweight, dbias, dlora_x, dlora_b: contiguous, of the shapes of x, weight, bias, lora_x
+            and lora_b; each is None unless gradient_mask asks for it.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_cross_entropy`; or gradient_mask asks for a
-            gradient with the reduction "none", or for the gradient of a bias that is None.
+            gradient with the reduction "none", or for the gradient of a tensor that is None.
 
     Example:
         >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
@@ -160,10 +182,11 @@ def linear_cross_entropy_forward(
     """
     rows, targets, token_weights = flattened(x, target, token_weight)
     options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
-    gradients = Gradients(weight, gradient_mask, accum_dtype, in_forward=True)
+    products = products_of(rows, weight, lora_x, lora_b)
+    gradients = Gradients(products, gradient_mask, accum_dtype, in_forward=True)
     parts = []
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
-        logits = torch.nn.functional.linear(rows[chunk], weight, bias)
+        logits = linear(products, bias, chunk)
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
         part = _LOSS(logits, *tokens, *options, return_predicted, return_entropy)
         parts.append(part)
@@ -173,7 +196,7 @@ def linear_cross_entropy_forward(
                 ones = torch.ones_like(lse)
                 upstream = (ones, None, None, None)
                 dlogits = _GRADIENT(*upstream, logits, *tokens, lse, total_weight, *options)
-                gradients.add(dlogits, rows[chunk])
+                gradients.add(chunk, dlogits)
     loss, z_loss, lse, target_logit, total_weights, predicted_tokens, entropy = (
         _joined(values) for values in zip(*parts, strict=True)
     )
@@ -191,11 +214,11 @@ def linear_cross_entropy_forward(
         total_weight,
         predicted_tokens.reshape(target.shape) if return_predicted else None,
         entropy.reshape(target.shape) if return_entropy else None,
-        *gradients.of(x),
+        *shaped(gradients.results(), (x, weight, bias, lora_x, lora_b)),
     )
 
 
-@library.define(returns="dx dweight dbias")
+@library.define(returns="dx dweight dbias dlora_x dlora_b")
 def linear_cross_entropy_backward(
     dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
@@ -204,7 +227,11 @@ def linear_cross_entropy_backward(
     ignore_index: int, reduction: str, label_smoothing: float,
     lse_square_scale: float, softcap: float | None, logit_scale: float,
     accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
+    dlora_x: Tensor | None = None, dlora_b: Tensor | None = None,
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
     """The gradient of `linear_cross_entropy_forward`.
 
     A gradient that the forward computed and that is given here is multiplied by dloss and the
@@ -214,25 +241,28 @@ def linear_cross_entropy_backward(
         dx = dlogits @ weight
         dweight = sum over the chunks of dlogits.T @ x
         dbias = sum(dlogits, 0)
+        dlora_x = dlogits @ lora_b
+        dlora_b = sum over the chunks of dlogits.T @ lora_x
 
     Args:
         dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
             of the shapes of these results, any strides; each may be None.
         lse, total_weight: results of the forward.
-        dx, dweight, dbias: results of the forward, or None: for the reduction "none", and if
-            another result than loss has a gradient.
-        output_mask: whether dx, dweight and dbias are computed and allocated.
+        dx, dweight, dbias, dlora_x, dlora_b: results of the forward, or None: for the reduction
+            "none", and if another result than loss has a gradient.
+        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
         The others: as given to the forward.
 
     Returns:
-        dx, dweight and dbias, contiguous, of the shape and dtype of x, weight and bias; or None.
+        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of x, weight,
+        bias, lora_x and lora_b; or None.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; or output_mask asks for the gradient of a
-            bias that is None.
+            tensor that is None.
     """
-    computed = (dx, dweight, dbias)
-    finished: list[Tensor | None] = [None, None, None]
+    computed = (dx, dweight, dbias, dlora_x, dlora_b)
+    finished: list[Tensor | None] = [None] * 5
     if dloss is not None and any(gradient is not None for gradient in computed):
         factors = factors_of(
             dloss, target, ignore_index, divisor(reduction, total_weight, num_items_in_batch)
@@ -243,21 +273,23 @@ def linear_cross_entropy_backward(
         ]
     missing = still_missing(output_mask, finished)
     if not any(missing):
-        return finished[0], finished[1], finished[2]
+        return tuple(finished)  # type: ignore[return-value]
     rows, targets, token_weights = flattened(x, target, token_weight)
     options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
     upstream = upstream_of_tokens(
         dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
     )
     lse = lse.reshape(-1)
-    gradients = Gradients(weight, missing, accum_dtype, in_forward=False)
+    products = products_of(rows, weight, lora_x, lora_b)
+    gradients = Gradients(products, missing, accum_dtype, in_forward=False)
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
-        logits = torch.nn.functional.linear(rows[chunk], weight, bias)
+        logits = linear(products, bias, chunk)
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
         grads = [_of(grad, chunk) for grad in upstream]
         dlogits = _GRADIENT(*grads, logits, *tokens, lse[chunk], total_weight, *options)
-        gradients.add(dlogits, rows[chunk])
-    return both(finished, gradients.of(x))
+        gradients.add(chunk, dlogits)
+    made = shaped(gradients.results(), (x, weight, bias, lora_x, lora_b))
+    return both(finished, made)  # type: ignore[return-value]
 
 
 _LOSS = library.OPS["cross_entropy_forward"].definition
@@ -283,7 +315,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
                 " give"
             )
     _, _, lse, _, total_weight, predicted_tokens, entropy, *gradients = output
-    ctx.save_for_backward(*inputs[:7], lse, total_weight, *gradients)
+    ctx.save_for_backward(*inputs[:7], lse, total_weight, *inputs[18:], *gradients)
     ctx.options = inputs[7:15]
     ctx.set_materialize_grads(False)
     others = (total_weight, predicted_tokens, entropy, *gradients)
@@ -293,15 +325,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     # Read only once, because a checkpoint recomputes the saved tensors at each access.
     saved = ctx.saved_tensors
-    arguments, computed = saved[:9], saved[9:]
-    wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
+    arguments, lora, computed = saved[:9], saved[9:11], saved[11:]
+    wanted = [ctx.needs[i] for i in (0, 1, 3, 18, 19)]
     if not any(wanted) or all(grad is None for grad in grads[:4]):
-        return (None,) * 18
+        return (None,) * 20
     if not _loss_alone(grads):
-        computed = (None, None, None)
-    given: tuple[Any, ...] = (*grads[:4], *arguments, *computed, *ctx.options, wanted)
-    dx, dweight, dbias = linear_cross_entropy_backward(*given)
-    return (dx, dweight, None, dbias, *(None for _ in range(14)))
+        computed = (None,) * 5
+    given: tuple[Any, ...] = (*grads[:4], *arguments, *computed[:3], *ctx.options, wanted)
+    dx, dweight, dbias, *dlora = linear_cross_entropy_backward(*given, *lora, *computed[3:])
+    return (dx, dweight, None, dbias, *(None for _ in range(14)), *dlora)
 
 
 def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from .. import library
 from .chunks import BACKWARD_BYTES, chunks
-from .head import Gradients, cast_as_linear, flattened
+from .head import (
+    Gradients,
+    cast_as_linear,
+    flattened,
+    linear,
+    of_words,
+    products_of,
+    shaped,
+)
 from .log_prob import RESULTS, Results
+from .lora import lora_input
 from .precision import widened
 
 
@@ -21,6 +30,7 @@ def linear_log_prob(
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100,
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The log-probability of each token's target, and the entropy, for the logits
     x @ weight.T + bias, computed in chunks and not kept.
@@ -60,7 +70,12 @@ def linear_log_prob(
     indexing by a mask waits for the device. torch.compile makes one graph for every number of
     tokens, if `torch._dynamo.config.capture_dynamic_output_shape_ops` is True.
 
-    Under autocast x, weight and bias are cast as `torch.nn.functional.linear` casts them.
+    With lora_a and lora_b, the logits are x @ (weight + lora_scale * lora_b @ lora_a).T + bias, and
+    that weight is never formed: see `linear_cross_entropy`. If weight and bias are frozen, the
+    backward takes a part of the tokens at a time, and sums the gradient of lora_b in accum_dtype.
+
+    Under autocast x, weight, bias, lora_a and lora_b are cast as `torch.nn.functional.linear` casts
+    them.
 
     This op calls `linear_log_prob_forward`, which returns lse too, and further results on request.
 
@@ -75,6 +90,9 @@ def linear_log_prob(
         chunk_bytes: the size of a chunk of logits in x's dtype. None takes LIGER_OPS_LOGITS_BYTES
             from the environment or, if that is not set, 512 MiB in the forward and 384 MiB in the
             backward, where the gradients are in memory too.
+        lora_a: (R, D), floating point: with lora_b, a LoRA that is added to weight.
+        lora_b: (V, R), floating point. Both, or neither.
+        lora_scale: the factor of lora_b @ lora_a.
 
     Returns:
         log_prob, entropy: of target's shape; float32, or float64 if x is.
@@ -90,9 +108,11 @@ def linear_log_prob(
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 0.0000]))
     """
     x, weight, bias = cast_as_linear(x, weight, bias)
+    lora_x, lora_b = lora_input("linear_log_prob", x, weight, lora_a, lora_b, lora_scale)
     return linear_log_prob_forward(
         x, weight, target, bias,
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes,
+        lora_x=lora_x, lora_b=lora_b,
     )[:2]  # fmt: skip
 
 
@@ -104,6 +124,7 @@ def linear_log_prob_forward(
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
     return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
     return_predicted: bool = False,
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
 ) -> Results:  # fmt: skip
     """`linear_log_prob` with lse, from which the backward computes the probabilities again, and
     with the statistics of `log_prob_forward`, from the same pass over the logits.
@@ -114,6 +135,8 @@ def linear_log_prob_forward(
         x, weight, target, bias, temperature, softcap, logit_scale, ignore_index, accum_dtype,
             chunk_bytes: as for `linear_log_prob`.
         return_mean_logits, return_log_sum_sq_probs, return_predicted: as for `log_prob_forward`.
+        lora_x: (..., R), of x's dtype, whose product with lora_b is added to the logits.
+        lora_b: (V, R), of x's dtype. Both, or neither.
 
     Returns:
         log_prob, entropy: the results of `linear_log_prob`.
@@ -130,9 +153,10 @@ def linear_log_prob_forward(
         tensor([1.3863])
     """
     rows, targets, _ = flattened(x, target, None)
+    products = products_of(rows, weight, lora_x, lora_b)
     parts = []
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
-        logits = torch.nn.functional.linear(rows[chunk], weight, bias)
+        logits = linear(products, bias, chunk)
         options = (temperature, softcap, logit_scale, ignore_index)
         asked = (return_mean_logits, return_log_sum_sq_probs, return_predicted)
         parts.append(_LOG_PROB(logits, targets[chunk], *options, *asked))
@@ -142,13 +166,16 @@ def linear_log_prob_forward(
     )  # type: ignore[return-value]
 
 
-@library.define(returns="dx dweight dbias")
+@library.define(returns="dx dweight dbias dlora_x dlora_b")
 def linear_log_prob_backward(
     dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None,
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, entropy: Tensor, lse: Tensor,
     temperature: float, softcap: float | None, logit_scale: float, ignore_index: int,
     accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
     """The gradient of `linear_log_prob_forward`.
 
     For a chunk of words, with dlogits of `log_prob_backward` in x's dtype and with the targets
@@ -157,43 +184,45 @@ def linear_log_prob_backward(
         dx += dlogits @ weight[words]
         dweight[words] = dlogits.T @ x
         dbias[words] = sum(dlogits, 0)
+        dlora_x += dlogits @ lora_b[words]
+        dlora_b[words] = dlogits.T @ lora_x
 
     Args:
         dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
             shape of target, any strides; each may be None.
         entropy, lse: results of the forward.
-        output_mask: whether dx, dweight and dbias are computed and allocated.
+        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
         The others: as given to the forward.
 
     Returns:
-        dx, dweight and dbias, contiguous, of the shape and dtype of x, weight and bias; or None.
+        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of x, weight,
+        bias, lora_x and lora_b; or None.
 
     Raises:
-        TypeError, ValueError: as `linear_log_prob`; or output_mask asks for the gradient of a bias
-            that is None.
+        TypeError, ValueError: as `linear_log_prob`; or output_mask asks for the gradient of a
+            tensor that is None.
     """
     rows, targets, _ = flattened(x, target, None)
     grads = [None if g is None else g.reshape(-1) for g in (dlog_prob, dentropy, dlse)]
     statistics = (entropy.reshape(-1), lse.reshape(-1))
-    # Seen from the words, weight has a row for each and x is the layer's weight.
-    mask = [output_mask[1], output_mask[0], False]
-    gradients = Gradients(rows, mask, accum_dtype, in_forward=False)
+    products = products_of(rows, weight, lora_x, lora_b)
+    # The gradient of a chunk of the bias is complete too, and there is no sum.
+    mask = [wanted and i != 2 for i, wanted in enumerate(output_mask)]
+    by_words = [product.of_words for product in products]
+    gradients = Gradients(by_words, of_words(mask), accum_dtype, in_forward=False)
     dbias = []
     word_bytes = rows.shape[0] * x.element_size()
     for words in chunks(weight.shape[0], word_bytes, chunk_bytes, default=BACKWARD_BYTES):
-        part = None if bias is None else bias[words]
-        logits = torch.nn.functional.linear(rows, weight[words], part)
+        logits = linear(products, bias, words=words)
         first = words.start
         options = (temperature, softcap, logit_scale, ignore_index - first)
         dlogits = _GRADIENT(*grads, logits, targets - first, *statistics, *options)
-        gradients.add(dlogits.t(), weight[words])
+        gradients.add(words, dlogits.t())
         dbias.append(widened(dlogits).sum(0))
-    dweight, dx, _ = gradients.of(weight)
-    return (
-        None if dx is None else dx.reshape(x.shape),
-        dweight,
-        torch.cat(dbias).to(x.dtype) if output_mask[2] else None,
-    )
+    results = of_words(gradients.results())
+    if output_mask[2]:
+        results[2] = torch.cat(dbias).to(x.dtype)
+    return shaped(results, (x, weight, bias, lora_x, lora_b))  # type: ignore[return-value]
 
 
 _LOG_PROB = library.OPS["log_prob_forward"].definition
@@ -202,19 +231,20 @@ _GRADIENT = library.OPS["log_prob_backward"].definition
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, entropy, lse, *extras = output
-    ctx.save_for_backward(*inputs[:4], entropy, lse)
+    ctx.save_for_backward(*inputs[:4], entropy, lse, *inputs[13:])
     ctx.options = inputs[4:10]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(value for value in extras if value is not None))
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[3]]
-    dx = dweight = dbias = None
-    if any(wanted) and any(grad is not None for grad in grads[:3]):
-        given: tuple[Any, ...] = (*grads[:3], *ctx.saved_tensors, *ctx.options, wanted)
-        dx, dweight, dbias = linear_log_prob_backward(*given)
-    return (dx, dweight, None, dbias, *(None for _ in range(9)))
+    wanted = [ctx.needs[i] for i in (0, 1, 3, 13, 14)]
+    if not any(wanted) or all(grad is None for grad in grads[:3]):
+        return (None,) * 15
+    *saved, lora_x, lora_b = ctx.saved_tensors
+    given: tuple[Any, ...] = (*grads[:3], *saved, *ctx.options, wanted, lora_x, lora_b)
+    dx, dweight, dbias, *dlora = linear_log_prob_backward(*given)
+    return (dx, dweight, None, dbias, *(None for _ in range(9)), *dlora)
 
 
 library.gradient("linear_log_prob_forward", _backward, _setup_context)

@@ -15,7 +15,13 @@ from torch import Tensor
 from head_calls import BACKWARD, FORWARD
 from liger_ops import library
 from liger_ops.ops.head import upstream_of_tokens
-from linear_cross_entropy_cases import NOT_COMPUTED, HeadCase, options_of, tensors_of
+from linear_cross_entropy_cases import (
+    NOT_COMPUTED,
+    WITHOUT_LORA,
+    HeadCase,
+    options_of,
+    tensors_of,
+)
 from op_checks import (
     assert_allocated_as_meta,
     assert_own_memory,
@@ -28,7 +34,7 @@ from op_under_test import DEVICE, FOLDERS, X_LAYOUTS, Values, max_abs
 
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 OUTPUTS = [result.name for result in FORWARD.overload._schema.returns]
-GRADIENTS = ("dx", "dweight", "dbias")
+GRADIENTS = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
 MOSTLY = st.sampled_from((True, True, True, False))
 
 
@@ -173,17 +179,21 @@ def test_backward_of_what_the_forward_computed(
     """Multiplied in float32 and rounded once; what was not computed is made anew."""
     case = HeadCase(shape=(5, 3), V=37, D=19, dtype=dtype, ignored=ignored, reduction=reduction)
     tensors, options = tensors_of(case), chunked_options(case, folder)
-    outputs = FORWARD.definition(*tensors, *options, False, False, [True, True, False])
+    outputs = FORWARD.definition(
+        *tensors, *options, False, False, [True, True, False, False, False]
+    )
     lse, total_weight, dx, dweight = outputs[2], outputs[4], outputs[7], outputs[8]
     dloss = torch.tensor(0.37, device=DEVICE)
     args = [dloss, None, None, None, *tensors, lse, total_weight]
-    found = run_kernel(BACKWARD, folder, [*args, dx, dweight, None, *options, [True] * 3])
+    found = run_kernel(BACKWARD, folder, [*args, dx, dweight, None, *options, WITHOUT_LORA])
     factor = dloss.double() / (total_weight.double() if reduction == "mean" else 1)
     factor = torch.where(total_weight == 0, 0.0, factor)
     for gradient, computed in zip(found, (dx, dweight), strict=False):
         expected = (computed.double() * factor).to(dtype)
         torch.testing.assert_close(gradient, expected, rtol=torch.finfo(dtype).eps, atol=0)
-    expected = BACKWARD.definition(*args, *NOT_COMPUTED, *options, [False, False, True])[2]
+    expected = BACKWARD.definition(
+        *args, *NOT_COMPUTED, *options, [False, False, True, False, False]
+    )[2]
     torch.testing.assert_close(found[2], expected)
 
 

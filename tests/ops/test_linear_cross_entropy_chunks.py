@@ -14,7 +14,13 @@ from liger_ops import library
 from liger_ops.lowering.linear_cross_entropy import Gradients, chunked_linear
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
 from liger_ops.ops.head import forward_dweight_dtype
-from linear_cross_entropy_cases import NOT_COMPUTED, HeadCase, options_of, tensors_of
+from linear_cross_entropy_cases import (
+    NOT_COMPUTED,
+    WITHOUT_LORA,
+    HeadCase,
+    options_of,
+    tensors_of,
+)
 from op_under_test import DEVICE, FOLDERS
 
 
@@ -77,9 +83,10 @@ def test_one_chunk_where_it_takes_no_more_than_several_and_their_sum(
     linear = chunked_linear(arguments(x, weight, target, accum_dtype=accum_dtype), x, dweight, 16)
     assert len(linear.slices) == count
     # A float16 gradient is kept in float32 until the backward scales it.
-    total = Gradients(linear, None, dweight, None).dweight
+    outputs = [None, dweight, None, None, None]
+    total = Gradients(linear.products, outputs, linear.sum_dtype).products[0].dweight
     in_place = count == 1 or dtype is not torch.bfloat16 or accum_dtype is torch.bfloat16
-    assert (total is dweight) == in_place
+    assert (total.dtype is dweight.dtype) == in_place
     assert in_place or total.dtype is torch.float32
 
 
@@ -107,11 +114,11 @@ def test_the_logits_are_never_whole_in_memory(implementation: str, backward: boo
     op = BACKWARD if backward else FORWARD
     tensors, options = tensors_of(case), options_of(case)
     *_, lse, _, total_weight = FORWARD.definition(*tensors, *options)[:5]
-    args = [*tensors, *options, True, True, [True] * 3]
+    args = [*tensors, *options, True, True, WITHOUT_LORA]
     if backward:
         ones = torch.ones((), device=DEVICE)
         upstream = [ones, None, None, None]
-        args = [*upstream, *tensors, lse, total_weight, *NOT_COMPUTED, *options, [True] * 3]
+        args = [*upstream, *tensors, lse, total_weight, *NOT_COMPUTED, *options, WITHOUT_LORA]
     function = op.definition if implementation == "definition" else op.kernels[implementation]
     with Calls() as calls:
         function(*args)

@@ -9,7 +9,7 @@ from torch import Tensor
 import simulated_npu
 from graphs import Recorder, liger_ops_of
 from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, MASKS, call, leaves
-from linear_cross_entropy_cases import NOT_COMPUTED, HeadCase
+from linear_cross_entropy_cases import NO_GRADIENTS, NOT_COMPUTED, WITHOUT_LORA, HeadCase
 
 
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if any(mask)])
@@ -37,7 +37,7 @@ def test_compiled_once_and_asked_for_what_is_needed(mask: tuple[bool, ...]) -> N
         for node in recorder.forwards[0].graph.nodes
         if "linear_cross_entropy_forward" in str(node.target)
     )
-    assert node.args[17] == list(mask)
+    assert node.args[17] == [*mask, False, False]
 
 
 def test_compiled_without_gradients_computes_none() -> None:
@@ -51,7 +51,7 @@ def test_compiled_without_gradients_computes_none() -> None:
         torch.testing.assert_close(compiled(*args), call(args))
     graphs = recorder.forwards + recorder.backwards
     (node,) = (n for graph in graphs for n in graph.graph.nodes if "liger" in str(n.target))
-    assert len(node.args) < 18 or node.args[17] == [False] * 3
+    assert len(node.args) < 18 or node.args[17] == NO_GRADIENTS
 
 
 def test_inductor_gives_what_eager_gives() -> None:
@@ -69,15 +69,16 @@ def test_inductor_gives_what_eager_gives() -> None:
 @EVERY_DTYPE
 def test_opcheck(dtype: torch.dtype) -> None:
     args, tensors = leaves(HeadCase(dtype=dtype, class_weight=True, token_weight=True))
-    torch.library.opcheck(FORWARD.overload, (*args, True, True, [True] * 3))
+    torch.library.opcheck(FORWARD.overload, (*args, True, True, WITHOUT_LORA))
     torch.library.opcheck(torch.ops.liger.linear_cross_entropy.default, tuple(args))
     outputs = [output.detach() for output in FORWARD.definition(*args)[:5]]
     upstream = [torch.ones_like(output) for output in outputs[:4]]
     plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
     statistics = (outputs[2], outputs[4])
     computed = [torch.ones_like(tensor) for tensor in tensors]
+    mask = [True, False, True, False, False]
     for made in (NOT_COMPUTED, computed):
-        arguments = (*upstream, *plain[:7], *statistics, *made, *plain[7:], [True, False, True])
+        arguments = (*upstream, *plain[:7], *statistics, *made, *plain[7:], mask)
         torch.library.opcheck(BACKWARD.overload, arguments)
 
 
@@ -100,8 +101,9 @@ def test_autocast_is_that_of_linear(dtype: torch.dtype) -> None:
             assert a.dtype is torch.float32
             assert torch.equal(a, b)
     with torch.autocast("cpu", dtype):
-        dweight = FORWARD.overload(*args, False, False, [False, True, False])[8]
-    assert torch.equal(dweight, FORWARD.definition(*args, False, False, [False, True, False])[8])
+        mask = [False, True, False, False, False]
+        dweight = FORWARD.overload(*args, False, False, mask)[8]
+    assert torch.equal(dweight, FORWARD.definition(*args, False, False, mask)[8])
 
 
 def test_autocast_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,9 +100,9 @@ def test_a_gradient_that_there_is_not_is_refused() -> None:
     x, weight, target = torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="must be all False for the reduction 'none'"):
         liger_ops.linear_cross_entropy_forward(
-            x, weight, target, reduction="none", gradient_mask=[True, False, False]
+            x, weight, target, reduction="none", gradient_mask=[True, False, False, False, False]
         )
     with pytest.raises(ValueError, match=r"gradient_mask\[2\] must be False without a bias"):
         liger_ops.linear_cross_entropy_forward(
-            x, weight, target, gradient_mask=[False, False, True]
+            x, weight, target, gradient_mask=[False, False, True, False, False]
         )

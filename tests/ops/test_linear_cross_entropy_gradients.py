@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from head_calls import FORWARD, MASKS, Calls, call, leaves
 from liger_ops import library
-from linear_cross_entropy_cases import HeadCase
+from linear_cross_entropy_cases import NO_GRADIENTS, WITHOUT_LORA, HeadCase
 
 
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
@@ -28,11 +28,12 @@ def test_gradient_present_exactly_when_required(reduction: str, mask: tuple[bool
         assert loss.requires_grad == any(mask)
         if any(mask):
             loss.backward()
+    mask = (*mask, False, False)
     in_forward = [wanted and reduction != "none" for wanted in mask]
     assert calls.masks("linear_cross_entropy_forward") == [in_forward]
     recomputes = reduction == "none" and any(mask)
     assert calls.recomputed() == ([list(mask)] if recomputes else [])
-    for tensor, wanted, gradient in zip(tensors, mask, expected, strict=True):
+    for tensor, wanted, gradient in zip(tensors, mask, expected, strict=False):
         assert (tensor.grad is not None) == wanted
         if wanted:
             torch.testing.assert_close(tensor.grad, gradient)
@@ -44,10 +45,10 @@ def test_without_gradients_none_is_computed(context: Callable[[], Any]) -> None:
     with context(), Calls() as calls:
         loss = call(args)
     assert not loss.requires_grad
-    assert calls.masks("linear_cross_entropy_forward") == [[False] * 3]
+    assert calls.masks("linear_cross_entropy_forward") == [NO_GRADIENTS]
     with torch.no_grad():
-        *_, dx, dweight, dbias = FORWARD.definition(*args)
-    assert dx is dweight is dbias is None
+        *_, dx, dweight, dbias, dlora_x, dlora_b = FORWARD.definition(*args)
+    assert dx is dweight is dbias is dlora_x is dlora_b is None
 
 
 def test_a_reentrant_checkpoint_computes_gradients_in_its_second_pass_alone() -> None:
@@ -57,7 +58,7 @@ def test_a_reentrant_checkpoint_computes_gradients_in_its_second_pass_alone() ->
         checkpoint(
             lambda *x: call([x[0], x[1], args[2], x[2], *args[4:]]), *tensors, use_reentrant=True
         ).backward()
-    assert calls.masks("linear_cross_entropy_forward") == [[False] * 3, [True] * 3]
+    assert calls.masks("linear_cross_entropy_forward") == [NO_GRADIENTS, WITHOUT_LORA]
     for tensor, gradient in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.grad, gradient)
 
@@ -84,13 +85,13 @@ def test_what_the_forward_computed_serves_once_and_for_any_loss() -> None:
     expected = [3 * gradient for gradient in torch.autograd.grad(call(args), tensors)]
     for mask in MASKS:
         outputs = library.OPS["linear_cross_entropy_forward"].overload(
-            *args, False, False, list(mask)
+            *args, False, False, [*mask, False, False]
         )
         with Calls() as calls:
             gradients = torch.autograd.grad(3 * outputs[0], tensors)
         for a, b in zip(gradients, expected, strict=True):
             torch.testing.assert_close(a, b)
-        missing = [not computed for computed in mask]
+        missing = [*(not computed for computed in mask), False, False]
         assert calls.recomputed() == ([missing] if any(missing) else [])
 
 
@@ -107,7 +108,7 @@ def test_every_result_has_its_gradient(which: int, reduction: str) -> None:
         class_weight=True,
     )
     args, tensors = leaves(case)
-    mask = [True] * 3 if reduction == "mean" else [False] * 3
+    mask = WITHOUT_LORA if reduction == "mean" else NO_GRADIENTS
     ours = FORWARD.overload(*args, False, False, mask)
     theirs = FORWARD.definition(*args)
     assert all(output.requires_grad for output in ours[:4])

@@ -54,7 +54,7 @@ class Calls(TorchDispatchMode):
                 return func.decompose(*args, **(kwargs or {}))
         outputs = func(*args, **(kwargs or {}))
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
-            if isinstance(output, Tensor):
+            if isinstance(output, Tensor) and not getattr(func, "is_view", False):
                 memory = simulated_npu.to_cpu(output).untyped_storage()
                 self.largest = max(self.largest, memory.nbytes())
         return outputs
@@ -63,17 +63,16 @@ class Calls(TorchDispatchMode):
         return [args for name, args in self.calls if name == f"liger::{op}"]
 
     def masks(self, op: str) -> list[list[bool]]:
-        """The gradient masks of an op's calls; the dispatcher drops a default argument."""
-        n = len(library.OPS[op].overload._schema.arguments)
-        return [list(args[-1]) if len(args) == n else [False] * 3 for args in self.arguments(op)]
+        """The gradient masks of an op's calls."""
+        arguments = library.OPS[op].arguments
+        return [list(arguments(*args).gradient_mask) for args in self.arguments(op)]
 
     def recomputed(self) -> list[list[bool]]:
         """The gradients that each backward which recomputes logits computes."""
-        missing = [
-            [
-                wanted and gradient is None
-                for wanted, gradient in zip(args[-1], args[13:16], strict=True)
-            ]
-            for args in self.arguments("linear_cross_entropy_backward")
-        ]
+        missing = []
+        for args in self.arguments("linear_cross_entropy_backward"):
+            call = BACKWARD.arguments(*args)
+            computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
+            pairs = zip(call.output_mask, computed, strict=True)
+            missing.append([wanted and gradient is None for wanted, gradient in pairs])
         return [mask for mask in missing if any(mask)]

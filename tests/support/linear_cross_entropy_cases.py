@@ -37,10 +37,18 @@ class HeadCase:
     accumulate_narrow: bool = False
     rows: int | None = 4
     scale: float = 1.0
+    # The rank of the head's LoRA, or None for a head without one.
+    rank: int | None = None
+    # The gradients of x, weight, bias, and of lora_x and lora_b if they are given.
     mask: tuple[bool, ...] = (True, True, True)
     # Whether loss, z_loss, lse and target_logit have a gradient.
     upstream: tuple[bool, ...] = (True, False, False, False)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.mask) == 3:
+            has_lora = self.rank is not None
+            object.__setattr__(self, "mask", (*self.mask, has_lora, has_lora))
 
 
 def tensors_of(case: HeadCase) -> list[Tensor | None]:
@@ -69,6 +77,17 @@ def tensors_of(case: HeadCase) -> list[Tensor | None]:
     ]
 
 
+def lora_of(case: HeadCase) -> list[Tensor | None]:
+    """lora_x and lora_b, or None and None."""
+    if case.rank is None:
+        return [None, None]
+    values = Values(case.seed + 2)
+    lora_x = values.draw((*case.shape, case.rank), case.dtype, "contiguous", case.scale)
+    lora_b = values.draw((case.V, case.rank), case.dtype)
+    layout = case.layout if case.shape else "contiguous"
+    return [laid_out(lora_x, layout), laid_out(lora_b, case.layout)]
+
+
 def options_of(case: HeadCase, stride: int | None = None) -> list[Any]:
     """The options from ignore_index to chunk_bytes. A row of logits occupies `stride` elements."""
     row_bytes = (stride or case.V) * case.dtype.itemsize
@@ -84,6 +103,10 @@ def options_of(case: HeadCase, stride: int | None = None) -> list[Any]:
     ]
 
 
+# Masks of the gradients of x, weight, bias, lora_x and lora_b.
+NO_GRADIENTS = [False] * 5
+WITHOUT_LORA = [True, True, True, False, False]
+LORA = ("lora_x", "lora_b")
 INPUTS = (
     "x",
     "weight",
@@ -99,7 +122,7 @@ UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 
 
 def tensors(case: HeadCase) -> Tensors:
-    given: Tensors = dict(zip(INPUTS, tensors_of(case), strict=True))
+    given: Tensors = dict(zip((*INPUTS, *LORA), (*tensors_of(case), *lora_of(case)), strict=True))
     outputs = library.OPS["linear_cross_entropy_forward"].definition(*forward_args(case, given))
     given["lse"], given["total_weight"] = outputs[2], outputs[4]
     values = Values(case.seed + 1)
@@ -111,14 +134,16 @@ def tensors(case: HeadCase) -> Tensors:
 
 
 def forward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
-    mask = [case.reduction != "none"] * 3
-    return (*(tensors[name] for name in INPUTS), *options_of(case), True, True, mask)
+    mask = [wanted and case.reduction != "none" for wanted in case.mask]
+    lora = (tensors[name] for name in LORA)
+    return (*(tensors[name] for name in INPUTS), *options_of(case), True, True, mask, *lora)
 
 
 def backward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
     names = (*UPSTREAM, *INPUTS, "lse", "total_weight")
     values = (tensors[name] for name in names)
-    return (*values, *NOT_COMPUTED, *options_of(case), list(case.mask))
+    lora = (tensors[name] for name in LORA)
+    return (*values, *NOT_COMPUTED, *options_of(case), list(case.mask), *lora, None, None)
 
 
 def sample(
@@ -139,6 +164,7 @@ def sample(
         lse_square_scale=0.01,
         softcap=3.0,
         logit_scale=0.7,
+        rank=5,
         **form,
     )
 
@@ -151,13 +177,13 @@ def linear_cross_entropy(reduction: str) -> OpUnderTest:
         tensors=tensors,
         forward_args=forward_args,
         backward_args=backward_args,
-        gradients_of=("x", "weight", "bias"),
+        gradients_of=("x", "weight", "bias", *LORA),
         gradients_from=UPSTREAM,
         no_gradient=("target", *INPUTS[4:]),
         output_magnitudes=lambda case, tensors: [],
         gradient_magnitudes=lambda case, tensors: [],
         sample=partial(sample, reduction),
-        per_row=("x", "target", "token_weight", "lse", *UPSTREAM),
+        per_row=("x", "target", "token_weight", "lse", "lora_x", *UPSTREAM),
         leading=("x",),
         multiplies=True,
         autocast_as="linear",

@@ -9,7 +9,7 @@ import torch
 
 import log_prob_cases
 from liger_ops import library
-from linear_cross_entropy_cases import HeadCase, tensors_of
+from linear_cross_entropy_cases import LORA, HeadCase, lora_of, tensors_of
 from log_prob_cases import ASKED, UPSTREAM
 from op_under_test import OpUnderTest, Tensors, Values
 
@@ -38,6 +38,7 @@ INPUTS = ("x", "weight", "target", "bias")
 
 def tensors(case: LogProbHeadCase) -> Tensors:
     given: Tensors = dict(zip(INPUTS, tensors_of(case), strict=False))
+    given.update(zip(LORA, lora_of(case), strict=True))
     forward = library.OPS["linear_log_prob_forward"].definition
     _, given["entropy"], given["lse"], *_ = forward(*forward_args(case, given))
     values = Values(case.seed + 1)
@@ -47,12 +48,13 @@ def tensors(case: LogProbHeadCase) -> Tensors:
 
 def forward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
     asked = (getattr(case, name) for name in ASKED)
-    return (*(tensors[name] for name in INPUTS), *case.options, *asked)
+    lora = [tensors[name] for name in LORA if case.rank is not None]
+    return (*(tensors[name] for name in INPUTS), *case.options, *asked, *lora)
 
 
 def backward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
     values = (tensors[name] for name in (*UPSTREAM, *INPUTS, "entropy", "lse"))
-    return (*values, *case.options, list(case.mask))
+    return (*values, *case.options, list(case.mask), *(tensors[name] for name in LORA))
 
 
 def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> LogProbHeadCase:
@@ -60,7 +62,7 @@ def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> Lo
     tracing would treat equal ones as one size."""
     options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, **dict.fromkeys(ASKED, True)}
     chunk_bytes = 4 * 7 * dtype.itemsize
-    sizes = {"shape": (rows, 2), "D": 4, "V": 7}
+    sizes = {"shape": (rows, 2), "D": 4, "V": 7, "rank": 5}
     return LogProbHeadCase(**sizes, dtype=dtype, chunk_bytes=chunk_bytes, **options, **form)
 
 
@@ -71,13 +73,13 @@ OPS = (
         tensors=tensors,
         forward_args=forward_args,
         backward_args=backward_args,
-        gradients_of=("x", "weight", "bias"),
+        gradients_of=("x", "weight", "bias", *LORA),
         gradients_from=UPSTREAM,
         no_gradient=("target",),
         output_magnitudes=lambda case, tensors: [],
         gradient_magnitudes=lambda case, tensors: [],
         sample=sample,
-        per_row=("x", "target", "entropy", "lse", *UPSTREAM),
+        per_row=("x", "target", "entropy", "lse", "lora_x", *UPSTREAM),
         leading=("x",),
         multiplies=True,
         autocast_as="linear",
