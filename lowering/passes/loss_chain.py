@@ -35,7 +35,7 @@ class Chain:
             positions; otherwise it takes (..., V), and no view may change that.
         slices: the nodes that select positions, in the order of the graph.
         softcap, scale: arguments of the ops.
-        temperature: what the capped logits are divided by; a number, or a node whose value is one.
+        temperature: what the capped logits are divided by.
         tempered: whether the op has a temperature. If not, the chain ends at capped logits that are
             scaled afterwards.
     """
@@ -46,7 +46,7 @@ class Chain:
     slices: tuple[fx.Node, ...] = ()
     softcap: Any = None
     scale: float = 1.0
-    temperature: Any = 1.0
+    temperature: float = 1.0
     tempered: bool = False
 
     def from_source(self, source: fx.Node, **changed: Any) -> Chain:
@@ -103,11 +103,6 @@ def _computed(chain: Chain, call: Call) -> Chain | None:
         nodes = (*chain.nodes, *capped.nodes)
         further = _capped(chain, number(capped["softcap"]))
         return further and replace(further, logits=capped["logits"], nodes=nodes)
-    if _is_divided(call):
-        # The op divides by its temperature after the softcap, and once.
-        if not chain.tempered or chain.softcap is not None or not _is_one(chain.temperature):
-            return None
-        return chain.from_source(call.args[0], temperature=call.args[1])
     scale = _scale(call)
     if scale is None or scale <= 0:
         return None
@@ -121,34 +116,20 @@ def _capped(chain: Chain, softcap: Any) -> Chain | None:
         return None
     if chain.scale == 1.0:
         return replace(chain, softcap=softcap)
-    if not chain.tempered or not _is_one(chain.temperature):
+    if not chain.tempered:
         return None
     return replace(chain, softcap=softcap, scale=1.0, temperature=1.0 / chain.scale)
-
-
-def _is_divided(call: Call) -> bool:
-    """Whether a tensor is divided by a number that is symbolic, as an argument of a function is."""
-    by = call.args[1] if call.op == "div" and is_tensor(call.args[0]) else None
-    return isinstance(by, fx.Node) and isinstance(value(by), torch.SymFloat)
-
-
-def _is_one(number: Any) -> bool:
-    return isinstance(number, float) and number == 1.0
 
 
 def alike(a: Chain, b: Chain) -> bool:
     """Whether two chains lead to the same logits, of the same positions."""
     return (
         a.logits is b.logits
-        and a.scale == b.scale
-        and all(_equal(x, y) for x, y in ((a.softcap, b.softcap), (a.temperature, b.temperature)))
+        and (a.scale, a.temperature) == (b.scale, b.temperature)
+        and same(a.softcap, b.softcap)
         and len(a.slices) == len(b.slices)
         and all(_same_slice(x, y) for x, y in zip(a.slices, b.slices, strict=True))
     )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return a is b or (not isinstance(a, fx.Node) and not isinstance(b, fx.Node) and a == b)
 
 
 def _same_slice(a: fx.Node, b: fx.Node) -> bool:

@@ -47,6 +47,9 @@ def head_of(logits: fx.Node) -> Head | None:
             return None
         _check_added(logits, of, added)
         linear, nodes = canonical(of), (logits, of)
+    if linear is not None and linear.op in ("mul", "div") and any(map(_may_change, linear.args)):
+        # An op compiles again for each value of a number, and Dynamo allows that a few times.
+        raise Refused("the logits are scaled by a number that may differ from call to call")
     if linear is None or linear.op != "linear":
         return None
     x, weight, bias = linear.args
@@ -55,6 +58,10 @@ def head_of(logits: fx.Node) -> Head | None:
     if not known or not same(value(logits).shape[-1], value(weight).shape[0]):
         raise Refused("the logits are not those of one linear layer")
     return head
+
+
+def _may_change(argument: Any) -> bool:
+    return isinstance(value(argument), torch.SymFloat)
 
 
 def _linear_first(call: Call) -> tuple[Any, Any]:

@@ -12,8 +12,9 @@ from .graph_state import GraphState
 from .loss_chain import check_kinds, positions, rows
 from .loss_head import bias_of, check_users, head_of
 from .loss_results import parts_of
+from .loss_sizes import sizes_of
 from .losses import Loss, nodes_of
-from .rewrite import Refused, put_loss, replace
+from .rewrite import ORIGIN, Refused, put_loss, replace
 from .unfused_loss import check_made_here
 
 
@@ -31,10 +32,13 @@ def with_head(op: str, loss: Loss, state: GraphState) -> fx.Node | None:
     if head is None:
         return None
     matched = {*loss.nodes, *head.nodes}
-    check_users(matched - {end.node for end in loss.ends}, matched)
+    sizes = sizes_of(matched - {end.node for end in loss.ends}, head, loss.chain, state)
+    check_users(matched - {end.node for end in loss.ends}, matched | sizes.nodes)
     at = _place(loss, head.nodes, head.inputs, "head", state)
     matched |= set(head.views)
-    return _put(op, loss, head.x, (head.weight,), (bias_of(head, at),), matched, at, state)
+    new = _put(op, loss, head.x, (head.weight,), (bias_of(head, at),), matched, at, state)
+    sizes.redirect(matched)
+    return new
 
 
 def _place(
@@ -57,9 +61,9 @@ def _place(
     first = min(matched, key=state.order.__getitem__)
     users = [user for end in ends for user in end.users if user not in matched]
     bound = min(state.order[one] for one in (*users, ends[-1]))
-    # Among the nodes that are replaced, the modes are those of the loss.
+    # As late as possible, because the targets have to be known.
     at = max(
-        (one for one in matched if state.order[one] <= bound and state.modes(one) == mode),
+        (one for one, i in state.order.items() if i <= bound and state.modes(one) == mode),
         key=state.order.__getitem__,
     )
     # In one call of the op, a target that is written between two ends has one of its values.
@@ -81,12 +85,12 @@ def _mode(loss: Loss, nodes: Sequence[fx.Node], state: GraphState) -> tuple[Any,
     """
     modes = [state.modes(end.node) for end in loss.ends]
     mode = next((one for one in modes if one[0] is not False), modes[0])
-    for end, own in zip(loss.ends, modes, strict=True):
+    for end, (own, *others) in zip(loss.ends, modes, strict=True):
+        if own not in (mode[0], False):
+            return None
         for node in (end.node, *end.nodes, *nodes):
-            grad, *others = state.modes(node)
-            if others != list(mode[1:]) or grad not in (own[0], mode[0]):
-                return None
-            if grad != own[0] and own[0] is not False:
+            grad, *there = state.modes(node)
+            if others != there or others != list(mode[1:]) or (grad != own and own is not False):
                 return None
     return mode
 
@@ -110,5 +114,6 @@ def _put(
         return put_loss(at, getattr(torch.ops.liger, op).default, args, matched, state)
     x = positions(x, chain, at)
     new, results = parts_of(op, loss, x, before, after, at, state)
+    new.meta.update({key: loss.node.meta[key] for key in ORIGIN if key in loss.node.meta})
     replace([(end.node, one) for end, one in zip(loss.ends, results, strict=True)], matched, state)
     return new

@@ -80,7 +80,7 @@ def _log_prob_options(loss: Loss) -> tuple[Any, ...]:
 def _cross_entropy_options(loss: Loss, names: set[str]) -> tuple[Any, ...]:
     chain = loss.chain
     if chain.temperature != 1.0:
-        raise Refused("the logits are scaled after their softcap, or by a number that may change")
+        raise Refused("the logits are scaled after their softcap")
     # With label_smoothing=1 the loss is minus the mean log-probability over all classes.
     smoothing = 1.0 if "total" in names else 0.0
     return None, None, None, NO_CLASS, "none", smoothing, 0.0, chain.softcap, chain.scale

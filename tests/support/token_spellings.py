@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+utils = pytest.importorskip("trl.trainer.utils", reason="some of the code is TRL's")
+entropy_from_logits, selective_log_softmax = utils.entropy_from_logits, utils.selective_log_softmax
 
 # Of logits and of labels that are all in range.
 Spelling = Callable[[Tensor, Tensor], Any]
@@ -126,11 +129,30 @@ BOTH: dict[str, Spelling] = {
 }
 
 
-def without_gradient(both: Spelling) -> Spelling:
-    """The entropy as a metric."""
+def trl_metric(logits: Tensor, labels: Tensor) -> Any:
+    """TRL's GRPO without an entropy bonus."""
+    logits, labels = logits[:, :-1], labels[:, 1:]
+    arguments = {"entropy_requires_grad": False, "temperature": 0.7}
+    return utils.selective_log_softmax_and_entropy(logits, labels, **arguments)
 
-    def spelling(logits: Tensor, labels: Tensor) -> Any:
-        log_prob, _ = both(logits, labels)
-        return log_prob
 
-    return spelling
+def metric_first(logits: Tensor, labels: Tensor) -> Any:
+    """The labels are known before both."""
+    index = labels.unsqueeze(-1)
+    with torch.no_grad():
+        entropy = by_logsumexp(logits)
+    return entropy.mean(), logits.log_softmax(-1).gather(-1, index)
+
+
+def metric_of_shared_log_probs(logits: Tensor, labels: Tensor) -> Any:
+    log_probs = logits.log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropy
+
+
+METRICS: dict[str, Spelling] = {
+    "trl": trl_metric,
+    "first": metric_first,
+    "shared": metric_of_shared_log_probs,
+}
