@@ -19,6 +19,8 @@ from . import (
     grouped_attention,
     layer_norm,
     linear_cross_entropy,
+    linear_log_prob,
+    log_prob,
     masked_attention,
     recompute,
     relu_squared,
@@ -62,8 +64,10 @@ REWRITES: dict[str, Rewrite] = {
     "geglu": geglu.rewrite,
     "relu_squared": relu_squared.rewrite,
     "rope": rope.rewrite,
-    # Before cross_entropy, which takes the losses whose logits are used elsewhere.
+    # Before the ops of logits, which take the losses whose logits are used elsewhere.
+    "linear_log_prob": linear_log_prob.rewrite,
     "linear_cross_entropy": linear_cross_entropy.rewrite,
+    "log_prob": log_prob.rewrite,
     "cross_entropy": cross_entropy.rewrite,
 }
 

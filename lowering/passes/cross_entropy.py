@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import fx
 
 from .graph_state import GraphState
-from .loss_chain import positions
-from .loss_places import place, put
-from .losses import Loss, losses, read
+from .loss_places import of_logits
+from .losses import losses, read
 from .report import Report
 from .rewrite import Refused, attempt
+from .token_losses import rewrite_tokens
+from .unfused_loss import finding
 
 OP = "cross_entropy"
 
@@ -18,14 +21,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     for node in report.visiting(OP, losses(graph)):
         try:
             with attempt(graph):
-                loss = read(node)
-                if loss is not None:
-                    report.used(OP, _replaced(loss, GraphState(graph)))
+                report.used(OP, of_logits(OP, read(node), GraphState(graph)))
         except Refused as refused:
             report.refused(OP, node, str(refused))
-
-
-def _replaced(loss: Loss, state: GraphState) -> fx.Node:
-    chain = loss.chain
-    at = place(loss, chain.nodes, [chain.logits], "logits", state)
-    return put(loss, OP, (positions(chain.logits, chain, at),), (), at, chain.nodes, state)
+    rewrite_tokens(graph, report, OP, "cross_entropy", functools.partial(of_logits, OP), finding)

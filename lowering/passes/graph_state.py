@@ -95,16 +95,17 @@ class GraphState:
 
     def one_mode(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether all nodes run in the same gradient mode, autocast and torch.func transform."""
-        return len({self._modes_of(node) for node in nodes}) <= 1
+        return len({self.modes(node) for node in nodes}) <= 1
 
     def transformed(self, node: fx.Node) -> bool:
         """Whether `node` runs inside of vmap, grad or another torch.func transform."""
         return any(
             isinstance(mode, fx.Node) and _name(mode).endswith((_TRANSFORM, _DUAL))
-            for mode in self._modes_of(node)
+            for mode in self.modes(node)
         )
 
-    def _modes_of(self, node: fx.Node) -> tuple[Any, ...]:
+    def modes(self, node: fx.Node) -> tuple[Any, ...]:
+        """What `node` runs in: the gradient mode first, then autocast and other contexts."""
         assert self.order[node] >= 0
         return self._modes[node]
 
@@ -126,7 +127,7 @@ class GraphState:
     def modes_of(self, node: fx.Node) -> Iterator[None]:
         """Enter the autocast modes of `node`."""
         with contextlib.ExitStack() as stack:
-            for entered in self._modes_of(node)[1:]:
+            for entered in self.modes(node)[1:]:
                 if isinstance(entered, fx.Node) and _name(entered) == "_enter_autocast":
                     device, dtype, enabled, cache = (value(one) for one in entered.args)
                     stack.enter_context(

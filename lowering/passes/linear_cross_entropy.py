@@ -1,21 +1,18 @@
-"""The head of a language model and its loss, if nothing else uses the logits."""
+"""The head of a language model and its cross-entropy, if nothing else uses the logits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
 
-import torch
 from torch import fx
 
-from .canonical import Call, canonical, is_tensor, same, value
 from .graph_state import GraphState
-from .loss_chain import positions
-from .loss_places import place, put
-from .losses import Loss, losses, read, used_by
+from .loss_places import with_head
+from .losses import losses, read
 from .report import Report
-from .rewrite import Refused, attempt, derive
-from .unfused_loss import OTHER, RETURNED, Apart, check_made_here, refusal
+from .rewrite import Refused, attempt
+from .token_losses import rewrite_tokens
+from .unfused_loss import refusal
 
 OP = "linear_cross_entropy"
 
@@ -26,97 +23,12 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         try:
             with attempt(graph):
                 loss = read(node)
-                if loss is None:
-                    continue
-                check_made_here(loss.chain.logits)
-                head = head_of(loss.chain.logits)
-                if head is not None:
-                    report.used(OP, _replaced(loss, head, GraphState(graph)))
+                new = with_head(OP, loss, GraphState(graph))
+                if new is not None:
+                    report.used(OP, new)
         except Refused as refused:
             if loss is None:
                 report.refused(OP, node, str(refused))
             else:
                 report.findings.append(refusal(OP, loss, refused))
-
-
-@dataclass(frozen=True)
-class Head:
-    """The linear layer that logits come from.
-
-    Attributes:
-        nodes: the nodes that compute the logits, the last first.
-        views: the views of the weight that the layer uses.
-        added: a bias that is added after the layer, with one number per class: (V,) or (1, V).
-    """
-
-    nodes: tuple[fx.Node, ...]
-    views: tuple[fx.Node, ...]
-    x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None = None
-    added: fx.Node | None = None
-
-
-def head_of(logits: fx.Node) -> Head | None:
-    """The head that computes `logits`, or None; raises Refused if the op does not support it."""
-    linear, added = canonical(logits), None
-    nodes: tuple[fx.Node, ...] = (logits,)
-    if linear is not None and linear.op == "add":
-        of, added = _linear_first(linear)
-        if of is None:
-            return None
-        _check_added(logits, of, added)
-        linear, nodes = canonical(of), (logits, of)
-    if linear is None or linear.op != "linear":
-        return None
-    x, weight, bias = linear.args
-    head = Head(nodes, linear.through, x, weight, bias, added)
-    known = is_tensor(x) and is_tensor(weight, dim=2)
-    if not known or not same(value(logits).shape[-1], value(weight).shape[0]):
-        raise Refused("the logits are not those of one linear layer")
-    return head
-
-
-def _linear_first(call: Call) -> tuple[Any, Any]:
-    for a, b in (call.args, call.args[::-1]):
-        of = canonical(a)
-        if of is not None and of.op == "linear" and is_tensor(b):
-            return a, b
-    return None, None
-
-
-def _check_added(logits: fx.Node, of: fx.Node, added: Any) -> None:
-    *leading, classes = value(added).shape or (1,)
-    if not same(classes, value(of).shape[-1]) or not all(same(size, 1) for size in leading):
-        raise Refused("the tensor added to the logits does not have one number per class")
-    dtypes = [value(one).dtype for one in (of, added, logits)]
-    if len(set(dtypes)) > 1:
-        raise Refused(f"a bias in {dtypes[1]} is added to logits in {dtypes[0]}")
-
-
-def _replaced(loss: Loss, head: Head, state: GraphState) -> fx.Node:
-    chain = loss.chain
-    nodes = (*chain.nodes, *head.nodes)
-    _check_users(nodes, [end.node for end in loss.ends])
-    inputs = [one for one in (head.x, head.weight, head.bias, head.added) if one is not None]
-    at = place(loss, nodes, inputs, "head", state)
-    before = (positions(head.x, chain, at), head.weight)
-    return put(loss, OP, before, (_bias(head, at),), at, (*nodes, *head.views), state)
-
-
-def _check_users(nodes: tuple[fx.Node, ...], ends: list[fx.Node]) -> None:
-    """Raise Apart if anything else uses a value between the head and the loss."""
-    for node in nodes:
-        for user in node.users:
-            if user not in nodes and user not in ends:
-                use = used_by(user)
-                raise Apart(f"the logits {use}", RETURNED if "returned" in use else OTHER)
-
-
-def _bias(head: Head, at: fx.Node) -> fx.Node | None:
-    if head.added is None:
-        return head.bias
-    added = head.added
-    if value(added).dim() > 1:
-        added = derive(at, torch.flatten, added)
-    return added if head.bias is None else derive(at, torch.add, head.bias, added)
+    rewrite_tokens(graph, report, OP, "cross_entropy", functools.partial(with_head, OP), refusal)

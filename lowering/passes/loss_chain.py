@@ -1,4 +1,4 @@
-"""Follow the input of a loss back to the logits."""
+"""Follow the input of a loss back to the logits: views, casts, scales, a softcap, a softmax."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ class Chain:
             positions; otherwise it takes (..., V), and no view may change that.
         slices: the nodes that select positions, in the order of the graph.
         softcap, scale: arguments of the ops.
+        temperature: what the capped logits are divided by.
+        tempered: whether the op has a temperature. If not, the chain ends at capped logits that are
+            scaled afterwards.
     """
 
     logits: fx.Node
@@ -43,6 +46,8 @@ class Chain:
     slices: tuple[fx.Node, ...] = ()
     softcap: Any = None
     scale: float = 1.0
+    temperature: float = 1.0
+    tempered: bool = False
 
     def from_source(self, source: fx.Node, **changed: Any) -> Chain:
         """The chain one step further back: `source`, from which the logits are computed."""
@@ -69,7 +74,7 @@ def moved(chain: Chain, call: Call) -> Chain | None:
     source = call.args[0]
     if call.op in (IDENTITY, "contiguous"):
         return chain.from_source(source)
-    if call.op in ("view", "flatten"):
+    if call.op in ("view", "flatten", "squeeze", "unsqueeze"):
         if not is_tensor(source) or value(source).dim() == 0:
             return None
         now, before = value(chain.logits).shape, value(source).shape
@@ -77,8 +82,13 @@ def moved(chain: Chain, call: Call) -> Chain | None:
         # The slices index positions in the shape after the view, so they cannot move past it.
         return chain.from_source(source) if kept and not chain.slices else None
     if call.op == "slice":
-        if call.args[1] == -1 or call.through:
+        if call.args[1] == -1:
             return None
+        if call.through:
+            # A piece of a split tensor: followed if it is the only one, and so the whole.
+            if not same(tuple(value(chain.logits).shape), tuple(value(source).shape)):
+                return None
+            return chain.from_source(source, nodes=(*chain.nodes, chain.logits, *call.through))
         return chain.from_source(source, slices=(chain.logits, *chain.slices))
     return None
 
@@ -90,15 +100,93 @@ def _computed(chain: Chain, call: Call) -> Chain | None:
         return chain.from_source(call.args[0]) if widened(call.args[0], node) else None
     capped = _SOFTCAPPED.match(node)
     if capped is not None and capped.difference is None:
-        if chain.softcap is not None or chain.scale != 1.0:
-            return None
         nodes = (*chain.nodes, *capped.nodes)
-        return chain.from_source(capped["logits"], nodes=nodes, softcap=number(capped["softcap"]))
+        further = _capped(chain, number(capped["softcap"]))
+        return further and replace(further, logits=capped["logits"], nodes=nodes)
     scale = _scale(call)
     if scale is None or scale <= 0:
         return None
     source = next(one for one in call.args if is_tensor(one))
     return chain.from_source(source, scale=chain.scale * scale)
+
+
+def _capped(chain: Chain, softcap: Any) -> Chain | None:
+    """The chain past a softcap. What scales the capped logits is a temperature."""
+    if chain.softcap is not None:
+        return None
+    if chain.scale == 1.0:
+        return replace(chain, softcap=softcap)
+    if not chain.tempered:
+        return None
+    return replace(chain, softcap=softcap, scale=1.0, temperature=1.0 / chain.scale)
+
+
+def alike(a: Chain, b: Chain) -> bool:
+    """Whether two chains lead to the same logits, of the same positions."""
+    return (
+        a.logits is b.logits
+        and (a.scale, a.temperature) == (b.scale, b.temperature)
+        and same(a.softcap, b.softcap)
+        and len(a.slices) == len(b.slices)
+        and all(_same_slice(x, y) for x, y in zip(a.slices, b.slices, strict=True))
+    )
+
+
+def _same_slice(a: fx.Node, b: fx.Node) -> bool:
+    if a is b:
+        return True
+    one, other = canonical(a), canonical(b)
+    return one is not None and other is not None and same(one.args[1:], other.args[1:])
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way from probabilities, or from their logarithms, back to the softmax.
+
+    Attributes:
+        op: "softmax" for probabilities, or "log_softmax".
+        start: the chain at the input of the softmax.
+        nodes: the nodes on the way, the softmax last.
+        negative: whether the values are multiplied by -1 on the way.
+    """
+
+    op: str
+    start: Chain
+    nodes: tuple[fx.Node, ...]
+    negative: bool
+
+
+def way_of(chain: Chain) -> Way | None:
+    """Follow the chain to a softmax or a log_softmax over classes.
+
+    Raises Refused if the values are cast on the way.
+    """
+    negative = cast = is_exp = False
+    while (call := canonical(chain.logits)) is not None:
+        source = call.args[0]
+        if call.op in ("log_softmax", "softmax"):
+            over_classes = call.args[1] == -1 and is_tensor(source)
+            if not over_classes or not widened(source, chain.logits):
+                return None
+            if is_exp and call.op == "softmax":
+                return None
+            if cast:
+                # The op has them in float32, not rounded to the dtype of the cast.
+                raise Refused(f"the log-probabilities are cast between {call.op} and the loss")
+            chain = chain.from_source(source)
+            op = "softmax" if is_exp else call.op
+            return Way(op, replace(chain, nodes=()), chain.nodes, negative)
+        if call.op == "cast" or (call.op in ("neg", "exp") and not is_exp):
+            cast |= call.op == "cast"
+            negative ^= call.op == "neg"
+            is_exp |= call.op == "exp"
+            chain = chain.from_source(source)
+            continue
+        further = moved(chain, call)
+        if further is None:
+            return None
+        chain = further
+    return None
 
 
 def widened(source: Any, to: Any) -> bool:
@@ -130,6 +218,12 @@ def positions(of: fx.Node, chain: Chain, at: fx.Node) -> fx.Node:
     """The positions of `of` that the loss takes, before `at`; `of` has the logits' shape."""
     for node in chain.slices:
         of = derive(at, operator.getitem, of, _index(node))
+    return of
+
+
+def rows(of: fx.Node, chain: Chain, at: fx.Node) -> fx.Node:
+    """`positions`, as a matrix if the loss takes rows."""
+    of = positions(of, chain, at)
     flattened = chain.by_rows and value(of).dim() > 2
     return derive(at, torch.flatten, of, 0, -2) if flattened else of
 

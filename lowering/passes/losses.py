@@ -1,20 +1,14 @@
-"""Find the cross-entropy losses of a graph, in each form in which they are written.
-
-The forms are cross_entropy; nll_loss of log_softmax; and per token, `gather` of log_softmax or of
-the logits, together with their logsumexp. What is computed from the losses of tokens afterwards, a
-mask or a mean, does not change.
-"""
+"""The losses that the ops compute, and how cross_entropy and nll_loss are read as such."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from .canonical import Call, canonical, is_tensor, same, value
-from .loss_chain import Chain, chain_of, moved, widened
+from .canonical import Call, canonical, is_tensor, value
+from .loss_chain import Chain, chain_of, way_of
 from .rewrite import Refused
 
 # An ignore_index that no target has, because `gather` does not ignore any.
@@ -27,14 +21,35 @@ class End:
 
     Attributes:
         node: the node.
-        part: "loss", with its reduction; or, per token: "log_prob" of the target, "total", which is
-            the sum of the log-probabilities of all classes, "lse" or "target_logit".
+        part: "loss", with its reduction; or, per token: "log_prob" of the target, "entropy", "lse",
+            "target_logit", or "total", which is the sum of the log-probabilities of all classes.
         negative: whether the part is multiplied by -1.
+        by_rows: whether the tokens are in one dimension, whatever the positions of the logits.
+        nodes: the nodes between the logits and this one.
     """
 
     node: fx.Node
     part: str
     negative: bool = False
+    by_rows: bool = True
+    nodes: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Targets that are to be joined along their first dimension by `join`, such as torch.stack."""
+
+    join: Any
+    of: tuple[Any, ...]
+
+    def nodes(self) -> list[fx.Node]:
+        return [node for one in self.of for node in nodes_of(one)]
+
+
+def nodes_of(target: Any) -> list[fx.Node]:
+    if target is None:
+        return []
+    return target.nodes() if isinstance(target, Pieces) else [target]
 
 
 @dataclass(frozen=True)
@@ -44,13 +59,15 @@ class Loss:
     Attributes:
         ends: the nodes to replace, in no order.
         chain: the way back from the ends to the logits.
-        target: the class indices; with a last dimension of 1 if the ends are per token.
+        target: the class indices: a node, or `Pieces`; None if no end needs them.
+        has_classes: whether target has a last dimension of 1, as the index of `gather` has.
         The others are arguments of the ops.
     """
 
     ends: tuple[End, ...]
     chain: Chain
-    target: fx.Node
+    target: Any
+    has_classes: bool = False
     class_weight: Any = None
     ignore_index: int = NO_CLASS
     reduction: str = "none"
@@ -61,14 +78,13 @@ class Loss:
         return self.ends[0].node
 
     @property
-    def options(self) -> tuple[Any, ...]:
-        """The last arguments of both ops, from class_weight to logit_scale."""
-        options = (self.ignore_index, self.reduction, self.label_smoothing)
-        return self.class_weight, None, None, *options, 0.0, self.chain.softcap, self.chain.scale
+    def nodes(self) -> set[fx.Node]:
+        """The nodes that compute the loss from the logits."""
+        return {node for end in self.ends for node in (end.node, *end.nodes)}
 
 
 def losses(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that may be the last node of a loss."""
+    """The calls of loss functions."""
     return [
         node
         for node in graph.nodes
@@ -76,8 +92,8 @@ def losses(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
-def read(node: fx.Node) -> Loss | None:
-    """The loss that `node` computes, or None; raises Refused if the ops do not support it."""
+def read(node: fx.Node) -> Loss:
+    """The loss that `node` computes; raises Refused if the ops do not support it."""
     call = canonical(node)
     assert call is not None
     return _READERS[call.op](node, call)
@@ -85,40 +101,35 @@ def read(node: fx.Node) -> Loss | None:
 
 def _cross_entropy(node: fx.Node, call: Call) -> Loss:
     logits, target, weight, ignore_index, reduction, label_smoothing = call.args
-    chain = chain_of(_of_classes(logits, target))
+    chain = chain_of(of_classes(logits, target))
     _check_options(target, weight, ignore_index, label_smoothing)
-    return Loss(
-        (End(node, "loss"),),
-        chain,
-        target,
-        weight,
-        ignore_index,
-        reduction,
-        float(label_smoothing),
-    )
+    end = End(node, "loss", nodes=chain.nodes)
+    options = (weight, ignore_index, reduction, float(label_smoothing))
+    return Loss((end,), chain, target, False, *options)
 
 
 def _nll_loss(node: fx.Node, call: Call) -> Loss:
     log_probs, target, weight, ignore_index, reduction = call.args
-    way = _to_log_softmax(_of_classes(log_probs, target))
-    if way is None or way.negative:
+    way = way_of(of_classes(log_probs, target))
+    if way is None or way.op != "log_softmax" or way.negative:
         raise Refused("the loss's input is not known to be log_softmax")
     _check_options(target, weight, ignore_index)
-    _check_users(way, [node])
-    end, chain = End(node, "loss"), chain_of(way.chain)
-    return Loss((end,), chain, target, weight, ignore_index, reduction)
+    check_users(way.nodes, {node, *way.nodes})
+    chain = chain_of(way.start)
+    end = End(node, "loss", nodes=(*way.nodes, *chain.nodes))
+    return Loss((end,), chain, target, False, weight, ignore_index, reduction)
 
 
-def _of_classes(logits: Any, target: Any) -> Chain:
+def of_classes(logits: Any, target: Any, tempered: bool = False) -> Chain:
     """The start of the chain, for logits (N, V) with targets (N,), or (N, V, d) with (N, d)."""
     if is_tensor(logits, dim=2) and is_tensor(target, dim=1):
-        return Chain(logits)
+        return Chain(logits, tempered=tempered)
     if not is_tensor(logits, dim=3) or not is_tensor(target, dim=2):
         raise Refused("the logits are not rows with one target each")
     call = canonical(logits)
     if call is None or call.op != "transpose" or call.args[1] != (-2, -1):
         raise Refused("the classes are the second dimension of the logits in memory, not the last")
-    return Chain(call.args[0], (logits,), by_rows=False)
+    return Chain(call.args[0], (logits,), by_rows=False, tempered=tempered)
 
 
 def _check_options(target: Any, weight: Any, *numbers: Any) -> None:
@@ -130,45 +141,15 @@ def _check_options(target: Any, weight: Any, *numbers: Any) -> None:
         raise Refused("the weight of the classes requires a gradient")
 
 
-@dataclass(frozen=True)
-class _Way:
-    """The nodes from log-probabilities back to their log_softmax, which is the last of `nodes`."""
-
-    chain: Chain
-    nodes: tuple[fx.Node, ...]
-    negative: bool
-
-
-def _to_log_softmax(chain: Chain) -> _Way | None:
-    """Follow the chain to a log_softmax; the result's chain has the logits of that."""
-    negative = cast = False
-    while (call := canonical(chain.logits)) is not None:
-        source = call.args[0]
-        if call.op == "log_softmax":
-            if call.args[1] != -1 or not is_tensor(source) or not widened(source, chain.logits):
-                return None
-            if cast:
-                # The op has them in float32, not rounded to the dtype of the cast.
-                raise Refused("the log-probabilities are cast between log_softmax and the loss")
-            chain = chain.from_source(source)
-            return _Way(chain, chain.nodes, negative)
-        if call.op in ("cast", "neg"):
-            cast |= call.op == "cast"
-            negative ^= call.op == "neg"
-            chain = chain.from_source(source)
-            continue
-        further = moved(chain, call)
-        if further is None:
-            return None
-        chain = further
-    return None
-
-
-def _check_users(way: _Way, ends: Collection[fx.Node]) -> None:
-    for node in way.nodes:
+def check_users(inner: Any, matched: set[fx.Node]) -> None:
+    """Raise Refused if a node of `inner` has a user that is not in `matched`."""
+    for node in inner:
         for user in node.users:
-            if user not in way.nodes and user not in ends:
-                raise Refused(f"the log-probabilities {used_by(user)}")
+            if user not in matched:
+                call = canonical(node)
+                is_exp = call is not None and call.op in ("exp", "softmax")
+                what = "probabilities" if is_exp else "log-probabilities"
+                raise Refused(f"the {what} {used_by(user)}")
 
 
 def used_by(user: fx.Node) -> str:
@@ -184,45 +165,4 @@ def used_by(user: fx.Node) -> str:
 # Operations that a value may pass through before it is returned.
 _RETURNED_AS = {"cast", "contiguous", "flatten", "slice", "view"}
 
-
-def _gather(node: fx.Node, call: Call) -> Loss | None:
-    values, dim, index = call.args
-    if not is_tensor(values) or not is_tensor(index) or value(values).dim() < 2 or dim != -1:
-        return None
-    start = Chain(values, by_rows=value(values).dim() == 2)
-    way = _to_log_softmax(start)
-    beside = [user for user in values.users if user is not node]
-    if way is None:
-        sums = [user for user in beside if _is(user, "logsumexp", values)]
-        if not sums:
-            return None
-        ends = (End(node, "target_logit"), *(End(one, "lse") for one in sums))
-        chain = chain_of(start)
-    else:
-        totals = [user for user in beside if _is(user, "sum", values)]
-        ends = (
-            End(node, "log_prob", way.negative),
-            *(End(one, "total", way.negative) for one in totals),
-        )
-        chain = chain_of(way.chain)
-    if any(_is(user, "gather", values) for user in beside):
-        raise Refused("each token has several targets, taken one by one")
-    if not same(tuple(value(index).shape), (*value(values).shape[:-1], 1)):
-        raise Refused("the targets are not one for each position")
-    if len({end.part for end in ends}) < len(ends):
-        # One tensor would replace two, which makes a difference if either is written.
-        raise Refused("a part of the loss is computed twice")
-    if way is not None:
-        _check_users(way, [end.node for end in ends])
-    return Loss(ends, chain, index)
-
-
-def _is(node: fx.Node, op: str, of: fx.Node) -> bool:
-    """Whether `node` calls `op` on `of` along the last dimension."""
-    call = canonical(node)
-    if call is None or call.op != op or call.args[0] is not of:
-        return False
-    return call.args[1] in (-1, (-1,))
-
-
-_READERS = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss, "gather": _gather}
+_READERS = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}

@@ -26,6 +26,9 @@ ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 Replacement = Callable[[Match], tuple[Any, tuple[Any, ...]]]
 
 
+NO_KWARGS: Mapping[str, Any] = {}
+
+
 class Refused(Exception):
     """A match cannot be replaced. The text is the reason, one clause."""
 
@@ -263,29 +266,32 @@ def emit_by_rows(root: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
     return derive(root, torch.transpose, op, *swapped)
 
 
-def run(target: Any, args: tuple[Any, ...]) -> Any:
-    """The result of `target` on the example values of `args`."""
+def run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
+    """The result of `target` on the example values of `args`; `kwargs` are constants."""
     values = pytree.tree_map(value, args)
     try:
         with fake_mode_of(pytree.tree_leaves(values)):
-            return target(*values)
+            return target(*values, **kwargs)
     except (TypeError, ValueError) as error:
         raise Refused(str(error)) from None
 
 
-def insert(before: fx.Node, target: Any, args: tuple[Any, ...], result: Any) -> fx.Node:
+def insert(
+    before: fx.Node, target: Any, args: tuple[Any, ...], result: Any,
+    kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> fx.Node:  # fmt: skip
     """Insert a node with a known result before another, with the origin of that."""
     graph = before.graph
     with graph.inserting_before(before):
-        new = graph.call_function(target, args)
+        new = graph.call_function(target, args, dict(kwargs))
     new.meta.update({key: before.meta[key] for key in ORIGIN if key in before.meta})
     new.meta["example_value"] = result
     return new
 
 
-def derive(before: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Insert a node for a view of another node's value, before `before`."""
-    return insert(before, target, args, run(target, args))
+def derive(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a node that is computed from others, before `before`; `kwargs` are constants."""
+    return insert(before, target, args, run(target, args, kwargs), kwargs)
 
 
 def items(of: fx.Node, count: int) -> list[fx.Node]:

@@ -54,14 +54,19 @@ def check_made_here(logits: fx.Node) -> None:
         raise Apart("the logits are computed outside of the graph that has the loss", ELSEWHERE)
 
 
+def finding(op: str, loss: Loss, refused: Refused) -> Finding:
+    """The finding for a loss that is refused."""
+    return Finding(op, str(refused), source_line(loss.node), device_of(loss.node))
+
+
 def refusal(op: str, loss: Loss, refused: Refused) -> Finding:
     """The finding for a loss that could not be fused with its head."""
     node, logits = loss.node, value(loss.chain.logits)
-    finding = (op, str(refused), source_line(node), device_of(node))
     # A loss without a gradient is an evaluation, which does not need a warning.
     if value(node).requires_grad and logits.shape[-1] >= LEAST_CLASSES:
-        return UnfusedLoss(*finding, advice=getattr(refused, "advice", OTHER))
-    return Finding(*finding)
+        advice = getattr(refused, "advice", OTHER)
+        return UnfusedLoss(op, str(refused), source_line(node), device_of(node), advice=advice)
+    return finding(op, loss, refused)
 
 
 _told: set[str] = set()

@@ -112,20 +112,25 @@ PER_TOKEN: dict[str, Loss] = {
     "rows": by_gather_of_rows,
     "logsumexp": by_logsumexp,
     "wide-logsumexp": by_wide_logsumexp,
+}
+SMOOTHED: dict[str, Loss] = {
     "smoothed": smoothed,
     "shifted-and-smoothed": shifted_and_smoothed,
 }
-LOSSES = {**REDUCED, **PER_TOKEN}
+LOSSES = {
+    **{name: (loss, "cross_entropy") for name, loss in (REDUCED | SMOOTHED).items()},
+    **{name: (loss, "log_prob") for name, loss in PER_TOKEN.items()},
+}
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(("loss", "op"), LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize(
     ("head", "dtype"),
     ((False, torch.bfloat16), (True, torch.float32), (True, torch.bfloat16)),
     ids=("logits-bfloat16", "head-float32", "head-bfloat16"),
 )
-def test_losses_of_log_probabilities(head, loss, dtype):
-    op = "linear_cross_entropy" if head else "cross_entropy"
+def test_losses_of_log_probabilities(head, loss, op, dtype):
+    op = f"linear_{op}" if head else op
     function, arguments = (with_head(loss), head_inputs) if head else (loss, inputs)
     found = check(function, *arguments(dtype), counts={op: 1})
     # No tensor of the size of the logits is in the graph.
@@ -135,11 +140,15 @@ def test_losses_of_log_probabilities(head, loss, dtype):
 
 
 def test_losses_of_tokens_of_any_length():
-    for loss in (by_gather, shifted_and_smoothed, by_wide_logsumexp):
+    for loss, op in (
+        (by_gather, "log_prob"),
+        (shifted_and_smoothed, "cross_entropy"),
+        (by_wide_logsumexp, "log_prob"),
+    ):
         model = with_head_of(loss)
         arguments = [(x, target) for x, _, target in (head_inputs(), head_inputs(rows=3, length=7))]
         first, then = arguments
-        check(model, *first, then=then, counts={"linear_cross_entropy": 1}, dynamic=True)
+        check(model, *first, then=then, counts={f"linear_{op}": 1}, dynamic=True)
 
 
 def with_head_of(loss: Loss) -> nn.Module:
@@ -155,17 +164,22 @@ def with_head_of(loss: Loss) -> nn.Module:
     return Model()
 
 
-@pytest.mark.parametrize("loss", [by_gather, smoothed, by_wide_logsumexp])
-def test_losses_of_tokens_under_autocast(loss):
+@pytest.mark.parametrize(
+    ("loss", "op"),
+    [(by_gather, "log_prob"), (smoothed, "cross_entropy"), (by_wide_logsumexp, "log_prob")],
+)
+def test_losses_of_tokens_under_autocast(loss, op):
     def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return loss(F.linear(x, weight), target)
 
-    found = check(function, *head_inputs(), counts={"linear_cross_entropy": 1})
+    found = check(function, *head_inputs(), counts={f"linear_{op}": 1})
     # Autocast would cast them like this for the head.
-    (read,) = [node for node in found.nodes() if "cross_entropy" in str(node.target)]
-    if read.target is torch.ops.liger.linear_cross_entropy_forward.default:
-        assert [one.meta["example_value"].dtype for one in read.args[:2]] == [torch.bfloat16] * 2
+    (call,) = found.calls(f"linear_{op}_forward")
+    assert [call[name].meta["example_value"].dtype for name in ("x", "weight")] == [
+        torch.bfloat16,
+        torch.bfloat16,
+    ]
 
 
 def test_what_is_matched_is_erased_and_nothing_else():

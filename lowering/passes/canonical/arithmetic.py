@@ -101,6 +101,11 @@ def _rsqrt(input: Any) -> Call:
     return Call("rsqrt", (input,))
 
 
+@spelled(torch.exp, "exp")
+def _exp(input: Any) -> Call:
+    return Call("exp", (input,))
+
+
 @spelled(torch.tanh, F.tanh, "tanh")
 def _tanh(input: Any) -> Call:
     return Call("tanh", (input,))
