@@ -62,7 +62,7 @@ def orpo_loss(
     )  # fmt: skip
     has_odds = torch.stack(halves((mask != 0).any(-1))).all(0)
     log_odds = log_odds_ratio(output.chosen_log_prob, output.rejected_log_prob)
-    return output._replace(log_odds=log_odds.masked_fill(~has_odds, 0.0))
+    return PreferenceOutput(*output[:-1], log_odds.masked_fill(~has_odds, 0.0))
 
 
 def cpo_loss(
