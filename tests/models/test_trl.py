@@ -1,8 +1,10 @@
-"""TRL's SFTTrainer trains a fused model like the original."""
+"""TRL's SFTTrainer trains a fused model like the original, and its trainers with the ops behind
+them like without."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,29 @@ COLUMNS = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
 
 
 def tokenizer() -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
     words = {f"word{i}": i for i in range(VOCABULARY)}
-    model = pytest.importorskip("tokenizers").models.WordLevel(words, unk_token="word0")
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=pytest.importorskip("tokenizers").Tokenizer(model),
-        pad_token="word0",
-        eos_token="word1",
+        tokenizer_object=split, pad_token="word0", eos_token="word1"
     )
+
+
+def options_of(path: Path, steps: int) -> dict[str, Any]:
+    """Options of every trainer."""
+    return {
+        "output_dir": str(path),
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": steps,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
 
 
 def train(model: Any, path: Path, **options: Any) -> list[float]:
@@ -35,19 +53,7 @@ def train(model: Any, path: Path, **options: Any) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in (5, 9, 7, 12)]
     dataset = datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in rows])
-    arguments = trl.SFTConfig(
-        output_dir=str(path),
-        use_cpu=True,
-        bf16=False,
-        max_steps=2,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        **options,
-    )
+    arguments = trl.SFTConfig(**options_of(path, 2), **options)
     trainer = trl.SFTTrainer(
         model,
         arguments,
@@ -75,10 +81,35 @@ def test_steps_are_those_of_the_model(options: dict[str, Any], tmp_path: Path) -
     assert train(fused, tmp_path / "fused", **options) == pytest.approx(expected, rel=1e-4)
 
 
+def train_pairs(model: Any, path: Path) -> list[float]:
+    """What DPOTrainer logs in each step but for times, with every result of the head."""
+    generator = torch.Generator().manual_seed(0)
+
+    def words(n: int) -> str:
+        ids = torch.randint(2, VOCABULARY, (n,), generator=generator)
+        return " ".join(f"word{i}" for i in ids.tolist())
+
+    names = ("prompt", "chosen", "rejected")
+    rows = [dict(zip(names, map(words, (3, n, 9 - n)), strict=True)) for n in (4, 6, 3, 5)]
+    trainer = trl.DPOTrainer(
+        model,
+        ref_model=copy.deepcopy(model),
+        args=trl.DPOConfig(**options_of(path, 3), use_weighting=True),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 3
+    parts = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "logits/", "logps/", "rewards/")
+    return [step[name] for step in steps for name in step if name.startswith(parts)]
+
+
+@pytest.mark.parametrize("train", [train, train_pairs])
 def test_steps_with_the_ops_behind_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable[[Any, Path], list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss, the entropy and the accuracy come from linear_log_prob."""
+    """The losses and their metrics come from linear_log_prob."""
     model = text("Llama", 3, num_hidden_layers=1).model()
     other = copy.deepcopy(model)
     expected = train(model, tmp_path / "trl")
@@ -96,4 +127,4 @@ def test_steps_with_the_ops_behind_the_trainer(
     finally:
         integration.uninstall()
     assert len(calls) >= 2
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
