@@ -1,4 +1,4 @@
-"""Steps of preference and policy training, written without this package, by backend="liger"."""
+"""Steps of preference and policy training, written without this package, by the backend liger."""
 
 from __future__ import annotations
 
@@ -96,9 +96,8 @@ def check_steps(step: Callable[..., Tensor], calls: int) -> None:
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(module, inputs)
 
     torch._dynamo.reset()
-    compiled = torch.compile(
-        step, backend="liger", fullgraph=True, options={"inner_backend": inner, "strict": True}
-    )
+    options = {"inner_backend": inner, "strict": True}
+    compiled = torch.compile(step, backend=liger_ops.backend, fullgraph=True, options=options)
     for ours, theirs in zip(trained(step, compiled), trained(step, step), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
     names = [str(node.target) for graph in graphs for node in graph.nodes]

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.trainer_pt_utils import LabelSmoother
 
+import liger_ops
 from loss_spellings import V, head_inputs, with_head
 from rewriting import check
 from token_spellings import (
@@ -189,6 +191,29 @@ def test_loops_that_are_not_of_all_rows(spelling):
     check(with_head(spelling), *head(), counts={"log_prob": 2})
 
 
+def test_a_loop_that_writes_its_results():
+    """As verl's entropy_from_logits_with_chunking does."""
+
+    def spelling(logits: Tensor, labels: Tensor) -> Tensor:
+        rows = logits.flatten(0, 1)
+        entropy = torch.zeros(rows.shape[0])
+        for i in range(0, rows.shape[0], 6):
+            entropy[i : i + 6] = by_logsumexp(rows[i : i + 6].float())
+        return entropy
+
+    check(with_head(spelling), *head(), counts={"log_prob": 2})
+
+
+def test_label_smoothing_and_an_entropy():
+    """Two calls of ops of logits: neither returns both."""
+
+    def spelling(logits: Tensor, labels: Tensor) -> Any:
+        return LabelSmoother()((logits,), labels), by_logsumexp(logits)
+
+    found = check(with_head(spelling), *head(), counts={"cross_entropy": 1, "log_prob": 1})
+    assert "used by" in found.reasons("linear_cross_entropy")[0]
+
+
 def test_targets_of_other_rows():
     """Each row's targets are its own, whatever tensor they come from."""
 
@@ -206,7 +231,9 @@ def test_labels_out_of_range():
     for wrong in (V, -1, -100):
         function = torch.compile(with_head(shared_log_probs), backend="eager")
         compiled = torch.compile(
-            with_head(shared_log_probs), backend="liger", options={"inner_backend": "eager"}
+            with_head(shared_log_probs),
+            backend=liger_ops.backend,
+            options={"inner_backend": "eager"},
         )
         labels[0, 0] = wrong
         with pytest.raises((IndexError, RuntimeError)):
@@ -282,7 +309,7 @@ def test_logits_of_minus_infinity():
 
     x, weight, labels = head()
     compiled = torch.compile(
-        with_head(spelling), backend="liger", options={"inner_backend": "eager"}
+        with_head(spelling), backend=liger_ops.backend, options={"inner_backend": "eager"}
     )
     log_prob, entropy = compiled(x, weight, labels % 10)
     expected, nan = with_head(spelling)(x, weight, labels % 10)

@@ -113,7 +113,16 @@ PER_TOKEN: dict[str, Loss] = {
     "logsumexp": by_logsumexp,
     "wide-logsumexp": by_wide_logsumexp,
 }
+
+
+def by_parts(logits: Tensor, target: Tensor) -> Tensor:
+    """The logit of the target and logsumexp, each used by itself."""
+    chosen = logits.gather(-1, target.clamp(min=0).unsqueeze(-1))
+    return logits.logsumexp(-1).square().mean() - chosen.tanh().mean()
+
+
 SMOOTHED: dict[str, Loss] = {
+    "parts": by_parts,
     "smoothed": smoothed,
     "shifted-and-smoothed": shifted_and_smoothed,
 }

@@ -120,12 +120,20 @@ def with_lse(logits: Tensor, labels: Tensor) -> Any:
     return chosen - lse, by_logsumexp(logits), lse.square()
 
 
+def parts_apart(logits: Tensor, labels: Tensor) -> Any:
+    chosen = logits.gather(-1, labels.unsqueeze(-1))
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return chosen.tanh(), logits.logsumexp(-1).square(), entropy
+
+
 BOTH: dict[str, Spelling] = {
     "shared": shared_log_probs,
     "trl": trl_both,
     "verl": verl_both,
     "cross-entropy": cross_entropy_and_entropy,
     "lse": with_lse,
+    "parts": parts_apart,
 }
 
 
