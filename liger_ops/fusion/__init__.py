@@ -62,7 +62,8 @@ def fuse(
       without labels, with logits_to_keep, and with the argument `skip_logits=False` of its
       forward; `skip_logits=True` skips them in evaluation too. Everything else that the forward
       computes from the labels, such as the loss of routers, stays. For a head in peft's
-      modules_to_save, or with merged LoRA, the linear layer that it calls is used.
+      modules_to_save, or with merged LoRA, the linear layer that it calls is used; LoRA adapters
+      that are not merged are part of the op. docs/fuse.md says which.
 
       The forward takes `reduction`, `label_smoothing`, `lse_square_scale`, `accum_dtype` and
       `chunk_bytes`, as in `linear_cross_entropy`; `use_token_scaling`, which multiplies each

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import classes, loss_output, loss_written
 from .loss_head import head_of
+from .loss_lora import LoraHead
 from .loss_options import CHECKS, DEFAULTS, LossOptions, taken_from
 from .loss_value import CausalLoss
 from .loss_view import asked_for, view_class, with_logits, without_logits
@@ -47,7 +48,7 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
         if skip_logits and reason is not None:
             raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
         if self.training if skip_logits is None else skip_logits:
-            if reason is None and isinstance(head, nn.Linear):
+            if reason is None and not isinstance(head, str):
                 return without_logits(skipping, view, self, head, loss, args, kwargs, options)
             _say_once(self, base.__name__, str(reason))
         if options == DEFAULTS:
@@ -102,7 +103,7 @@ def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None)
 
 
 def _obstacle(
-    model: nn.Module, loss: CausalLoss, head: nn.Linear | str, arguments: dict[str, Any]
+    model: nn.Module, loss: CausalLoss, head: nn.Linear | LoraHead | str, arguments: dict[str, Any]
 ) -> str | None:
     """Reason that a call with labels has to compute all logits, or None."""
     keep = arguments.get("logits_to_keep")

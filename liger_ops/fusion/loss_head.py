@@ -7,11 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .loss_lora import LAYER, LoraHead, adapters_of
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | str:
-    """The torch.nn.Linear that computes the output of a model's head, or the reason there is none.
+def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | LoraHead | str:
+    """The torch.nn.Linear that computes the output of a model's head, with the LoRA that is added
+    to it if there is one, or the reason there is none.
 
     Args:
         model: the model, or an object made from it.
@@ -25,7 +28,10 @@ def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | s
         reason = _what_it_does_beside(holder, f"its {name}")
         if reason is not None:
             return reason
-    head = child_of(model, path)
+    return _linear(child_of(model, path), sharded)
+
+
+def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     while True:
         reason = _what_it_does_beside(head, "its head")
         if reason is not None:
@@ -33,9 +39,32 @@ def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | s
         if type(head) is nn.Linear:
             return _with_plain_tensors(head, sharded)
         held = _held_by_peft(head)
-        if held is None:
+        if held is not None:
+            head = held
+        elif qualified_name(type(head)) == LAYER:
+            return _with_lora(head, sharded)
+        else:
             return f"its head is a {qualified_name(type(head))}, not a torch.nn.Linear"
-        head = held
+
+
+def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
+    base = _linear(layer.base_layer, sharded)
+    adapters = adapters_of(layer)
+    if isinstance(base, str):
+        return base
+    if isinstance(adapters, str):
+        return adapters
+    if isinstance(base, LoraHead):
+        return f"its head is a {LAYER} of another"
+    for part in (*adapters.layers, *(layer.lora_dropout[name] for name in adapters.names)):
+        reason = _what_it_does_beside(part, "an adapter of its head")
+        if reason is not None:
+            return reason
+    for part in adapters.layers:
+        plain = _with_plain_tensors(part, sharded)
+        if isinstance(plain, str):
+            return plain
+    return LoraHead(layer, base, adapters.names) if adapters.names else base
 
 
 def child_of(model: Any, path: str) -> Any:
@@ -87,6 +116,6 @@ def _held_by_peft(head: Any) -> Any:
         if head.disable_adapters or not active or active[0] not in head.modules_to_save:
             return head.original_module
         return head.modules_to_save[active[0]]
-    if name == "peft.tuners.lora.layer.Linear" and head.merged != head.disable_adapters:
+    if name == LAYER and head.merged != head.disable_adapters:
         return head.base_layer
     return None

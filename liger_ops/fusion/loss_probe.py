@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from . import loss_written
 from .loss_head import child_of, head_of
+from .loss_lora import LoraHead
 from .loss_output import drop
 from .loss_stand_in import RecordingHead, stand_in
 from .loss_value import CausalLoss
@@ -65,7 +66,8 @@ class _Probe:
         head = head_of(model, path, sharded=True)
         if isinstance(head, str):
             raise NotAnOp(head)
-        self.head = head
+        # The loss does not depend on the adapters.
+        self.head = head.base if isinstance(head, LoraHead) else head
         self.vocabulary = head.weight.shape[0]
         self.forward: Callable[..., Any] = type(model).forward
         self.parameters = inspect.signature(self.forward).parameters

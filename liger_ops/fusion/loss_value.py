@@ -15,6 +15,7 @@ from ..nn.cross_entropy import token_accuracy
 from ..ops.cross_entropy import cross_entropy_forward
 from ..ops.head import cast_as_linear, needed_gradients
 from ..ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from .loss_lora import LoraHead
 from .loss_options import LossOptions
 
 # Arguments of transformers' causal loss, by name.
@@ -100,7 +101,8 @@ class OfHidden:
 
     def __init__(
         self, hidden: Tensor,
-        head: nn.Linear, loss: CausalLoss, options: LossOptions, added: Tensor | None = None,
+        head: nn.Linear | LoraHead, loss: CausalLoss, options: LossOptions,
+        added: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.x = hidden.reshape(-1, hidden.shape[-1])
         self.weight = head.weight
@@ -109,6 +111,12 @@ class OfHidden:
         if added is not None:
             added = added.to(head.weight.dtype)
             self.bias = added if head.bias is None else head.bias + added
+        # Drawn once, because dropout may come before the LoRA.
+        self.lora_x: Tensor | None = None
+        self.lora_b: Tensor | None = None
+        if isinstance(head, LoraHead):
+            lora_x, self.lora_b = head.lora(hidden)
+            self.lora_x = lora_x.reshape(-1, lora_x.shape[-1])
         self.options: dict[str, Any] = {
             "softcap": loss.softcap,
             "logit_scale": loss.logit_scale,
@@ -121,11 +129,14 @@ class OfHidden:
         return self.x.device
 
     def loss(self, target: Tensor, **options: Any) -> Tensor:
+        if self.lora_x is not None:
+            return self.results(target, **options)[0]
         options = {**self.options, **options}
         return linear_cross_entropy(self.x, self.weight, target, self.bias, **options)
 
     def results(self, target: Tensor, **options: Any) -> Results:
         x, weight, bias = cast_as_linear(self.x, self.weight, self.bias)
+        lora_x, lora_b = (t if t is None else t.to(x.dtype) for t in (self.lora_x, self.lora_b))
         loss, _, lse, target_logit, _, predicted, *_ = linear_cross_entropy_forward(
             x,
             weight,
@@ -133,7 +144,9 @@ class OfHidden:
             bias,
             **self.options,
             **options,
-            gradient_mask=needed_gradients(x, weight, bias, options["reduction"]),
+            gradient_mask=needed_gradients(x, weight, bias, options["reduction"], lora_x, lora_b),
+            lora_x=lora_x,
+            lora_b=lora_b,
         )
         return loss, lse, target_logit, predicted
 

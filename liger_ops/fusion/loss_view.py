@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..ops.head import cast_as_linear
 from . import classes
 from .loss_head import child_of
+from .loss_lora import LoraHead
 from .loss_options import DEFAULTS, LossOptions
 from .loss_output import drop, extend
 from .loss_value import CausalLoss, OfHidden, OfLogits, value_of
@@ -86,7 +87,7 @@ def view_of(model: nn.Module, path: str, call: Any, view: type[View] | None = No
 
 
 def without_logits(
-    original: Callable[..., Any], view: type[View], model: nn.Module, head: nn.Linear,
+    original: Callable[..., Any], view: type[View], model: nn.Module, head: nn.Linear | LoraHead,
     loss: CausalLoss, args: Any, kwargs: Any, options: LossOptions = DEFAULTS,
 ) -> Any:  # fmt: skip
     """Run `original` on a model with the loss computed by the op, and without logits."""
@@ -163,7 +164,7 @@ class View:
 class _Head:
     """A head in a view: attributes that it does not define are the real head's."""
 
-    def __init__(self, head: nn.Module, loss: CausalLoss, options: LossOptions) -> None:
+    def __init__(self, head: nn.Module | LoraHead, loss: CausalLoss, options: LossOptions) -> None:
         self.head = head
         self.loss = loss
         self.options = options
@@ -189,7 +190,7 @@ class _Head:
 class DeferredHead(_Head):
     """A head that keeps its first hidden states, and computes when the loss is called."""
 
-    def __init__(self, head: nn.Linear, loss: CausalLoss, options: LossOptions) -> None:
+    def __init__(self, head: nn.Linear | LoraHead, loss: CausalLoss, options: LossOptions) -> None:
         super().__init__(head, loss, options)
         self.hidden: Tensor | None = None
         self.logits: Tensor | None = None

@@ -16,6 +16,9 @@ from .kto import kto_loss
 from .outputs import PreferenceOutput, UnpairedPreferenceOutput
 from .reference_free import cpo_loss, orpo_loss, simpo_loss
 
+# lora_a, lora_b and lora_scale of `liger_ops.linear_log_prob`.
+Lora = tuple[Tensor, Tensor, float]
+
 
 class LinearLoss(nn.Module):
     """What the modules of this file share: the head's options, and those of the loss.
@@ -24,6 +27,11 @@ class LinearLoss(nn.Module):
     logits are computed in chunks and not kept: see `liger_ops.linear_log_prob` for precision and
     memory. The target of a position is the token that its hidden state predicts: shift the labels
     beforehand.
+
+    The head may have a LoRA, lora=(lora_a, lora_b, lora_scale), as a keyword of each call: with
+    peft, `lora_A[name].weight`, `lora_B[name].weight` and `scaling[name]` of the head. It is that
+    of the policy alone. The reference has none, as with peft's adapters disabled, or its own in
+    ref_lora. Dropout before the LoRA is not computed.
 
     Args:
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
@@ -55,25 +63,37 @@ class LinearLoss(nn.Module):
         return type(self).loss(*arguments, **options, **self.options)
 
     def log_prob(
-        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+        lora: Lora | None = None, name: str = "lora",
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The log-probability of each target and the entropy, zero where target is ignore_index."""
-        return linear_log_prob(x, weight, target, bias, *self.head_options)
+        if lora is None:
+            return linear_log_prob(x, weight, target, bias, *self.head_options)
+        if not isinstance(lora, tuple) or len(lora) != 3:
+            raise TypeError(
+                f"{type(self).__name__}: {name} must be a tuple (lora_a, lora_b, lora_scale) or"
+                f" None, got {type(lora).__name__}"
+            )
+        a, b, scale = lora
+        options: dict[str, Any] = {"lora_a": a, "lora_b": b, "lora_scale": scale}
+        return linear_log_prob(x, weight, target, bias, *self.head_options, **options)
 
     def reference(
         self, target: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
-        ref_bias: Tensor | None, ref_log_prob: Tensor | None,
+        ref_bias: Tensor | None, ref_log_prob: Tensor | None, ref_lora: Lora | None = None,
     ) -> Tensor | None:  # fmt: skip
         """The reference's log-probabilities: as they come, from its hidden states, or None."""
-        if ref_x is None:
-            return ref_log_prob
         name = type(self).__name__
+        if ref_x is None:
+            if ref_lora is not None:
+                raise ValueError(f"{name}: ref_lora must be None without ref_x, got a tuple")
+            return ref_log_prob
         if ref_log_prob is not None:
             raise ValueError(f"{name}: ref_log_prob must be None beside ref_x, got a tensor")
         check_tensor(name, "ref_weight", ref_weight)
         assert ref_weight is not None
         with torch.no_grad():
-            return self.log_prob(ref_x, ref_weight, target, ref_bias)[0]
+            return self.log_prob(ref_x, ref_weight, target, ref_bias, ref_lora, "ref_lora")[0]
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -93,6 +113,8 @@ class LinearDPOLoss(LinearLoss):
         target: (2B, T), int64 or int32, ignore_index where a token is not part of a response.
         ref_x, ref_weight, ref_bias: the same of the reference; or ref_log_prob, as for `dpo_loss`.
         reward_shift, pair_weight: as for `dpo_loss`.
+        lora, ref_lora: (lora_a, lora_b, lora_scale) of `liger_ops.linear_log_prob`, or None: a LoRA
+            of the head, and of the reference's.
 
     Returns:
         PreferenceOutput.
@@ -113,21 +135,21 @@ class LinearDPOLoss(LinearLoss):
         self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
         ref_x: Tensor | None = None, ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None, *, ref_log_prob: Tensor | None = None,
-        **tensors: Any,
+        lora: Lora | None = None, ref_lora: Lora | None = None, **tensors: Any,
     ) -> PreferenceOutput:  # fmt: skip
-        log_prob, _ = self.log_prob(x, weight, target, bias)
-        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob)
+        log_prob, _ = self.log_prob(x, weight, target, bias, lora)
+        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob, ref_lora)
         return self._of(log_prob, target != self.ignore_index, ref, **tensors)
 
 
 class _LinearReferenceFreeLoss(LinearLoss):
     def forward(
         self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        nll_target: Tensor | None = None,
+        nll_target: Tensor | None = None, *, lora: Lora | None = None,
     ) -> PreferenceOutput:  # fmt: skip
         mask = target != self.ignore_index
         if nll_target is None:
-            return self._of(self.log_prob(x, weight, target, bias)[0], mask)
+            return self._of(self.log_prob(x, weight, target, bias, lora)[0], mask)
         check_tensor(type(self).__name__, "nll_target", nll_target)
         check_shape(type(self).__name__, "nll_target", nll_target, target, "target")
         # The chosen hidden states come twice, first for nll_target and then for target: the first
@@ -136,7 +158,7 @@ class _LinearReferenceFreeLoss(LinearLoss):
         pairs = rows // 2
         x = torch.cat([x.narrow(0, 0, pairs), x])
         targets = torch.cat([nll_target.narrow(0, 0, pairs), target])
-        log_prob, _ = self.log_prob(x, weight, targets, bias)
+        log_prob, _ = self.log_prob(x, weight, targets, bias, lora)
         return self._of(
             log_prob.narrow(0, pairs, rows), mask,
             nll_mask=nll_target != self.ignore_index, nll_log_prob=log_prob.narrow(0, 0, rows),
@@ -158,6 +180,7 @@ class LinearORPOLoss(_LinearReferenceFreeLoss):
             then computed a second time. Where nll_target is target with more tokens, such as those
             of the prompt, `liger_ops.linear_log_prob` with nll_target, and `orpo_loss` with a mask
             and nll_mask, compute them once.
+        lora: as for `LinearDPOLoss`.
 
     Returns:
         PreferenceOutput.
@@ -200,7 +223,7 @@ class LinearKTOLoss(LinearLoss):
     Shape:
         x: (B, T, D). weight, bias: as for `LinearDPOLoss`. target: (B, T).
         preference_labels, kl: as for `kto_loss`.
-        ref_x, ref_weight, ref_bias, ref_log_prob: as for `LinearDPOLoss`.
+        ref_x, ref_weight, ref_bias, ref_log_prob, lora, ref_lora: as for `LinearDPOLoss`.
 
     Returns:
         UnpairedPreferenceOutput.
@@ -220,9 +243,10 @@ class LinearKTOLoss(LinearLoss):
         bias: Tensor | None = None, ref_x: Tensor | None = None,
         ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
         kl: Tensor | None = None, *, ref_log_prob: Tensor | None = None,
+        lora: Lora | None = None, ref_lora: Lora | None = None,
     ) -> UnpairedPreferenceOutput:  # fmt: skip
-        log_prob, _ = self.log_prob(x, weight, target, bias)
-        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob)
+        log_prob, _ = self.log_prob(x, weight, target, bias, lora)
+        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob, ref_lora)
         return self._of(log_prob, target != self.ignore_index, preference_labels, ref, kl)
 
 
@@ -241,6 +265,7 @@ class LinearGRPOLoss(LinearLoss):
         advantages, old_log_prob, vllm_is_ratio, policy_mask, entropy_threshold,
             num_items_in_batch: as for `grpo_loss`.
         ref_x, ref_weight, ref_bias: the same of the reference; or ref_log_prob, (B, T).
+        lora, ref_lora: as for `LinearDPOLoss`.
 
     Returns:
         PolicyOutput.
@@ -259,9 +284,10 @@ class LinearGRPOLoss(LinearLoss):
         self, x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor,
         bias: Tensor | None = None, ref_x: Tensor | None = None,
         ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, *,
-        ref_log_prob: Tensor | None = None, **tensors: Any,
+        ref_log_prob: Tensor | None = None, lora: Lora | None = None,
+        ref_lora: Lora | None = None, **tensors: Any,
     ) -> PolicyOutput:  # fmt: skip
-        log_prob, entropy = self.log_prob(x, weight, target, bias)
-        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob)
+        log_prob, entropy = self.log_prob(x, weight, target, bias, lora)
+        ref = self.reference(target, ref_x, ref_weight, ref_bias, ref_log_prob, ref_lora)
         given = {"ref_log_prob": ref, "entropy": entropy, **tensors}
         return self._of(log_prob, advantages, target != self.ignore_index, **given)

@@ -185,3 +185,48 @@ def test_nothing_kept_is_a_zero_with_zero_gradients(name, batch):
     loss.backward()
     assert loss.item() == 0
     assert not any(p.grad.any() for p in (batch.x, batch.weight, batch.bias))
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "LinearKTOLoss", "LinearGRPOLoss"])
+def test_a_lora_of_the_head_and_of_the_reference(name, batch):
+    """The same as with the adapted weights; the reference has the policy's LoRA only if given."""
+    generator = torch.Generator().manual_seed(1)
+    a, b, ref_b = (torch.randn(shape, generator=generator) for shape in ((3, D), (V, 3), (V, 3)))
+    for adapter in (a, b):
+        adapter.requires_grad_()
+    x, weight, target, bias = batch.head
+    positional = {"LinearKTOLoss": [batch.per_row > 0], "LinearGRPOLoss": [batch.per_row]}.get(
+        name, []
+    )
+    module = getattr(losses, name)(**({"loss_type": "apo_zero_unpaired"} if "KTO" in name else {}))
+    adapted = [x, weight + 0.5 * b @ a, target, *positional, bias]
+    plain = [x, weight.detach(), target, *positional, bias]
+    of_loras = [{}]
+    if name in ("LinearDPOLoss", "LinearKTOLoss", "LinearGRPOLoss"):
+        of_loras = [{}, {"ref_lora": (a, ref_b, 2.0)}]
+    for lora in of_loras:
+        ref_x, ref_weight, ref_bias = batch.ref
+        ref, whole_ref = {}, {}
+        if len(of_loras) > 1:
+            ref = {"ref_x": ref_x, "ref_weight": ref_weight, "ref_bias": ref_bias}
+            added = 2.0 * ref_b @ a if lora else 0.0
+            whole_ref = {**ref, "ref_weight": ref_weight + added}
+        ours = module(*plain, lora=(a, b, 0.5), **ref, **lora)
+        theirs = module(*adapted, **whole_ref)
+        torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-4, atol=1e-5)
+        gradients = [
+            torch.autograd.grad(one.loss, (x, a, b), retain_graph=True) for one in (ours, theirs)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lora_that_is_none(batch):
+    loss = losses.LinearDPOLoss()
+    with pytest.raises(
+        TypeError, match=r"LinearDPOLoss: lora must be a tuple \(lora_a, lora_b, lora"
+    ):
+        loss(*batch.head, lora=batch.weight)
+    with pytest.raises(ValueError, match="LinearDPOLoss: ref_lora must be None without ref_x"):
+        loss(*batch.head, ref_lora=(batch.weight, batch.weight, 1.0))
+    with pytest.raises(ValueError, match="linear_log_prob: lora_a must be .R, D. with D of x"):
+        loss(*batch.head, lora=(batch.weight[:, :2], batch.weight, 1.0))

@@ -79,6 +79,27 @@ again, and no attention_mask. cu_seq_lens alone have no effect, as there.
 Call `unfuse`, or `fuse(model, attention=False)`, before code that asks for an implementation by its
 name: context parallelism of `Trainer`, continuous batching, `config.output_attentions = True`. A
 configuration that several models share names the implementation for all of them.
+
+## Heads with adapters of peft
+
+What peft does to a head is seen at each call, so that `fuse` may come before or after
+`get_peft_model`, and adapters may be added, switched, merged and disabled in between. The loss is
+computed without logits for
+
+- a head in `modules_to_save`;
+- a head with LoRA (`target_modules` with `lm_head`), of one active adapter or several, with any
+  scaling (rsLoRA) and with dropout, which draws the mask that it draws without `fuse`. The adapted
+  weight is not formed: `linear_cross_entropy` adds a second product to a chunk of logits. The
+  adapters have gradients, and a frozen head has none. Adapters of another dtype than the head's,
+  such as float32 beside bfloat16, give lora_x and lora_b in that dtype, and both are rounded to
+  the head's for the second product, which peft computes in the adapters' dtype;
+- a head whose adapters are merged or disabled, but not both;
+- a head tied to an embedding: a LoRA of the embedding alone changes no logits.
+
+A step with any other adapter of the head computes all logits with peft's code, and warns once:
+DoRA and the other variants of LoRA, `lora_bias=True`, adapters with hooks or with sharded
+parameters of their own, adapters that are merged and disabled, which their next call unmerges, and
+everything that is not LoRA.
 """
 
 # Number of classes to name for each reason.

@@ -1,0 +1,82 @@
+"""A head with LoRA adapters of peft, whose loss is computed without the adapted weight."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+LAYER = "peft.tuners.lora.layer.Linear"
+
+
+class LoraHead:
+    """peft's LoRA Linear and the linear layer that it adds its active adapters to.
+
+    weight and bias are those of the linear layer, other attributes those of peft's layer.
+    """
+
+    def __init__(self, layer: Any, base: nn.Linear, adapters: list[str]) -> None:
+        self.layer = layer
+        self.base = base
+        self.weight = base.weight
+        self.bias = base.bias
+        self.adapters = adapters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.layer(hidden)
+        return logits
+
+    def lora(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """lora_x and lora_b of `linear_cross_entropy_forward`, those of all adapters side by side,
+        in the adapters' dtypes.
+
+        The modules of peft's layer are called as it calls them, so that dropout draws the same
+        mask.
+        """
+        layer = self.layer
+        x, inputs, weights = hidden, [], []
+        for name in self.adapters:
+            lora_a, weight = layer.lora_A[name], layer.lora_B[name].weight
+            x = layer._cast_input_dtype(x, lora_a.weight.dtype)
+            inputs.append(lora_a(layer.lora_dropout[name](x)) * layer.scaling[name])
+            weights.append(weight)
+        if len(inputs) == 1:
+            return inputs[0], weights[0]
+        return torch.cat(inputs, -1), torch.cat(weights, -1)
+
+
+class Adapters(NamedTuple):
+    """The names of a layer's active adapters, and their linear layers."""
+
+    names: list[str]
+    layers: list[nn.Linear]
+
+
+def adapters_of(layer: Any) -> Adapters | str:
+    """The adapters that peft's LoRA Linear adds in a call, or why the op does not compute them.
+
+    Adapters that are neither merged nor disabled add lora_B(lora_A(dropout(x))) * scaling each. The
+    variants of LoRA, such as DoRA, compute something else, and are left to peft.
+    """
+    what = f"its head is a {LAYER}"
+    if layer.merged or layer.disable_adapters:
+        return f"{what} that is merged and disabled, which its next call unmerges"
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    layers: list[nn.Linear] = []
+    for name in names:
+        if name in getattr(layer, "lora_variant", names):
+            return f"{what} whose adapter {name} is not a plain LoRA"
+        dropout = layer.lora_dropout[name]
+        if type(dropout) not in (nn.Identity, nn.Dropout):
+            return f"{what} whose dropout is a {type(dropout).__name__}"
+        for part in (layer.lora_A[name], layer.lora_B[name]):
+            if type(part) is not nn.Linear:
+                return f"{what} whose adapter {name} has a {type(part).__name__}"
+            if part.bias is not None:
+                return f"{what} whose adapter {name} has a bias"
+            layers.append(part)
+    return Adapters(names, layers)
