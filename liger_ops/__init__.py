@@ -20,6 +20,9 @@ from .ops.log_softmax import log_softmax
 from .ops.rope import rope
 from .ops.cross_entropy import cross_entropy, cross_entropy_forward
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from .ops.kl_div import kl_div
+from .ops.jsd import jsd
+from .ops.tvd import tvd
 from .ops.divergence import divergence, divergence_forward
 from .ops.log_prob import log_prob, log_prob_forward
 from .ops.linear_log_prob import linear_log_prob, linear_log_prob_forward

@@ -18,11 +18,12 @@ def formula(op: Op, gradient: Op) -> tuple[Any, Any]:
 
     The first arguments of the backward op are the gradients of the results, each named "d" and the
     result's name. The others are arguments of the op and results, which are saved, and
-    `output_mask`, which says for each tensor argument whether its gradient is needed. The results
-    of the backward op are the gradients of the tensor arguments, in their order.
+    `output_mask`, which says for each result whether it is needed. The results of the backward op
+    are the gradients of the first tensor arguments, in their order; the others have none.
     """
     inputs = [argument.name for argument in op.schema.arguments]
     tensors = [i for i, a in enumerate(op.schema.arguments) if "Tensor" in str(a.type)]
+    tensors = tensors[: len(gradient.schema.returns)]
     count = len(op.schema.returns)
     names = [argument.name for argument in gradient.schema.arguments]
     results = [name.removeprefix("d") for name in names[:count]]

@@ -90,6 +90,11 @@ def epsilon(call: Any) -> None:
         raise ValueError(f"{op(call)}: eps must be a number of at least 0, got {call.eps}")
 
 
+def beta(call: Any) -> None:
+    if not 0 <= call.beta <= 1:
+        raise ValueError(f"{op(call)}: beta must be from 0 to 1, got {call.beta}")
+
+
 def norm(call: Any, x: str, *parameters: str) -> None:
     """Check the arguments of a norm over the last dimension of the argument named `x`."""
     parameters = parameters or ("weight",)

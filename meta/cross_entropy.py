@@ -64,13 +64,13 @@ def losses(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def check_target(call: Any, x: str) -> None:
-    """Check target, whose shape is that of `x` without its last dimension."""
-    target = call.target
-    if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{checks.op(call)}: target must be int64 or int32, got {target.dtype}")
-    checks.same_device(call, x, "target")
-    checks.shape(call, "target", getattr(call, x).shape[:-1], f"{x} but for its last dimension")
+def check_target(call: Any, x: str, name: str = "target") -> None:
+    """Check the targets, whose shape is that of `x` without its last dimension."""
+    dtype = getattr(call, name).dtype
+    if dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{checks.op(call)}: {name} must be int64 or int32, got {dtype}")
+    checks.same_device(call, x, name)
+    checks.shape(call, name, getattr(call, x).shape[:-1], f"{x} but for its last dimension")
 
 
 def check_token_weight(call: Any, x: str) -> None:

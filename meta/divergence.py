@@ -47,6 +47,5 @@ def _check(call: Any) -> None:
     if call.target is not None:
         check_target(call, "student_logits")
     checks.choice(call, "kind", KINDS)
-    if not 0 <= call.beta <= 1:
-        raise ValueError(f"{checks.op(call)}: beta must be from 0 to 1, got {call.beta}")
+    checks.beta(call)
     checks.positive(call, "temperature", "teacher_temperature")

@@ -2,6 +2,7 @@
 
 from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
+from .distribution_losses import JSD, TVD, KLDiv
 from .divergence import Divergence
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
@@ -13,12 +14,15 @@ from .softmax import LogSoftmax, Softmax
 
 __all__ = [
     "GEGLU",
+    "JSD",
+    "TVD",
     "ClampedSwiGLU",
     "CrossEntropyLoss",
     "CrossEntropyOutput",
     "Divergence",
     "FusedAddRMSNorm",
     "GroupNorm",
+    "KLDiv",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "LinearLogProb",

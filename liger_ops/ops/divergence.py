@@ -119,7 +119,7 @@ def divergence_forward(
     within = _within(target, ignore_index)
     log_q, student_lse = _log_softmax(student_logits, within, temperature)
     log_p, teacher_lse = _log_softmax(teacher_logits, within, teacher_temperature or temperature)
-    student, teacher = _shares(log_p, log_q, limit(kind, beta), beta)
+    student, teacher = shares(log_p, log_q, limit(kind, beta), beta)
     student_share = student.sum(-1)
     value = student_share + teacher.sum(-1)
     results = [value]
@@ -166,7 +166,7 @@ def divergence_backward(
     log_q, _ = _log_softmax(student_logits, within, temperature)
     log_p, _ = _log_softmax(teacher_logits, within, teacher_temperature)
     kind = limit(kind, beta)
-    student, teacher = _shares(log_p, log_q, kind, beta)
+    student, teacher = shares(log_p, log_q, kind, beta)
     p, q = log_p.exp(), log_q.exp()
     slopes = (
         q - p if kind == "forward_kl" else student - q * student.sum(-1, keepdim=True),
@@ -210,7 +210,7 @@ def _log_softmax(
     return x - lse.unsqueeze(-1), lse
 
 
-def _shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
     """The terms of a divergence that are means over the student's and over the teacher's classes.
 
     Both are 0 where their probability is, though its logarithm is -inf.

@@ -19,6 +19,7 @@ from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
     model_divergence,
     model_head_and_loss,
+    model_jsd,
     model_log_prob,
     model_loss,
     truth_by_rows,
@@ -68,16 +69,18 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
         return
     call = call_of(op, "liger_ops", torch.float32)
     trained = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
-    # The teacher's logits have no gradient.
-    read = trained * 2 if op == "divergence" else trained
+    # The teacher's logits or probabilities have no gradient.
+    taught = op in ("divergence", "kl_div", "jsd", "tvd")
+    read = trained * 2 if taught else trained
     outputs = [y.numel() for y in call.forward() if y.dim() > 1]
     work = entry.work(shape)
     assert work["forward"] == sum(read) + sum(outputs)
     if "backward" in work:
         dys = sum(dy.numel() for dy in call.dys if dy.dim() > 1)
         # rope's backward needs neither q nor k; the sum and its one gradient stand for two inputs;
-        # softmax's needs the output, of the input's size.
-        saved = {"rope": 0, "fused_add_rms_norm": read[0]}.get(op, sum(read))
+        # softmax's needs the output, of the input's size; kl_div's needs the target alone.
+        one_of_them = {"fused_add_rms_norm": read[0], "kl_div": read[0]}
+        saved = {"rope": 0, **one_of_them}.get(op, sum(read))
         gradients = read[0] if op == "fused_add_rms_norm" else sum(trained)
         assert work["backward"] == dys + saved + gradients
         assert work["full"] == work["forward"] + work["backward"]
@@ -167,7 +170,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_group_norm": group,
             "liger_swiglu": lambda a, b: F.silu(a) * b,
             "liger_geglu": lambda a, b: F.gelu(a, approximate="tanh") * b,
-            "liger_jsd": lambda q, p: model_divergence(q, p),
+            "liger_jsd": lambda q, p: model_jsd(q, p),
+            "liger_kl_div": lambda q, p, reduction: F.kl_div(q, p, reduction=reduction),
+            "liger_tvd": lambda p, q, reduction: (p - q).abs().sum() / 2 / len(p),
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,

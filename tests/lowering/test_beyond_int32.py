@@ -49,6 +49,7 @@ CALLS: dict[str, Call] = {
         x, target(len(x), first), reduction="none"
     ),
     "divergence": lambda x, first: liger_ops.divergence(x, x.detach().flip(-1)),
+    "tvd": lambda x, first: liger_ops.tvd(x, x.detach().flip(-1), reduction="none").sum(-1),
     "log_prob": lambda x, first: sum(liger_ops.log_prob(x, target(len(x), first))),
 }
 

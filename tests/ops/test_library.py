@@ -162,6 +162,9 @@ SHARED = {
     "log_softmax": "softmax",
     "linear_cross_entropy": "cross_entropy",
     "log_prob": "cross_entropy",
+    "kl_div": "distribution_loss",
+    "jsd": "distribution_loss",
+    "tvd": "distribution_loss",
     "linear_log_prob": "cross_entropy",
 }
 

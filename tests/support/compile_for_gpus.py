@@ -95,6 +95,7 @@ def calls() -> Iterator[Callable[[], Any]]:
                 yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
         for V in (100, 4096, 32768, 128256):
             yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
+        yield from distribution_loss_calls(kernel, torch.empty(4, 128256, dtype=dtype))
         yield partial(finish_gradients, kernel, torch.empty(4, 64, dtype=dtype))
         yield partial(gradients_by_words, kernel, torch.empty(4, 64, dtype=dtype))
         for D, R in ((128, 128), (96, 24), (256, 256)):
@@ -185,6 +186,24 @@ def cross_entropy_calls(
             Tokens(args[2], args[1], args[3], row, row, row, row),
             gradient=True,
         )
+
+
+def distribution_loss_calls(
+    kernel: dict[str, Callable[..., Any]], x: torch.Tensor
+) -> Iterator[Callable[[], Any]]:
+    """Every kind, and the losses of elements; and several rows in a tile."""
+    one, labels = torch.tensor(1.0), torch.zeros(len(x), dtype=torch.int64)
+    for op, args in (
+        ("kl_div", (x, x, "batchmean", False, 1e-10)),
+        ("kl_div", (x, x, "none", True, 1e-10)),
+        ("jsd", (x, x, labels, 0.5, -100)),
+        ("jsd", (x, x, None, 1.0, -100)),
+        ("tvd", (x, x, labels, "mean", -100)),
+        ("jsd", (x[:, :100], x[:, :100], labels, 0.5, -100)),
+    ):
+        dloss = x.float() if "none" in args else one
+        yield lambda op=op, args=args: kernel[op](*args)
+        yield lambda op=op, args=(dloss, *args, [True, True]): kernel[f"{op}_backward"](*args)
 
 
 def finish_gradients(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:

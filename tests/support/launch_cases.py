@@ -195,6 +195,28 @@ def divergence(*options: Fields) -> Forms:
     )
 
 
+PLAIN_DISTRIBUTIONS = {"ignored": None, "zeros": False, "reduction": "batchmean"}
+
+
+def distributions(*options: Fields) -> Forms:
+    def form(V: int, M: int = ROWS, **fields: Any) -> Fields:
+        return {"shape": (M, V), **PLAIN_DISTRIBUTIONS, **fields}
+
+    return Forms(
+        shapes=tuple(form(V) for V in VOCABULARIES),
+        options=options,
+        backward_options=({"output_mask": (True, False, False)},),
+        optional_at=(1, 3, 5),
+        counted={i: {"shape": (rows, VOCABULARIES[i])} for i, rows in {3: 3, 4: 2, 5: 1}.items()},
+        executed=(
+            form(300, M=7, tile=(4, 64)),
+            form(100, M=5, tile=(2, 128)),
+            form(300, M=7, tile=(1, 64)),
+            form(5000, M=3),
+        ),
+    )
+
+
 def head() -> Forms:
     plain = {"class_weight": False, "token_weight": False, "num_items": False, "rows": None}
     plain |= {"label_smoothing": 0.0, "lse_square_scale": 0.0, "softcap": None, "logit_scale": 1.0}
@@ -355,6 +377,9 @@ OWN_FORMS = {
     "log_prob_forward": log_prob(),
     "divergence_forward-jsd": divergence({"beta": 0.1, "temperature": 0.7}, {"kind": "tvd"}),
     "divergence_forward-forward-kl": divergence({"kind": "reverse_kl"}),
+    "kl_div": distributions({"reduction": "none"}, {"log_target": True}),
+    "jsd": distributions({"ignored": 3}, {"beta": 1.0}),
+    "tvd": distributions({"reduction": "none", "ignored": 3}),
     "linear_log_prob_forward": log_prob_head(),
     "swiglu": activation({"up_dtype": FP32}, gradients=2),
     "swiglu-packed": activation(),
@@ -389,6 +414,7 @@ def _label(dtype: torch.dtype, form: Fields) -> str:
         **PLAIN_LOSS,
         **PLAIN_LOG_PROB,
         **PLAIN_DIVERGENCE,
+        **PLAIN_DISTRIBUTIONS,
         "ignored": form.get("ignored") or form.get("ignored", 0),
         "rows": None,
         "shape": form["shape"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import activation_cases
 import cross_entropy_cases
+import distribution_cases
 import divergence_cases
 import linear_cross_entropy_cases
 import linear_log_prob_cases
@@ -24,6 +25,7 @@ OPS: dict[str, OpUnderTest] = {
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,
         *divergence_cases.OPS,
+        *distribution_cases.OPS,
         *linear_log_prob_cases.OPS,
     )
 }

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from activation_cases import ActivationCase
 from cross_entropy_cases import LossCase
+from distribution_cases import DistributionCase
 from divergence_cases import DivergenceCase
 from log_prob_cases import LogProbCase
 from norm_cases import NormCase
@@ -269,6 +270,34 @@ def divergences(draw: st.DrawFn) -> DivergenceCase:
         ignore_index=draw(st.sampled_from((-100, 0))),
         layout=draw(st.sampled_from(X_LAYOUTS)),
         dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def distribution_losses(draw: st.DrawFn) -> DistributionCase:
+    """A case of kl_div, jsd or tvd."""
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    return DistributionCase(
+        op=draw(st.sampled_from(("kl_div", "jsd", "tvd"))),
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        second_dtype=draw(st.sampled_from((None, None, torch.float32))),
+        reduction=draw(st.sampled_from(("batchmean", "mean", "sum", "none"))),
+        log_target=draw(st.booleans()),
+        eps=draw(st.sampled_from((1e-10, 0.0, 1e-2))),
+        beta=draw(st.sampled_from((0.5, 0.1, 0.9, 0.0, 1.0))),
+        zeros=draw(st.booleans()),
+        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
+        ignored=draw(st.sampled_from((None, 0, 1, 2, 3))),
+        # One ignored index is also a class, one is not.
+        ignore_index=draw(st.sampled_from((-100, 0))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(X_LAYOUTS)),
         output_mask=tuple(draw(st.booleans()) for _ in range(3)),
         tile=tile,
         scale=draw(st.sampled_from((1.0, 0.05, 10.0))),

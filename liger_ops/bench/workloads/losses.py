@@ -41,8 +41,13 @@ def model_head_and_log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[
 
 def model_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """The mean Jensen-Shannon divergence as in trainers of distillation."""
-    student = wide(student_logits).log_softmax(-1)
-    teacher = teacher_logits.to(student.dtype).log_softmax(-1)
+    student, teacher = wide(student_logits), teacher_logits.to(wide(student_logits).dtype)
+    return model_jsd(student.log_softmax(-1), teacher.log_softmax(-1))
+
+
+def model_jsd(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """The same of log-probabilities."""
+    student, teacher = wide(log_q), log_p.to(wide(log_q).dtype)
     mean = torch.logaddexp(student, teacher) - math.log(2)
     of_student = F.kl_div(mean, student, reduction="none", log_target=True)
     of_teacher = F.kl_div(mean, teacher, reduction="none", log_target=True)

@@ -1,0 +1,154 @@
+"""The kernels of kl_div, jsd and tvd against float64 truth, and what is kl_div's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import distribution_checks as checks
+import liger_ops
+import op_checks
+import strategies
+from distribution_cases import DistributionCase, sample
+from distribution_checks import EVERY_FOLDER
+from op_table import OPS
+from op_under_test import DEVICE
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@given(case=strategies.distribution_losses())
+def test_forward_matches_truth(folder: str, case: DistributionCase) -> None:
+    op_checks.assert_forward_matches_truth(OPS[case.op], folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@given(case=strategies.distribution_losses())
+def test_backward_matches_truth(folder: str, case: DistributionCase) -> None:
+    op_checks.assert_backward_matches_truth(OPS[case.op], folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@settings(max_examples=settings().max_examples // 5)
+@given(case=strategies.distribution_losses().filter(strategies.has_rows))
+def test_properties(folder: str, case: DistributionCase) -> None:
+    op = OPS[case.op]
+    op_checks.assert_deterministic(op, folder, case)
+    op_checks.assert_tile_does_not_matter(op, folder, case)
+    if case.reduction == "none" and case.op != "jsd":
+        op_checks.assert_rows_are_independent(op, folder, case)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@given(
+    case=strategies.distribution_losses().filter(
+        lambda case: 0 not in case.shape and not case.zeros
+    )
+)
+def test_the_definitions_are_what_trainers_write(case: DistributionCase) -> None:
+    # Probabilities are above an eps of 0, with which kl_div is PyTorch's.
+    checks.assert_is_what_trainers_write(DistributionCase(**{**vars(case), "eps": 0.0}))
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ("batchmean", "mean", "sum", "none"))
+@pytest.mark.parametrize("shape", ((3, 2, 5), (5,)))
+def test_reductions_of_any_dimensions_are_torchs(reduction: str, shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(shape), torch.rand(shape)
+    theirs = torch.nn.functional.kl_div(x, y, reduction=reduction)
+    torch.testing.assert_close(liger_ops.kl_div(x, y, reduction), theirs)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("log_target", (False, True))
+def test_special_values(folder: str, log_target: bool) -> None:
+    """0 where the target's probability is, inf where input's alone is, and NaN of NaN."""
+    x = torch.tensor([[-1.0, -INF, -INF, NAN, -1.0, NAN, 0.0]], device=DEVICE)
+    y = torch.tensor([[0.0, 0.0, 0.5, 0.0, NAN, 0.5, 1.0]], device=DEVICE)
+    case = DistributionCase(
+        shape=(1, 7), dtype=torch.float32, reduction="none", log_target=log_target, tile=(1, 16)
+    )
+    y = y.log() if log_target else y
+    loss, dx, dy = checks.run(folder, case, x, y)
+    expected = torch.tensor([[0.0, 0.0, INF, NAN, NAN, NAN, 0.0]], device=DEVICE)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    torch.testing.assert_close(loss, liger_ops.kl_div(x, y, *case.options), equal_nan=True)
+    p = y.exp() if log_target else y
+    torch.testing.assert_close(dx, -p, equal_nan=True)
+    assert dy[0, :3].tolist() == ([0.0, 0.0, INF] if log_target else [dy[0, 0], INF, INF])
+    assert dy[0, 6] == 1 and bool(dy[0, 3:6].isnan().any())
+    summed = DistributionCase(**{**vars(case), "reduction": "sum"})
+    assert checks.run(folder, summed, x[:, :3], y[:, :3])[0] == INF
+    assert checks.run(folder, summed, x, y)[0].isnan()
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_a_negative_probability_gives_nan(folder: str) -> None:
+    x, y = torch.zeros(2, 3, device=DEVICE), torch.full((2, 3), 0.5, device=DEVICE)
+    y[1, 2] = -0.5
+    case = DistributionCase(shape=(2, 3), dtype=torch.float32)
+    assert checks.run(folder, case, x, y)[0].isnan() and liger_ops.kl_div(x, y).isnan()
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_wide_and_narrow_rows_by_the_host_codes_own_plan(folder: str) -> None:
+    for case in (
+        sample("kl_div", torch.bfloat16, shape=(2, 20011)),
+        sample("jsd", torch.bfloat16, shape=(70, 100)),
+    ):
+        op_checks.assert_forward_matches_truth(OPS[case.op], folder, case)
+        op_checks.assert_backward_matches_truth(OPS[case.op], folder, case)
+
+
+@pytest.mark.parametrize("shape", ((0, 5), (2, 0), (0, 3, 5)))
+@pytest.mark.parametrize("reduction", ("batchmean", "mean", "sum", "none"))
+def test_no_terms_give_0_connected(shape: tuple[int, ...], reduction: str) -> None:
+    x = torch.zeros(shape, requires_grad=True)
+    for loss in (
+        liger_ops.kl_div(x, torch.zeros(shape), reduction),
+        liger_ops.tvd(x, torch.zeros(shape), None, reduction),
+        liger_ops.jsd(x, torch.zeros(shape)),
+    ):
+        assert bool((loss == 0).all()) and loss.requires_grad
+        loss.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"eps": -1.0}, "eps must be a number of at least 0, got -1.0"),
+        ({"eps": NAN}, "eps must be a number of at least 0, got nan"),
+        (
+            {"reduction": "max"},
+            "reduction must be one of 'batchmean', 'mean', 'sum', 'none', got 'max'",
+        ),
+    ),
+)
+def test_rejects_options(change: dict[str, object], message: str) -> None:
+    case = DistributionCase(shape=(2, 5), dtype=torch.float32, **change)
+    args = (torch.zeros(2, 5), torch.zeros(2, 5), *case.options)
+    op_checks.assert_rejects(OPS["kl_div"], args, f"kl_div: {message}")
+    with pytest.raises(ValueError, match=message):
+        liger_ops.nn.KLDiv(**change)
+
+
+def test_rejects_a_number() -> None:
+    one = torch.tensor(1.0)
+    op_checks.assert_rejects(
+        OPS["kl_div"], (one, one), "kl_div: input must be (..., V), got shape ()"
+    )
+
+
+def test_the_module() -> None:
+    x, y = torch.randn(3, 7).log_softmax(-1), torch.randn(3, 7).log_softmax(-1)
+    module = liger_ops.nn.KLDiv("sum", True, 1e-3)
+    assert torch.equal(module(x, y), liger_ops.kl_div(x, y, "sum", True, 1e-3))
+    assert repr(module) == "KLDiv(reduction='sum', log_target=True, eps=0.001)"
