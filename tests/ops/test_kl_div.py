@@ -90,6 +90,21 @@ def test_special_values(folder: str, log_target: bool) -> None:
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
+def test_the_least_logarithm_is_that_of_eps(folder: str) -> None:
+    x, eps = torch.tensor([[-1.0, -2.0, -3.0]], device=DEVICE), 1e-2
+    y = torch.tensor([[0.0, 1e-3, 0.5]], device=DEVICE)
+    case = DistributionCase(shape=(1, 3), dtype=torch.float32, reduction="none", eps=eps)
+    loss, dx, dy = checks.run(folder, case, x, y)
+    log_y = torch.tensor([[eps, eps, 0.5]], device=DEVICE).log()
+    torch.testing.assert_close(loss, y * (log_y - x))
+    torch.testing.assert_close(loss, liger_ops.kl_div(x, y, *case.options))
+    torch.testing.assert_close(dx, -y)
+    own = torch.tensor([[0.0, 0.0, 1.0]], device=DEVICE)
+    torch.testing.assert_close(dy, log_y - x + own)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
 def test_a_negative_probability_gives_nan(folder: str) -> None:
     x, y = torch.zeros(2, 3, device=DEVICE), torch.full((2, 3), 0.5, device=DEVICE)
     y[1, 2] = -0.5
