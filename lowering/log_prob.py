@@ -12,6 +12,8 @@ from ..ops.log_prob import RESULTS, tempered
 from .cross_entropy import Tokens, per_token
 from .tensors import flat
 
+_NAMES = RESULTS.split()
+
 
 def as_loss(call: Any, first: int = 0) -> Any:
     """The options of a call of log_prob as a call of cross_entropy, which has no tensors: the
@@ -26,9 +28,8 @@ def as_loss(call: Any, first: int = 0) -> Any:
 
 def results(call: Any, *outputs: Tensor | None) -> Tokens:
     """The targets of a call, and the results to fill."""
-    names = RESULTS.split()
-    given = {name: flat(output) for name, output in zip(names, outputs, strict=True)}
-    return Tokens(None, flat(call.target), None, **given)
+    given = zip(_NAMES, map(flat, outputs), strict=True)
+    return Tokens(None, flat(call.target), None, **dict(given))
 
 
 def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> None:
