@@ -22,6 +22,7 @@ from .ops.cross_entropy import cross_entropy, cross_entropy_forward
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from .ops.divergence import divergence, divergence_forward
 from .ops.log_prob import log_prob, log_prob_forward
+from .ops.linear_divergence import linear_divergence, linear_divergence_forward
 from .ops.linear_log_prob import linear_log_prob, linear_log_prob_forward
 from . import meta, lowering
 from . import losses, nn

@@ -57,29 +57,42 @@ def _check(call: Any, mask: str) -> None:
 def check_linear(call: Any, mask: str = "") -> None:
     """Check the arguments of a linear layer whose logits are chunked, and target. `mask` names the
     argument that says whether the gradients of x, weight and bias are wanted."""
-    op, x, weight, accum_dtype = checks.op(call), call.x, call.weight, call.accum_dtype
-    parameters = ("weight", "bias")
-    checks.floating(call, "x", *parameters)
-    checks.at_least_dims(call, "x", 1, "(..., D)")
-    checks.same_device(call, "x", *parameters)
+    check_layer(call)
+    check_target(call, "x")
+    check_chunks(call, call.weight)
+    if mask and getattr(call, mask)[2] and call.bias is None:
+        raise ValueError(
+            f"{checks.op(call)}: {mask}[2] must be False without a bias, got"
+            f" {list(getattr(call, mask))}"
+        )
+
+
+def check_layer(call: Any, prefix: str = "") -> None:
+    """Check x, weight and bias of a linear layer, whose names start with `prefix`."""
+    x_name, weight_name, bias_name = (f"{prefix}{name}" for name in ("x", "weight", "bias"))
+    op, x, weight = checks.op(call), getattr(call, x_name), getattr(call, weight_name)
+    checks.floating(call, x_name, weight_name, bias_name)
+    checks.at_least_dims(call, x_name, 1, "(..., D)")
+    checks.same_device(call, x_name, weight_name, bias_name)
     D = x.shape[-1]
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] != D:
         raise ValueError(
-            f"{op}: weight must be (V, D) with D of x, {D}, and at least one class,"
+            f"{op}: {weight_name} must be (V, D) with D of {x_name}, {D}, and at least one class,"
             f" got {tuple(weight.shape)}"
         )
-    for name, tensor in checks.given(call, ("weight", "bias")):
+    for name, tensor in checks.given(call, (weight_name, bias_name)):
         if tensor.dtype is not x.dtype:
-            raise TypeError(f"{op}: {name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
-    check_target(call, "x")
-    checks.shape(call, "bias", weight.shape[:1], "weight's rows")
+            raise TypeError(
+                f"{op}: {name} must have {x_name}'s dtype, {x.dtype}, got {tensor.dtype}"
+            )
+    checks.shape(call, bias_name, weight.shape[:1], f"{weight_name}'s rows")
+
+
+def check_chunks(call: Any, weight: Tensor) -> None:
+    op, accum_dtype = checks.op(call), call.accum_dtype
     accepted = {weight.dtype, torch.float64 if weight.dtype is torch.float64 else torch.float32}
     if accum_dtype is not None and accum_dtype not in accepted:
         names = " or ".join(sorted(map(str, accepted)))
         raise ValueError(f"{op}: accum_dtype must be {names} or None, got {accum_dtype}")
     if call.chunk_bytes is not None and call.chunk_bytes < 1:
         raise ValueError(f"{op}: chunk_bytes must be above 0 or None, got {call.chunk_bytes}")
-    if mask and getattr(call, mask)[2] and call.bias is None:
-        raise ValueError(
-            f"{op}: {mask}[2] must be False without a bias, got {list(getattr(call, mask))}"
-        )

@@ -6,6 +6,7 @@ from .divergence import Divergence
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
+from .linear_divergence import LinearDivergence
 from .log_prob import LinearLogProb, LogProb
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
@@ -21,6 +22,7 @@ __all__ = [
     "GroupNorm",
     "LayerNorm",
     "LinearCrossEntropyLoss",
+    "LinearDivergence",
     "LinearLogProb",
     "LogProb",
     "LogSoftmax",

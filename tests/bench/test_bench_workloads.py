@@ -29,6 +29,7 @@ TINY = {
     "rope": (2, 5, 4, 2, 8),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
+    "linear_divergence": (7, 16, 50),
 }
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
@@ -64,7 +65,9 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
     entry, shape = ENTRIES[op], TINY.get(op, (6, 32))
     if entry.is_matrix_product:
         rows, width, classes = shape
-        assert entry.work(shape) == {"full": 3 * 2 * rows * width * classes}
+        # The teacher's logits are one product more.
+        products = 4 if op == "linear_divergence" else 3
+        assert entry.work(shape) == {"full": products * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)
     trained = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
@@ -168,6 +171,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_swiglu": lambda a, b: F.silu(a) * b,
             "liger_geglu": lambda a, b: F.gelu(a, approximate="tanh") * b,
             "liger_jsd": lambda q, p: model_divergence(q, p),
+            "liger_fused_linear_jsd": lambda x, weight, teacher_x, teacher_weight: model_divergence(
+                x @ weight.T, teacher_x @ teacher_weight.T
+            ),
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,

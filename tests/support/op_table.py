@@ -6,6 +6,7 @@ import activation_cases
 import cross_entropy_cases
 import divergence_cases
 import linear_cross_entropy_cases
+import linear_divergence_cases
 import linear_log_prob_cases
 import log_prob_cases
 import norm_cases
@@ -25,5 +26,6 @@ OPS: dict[str, OpUnderTest] = {
         *log_prob_cases.OPS,
         *divergence_cases.OPS,
         *linear_log_prob_cases.OPS,
+        *linear_divergence_cases.OPS,
     )
 }
