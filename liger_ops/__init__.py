@@ -25,6 +25,7 @@ from .ops.jsd import jsd
 from .ops.tvd import tvd
 from .ops.divergence import divergence, divergence_forward
 from .ops.log_prob import log_prob, log_prob_forward
+from .ops.linear_divergence import linear_divergence, linear_divergence_forward
 from .ops.linear_log_prob import linear_log_prob, linear_log_prob_forward
 from . import meta, lowering
 from . import losses, nn

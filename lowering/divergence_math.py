@@ -1,15 +1,23 @@
 """Arithmetic of divergence that the kernels of both devices share: p of the teacher, q of the
 student."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
-def scalars(call: Any) -> tuple[float, float, float]:
-    """beta, and the factors of the student's and the teacher's logits."""
-    return call.beta, 1 / call.temperature, 1 / (call.teacher_temperature or call.temperature)
+@triton.jit
+def logits_gradient(slope, grad, x, scale, softcap, hard, sharp):
+    """The gradient of a tile of logits, from the slope of the divergence with respect to x, the
+    scaled and capped logits. sharp is the gradient of the cross-entropy with respect to x, and hard
+    its factor; None without one."""
+    dx = grad * slope
+    if hard is not None:
+        # A divergence that has no gradient may be inf.
+        dx = tl.where(grad != 0.0, dx, 0.0) + hard * sharp
+    if softcap is not None:
+        turn = x * (1.0 / softcap)
+        dx *= 1.0 - turn * turn
+    return dx * scale
 
 
 @triton.jit

@@ -68,9 +68,11 @@ def linear(
         logits.addmm_(rows[tokens], weight[words].t())
 
 
-def chunked_linear(call: Any, x: Tensor, dweight: Tensor | None, alignment: int) -> ChunkedLinear:
-    """The head of a call, with x as (M, D). Each row of logits starts at a multiple of `alignment`
-    elements."""
+def chunked_linear(
+    call: Any, x: Tensor, dweight: Tensor | None, alignment: int, other_bytes: int = 0
+) -> ChunkedLinear:
+    """The head of a call, with x as (M, D). Each row of logits starts at a multiple of
+    `alignment` elements; a chunk has `other_bytes` more a row."""
     weight, accum_dtype = call.weight, call.accum_dtype
     stride = cdiv(weight.shape[0], alignment) * alignment
     sum_dtype = accumulation_dtype(weight, accum_dtype)
@@ -84,7 +86,7 @@ def chunked_linear(call: Any, x: Tensor, dweight: Tensor | None, alignment: int)
         later_bytes = dweight.numel() * dweight.itemsize
         if rounds_once:
             saved_bytes = dweight.numel() * (sum_dtype.itemsize - dweight.itemsize)
-    row_bytes = stride * x.itemsize
+    row_bytes = stride * x.itemsize + other_bytes
     slices = list(chunks(x.shape[0], row_bytes, call.chunk_bytes, later_bytes, saved_bytes))
     if rounds_once and len(slices) == 1:
         sum_dtype = weight.dtype

@@ -79,7 +79,7 @@ def check_token_weight(call: Any, x: str) -> None:
     checks.shape(call, "token_weight", call.target.shape, "target")
 
 
-def check_options(call: Any, x: str) -> None:
+def check_reduction(call: Any, x: str) -> None:
     op, items = checks.op(call), call.num_items_in_batch
     checks.choice(call, "reduction", REDUCTIONS)
     if items is not None:
@@ -92,6 +92,11 @@ def check_options(call: Any, x: str) -> None:
                 f"{op}: num_items_in_batch must be None but for the reduction 'mean', which divides"
                 f" by it, got one for {call.reduction!r}"
             )
+
+
+def check_options(call: Any, x: str) -> None:
+    op = checks.op(call)
+    check_reduction(call, x)
     if not 0 <= call.label_smoothing <= 1:
         raise ValueError(f"{op}: label_smoothing must be from 0 to 1, got {call.label_smoothing}")
     if not 0 <= call.lse_square_scale < float("inf"):

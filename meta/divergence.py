@@ -46,6 +46,10 @@ def _check(call: Any) -> None:
     checks.same_form(call, "student_logits", "teacher_logits")
     if call.target is not None:
         check_target(call, "student_logits")
+    check_kind(call)
+
+
+def check_kind(call: Any) -> None:
     checks.choice(call, "kind", KINDS)
     checks.beta(call)
     checks.positive(call, "temperature", "teacher_temperature")

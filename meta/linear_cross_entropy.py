@@ -64,34 +64,54 @@ def _check(call: Any, mask: str) -> None:
 def check_linear(call: Any, mask: str = "") -> None:
     """Check the arguments of a linear layer whose logits are chunked, and target. `mask` names the
     argument that says whether the gradients of the head's tensors are wanted."""
-    op, x, weight, accum_dtype = checks.op(call), call.x, call.weight, call.accum_dtype
-    parameters = HEAD[1:]
-    checks.floating(call, "x", *parameters)
-    checks.at_least_dims(call, "x", 1, "(..., D)")
-    checks.same_device(call, "x", *parameters)
+    check_layer(call)
+    check_target(call, "x")
+    _check_lora(call)
+    check_chunks(call, call.weight)
+    for i, name in enumerate(HEAD if mask else ()):
+        if getattr(call, mask)[i] and getattr(call, name) is None:
+            raise ValueError(
+                f"{checks.op(call)}: {mask}[{i}] must be False without a {name}, got"
+                f" {list(getattr(call, mask))}"
+            )
+
+
+def check_layer(call: Any, prefix: str = "") -> None:
+    """Check x, weight and bias of a linear layer, whose names start with `prefix`."""
+    x_name, weight_name, bias_name = (f"{prefix}{name}" for name in ("x", "weight", "bias"))
+    op, x, weight = checks.op(call), getattr(call, x_name), getattr(call, weight_name)
+    checks.floating(call, x_name)
+    checks.at_least_dims(call, x_name, 1, "(..., D)")
+    _check_parameters(call, x_name, weight_name, bias_name)
     D = x.shape[-1]
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] != D:
         raise ValueError(
-            f"{op}: weight must be (V, D) with D of x, {D}, and at least one class,"
+            f"{op}: {weight_name} must be (V, D) with D of {x_name}, {D}, and at least one class,"
             f" got {tuple(weight.shape)}"
         )
-    for name, tensor in checks.given(call, parameters):
-        if tensor.dtype is not x.dtype:
-            raise TypeError(f"{op}: {name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
-    check_target(call, "x")
-    checks.shape(call, "bias", weight.shape[:1], "weight's rows")
-    _check_lora(call)
+    checks.shape(call, bias_name, weight.shape[:1], f"{weight_name}'s rows")
+
+
+def _check_parameters(call: Any, x_name: str, *names: str) -> None:
+    """Check that the tensors have the device and dtype of x."""
+    checks.floating(call, *names)
+    checks.same_device(call, x_name, *names)
+    dtype = getattr(call, x_name).dtype
+    for name, tensor in checks.given(call, names):
+        if tensor.dtype is not dtype:
+            raise TypeError(
+                f"{checks.op(call)}: {name} must have {x_name}'s dtype, {dtype}, got {tensor.dtype}"
+            )
+
+
+def check_chunks(call: Any, weight: Tensor) -> None:
+    op, accum_dtype = checks.op(call), call.accum_dtype
     accepted = {weight.dtype, torch.float64 if weight.dtype is torch.float64 else torch.float32}
     if accum_dtype is not None and accum_dtype not in accepted:
         names = " or ".join(sorted(map(str, accepted)))
         raise ValueError(f"{op}: accum_dtype must be {names} or None, got {accum_dtype}")
     if call.chunk_bytes is not None and call.chunk_bytes < 1:
         raise ValueError(f"{op}: chunk_bytes must be above 0 or None, got {call.chunk_bytes}")
-    for i, name in enumerate(HEAD if mask else ()):
-        if getattr(call, mask)[i] and getattr(call, name) is None:
-            raise ValueError(
-                f"{op}: {mask}[{i}] must be False without a {name}, got {list(getattr(call, mask))}"
-            )
 
 
 def _check_lora(call: Any) -> None:
@@ -101,6 +121,7 @@ def _check_lora(call: Any) -> None:
     for name, tensor, other in (("lora_x", lora_x, "lora_b"), ("lora_b", lora_b, "lora_x")):
         if tensor is None:
             raise ValueError(f"{op}: {name} must be given with {other}, got None")
+    _check_parameters(call, "x", "lora_x", "lora_b")
     checks.at_least_dims(call, "lora_x", 1, "(..., R)")
     R = lora_x.shape[-1:]
     checks.shape(call, "lora_x", (*call.x.shape[:-1], *R), "x but for the last dimension")

@@ -7,6 +7,7 @@ from .divergence import Divergence
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
+from .linear_divergence import LinearDivergence
 from .log_prob import LinearLogProb, LogProb
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
@@ -25,6 +26,7 @@ __all__ = [
     "KLDiv",
     "LayerNorm",
     "LinearCrossEntropyLoss",
+    "LinearDivergence",
     "LinearLogProb",
     "LogProb",
     "LogSoftmax",

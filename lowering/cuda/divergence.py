@@ -6,14 +6,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import library
-from ...ops.divergence import limit
-from ..divergence_math import scalars, shares, slopes
+from ..divergence import Hard, Options, register
+from ..divergence_math import logits_gradient, shares, slopes
+from ..loss_math import effective
 from ..sizes import cdiv
-from ..tensors import flat
 from ..triton_math import LOWEST, flushed_exp
 from .cross_entropy import Online, SplitRows, plan_backward
 from .launch import WholeRow, launch, launch_whole_rows, plan_whole_rows, rows
+
+
+@triton.jit
+def _load(ptr, mask, scale, softcap, policy: tl.constexpr = ""):
+    """A tile of scaled and capped logits, -inf where masked off."""
+    x = tl.load(ptr, mask=mask, other=-float("inf"), eviction_policy=policy).to(tl.float32)
+    x = effective(x, scale, softcap)
+    if softcap is not None:
+        x = tl.where(mask, x, -float("inf"))
+    return x
 
 
 @triton.jit
@@ -28,7 +37,8 @@ def _log_softmax(x):
 def _divergence_kernel(
     student_ptr, teacher_ptr, target_ptr,
     divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
-    M, V, stride_student, stride_teacher, ignore_index, beta, student_scale, teacher_scale,
+    M, V, W, stride_student, stride_teacher, ignore_index,
+    beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -38,15 +48,17 @@ def _divergence_kernel(
         target = tl.load(target_ptr + rows, mask=row_mask, other=0).to(tl.int64)
         counted = row_mask & (target != ignore_index)
     cols = tl.arange(0, BLOCK_N)[None, :]
-    mask = counted[:, None] & (cols < V)
-    x = tl.load(
-        student_ptr + rows[:, None] * stride_student + cols, mask=mask, other=-float("inf")
-    ).to(tl.float32)
-    y = tl.load(
-        teacher_ptr + rows[:, None] * stride_teacher + cols, mask=mask, other=-float("inf")
-    ).to(tl.float32)
-    log_q, student_lse = _log_softmax(x * student_scale)
-    log_p, teacher_lse = _log_softmax(y * teacher_scale)
+    counted_rows = counted[:, None]
+    x = _load(
+        student_ptr + rows[:, None] * stride_student + cols,
+        counted_rows & (cols < V), student_scale, student_softcap,
+    )  # fmt: skip
+    y = _load(
+        teacher_ptr + rows[:, None] * stride_teacher + cols,
+        counted_rows & (cols < W), teacher_scale, teacher_softcap,
+    )  # fmt: skip
+    log_q, student_lse = _log_softmax(x)
+    log_p, teacher_lse = _log_softmax(y)
     student, teacher = shares(log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), beta, KIND)
     share = tl.sum(student, 1)
     divergence = share + tl.sum(teacher, 1)
@@ -72,18 +84,12 @@ def _lanes_lse(maxima, sums):
     return maximum + tl.log(tl.sum(sums * flushed_exp(maxima - maximum), 0))
 
 
-@triton.jit
-def _tile(row_ptr, cols, size, scale, policy: tl.constexpr):
-    """A tile of x, -inf past the last column."""
-    x = tl.load(row_ptr + cols, mask=cols < size, other=-float("inf"), eviction_policy=policy)
-    return x.to(tl.float32) * scale
-
-
 @triton.jit(do_not_specialize=["ignore_index"])
 def _divergence_two_pass_kernel(
     student_ptr, teacher_ptr, target_ptr,
     divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
-    V, stride_student, stride_teacher, ignore_index, beta, student_scale, teacher_scale,
+    V, W, stride_student, stride_teacher, ignore_index,
+    beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
     KIND: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     # A program has one row of each. A lane is FOLD neighbours of each tile, which one thread holds;
@@ -94,18 +100,19 @@ def _divergence_two_pass_kernel(
     student_ptr += row * stride_student
     teacher_ptr += row * stride_teacher
     counted = True
-    size = V
     if target_ptr is not None:
         counted = tl.load(target_ptr + row).to(tl.int64) != ignore_index
-        size = tl.where(counted, V, 0)
+        V = tl.where(counted, V, 0)
+        W = tl.where(counted, W, 0)
+    size = tl.maximum(V, W)
     student_maxima = tl.full((LANES,), LOWEST, tl.float32)
     teacher_maxima = tl.full((LANES,), LOWEST, tl.float32)
     student_sums = tl.zeros((LANES,), tl.float32)
     teacher_sums = tl.zeros((LANES,), tl.float32)
     for start in tl.range(0, size, BLOCK_N, num_stages=1):
         cols = start + tl.arange(0, BLOCK_N)
-        x = _tile(student_ptr, cols, size, student_scale, "evict_last")
-        y = _tile(teacher_ptr, cols, size, teacher_scale, "evict_last")
+        x = _load(student_ptr + cols, cols < V, student_scale, student_softcap, "evict_last")
+        y = _load(teacher_ptr + cols, cols < W, teacher_scale, teacher_softcap, "evict_last")
         student_maxima, student_sums = _lanes_updated(x, student_maxima, student_sums, FOLD)
         teacher_maxima, teacher_sums = _lanes_updated(y, teacher_maxima, teacher_sums, FOLD)
     student_lse = _lanes_lse(student_maxima, student_sums)
@@ -115,8 +122,10 @@ def _divergence_two_pass_kernel(
     teacher_shares = tl.zeros((LANES,), tl.float32)
     for tile in tl.range(1, tl.cdiv(size, BLOCK_N) + 1, num_stages=1):
         cols = (tl.cdiv(size, BLOCK_N) - tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-        log_q = _tile(student_ptr, cols, size, student_scale, "evict_first") - student_lse
-        log_p = _tile(teacher_ptr, cols, size, teacher_scale, "evict_first") - teacher_lse
+        x = _load(student_ptr + cols, cols < V, student_scale, student_softcap, "evict_first")
+        y = _load(teacher_ptr + cols, cols < W, teacher_scale, teacher_softcap, "evict_first")
+        log_q = x - student_lse
+        log_p = y - teacher_lse
         student, teacher = shares(log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), beta, KIND)
         student_shares += tl.sum(tl.reshape(student, (LANES, FOLD)), 1)
         teacher_shares += tl.sum(tl.reshape(teacher, (LANES, FOLD)), 1)
@@ -131,11 +140,13 @@ def _divergence_two_pass_kernel(
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def _divergence_backward_kernel(
     grad_ptr, student_ptr, teacher_ptr, target_ptr,
-    divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr, dstudent_ptr, dteacher_ptr,
-    M, V, stride_grad, stride_student, stride_teacher, ignore_index,
-    beta, student_scale, teacher_scale,
+    divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr, hard_ptr, hard_lse_ptr,
+    dstudent_ptr, dteacher_ptr,
+    M, V, W, stride_grad, stride_student, stride_teacher, stride_dstudent, ignore_index,
+    beta, student_scale, teacher_scale, student_softcap, teacher_softcap, temperature,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # dstudent may be the student's logits: a program reads a tile before it writes it.
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     row_mask = rows < M
     counted = row_mask
@@ -147,72 +158,100 @@ def _divergence_backward_kernel(
     share = tl.load(share_ptr + rows, mask=row_mask, other=0.0)
     student_lse = tl.load(student_lse_ptr + rows, mask=row_mask, other=0.0)
     teacher_lse = tl.load(teacher_lse_ptr + rows, mask=row_mask, other=0.0)
+    hard = None
+    if hard_ptr is not None:
+        hard = tl.load(hard_ptr + rows, mask=row_mask, other=0.0)
+        hard_lse = tl.load(hard_lse_ptr + rows, mask=row_mask, other=0.0)
+        column = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
+    size = V
+    if dteacher_ptr is not None:
+        size = W
+        if dstudent_ptr is not None:
+            size = tl.maximum(V, W)
     first = tl.program_id(1) * BLOCK_N
-    for start in tl.range(first, V, tl.num_programs(1) * BLOCK_N, num_stages=1):
+    for start in tl.range(first, size, tl.num_programs(1) * BLOCK_N, num_stages=1):
         cols = (start + tl.arange(0, BLOCK_N))[None, :]
-        inside = row_mask & (cols < V)
-        mask = counted & (cols < V)
-        x = tl.load(student_ptr + rows * stride_student + cols, mask=mask, other=-float("inf"))
-        y = tl.load(teacher_ptr + rows * stride_teacher + cols, mask=mask, other=-float("inf"))
-        log_q = x.to(tl.float32) * student_scale - student_lse
-        log_p = y.to(tl.float32) * teacher_scale - teacher_lse
+        x_ptr = student_ptr + rows * stride_student + cols
+        y_ptr = teacher_ptr + rows * stride_teacher + cols
+        x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap)
+        y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap)
+        log_q = x - student_lse
+        log_p = y - teacher_lse
         student, teacher = slopes(
             log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), divergence, share, beta, KIND
         )
         # The gradient of an ignored token's result may be inf or NaN.
         if dstudent_ptr is not None:
-            dx = tl.where(counted, grad * student * student_scale, 0.0)
-            dx = dx.to(dstudent_ptr.dtype.element_ty)
-            tl.store(dstudent_ptr + rows * V + cols, dx, mask=inside)
+            sharp = None
+            if hard_ptr is not None:
+                label = tl.where(cols == column, 1.0, 0.0)
+                sharp = flushed_exp(x * temperature - hard_lse) - label
+            dx = logits_gradient(student, grad, x, student_scale, student_softcap, hard, sharp)
+            dx = tl.where(counted, dx, 0.0).to(dstudent_ptr.dtype.element_ty)
+            inside = row_mask & (cols < V)
+            tl.store(dstudent_ptr + rows * stride_dstudent + cols, dx, mask=inside)
         if dteacher_ptr is not None:
-            dy = tl.where(counted, grad * teacher * teacher_scale, 0.0)
-            dy = dy.to(dteacher_ptr.dtype.element_ty)
-            tl.store(dteacher_ptr + rows * V + cols, dy, mask=inside)
+            dy = logits_gradient(teacher, grad, y, teacher_scale, teacher_softcap, None, None)
+            dy = tl.where(counted, dy, 0.0).to(dteacher_ptr.dtype.element_ty)
+            tl.store(dteacher_ptr + rows * W + cols, dy, mask=row_mask & (cols < W))
 
 
-def plan_forward(logits: Tensor) -> WholeRow | Online:
+def plan_forward(logits: Tensor, V: int) -> WholeRow | Online:
     """A rule that no GPU has timed yet: a thread holds 16 elements of a whole row of each, or 16
-    bytes of bfloat16 of a tile of each."""
-    V = logits.shape[1]
+    bytes of bfloat16 of a tile of each. V is the longer of the two vocabularies."""
     return plan_whole_rows(V, 1024) if V <= 8192 else Online(4096, 512)
 
 
-@library.kernel("divergence_forward", "cuda")
-def divergence_forward(call, divergence, student_share, student_lse, teacher_lse, plan):
-    student, teacher = rows(call.student_logits), rows(call.teacher_logits)
-    M, V = student.shape
-    plan = plan or plan_forward(student)
-    results = (flat(result) for result in (divergence, student_share, student_lse, teacher_lse))
-    tensors = (student, teacher, flat(call.target), *results)
-    strides = (student.stride(0), teacher.stride(0), call.ignore_index)
-    kind = limit(call.kind, call.beta)
+def divergences(
+    options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
+    results: tuple[Tensor, ...], plan: WholeRow | Online | None = None,
+) -> None:  # fmt: skip
+    """Fill the four results of each token."""
+    student, teacher = rows(student_logits), rows(teacher_logits)
+    (M, V), W = student.shape, teacher.shape[1]
+    if M == 0:
+        return
+    plan = plan or plan_forward(student, max(V, W))
+    tensors = (student, teacher, target, *results)
+    sizes = (V, W, student.stride(0), teacher.stride(0), options.ignore_index)
     if isinstance(plan, WholeRow):
-        arguments = (*tensors, M, V, *strides, *scalars(call))
-        launch_whole_rows(_divergence_kernel, plan, student, *arguments, KIND=kind)
+        arguments = (*tensors, M, *sizes, *options.scalars)
+        launch_whole_rows(_divergence_kernel, plan, student, *arguments, KIND=options.kind)
     else:
         # A thread loads 16 bytes at once.
         fold = min(plan.BLOCK_N, 16 // student.element_size())
         launch(
             _divergence_two_pass_kernel, (M,), student,
-            *tensors, V, *strides, *scalars(call),
-            KIND=kind, BLOCK_N=plan.BLOCK_N, FOLD=fold, num_warps=plan.num_warps,
+            *tensors, *sizes, *options.scalars,
+            KIND=options.kind, BLOCK_N=plan.BLOCK_N, FOLD=fold, num_warps=plan.num_warps,
         )  # fmt: skip
 
 
-@library.kernel("divergence_backward", "cuda")
-def divergence_backward(call, dstudent_logits, dteacher_logits, plan):
-    student, teacher = rows(call.student_logits), rows(call.teacher_logits)
-    M, V = student.shape
-    plan: SplitRows = plan or plan_backward(student)
-    grad = call.ddivergence.reshape(-1)
-    saved = (call.divergence, call.student_share, call.student_lse, call.teacher_lse)
+def gradients(
+    options: Options, grad: Tensor, student_logits: Tensor, teacher_logits: Tensor,
+    target: Tensor | None, saved: tuple[Tensor, ...],
+    dstudent: Tensor | None, dteacher: Tensor | None,
+    hard: Hard | None = None, plan: SplitRows | None = None,
+) -> None:  # fmt: skip
+    """Fill dstudent, which may be the student's logits themselves, and dteacher. grad: (M,) of any
+    stride, also 0. dstudent: (M, V) with unit stride in the last dimension; dteacher: (M, W),
+    contiguous. saved are the results of `divergences`."""
+    student, teacher = rows(student_logits), rows(teacher_logits)
+    (M, V), W = student.shape, teacher.shape[1]
+    if M == 0:
+        return
+    plan = plan or plan_backward(student)
+    hard_grad, hard_lse, temperature = hard or (None, None, None)
+    size = max(V if dstudent is not None else 0, W if dteacher is not None else 0)
     launch(
         _divergence_backward_kernel,
-        (cdiv(M, plan.BLOCK_M), min(cdiv(V, plan.BLOCK_N), plan.programs)), student,
-        grad, student, teacher, flat(call.target), *(flat(value) for value in saved),
-        dstudent_logits, dteacher_logits,
-        M, V, grad.stride(0), student.stride(0), teacher.stride(0), call.ignore_index,
-        *scalars(call),
-        KIND=limit(call.kind, call.beta),
-        BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
+        (cdiv(M, plan.BLOCK_M), min(cdiv(size, plan.BLOCK_N), plan.programs)), student,
+        grad, student, teacher, target, *saved, hard_grad, hard_lse, dstudent, dteacher,
+        M, V, W, grad.stride(0), student.stride(0), teacher.stride(0),
+        0 if dstudent is None else dstudent.stride(0), options.ignore_index,
+        *options.scalars, temperature,
+        KIND=options.kind, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
     )  # fmt: skip
+
+
+register("cuda", divergences, gradients)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import library
-from ...ops.divergence import limit
-from ..divergence_math import scalars, shares, slopes
+from ..divergence import Hard, Options, register
+from ..divergence_math import logits_gradient, shares, slopes
+from ..loss_math import effective
 from ..sizes import cdiv
-from ..tensors import flat
 from ..triton_math import LOWEST
 from . import tiling
-from .tile import load, load_logits, online_updated, remaining, tile_offsets
-from .tiling import COSTS, Cost, launch
+from .tile import load, load_logits, online_updated, remaining, tile_offsets, within
+from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
     {
@@ -25,15 +22,23 @@ COSTS.update(
         # wide (1, 2048): 63.8% | 75.3%.
         "divergence": Cost({2: 90.0, 4: 90.0}, {2: 61.3, 4: 72.3}),
         # (1, 2048): 79.5% | 87.8%, (2, 512): 56.1% | 56.1%, (64, 16): 62.6% in bf16.
+        # With both caps.
+        "divergence_capped": Cost({2: 150.0, 4: 150.0}, {2: 150.0, 4: 150.0}),
         "divergence_backward": Cost({2: 76.4, 4: 84.3}, {2: 76.4, 4: 84.3}),
+        # With both caps and the cross-entropy of labels.
+        "divergence_options_backward": Cost({2: 150.0, 4: 150.0}, {2: 150.0, 4: 150.0}),
     }
 )
 
 
 @triton.jit
-def _load(ptr, offsets, mask, scale):
-    """Load logits and scale them, with -inf where masked off."""
-    return load_logits(ptr, offsets, mask) * scale
+def _load(ptr, offsets, mask, cols, count, scale, softcap):
+    """A tile of scaled and capped logits, -inf past the last of `count` columns."""
+    x = effective(load_logits(ptr, offsets, mask), scale, softcap)
+    if softcap is not None:
+        # The logarithm of 0 is -inf. A cap has made every logit finite.
+        x += tl.log(within(cols, count))
+    return x
 
 
 @triton.jit
@@ -47,20 +52,28 @@ def _log_softmax(x):
 @triton.jit(do_not_specialize=["M"])
 def _divergence_kernel(
     student_ptr, teacher_ptr, divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
-    M, V, beta, student_scale, teacher_scale,
+    M, V, W, size, beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
     KIND: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # If the rows are WHOLE in the tile, they are read once. If not, the first pass is an online
     # softmax of both: a running maximum, and a sum of exponentials relative to it.
+    if W is None:
+        # Both have V classes, and one mask.
+        W = V
     rows, cols, offsets = tile_offsets(V, BLOCK_M, BLOCK_N)
+    teacher_offsets = rows * W + cols
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
         if WHOLE:
             mask = row_mask & (cols < V)
-            x = _load(student_ptr + row * V, offsets, mask, student_scale)
+            x = _load(student_ptr + row * V, offsets, mask, cols, V, student_scale, student_softcap)
             log_q, student_lse = _log_softmax(x)
-            y = _load(teacher_ptr + row * V, offsets, mask, teacher_scale)
+            mask = row_mask & (cols < W)
+            y = _load(
+                teacher_ptr + row * W, teacher_offsets, mask, cols, W,
+                teacher_scale, teacher_softcap,
+            )  # fmt: skip
             log_p, teacher_lse = _log_softmax(y)
             student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND)
             share = tl.sum(student, axis=1)[:, None]
@@ -70,22 +83,36 @@ def _divergence_kernel(
             teacher_max = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
             student_sum = tl.zeros((BLOCK_M, 1), tl.float32)
             teacher_sum = tl.zeros((BLOCK_M, 1), tl.float32)
-            for col in tl.range(0, V, BLOCK_N):
-                start = row * V + col
-                mask = row_mask & (cols < remaining(V, col, BLOCK_N))
-                x = _load(student_ptr + start, offsets, mask, student_scale)
+            for col in tl.range(0, size, BLOCK_N):
+                count = remaining(V, col, BLOCK_N)
+                x = _load(
+                    student_ptr + row * V + col, offsets, row_mask & (cols < count), cols, count,
+                    student_scale, student_softcap,
+                )  # fmt: skip
                 student_max, student_sum = online_updated(x, student_max, student_sum)
-                y = _load(teacher_ptr + start, offsets, mask, teacher_scale)
+                count = remaining(W, col, BLOCK_N)
+                y = _load(
+                    teacher_ptr + row * W + col, teacher_offsets, row_mask & (cols < count),
+                    cols, count, teacher_scale, teacher_softcap,
+                )  # fmt: skip
                 teacher_max, teacher_sum = online_updated(y, teacher_max, teacher_sum)
             student_lse = student_max + tl.log(student_sum)
             teacher_lse = teacher_max + tl.log(teacher_sum)
             share = tl.zeros((BLOCK_M, 1), tl.float32)
             divergence = tl.zeros((BLOCK_M, 1), tl.float32)
-            for col in tl.range(0, V, BLOCK_N):
-                start = row * V + col
-                mask = row_mask & (cols < remaining(V, col, BLOCK_N))
-                log_q = _load(student_ptr + start, offsets, mask, student_scale) - student_lse
-                log_p = _load(teacher_ptr + start, offsets, mask, teacher_scale) - teacher_lse
+            for col in tl.range(0, size, BLOCK_N):
+                count = remaining(V, col, BLOCK_N)
+                x = _load(
+                    student_ptr + row * V + col, offsets, row_mask & (cols < count), cols, count,
+                    student_scale, student_softcap,
+                )  # fmt: skip
+                log_q = x - student_lse
+                count = remaining(W, col, BLOCK_N)
+                y = _load(
+                    teacher_ptr + row * W + col, teacher_offsets, row_mask & (cols < count),
+                    cols, count, teacher_scale, teacher_softcap,
+                )  # fmt: skip
+                log_p = y - teacher_lse
                 student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND)
                 share += tl.sum(student, axis=1)[:, None]
                 divergence += tl.sum(teacher, axis=1)[:, None]
@@ -99,11 +126,16 @@ def _divergence_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _divergence_backward_kernel(
     student_ptr, teacher_ptr, grad_ptr, divergence_ptr, share_ptr, student_lse_ptr,
-    teacher_lse_ptr, dstudent_ptr, dteacher_ptr,
-    M, V, beta, student_scale, teacher_scale,
+    teacher_lse_ptr, hard_ptr, hard_lse_ptr, column_ptr, dstudent_ptr, dteacher_ptr,
+    M, V, W, size, beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
+    temperature,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    if W is None:
+        # Both have V classes, and one mask.
+        W = V
     rows, cols, offsets = tile_offsets(V, BLOCK_M, BLOCK_N)
+    teacher_offsets = rows * W + cols
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
@@ -112,62 +144,107 @@ def _divergence_backward_kernel(
         share = load(share_ptr + row, rows, row_mask)
         student_lse = load(student_lse_ptr + row, rows, row_mask)
         teacher_lse = load(teacher_lse_ptr + row, rows, row_mask)
-        for col in tl.range(0, V, BLOCK_N):
-            start = row * V + col
-            mask = row_mask & (cols < remaining(V, col, BLOCK_N))
-            log_q = _load(student_ptr + start, offsets, mask, student_scale) - student_lse
-            log_p = _load(teacher_ptr + start, offsets, mask, teacher_scale) - teacher_lse
+        hard = None
+        if hard_ptr is not None:
+            hard = load(hard_ptr + row, rows, row_mask)
+            hard_lse = load(hard_lse_ptr + row, rows, row_mask)
+            column = tl.load(column_ptr + row + rows, mask=row_mask, other=0)
+        for col in tl.range(0, size, BLOCK_N):
+            count = remaining(V, col, BLOCK_N)
+            x = _load(
+                student_ptr + row * V + col, offsets, row_mask & (cols < count), cols, count,
+                student_scale, student_softcap,
+            )  # fmt: skip
+            count = remaining(W, col, BLOCK_N)
+            y = _load(
+                teacher_ptr + row * W + col, teacher_offsets, row_mask & (cols < count),
+                cols, count, teacher_scale, teacher_softcap,
+            )  # fmt: skip
             # lse is inf for an ignored token, whose logits may be NaN.
-            log_q = tl.where(student_lse != float("inf"), log_q, -float("inf"))
-            log_p = tl.where(teacher_lse != float("inf"), log_p, -float("inf"))
+            x = tl.where(student_lse != float("inf"), x, 0.0)
+            y = tl.where(teacher_lse != float("inf"), y, 0.0)
+            log_q = x - student_lse
+            log_p = y - teacher_lse
             student, teacher = slopes(
                 log_p, log_q, tl.exp(log_p), tl.exp(log_q), divergence, share, beta, KIND
             )
             if dstudent_ptr is not None:
-                dx = (grad * student * student_scale).to(dstudent_ptr.dtype.element_ty)
-                tl.store(dstudent_ptr + start + offsets, dx, mask=mask)
+                sharp = None
+                if hard_ptr is not None:
+                    label = (cols == column - col).to(tl.float32)
+                    sharp = tl.exp(x * temperature - hard_lse) - label
+                dx = logits_gradient(student, grad, x, student_scale, student_softcap, hard, sharp)
+                dx = dx.to(dstudent_ptr.dtype.element_ty)
+                mask = row_mask & (cols < remaining(V, col, BLOCK_N))
+                tl.store(dstudent_ptr + row * V + col + offsets, dx, mask=mask)
             if dteacher_ptr is not None:
-                dy = (grad * teacher * teacher_scale).to(dteacher_ptr.dtype.element_ty)
-                tl.store(dteacher_ptr + start + offsets, dy, mask=mask)
+                dy = logits_gradient(teacher, grad, y, teacher_scale, teacher_softcap, None, None)
+                dy = dy.to(dteacher_ptr.dtype.element_ty)
+                mask = row_mask & (cols < remaining(W, col, BLOCK_N))
+                tl.store(dteacher_ptr + row * W + col + teacher_offsets, dy, mask=mask)
 
 
-def unless_ignored(call: Any, values: Tensor, ignored: float) -> Tensor:
-    """The values of tokens, and another for those that are ignored; flat."""
-    if call.target is None:
-        return flat(values)
-    return flat(torch.where(call.target == call.ignore_index, ignored, values))
-
-
-@library.kernel("divergence_forward", "npu")
-def divergence_forward(call, divergence, student_share, student_lse, teacher_lse, plan):
-    student, teacher = tiling.rows(call.student_logits), tiling.rows(call.teacher_logits)
-    M, V = student.shape
-    plan = plan or tiling.plan("divergence", V, student, teacher)
-    results = (divergence, student_share, student_lse, teacher_lse)
+def divergences(
+    options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
+    results: tuple[Tensor, ...], plan: Plan | None = None,
+) -> None:  # fmt: skip
+    """Fill the four results of each token."""
+    student, teacher = tiling.rows(student_logits), tiling.rows(teacher_logits)
+    (M, V), W = student.shape, teacher.shape[1]
+    if M == 0:
+        return
+    size = max(V, W)
+    name = "divergence_capped" if _capped(options) else "divergence"
+    plan = plan or tiling.plan(name, size, student, teacher)
     launch(
         _divergence_kernel, plan, cdiv(M, plan.BLOCK_M),
-        student, teacher, *(flat(result) for result in results),
-        M, V, *scalars(call),
-        KIND=limit(call.kind, call.beta), WHOLE=plan.whole(V),
+        student, teacher, *results,
+        M, V, None if W == V else W, size, *options.scalars,
+        KIND=options.kind, WHOLE=plan.whole(size),
     )  # fmt: skip
-    if call.target is not None:
+    if target is not None:
         for result in results:
-            result.masked_fill_(call.target == call.ignore_index, 0.0)
+            result.masked_fill_(target == options.ignore_index, 0.0)
 
 
-@library.kernel("divergence_backward", "npu")
-def divergence_backward(call, dstudent_logits, dteacher_logits, plan):
-    student, teacher = tiling.rows(call.student_logits), tiling.rows(call.teacher_logits)
-    M, V = student.shape
-    plan = plan or tiling.plan("divergence_backward", V, student, teacher)
-    infinite = float("inf")
+def gradients(
+    options: Options, grad: Tensor, student_logits: Tensor, teacher_logits: Tensor,
+    target: Tensor | None, saved: tuple[Tensor, ...],
+    dstudent: Tensor | None, dteacher: Tensor | None,
+    hard: Hard | None = None, plan: Plan | None = None,
+) -> None:  # fmt: skip
+    """Fill dstudent, which may be the student's logits themselves, and dteacher. grad: (M,) of any
+    stride, also 0. dstudent: (M, V) and dteacher: (M, W), contiguous. saved are the results of
+    `divergences`."""
+    student, teacher = tiling.rows(student_logits), tiling.rows(teacher_logits)
+    (M, V), W = student.shape, teacher.shape[1]
+    if M == 0:
+        return
+    size = max(V if dstudent is not None else 0, W if dteacher is not None else 0)
+    more = hard is not None or _capped(options)
+    name = "divergence_options_backward" if more else "divergence_backward"
+    plan = plan or tiling.plan(name, size, student, teacher)
+    divergence, share, *both_lse = saved
+    grad, column = grad.contiguous(), None
+    if target is not None:
+        ignored = target == options.ignore_index
+        grad = torch.where(ignored, 0.0, grad)
+        both_lse = [torch.where(ignored, float("inf"), lse) for lse in both_lse]
+    hard_grad, hard_lse, temperature = hard or (None, None, None)
+    if hard is not None:
+        hard_grad = torch.where(ignored, 0.0, hard_grad)
+        column = torch.where((target >= 0) & (target < V), target, -1).int()
     launch(
         _divergence_backward_kernel, plan, cdiv(M, plan.BLOCK_M),
-        student, teacher, unless_ignored(call, call.ddivergence, 0.0),
-        flat(call.divergence), flat(call.student_share),
-        unless_ignored(call, call.student_lse, infinite),
-        unless_ignored(call, call.teacher_lse, infinite),
-        dstudent_logits, dteacher_logits,
-        M, V, *scalars(call),
-        KIND=limit(call.kind, call.beta),
+        student, teacher, grad, divergence, share, *both_lse,
+        hard_grad, hard_lse, column, dstudent, dteacher,
+        M, V, None if W == V else W, size, *options.scalars, temperature,
+        KIND=options.kind,
     )  # fmt: skip
+
+
+def _capped(options: Options) -> bool:
+    return options.student_softcap is not None or options.teacher_softcap is not None
+
+
+register("npu", divergences, gradients)

@@ -17,6 +17,8 @@ SAVED = {
     "linear_cross_entropy_forward",
     "cross_entropy",
     "cross_entropy_forward",
+    "linear_divergence",
+    "linear_divergence_forward",
     "linear_log_prob",
     "linear_log_prob_forward",
     "log_prob",

@@ -30,6 +30,7 @@ TINY = {
     "rope": (2, 5, 4, 2, 8),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
+    "linear_divergence": (7, 16, 50),
 }
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
@@ -65,7 +66,9 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
     entry, shape = ENTRIES[op], TINY.get(op, (6, 32))
     if entry.is_matrix_product:
         rows, width, classes = shape
-        assert entry.work(shape) == {"full": 3 * 2 * rows * width * classes}
+        # The teacher's logits are one product more.
+        products = 4 if op == "linear_divergence" else 3
+        assert entry.work(shape) == {"full": products * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)
     trained = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
@@ -173,6 +176,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_jsd": lambda q, p: model_jsd(q, p),
             "liger_kl_div": lambda q, p, reduction: F.kl_div(q, p, reduction=reduction),
             "liger_tvd": lambda p, q, reduction: (p - q).abs().sum() / 2 / len(p),
+            "liger_fused_linear_jsd": lambda x, weight, teacher_x, teacher_weight: model_divergence(
+                x @ weight.T, teacher_x @ teacher_weight.T
+            ),
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,

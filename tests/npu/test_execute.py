@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from execute import executing
 from launch_cases import LaunchCase, executed
-from op_checks import assert_backward_matches_truth, assert_forward_matches_truth
+from liger_ops import library
+from op_checks import assert_backward_matches_truth, assert_forward_matches_truth, widened
+from op_table import OPS
 from toolchain import missing_cpu_tools
 
 CASES = {
@@ -33,6 +36,24 @@ def test_executed(label, needs):
     with executing() as launched:
         check(*CASES[label])
     assert launched
+
+
+@pytest.mark.parametrize("classes", ((300, 300), (70, 300), (300, 70)))
+def test_two_heads_executed(classes, needs):
+    """The code of divergence with caps, the cross-entropy and another length, between products."""
+    needs(missing_cpu_tools())
+    op, (V, W) = OPS["linear_divergence_forward-mean"], classes
+    case = replace(op.sample(torch.float32), V=V, W=W, chunk_bytes=2 * 4 * (V + W))
+    tensors = op.tensors(case)
+    for backward, arguments in ((False, op.forward_args), (True, op.backward_args)):
+        args = arguments(case, tensors)
+        with executing() as launched:
+            found = op.kernel("npu", backward)(*args)
+        assert launched
+        definition = library.OPS[op.backward_name].definition if backward else op.definition
+        truths = definition(*widened(args))
+        for value, truth in zip(found, truths, strict=True):
+            torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-5)
 
 
 def without_loops(mlir: str) -> str:

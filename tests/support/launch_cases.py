@@ -248,6 +248,28 @@ def log_prob_head() -> Forms:
     )
 
 
+def two_heads() -> Forms:
+    plain = {
+        **PLAIN_DIVERGENCE, "ignored": "some", "bias": False, "teacher_bias": False,
+        "mask": (True, True, False), "token_weight": False, "chunk_bytes": None,
+        "softcap": None, "teacher_softcap": None, "logit_scale": 1.0, "teacher_logit_scale": 1.0,
+        "soft_weight": 1.0, "hard_weight": 0.0,
+    }  # fmt: skip
+    hard = {"hard_weight": 0.5, "temperature": 0.7}
+    capped = {**hard, "softcap": 30.0, "teacher_softcap": 20.0}
+    return Forms(
+        shapes=tuple(
+            {"shape": (ROWS,), "D": D, "V": V, "E": E, "W": V, **plain}
+            for D, E, V in ((512, 256, 100), (512, 256, 1023), (3584, 5120, 151936))
+        ),
+        options=(hard, capped, {**capped, "W": 1500}, {**capped, "kind": "tvd"}),
+        optional_at=(0, 1, 2),
+        counted={},
+        # The lowered code of divergence runs; the products between are not Triton's.
+        executed=(),
+    )
+
+
 WEIGHTLESS = {"weight_dtype": None}
 PLAIN = {"weight_dtype": None, "bias_dtype": None}
 MODES = ({"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"})
@@ -381,6 +403,8 @@ OWN_FORMS = {
     "jsd": distributions({"ignored": 3}, {"beta": 1.0}),
     "tvd": distributions({"reduction": "none", "ignored": 3}),
     "linear_log_prob_forward": log_prob_head(),
+    "linear_divergence_forward-mean": two_heads(),
+    "linear_divergence_forward-none": two_heads(),
     "swiglu": activation({"up_dtype": FP32}, gradients=2),
     "swiglu-packed": activation(),
     "geglu": activation({"approximate": "none"}, gradients=2),

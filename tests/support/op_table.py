@@ -7,6 +7,7 @@ import cross_entropy_cases
 import distribution_cases
 import divergence_cases
 import linear_cross_entropy_cases
+import linear_divergence_cases
 import linear_log_prob_cases
 import log_prob_cases
 import norm_cases
@@ -27,5 +28,6 @@ OPS: dict[str, OpUnderTest] = {
         *divergence_cases.OPS,
         *distribution_cases.OPS,
         *linear_log_prob_cases.OPS,
+        *linear_divergence_cases.OPS,
     )
 }

@@ -1,4 +1,4 @@
-"""cross_entropy and log_prob, of logits and with the head; and divergence."""
+"""cross_entropy, log_prob and divergence, of logits and with the head."""
 
 from __future__ import annotations
 
@@ -58,17 +58,29 @@ def _mean_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     return liger_ops.divergence(student_logits, teacher_logits).mean()
 
 
+def model_heads_and_divergence(
+    x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor
+) -> Tensor:
+    return model_divergence(x @ weight.T, teacher_x.to(teacher_weight.dtype) @ teacher_weight.T)
+
+
+def _mean_linear_divergence(
+    x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor
+) -> Tensor:
+    return liger_ops.linear_divergence(x, weight, teacher_x, teacher_weight)[0]
+
+
 def truth_by_rows(
     definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> list[Tensor]:
     """The mean loss, or values per row, and the gradients in float64, computed for a part of the
     rows at a time.
 
-    The first tensor and the last, which is the target or the teacher's logits, are split by rows;
-    no token is ignored.
+    The first tensor and the last, which is the target or the teacher's, are split by rows; no token
+    is ignored.
     """
     *floats, target = tensors
-    leaves = [t.detach().double().requires_grad_() for t in floats]
+    leaves = [t.detach().double().requires_grad_(t.requires_grad) for t in floats]
     classes = leaves[1].shape[0] if len(leaves) > 1 else leaves[0].shape[1]
     rows = len(target)
     step = max(1, LOGITS_AT_ONCE // classes)
@@ -91,6 +103,20 @@ def _x_weight_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
     # The logits have standard deviation 1.
     weight = draw.leaf(classes, width, scale=width**-0.5)
     return [draw.leaf(rows, width), weight, draw.classes(rows, classes)]
+
+
+def _both_heads(draw: Draw, shape: Shape) -> list[Tensor]:
+    """The teacher is not trained."""
+    rows, width, classes = shape
+    teacher = draw.normal(classes, width) * width**-0.5
+    return [*_x_weight_and_target(draw, shape)[:2], teacher, draw.normal(rows, width)]
+
+
+def _divergence_summed_in_its_dtype(
+    x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor
+) -> Tensor:
+    heads = (x, weight, teacher_x, teacher_weight)
+    return liger_ops.linear_divergence(*heads, accum_dtype=weight.dtype)[0]
 
 
 def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -120,6 +146,12 @@ def _liger_jsd(package: Any) -> Function:
     """Its arguments are log-probabilities."""
     return lambda student_logits, teacher_logits: package.liger_jsd(
         wide(student_logits).log_softmax(-1), wide(teacher_logits).log_softmax(-1)
+    )
+
+
+def _liger_linear_jsd(package: Any) -> Function:
+    return lambda x, weight, teacher_weight, teacher_x: package.liger_fused_linear_jsd(
+        x, weight, teacher_x, teacher_weight
     )
 
 
@@ -201,6 +233,22 @@ ENTRIES = (
         passes={"full": 6},
         is_matrix_product=True,
         figures=((8192, 2048, 151936), (8192, 4096, 151936), (32768, 4096, 128256)),
+        models=HEAD,
+        small=(256, 512, 8192),
+        truth=truth_by_rows,
+    ),
+    Entry(
+        op="linear_divergence",
+        ours=_mean_linear_divergence,
+        low_memory=_divergence_summed_in_its_dtype,
+        eager=model_heads_and_divergence,
+        peers={"liger-kernel": _liger_linear_jsd},
+        dims=("M", "D", "V"),
+        inputs=_both_heads,
+        # Three products of the student, and the teacher's logits.
+        passes={"full": 8},
+        is_matrix_product=True,
+        figures=((8192, 2048, 151936), (8192, 4096, 151936)),
         models=HEAD,
         small=(256, 512, 8192),
         truth=truth_by_rows,

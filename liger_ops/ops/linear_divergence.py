@@ -1,0 +1,394 @@
+"""The divergence of two linear layers' distributions, mixed with the cross-entropy of labels; the
+logits are computed in chunks and not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from .head import (
+    Gradients,
+    Product,
+    both,
+    cast_as_linear,
+    needed_gradients,
+    scaled,
+    shaped,
+    still_missing,
+)
+from .two_heads import (
+    chunks_of_logits,
+    divisor,
+    dlogits_of,
+    factors_of,
+    mixed,
+    reduced,
+    result_dtype,
+    rows_of,
+    upstream_of_sum,
+    upstream_of_tokens,
+    values_of,
+    weights_of_tokens,
+)
+
+RESULTS = "loss divergence cross_entropy statistics"
+# Rows of statistics: those of `divergence_forward`, and lse of the logits at temperature 1.
+STATISTICS = 5
+
+
+@library.compose
+def linear_divergence(
+    student_x: Tensor, student_weight: Tensor,
+    teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
+    student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    teacher_logits: Tensor | None = None, target: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5,
+    temperature: float = 1.0, teacher_temperature: float | None = None,
+    student_softcap: float | None = None, teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
+    soft_weight: float = 1.0, hard_weight: float = 0.0,
+    ignore_index: int = -100, reduction: str = "mean",
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The divergence of a student's head from its teacher's, and the cross-entropy of labels.
+
+        student = student_x @ student_weight.T + student_bias
+        teacher = teacher_x @ teacher_weight.T + teacher_bias, or teacher_logits
+        z = softcap * tanh(logits * logit_scale / softcap), or logits * logit_scale without softcap
+        divergence_i = divergence(z_student, z_teacher, kind, beta, temperature, ...)
+        cross_entropy_i = logsumexp(z_student) - z_student[target_i]
+        loss = soft_weight * divergence + hard_weight * cross_entropy
+
+    with the equations of `divergence`. The cross-entropy is that of the student's logits at
+    temperature 1, as in Liger-Kernel's distillation losses. The divergence and the cross-entropy
+    are reduced in the same way, with the weights of the tokens w_i:
+
+        none: w_i * value_i
+        sum: sum_i w_i * value_i
+        mean: sum_i w_i * value_i / sum_i w_i, or / num_items_in_batch
+
+    w_i is token_weight_i, or 1 without token_weights, and 0 for a token whose target is
+    ignore_index. A term of loss whose weight is 0 is left out.
+
+    The teacher is a constant. A tensor of the teacher that requires a gradient is refused, so that
+    no gradient is lost in silence: pass `teacher_x.detach()`.
+
+    The vocabularies may have different lengths. A class that one side lacks has probability 0
+    there: forward_kl is inf where the teacher has more classes, and reverse_kl where the student
+    has; jsd and tvd are finite.
+
+    The logits of one chunk of tokens at a time are computed in the dtype of x, and the loss from
+    them in float32. If a gradient is needed and the reduction is "mean" or "sum", the forward
+    computes it: the gradient of a chunk's logits overwrites them, and forward and backward together
+    take three products of M, V and D for the student and one for the teacher. The backward then
+    multiplies by the loss's own gradient and the reduction's factor. If divergence or cross_entropy
+    is differentiated itself, for the reduction "none" and for a second derivative, the backward
+    computes the logits of both again, a chunk at a time, with two products more.
+
+    The gradient of student_weight is summed in accum_dtype as in `linear_cross_entropy`.
+
+    Memory, beside the results and the gradients: one chunk of logits of the student and one of the
+    teacher, of at most chunk_bytes together or one row of each, five float32 numbers per token, and
+    the accum_dtype sum of the gradient of student_weight. The definition, which runs on a CPU and
+    for float64, holds several float32 copies of the chunk. The number of chunks changes only the
+    rounding of the result.
+
+    Ignored tokens have results and a gradient of student_x of exactly 0, whatever their logits are.
+
+    Under autocast x, weight and bias of both are cast as `torch.nn.functional.linear` casts them.
+
+    This op calls `linear_divergence_forward`.
+
+    Args:
+        student_x: (..., D), floating point, any strides.
+        student_weight: (V, D), of student_x's dtype.
+        teacher_x: (..., E), floating point, any strides, with the tokens of student_x.
+        teacher_weight: (W, E), of teacher_x's dtype.
+        student_bias: (V,), of student_x's dtype.
+        teacher_bias: (W,), of teacher_x's dtype.
+        teacher_logits: (..., W), floating point, in place of teacher_x, teacher_weight and
+            teacher_bias.
+        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1. Without it every
+            token counts, and cross_entropy is None.
+        token_weight: (...), floating point, or None.
+        num_items_in_batch: (), the divisor of the mean, or None.
+        kind: "forward_kl", "reverse_kl", "jsd" or "tvd".
+        beta: the teacher's weight in m, from 0 to 1; only used by "jsd".
+        temperature: of the student, above 0. The result is not multiplied by its square.
+        teacher_temperature: above 0, or None for the student's.
+        student_softcap, teacher_softcap: above 0, or None for no cap.
+        student_logit_scale, teacher_logit_scale: above 0.
+        soft_weight, hard_weight: of divergence and of cross_entropy in loss, at least 0. A
+            hard_weight above 0 needs a target.
+        ignore_index: the target of tokens that do not count.
+        reduction: "none", "mean" or "sum".
+        accum_dtype: float32, student_weight's dtype to halve the memory of the sum of its gradient,
+            or None for float32.
+        chunk_bytes: the size of a chunk of both logits. None takes LIGER_OPS_LOGITS_BYTES from the
+            environment or, if that is not set, what `linear_cross_entropy` takes.
+
+    Returns:
+        loss, divergence, cross_entropy: each (), or (...) for the reduction "none"; float32, or
+            float64 if a tensor of the student or teacher is. All are differentiable.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape, a device or an option is not as above, neither or both forms of a
+            teacher are given, or a tensor that has no gradient requires one.
+        IndexError: a target is out of range, on a CPU; other devices do as in `cross_entropy`.
+
+    Source: Hinton et al., "Distilling the knowledge in a neural network", 2015; Agarwal et al.,
+        "On-policy distillation of language models", 2024.
+
+    Example:
+        >>> x, student, teacher = torch.zeros(2, 8), torch.zeros(2, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_divergence(x, student, x, teacher, target=torch.tensor([1, -100]))[1:]
+        (tensor(0.2158), tensor(0.6931))
+    """
+    student_x, student_weight, student_bias = cast_as_linear(
+        student_x, student_weight, student_bias
+    )
+    if teacher_x is not None and teacher_weight is not None:
+        teacher_x, teacher_weight, teacher_bias = cast_as_linear(
+            teacher_x, teacher_weight, teacher_bias
+        )
+    mask = needed_gradients(student_x, student_weight, student_bias, reduction)[:3]
+    if torch._C._are_functorch_transforms_active():
+        # Transforms differentiate the definition, and would not use the forward's gradients.
+        mask = [False, False, False]
+    return linear_divergence_forward(
+        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
+        teacher_logits, target, token_weight, num_items_in_batch,
+        kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
+        student_logit_scale, teacher_logit_scale, soft_weight, hard_weight,
+        ignore_index, reduction, accum_dtype, chunk_bytes, gradient_mask=mask,
+    )[:3]  # fmt: skip
+
+
+@library.define(returns=f"{RESULTS} dx dweight dbias")
+def linear_divergence_forward(
+    student_x: Tensor, student_weight: Tensor,
+    teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
+    student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    teacher_logits: Tensor | None = None, target: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5,
+    temperature: float = 1.0, teacher_temperature: float | None = None,
+    student_softcap: float | None = None, teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
+    soft_weight: float = 1.0, hard_weight: float = 0.0,
+    ignore_index: int = -100, reduction: str = "mean",
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
+) -> tuple[
+    Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None
+]:  # fmt: skip
+    """`linear_divergence` with what its backward needs, and the gradients that it computes.
+
+    The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in
+    student_x's dtype; for float16 in float32, and the gradient of student_weight in accum_dtype.
+    The backward uses them if loss is the only result with a gradient, and otherwise computes the
+    logits again. Autocast changes nothing here.
+
+    Args:
+        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
+            teacher_logits, target, token_weight, num_items_in_batch, kind, beta, temperature,
+            teacher_temperature, student_softcap, teacher_softcap, student_logit_scale,
+            teacher_logit_scale, soft_weight, hard_weight, ignore_index, reduction, accum_dtype,
+            chunk_bytes: as for `linear_divergence`.
+        gradient_mask: whether to compute dx, dweight and dbias. All False for the reduction "none".
+
+    Returns:
+        loss, divergence, cross_entropy: the results of `linear_divergence`.
+        statistics: (5, ...); for each token the results of `divergence_forward`, and lse of the
+            student's logits at temperature 1, which is 0 without a target. All are 0 for an ignored
+            token. Not differentiable.
+        dx, dweight, dbias: contiguous, of the shapes of student_x, student_weight and student_bias;
+            each is None unless gradient_mask asks for it.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `linear_divergence`; or gradient_mask asks for a
+            gradient with the reduction "none", or for the gradient of a bias that is None.
+
+    Example:
+        >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_divergence_forward(x, weight, x, weight)[3][2]  # the student's lse
+        tensor([1.3863])
+    """
+    rows, shape = rows_of(student_x), student_x.shape[:-1]
+    dtype = result_dtype(student_x, teacher_x, teacher_logits)
+    gradients = _gradients(rows, student_weight, gradient_mask, accum_dtype, in_forward=True)
+    weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student_x.device)
+    options = (
+        kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
+        student_logit_scale, teacher_logit_scale, ignore_index,
+    )  # fmt: skip
+    divergences, losses, statistics = [], [], []
+    for chunk, student, teacher, targets in chunks_of_logits(
+        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
+        teacher_logits, target, chunk_bytes,
+    ):  # fmt: skip
+        value, loss, found = values_of(student, teacher, targets, *options)
+        divergences.append(value.to(weights.dtype))
+        if loss is not None:
+            losses.append(loss.to(weights.dtype))
+        statistics.append(found.to(weights.dtype))
+        if any(gradient_mask):
+            with torch.no_grad():
+                soft, hard = upstream_of_sum(weights[chunk], soft_weight, hard_weight)
+                dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
+                gradients.add(chunk, dlogits)
+    items = divisor(reduction, weights, num_items_in_batch)
+    divergence = reduced(torch.cat(divergences), weights, items, reduction, shape)
+    cross_entropy = None
+    if target is not None:
+        cross_entropy = reduced(torch.cat(losses), weights, items, reduction, shape)
+    return (
+        mixed(divergence, cross_entropy, soft_weight, hard_weight),
+        divergence,
+        cross_entropy,
+        torch.cat(statistics, 1).reshape(STATISTICS, *shape),
+        *shaped(gradients.results()[:3], (student_x, student_weight, student_bias)),
+    )  # type: ignore[return-value]
+
+
+@library.define(returns="dx dweight dbias")
+def linear_divergence_backward(
+    dloss: Tensor | None, ddivergence: Tensor | None, dcross_entropy: Tensor | None,
+    student_x: Tensor, student_weight: Tensor,
+    teacher_x: Tensor | None, teacher_weight: Tensor | None,
+    student_bias: Tensor | None, teacher_bias: Tensor | None,
+    teacher_logits: Tensor | None, target: Tensor | None,
+    token_weight: Tensor | None, num_items_in_batch: Tensor | None,
+    statistics: Tensor, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
+    kind: str, beta: float, temperature: float, teacher_temperature: float | None,
+    student_softcap: float | None, teacher_softcap: float | None,
+    student_logit_scale: float, teacher_logit_scale: float,
+    soft_weight: float, hard_weight: float, ignore_index: int, reduction: str,
+    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `linear_divergence_forward`.
+
+    A gradient that the forward computed and that is given here is multiplied by dloss and the
+    reduction's factor, in float32, and rounded once. The others are computed from recomputed
+    logits, a chunk of tokens at a time. With q_i the softmax of z_i at temperature 1:
+
+        dz_ic = soft_i * dstudent_ic of `divergence_backward` + hard_i * (q_ic - (c == target_i))
+        dlogits_ic = dz_ic * logit_scale * (1 - (z_ic / softcap)**2), in student_x's dtype
+        dx = dlogits @ weight
+        dweight = sum over the chunks of dlogits.T @ x
+        dbias = sum(dlogits, 0)
+
+    where soft_i and hard_i are the gradients of the token's divergence and cross-entropy.
+
+    Args:
+        dloss, ddivergence, dcross_entropy: the gradients of the forward's results, floating point,
+            of the shapes of these results, any strides; each may be None.
+        statistics: a result of the forward. Kernels use it; the definition computes it again, so
+            that it can be differentiated.
+        dx, dweight, dbias: results of the forward, or None: for the reduction "none", and if
+            another result than loss has a gradient.
+        output_mask: whether dx, dweight and dbias are computed and allocated.
+        The others: as given to the forward.
+
+    Returns:
+        dx, dweight and dbias, contiguous, of the shape and dtype of student_x, student_weight and
+        student_bias; or None.
+
+    Raises:
+        TypeError, ValueError: as `linear_divergence`; or output_mask asks for the gradient of a
+            bias that is None.
+    """
+    weights = weights_of_tokens(
+        target, token_weight, ignore_index, student_x.shape[:-1], statistics.dtype,
+        student_x.device,
+    )  # fmt: skip
+    items = divisor(reduction, weights, num_items_in_batch)
+    finished: list[Tensor | None] = [None, None, None]
+    computed = (dx, dweight, dbias)
+    if dloss is not None and any(gradient is not None for gradient in computed):
+        factors = factors_of(dloss, items, target, ignore_index)
+        finished = [
+            scaled(gradient, factor, student_x.dtype) if wanted and gradient is not None else None
+            for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True)
+        ]
+    missing = still_missing(output_mask, finished)
+    if not any(missing):
+        return finished[0], finished[1], finished[2]
+    upstream = upstream_of_tokens(
+        dloss, ddivergence, dcross_entropy, target, ignore_index,
+        weights, items, soft_weight, hard_weight,
+    )  # fmt: skip
+    options = (
+        kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
+        student_logit_scale, teacher_logit_scale, ignore_index,
+    )  # fmt: skip
+    rows = rows_of(student_x)
+    gradients = _gradients(rows, student_weight, missing, accum_dtype, in_forward=False)
+    for chunk, student, teacher, targets in chunks_of_logits(
+        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
+        teacher_logits, target, chunk_bytes,
+    ):  # fmt: skip
+        soft, hard = (None if grad is None else grad[chunk] for grad in upstream)
+        dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
+        gradients.add(chunk, dlogits)
+    recomputed = shaped(gradients.results()[:3], (student_x, student_weight, student_bias))
+    dx, dweight, dbias = both(finished, recomputed)
+    return dx, dweight, dbias
+
+
+def _gradients(
+    rows: Tensor, weight: Tensor, mask: Sequence[bool], accum_dtype: torch.dtype | None,
+    in_forward: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of the student's head, which has no LoRA."""
+    mask = (*mask, False, False)
+    return Gradients([Product(rows, weight)], mask, accum_dtype, in_forward=in_forward)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    needs = ctx.needs_input_grad
+    for i, name in ((2, "teacher_x"), (3, "teacher_weight"), (5, "teacher_bias"),
+                    (6, "teacher_logits")):  # fmt: skip
+        if i < len(needs) and needs[i]:
+            raise ValueError(
+                f"linear_divergence: {name} must not require a gradient, as the teacher is a"
+                f" constant; pass {name}.detach()"
+            )
+    for i, name in ((8, "token_weight"), (9, "num_items_in_batch")):
+        if i < len(needs) and needs[i]:
+            raise ValueError(
+                f"linear_divergence: {name} must not require a gradient, which the loss does not"
+                " give"
+            )
+    _, _, _, statistics, *gradients = output
+    ctx.save_for_backward(*inputs[:10], statistics, *gradients)
+    ctx.options = inputs[10:24]
+    ctx.set_materialize_grads(False)
+    others = (statistics, *gradients)
+    ctx.mark_non_differentiable(*(value for value in others if value is not None))
+
+
+def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    # Read only once, because a checkpoint recomputes the saved tensors at each access.
+    saved = ctx.saved_tensors
+    arguments, computed = saved[:11], saved[11:]
+    wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[4]]
+    if not any(wanted) or all(grad is None for grad in grads[:3]):
+        return (None,) * 25
+    transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
+    if transformed or [grad is None for grad in grads[:3]] != [False, True, True]:
+        computed = (None, None, None)
+    given: tuple[Any, ...] = (*grads[:3], *arguments, *computed, *ctx.options, wanted)
+    dx, dweight, dbias = linear_divergence_backward(*given)
+    return (dx, dweight, None, None, dbias, *(None for _ in range(20)))
+
+
+library.gradient("linear_divergence_forward", _backward, _setup_context)
+library.keep_dtypes_under_autocast("linear_divergence_forward")
+library.keep_dtypes_under_autocast("linear_divergence_backward")

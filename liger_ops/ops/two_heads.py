@@ -1,0 +1,206 @@
+"""The definition of linear_divergence a chunk of logits at a time, and, for its kernels' host code
+too, the weights of its tokens and its reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import library
+from .chunks import chunks
+from .cross_entropy import effective, logsumexp
+
+_DIVERGENCE = library.OPS["divergence_forward"].definition
+_DIVERGENCE_GRADIENT = library.OPS["divergence_backward"].definition
+_LOSS = library.OPS["cross_entropy_forward"].definition
+_LOSS_GRADIENT = library.OPS["cross_entropy_backward"].definition
+
+
+def result_dtype(x: Tensor, *teacher: Tensor | None) -> torch.dtype:
+    double = any(t is not None and t.dtype is torch.float64 for t in (x, *teacher))
+    return torch.float64 if double else torch.float32
+
+
+def weights_of_tokens(
+    target: Tensor | None, token_weight: Tensor | None, ignore_index: int,
+    shape: Any, dtype: torch.dtype, device: torch.device,
+) -> Tensor:  # fmt: skip
+    """The weight of each token, 0 for those that are ignored; (M,)."""
+    if token_weight is None:
+        weights = torch.ones(shape, dtype=dtype, device=device)
+    else:
+        weights = token_weight.to(dtype)
+    if target is not None:
+        weights = torch.where(target != ignore_index, weights, 0.0)
+    return weights.reshape(-1)
+
+
+def divisor(reduction: str, weights: Tensor, num_items_in_batch: Tensor | None) -> Tensor | int:
+    """The number by which a reduction divides the sum of the tokens' values."""
+    if reduction != "mean":
+        return 1
+    return weights.sum() if num_items_in_batch is None else num_items_in_batch.to(weights.dtype)
+
+
+def reduced(
+    values: Tensor, weights: Tensor, items: Tensor | int, reduction: str, shape: Any
+) -> Tensor:
+    weighted = values * weights
+    return weighted.reshape(shape) if reduction == "none" else weighted.sum() / items
+
+
+def mixed(
+    divergence: Tensor, cross_entropy: Tensor | None, soft_weight: float, hard_weight: float
+) -> Tensor:
+    """The loss. A term whose weight is 0 is left out, and may be inf or NaN."""
+    if cross_entropy is None or hard_weight == 0:
+        return divergence * soft_weight
+    hard = cross_entropy * hard_weight
+    return hard if soft_weight == 0 else divergence * soft_weight + hard
+
+
+def upstream_of_sum(
+    weights: Tensor, soft_weight: float, hard_weight: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of each token's divergence and cross-entropy, if that of the sum of the tokens'
+    losses is 1; None for a term that is left out of the loss."""
+    soft, hard = (None if w == 0 else w * weights for w in (soft_weight, hard_weight))
+    return soft, hard
+
+
+def upstream_of_tokens(
+    dloss: Tensor | None, ddivergence: Tensor | None, dcross_entropy: Tensor | None,
+    target: Tensor | None, ignore_index: int, weights: Tensor, items: Tensor | int,
+    soft_weight: float, hard_weight: float,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of each token's own divergence and cross-entropy, (M,) and contiguous, or None
+    if there is none."""
+    found: list[Tensor | None] = []
+    for weight, grad in ((soft_weight, ddivergence), (hard_weight, dcross_entropy)):
+        parts = [] if dloss is None or weight == 0 else [dloss.to(weights.dtype) * weight]
+        parts += [] if grad is None else [grad.to(weights.dtype)]
+        if not parts:
+            found.append(None)
+            continue
+        factor = sum(parts[1:], parts[0]) / items
+        upstream = factor.reshape(-1).expand(weights.shape) * weights
+        if target is not None:
+            # An ignored token has no gradient, even if all are ignored and the mean is NaN.
+            upstream = torch.where(target.reshape(-1) != ignore_index, upstream, 0.0)
+        found.append(upstream)
+    return found[0], found[1]
+
+
+def factors_of(
+    dloss: Tensor, items: Tensor | int, target: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward's factors for the gradients of x, weight and bias from the forward."""
+    factor = dloss / items
+    of_rows = factor.reshape(1, 1)
+    if target is not None:
+        # An ignored token has no gradient, even if all are ignored and the mean is NaN.
+        kept = target != ignore_index
+        of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
+        factor = torch.where(kept.any(), factor, 0.0)
+    return of_rows, factor.reshape(1, 1), factor.reshape(1)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def chunks_of_logits(
+    student_x: Tensor, student_weight: Tensor, teacher_x: Tensor | None,
+    teacher_weight: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None,
+    teacher_logits: Tensor | None, target: Tensor | None, chunk_bytes: int | None,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    """Yield each chunk of tokens, the student's logits, the teacher's, and the targets."""
+    rows, row_bytes = rows_of(student_x), student_weight.shape[0] * student_x.element_size()
+    if teacher_x is not None and teacher_weight is not None:
+        row_bytes += teacher_weight.shape[0] * teacher_x.element_size()
+    for chunk in chunks(rows.shape[0], row_bytes, chunk_bytes):
+        student = F.linear(rows[chunk], student_weight, student_bias)
+        if teacher_x is not None and teacher_weight is not None:
+            teacher = F.linear(rows_of(teacher_x)[chunk], teacher_weight, teacher_bias)
+        else:
+            assert teacher_logits is not None
+            teacher = rows_of(teacher_logits)[chunk]
+        yield chunk, student, teacher, None if target is None else target.reshape(-1)[chunk]
+
+
+def _effective(
+    student: Tensor, teacher: Tensor, target: Tensor | None, student_softcap: float | None,
+    teacher_softcap: float | None, student_logit_scale: float, teacher_logit_scale: float,
+    ignore_index: int,
+) -> list[Tensor]:  # fmt: skip
+    """The scaled and capped logits of student and teacher, from 0 where the token is ignored: its
+    logits may be NaN, which would make its gradient NaN."""
+    if target is not None:
+        within = (target != ignore_index).unsqueeze(-1)
+        student, teacher = (torch.where(within, logits, 0.0) for logits in (student, teacher))
+    return [
+        effective(student, student_softcap, student_logit_scale),
+        effective(teacher, teacher_softcap, teacher_logit_scale),
+    ]
+
+
+def _as_long(student: Tensor, teacher: Tensor) -> list[Tensor]:
+    """Both logits with all classes, those that one side lacks being -inf."""
+    V = max(student.shape[-1], teacher.shape[-1])
+    return [
+        F.pad(x, (0, V - x.shape[-1]), value=-float("inf")) if x.shape[-1] < V else x
+        for x in (student, teacher)
+    ]
+
+
+def values_of(
+    student: Tensor, teacher: Tensor, target: Tensor | None,
+    kind: str, beta: float, temperature: float, teacher_temperature: float | None,
+    student_softcap: float | None, teacher_softcap: float | None,
+    student_logit_scale: float, teacher_logit_scale: float, ignore_index: int,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The divergence and the cross-entropy of each token, and the statistics."""
+    caps = (student_softcap, teacher_softcap, student_logit_scale, teacher_logit_scale)
+    z, teacher_z = _effective(student, teacher, target, *caps, ignore_index)
+    options = (kind, beta, temperature, teacher_temperature, ignore_index)
+    results = _DIVERGENCE(*_as_long(z, teacher_z), target, *options)
+    loss, lse = None, torch.zeros_like(results[0])
+    if target is not None:
+        loss, _, lse, *_ = _LOSS(z, target, None, None, None, ignore_index, "none")
+        lse = torch.where(target == ignore_index, 0.0, lse).to(results[0].dtype)
+    return results[0], loss, torch.stack([*results, lse]).detach()
+
+
+def dlogits_of(
+    soft: Tensor | None, hard: Tensor | None,
+    student: Tensor, teacher: Tensor, target: Tensor | None,
+    kind: str, beta: float, temperature: float, teacher_temperature: float | None,
+    student_softcap: float | None, teacher_softcap: float | None,
+    student_logit_scale: float, teacher_logit_scale: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """The gradient of the student's logits, in their dtype."""
+    caps = (student_softcap, teacher_softcap, student_logit_scale, teacher_logit_scale)
+    z, teacher_z = _effective(student, teacher, target, *caps, ignore_index)
+    options = (kind, beta, temperature, teacher_temperature, ignore_index)
+    dz = torch.zeros_like(z)
+    if soft is not None:
+        # That definition does not use the forward's results.
+        saved = (soft, soft, soft, soft)
+        inputs = (*_as_long(z, teacher_z), target, *saved, *options)
+        dlong, _ = _DIVERGENCE_GRADIENT(soft, *inputs, [True, False])
+        dz = dlong[..., : z.shape[-1]]
+    if hard is not None:
+        assert target is not None
+        total, lse = hard.sum(), logsumexp(z)
+        grads = (hard, None, None, None)
+        dz = dz + _LOSS_GRADIENT(
+            *grads, z, target, None, None, None, lse, total,
+            ignore_index, "none", 0.0, 0.0, None, 1.0,
+        )  # fmt: skip
+    if student_softcap is not None:
+        dz = dz * (1 - (z / student_softcap).square())
+    return (dz * student_logit_scale).to(student.dtype)
