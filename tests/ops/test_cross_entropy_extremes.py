@@ -106,7 +106,8 @@ def test_a_target_out_of_range_is_loud(
 def test_the_gpus_assertion(monkeypatch: pytest.MonkeyPatch, wrong: int, reduction: str) -> None:
     """The assertion that `debug` compiles in fails for targets out of range, and for no others."""
     builder = interpreter.interpreter_builder
-    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
+    debug = replace(builder.options, debug=True, sanitize_overflow=True)
+    monkeypatch.setattr(builder, "options", debug)
     kernel = OP.kernel("cuda")
     kernel(torch.zeros(2, 33), torch.tensor([32, -100]), reduction=reduction)
     with pytest.raises(Exception, match="a target is neither ignore_index nor from 0 to V - 1"):

@@ -98,6 +98,9 @@ def calls() -> Iterator[Callable[[], Any]]:
         yield from distribution_loss_calls(kernel, torch.empty(4, 128256, dtype=dtype))
         yield partial(finish_gradients, kernel, torch.empty(4, 64, dtype=dtype))
         yield partial(gradients_by_words, kernel, torch.empty(4, 64, dtype=dtype))
+        # A whole row of each head, and two passes.
+        for V in (100, 9000):
+            yield partial(both_heads, kernel, torch.empty(4, 64, dtype=dtype), V)
         for D, R in ((128, 128), (96, 24), (256, 256)):
             q, k = torch.empty(2, 3, 32, D, dtype=dtype), torch.empty(2, 3, 8, D, dtype=dtype)
             table = torch.empty(2, 3, R, dtype=dtype)
@@ -220,6 +223,16 @@ def gradients_by_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -
     row, target = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
     options = (0.7, None, 1.0, -100, None, None, [True, True, False])
     kernel["linear_log_prob_backward"](row, row, None, x, x, target, None, row, row, *options)
+
+
+def both_heads(kernel: dict[str, Callable[..., Any]], x: torch.Tensor, V: int) -> None:
+    """Call linear_divergence with caps, the cross-entropy of labels, and another length."""
+    weight, logits = x.new_empty(V, 64), x.new_empty(4, V + 32)
+    target = torch.zeros(4, dtype=torch.int64)
+    teacher = (None, None, None, None, logits, target, None, None)
+    options = ("jsd", 0.5, 0.7, None, 30.0, 20.0, 0.5, 1.0, 0.5, 0.5)
+    mask = [True, True, False]
+    kernel["linear_divergence_forward"](x, weight, *teacher, *options, gradient_mask=mask)
 
 
 def specialised(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:

@@ -1,4 +1,4 @@
-"""Triton's interpreter, changed to round as devices do.
+"""Triton's interpreter, changed to round as devices do, and without work that it does for nothing.
 
 It truncates float32 to bfloat16, while every device rounds to nearest, ties to even. Its results
 would miss error bounds that device code meets.
@@ -6,6 +6,7 @@ would miss error bounds that device code meets.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def patch() -> None:
+    round_to_nearest()
+    patch_language_once()
+    # Without `debug` it computes whether a sum of integers overflows, and then ignores the result.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
+def round_to_nearest() -> None:
     builder = interpreter.InterpreterBuilder
     cast = builder.cast_impl
 
@@ -32,3 +41,26 @@ def patch() -> None:
         return cast(self, source, dtype)
 
     builder.cast_impl = cast_impl
+
+
+def patch_language_once() -> None:
+    """Patch `triton.language` once in a launch for the functions of a module.
+
+    The interpreter patches `tl` and `tl.core`, whichever a function's module has, for the launch,
+    and then again at every call of a device function, which takes longer than most of these calls.
+    """
+    launch, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched: set[int] = set()
+
+    def patch_for_module(fn: Any) -> Any:
+        if id(fn.__globals__) in patched:
+            return None
+        patched.add(id(fn.__globals__))
+        return patch_lang(fn)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    interpreter._patch_lang = patch_for_module
+    interpreter.GridExecutor.__call__ = call
