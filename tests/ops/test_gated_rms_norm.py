@@ -31,13 +31,9 @@ test_properties = kernel_tests.properties(KERNELS, CASES)
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@pytest.mark.parametrize(("columns", "num_groups"), ((17001, 1), (34000, 2)))
-def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int, num_groups: int) -> None:
+def test_wide_rows_by_the_host_codes_own_plan(folder: str) -> None:
     dtype = torch.bfloat16
-    case = GatedNormCase(
-        shape=(2, columns), dtype=dtype, weight_dtype=dtype, layout="sliced",
-        norm_before_gate=num_groups == 1, num_groups=num_groups,
-    )  # fmt: skip
+    case = GatedNormCase(shape=(2, 17001), dtype=dtype, weight_dtype=dtype, layout="sliced")
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
