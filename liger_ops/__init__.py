@@ -9,6 +9,7 @@ from . import library
 from .device import infer_device
 from .ops.rms_norm import rms_norm
 from .ops.fused_add_rms_norm import fused_add_rms_norm
+from .ops.gated_rms_norm import gated_rms_norm
 from .ops.layer_norm import layer_norm
 from .ops.group_norm import group_norm
 from .ops.swiglu import swiglu

@@ -17,6 +17,7 @@ TYPES: dict[Any, str] = {
     float | None: "float?",
     int: "int",
     int | torch.SymInt: "SymInt",
+    int | torch.SymInt | None: "SymInt?",
     int | None: "int?",
     bool: "bool",
     str: "str",

@@ -103,13 +103,13 @@ def gated_gradients(dy, gate, up, a, b, c, ACTIVATION: tl.constexpr):
     if ACTIVATION == "swiglu":
         z = gate * a
         dy = dy * b
-        return dy * _silu_slope(z) * up * a, dy * (z * tl.sigmoid(z))
+        return dy * silu_slope(z) * up * a, dy * (z * tl.sigmoid(z))
     elif ACTIVATION == "clamped_swiglu":
         inside_gate = (gate <= b).to(tl.float32)
         inside_up = (tl.abs(up) <= b).to(tl.float32)
         gate, up = _clamped(gate, up, b)
         z = gate * a
-        dgate = dy * _silu_slope(z) * (up + c) * inside_gate
+        dgate = dy * silu_slope(z) * (up + c) * inside_gate
         return dgate, dy * (gate * tl.sigmoid(z)) * inside_up
     elif ACTIVATION == "geglu_tanh":
         # Beyond 30 the sigmoid is 0 or 1, and gate**3 = inf would give 0 * inf.
@@ -138,7 +138,7 @@ def relu(x):
 
 
 @triton.jit
-def _silu_slope(z):
+def silu_slope(z):
     # Beyond 1000 the sigmoid is 0 or 1, and z = inf would give 0 * inf. The sigmoid is that of z
     # itself, which the other gradient needs too.
     sigmoid = tl.sigmoid(z)

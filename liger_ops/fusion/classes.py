@@ -91,9 +91,9 @@ def _is_sharded(cls: type) -> bool:
 
 
 def in_place_of(original: Any, forward: Any) -> Any:
-    """`forward`, a function of self and a tensor, with the name and argument name of `original`."""
-    (argument,) = list(inspect.signature(original).parameters)[1:]
-    source = f"lambda self, {argument}: forward(self, {argument})"
+    """`forward`, a function of self and tensors, with the name and argument names of `original`."""
+    arguments = ", ".join(list(inspect.signature(original).parameters)[1:])
+    source = f"lambda self, {arguments}: forward(self, {arguments})"
     return functools.wraps(original)(eval(source, {"forward": forward}))
 
 

@@ -67,10 +67,11 @@ def _parameters_obstacle(module: nn.Module) -> str | None:
 
 def _forward_obstacle(module: nn.Module) -> str | None:
     try:
-        arguments = inspect.signature(module.forward).parameters.values()
+        arguments = list(inspect.signature(module.forward).parameters.values())
     except ValueError:
         return "its forward has no signature"
-    if len(arguments) == 1 and all(
+    gated = len(arguments) == 2 and arguments[1].name == "gate"
+    if (len(arguments) == 1 or gated) and all(
         argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
         for argument in arguments
     ):

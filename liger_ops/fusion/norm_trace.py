@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,8 @@ from .probing import NotAnOp, dtype_name, first_line, own_attributes
 from .trace import Trace
 
 REWRITES = ("rms_norm", "layer_norm", "group_norm")
+# Of a module that is called with a gate too.
+GATED_REWRITES = ("gated_rms_norm",)
 
 # Widths for modules without parameters. A norm over rows of both widths has no width of its own.
 ANY_WIDTHS = (40, 56)
@@ -43,13 +46,15 @@ class Norm:
         )
 
     def computed_by(
-        self, function: Callable[..., Any], x: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Any:
-        """Call the op, or another function with its arguments, on these tensors."""
+        self, function: Callable[..., Any], inputs: Sequence[Tensor],
+        weight: Tensor | None, bias: Tensor | None,
+    ) -> Any:  # fmt: skip
+        """Call the op, or another function with its arguments, on x, a gate if it has one, and the
+        parameters."""
         tensors = {"weight": weight}
-        if self.op != "rms_norm":
+        if self.op in ("layer_norm", "group_norm"):
             tensors["bias"] = bias
-        return function(x, **tensors, **self.options)
+        return function(*inputs, **tensors, **self.options)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def norm_of(module: nn.Module, mixed_dtypes: Sequence[Dtypes] = ()) -> Norm:
 class _Norm:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.is_gated = len(inspect.signature(module.forward).parameters) == 2
         self.parameters = {name: p for name, p in module._parameters.items() if p is not None}
 
     def found(self, mixed_dtypes: Sequence[Dtypes]) -> Norm:
@@ -163,9 +169,12 @@ class _Norm:
         if (found.op, options) != (norm.op, norm.options):
             raise NotAnOp(f"it is {norm} once, and {found} in another case ({case})")
 
-    def traced(self, case: _Case, rewrites: Sequence[str] = REWRITES) -> Norm:
+    def traced(self, case: _Case, rewrites: Sequence[str] | None = None) -> Norm:
         trace = Trace()
         x = trace.input("x", case.shape(), case.dtypes[0])
+        inputs = [x]
+        if self.is_gated:
+            inputs.append(trace.input("gate", case.shape(), case.dtypes[0]))
         parameters = {
             name: trace.input(name, (case.width,), case.dtypes[1]) for name in self.parameters
         }
@@ -173,14 +182,15 @@ class _Norm:
         before = own_attributes(module)
         try:
             with trace.running():
-                y = module(x)
+                y = module(*inputs)
         except Exception as error:
             raise _FailsInTrace(f"it fails on fake tensors ({case}): {first_line(error)}") from None
         if list(map(id, before.values())) != list(map(id, own_attributes(module).values())):
             raise NotAnOp("its forward changes its attributes")
         self.check_result(x, y, case)
         try:
-            found = recognise(trace.module(y), rewrites)
+            usual = GATED_REWRITES if self.is_gated else REWRITES
+            found = recognise(trace.module(y), rewrites or usual)
         except Refused as reason:
             raise NotAnOp(str(reason)) from None
         return self.norm(found, case)
@@ -199,11 +209,12 @@ class _Norm:
     def norm(self, found: Recognised, case: _Case) -> Norm:
         """The op, if its inputs are the module's own input and parameters, unmodified."""
         options = dict(found.arguments)
-        for name in ("x", "weight", "bias"):
+        inputs = ("x", "gate") if self.is_gated else ("x",)
+        for name in (*inputs, "weight", "bias"):
             given = options.pop(name, None)
-            if name != "x" and options.get("casting_mode", "gemma") == "gemma":
+            if name not in inputs and options.get("casting_mode", "gemma") == "gemma":
                 given = before_widening(given)
-            wanted = name if name == "x" or name in self.parameters else None
+            wanted = name if name in inputs or name in self.parameters else None
             if given is None and wanted is None:
                 continue
             if getattr(given, "op", None) != "placeholder" or given.target != wanted:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import library
-from ..nn import FusedAddRMSNorm, GroupNorm, LayerNorm, RMSNorm
+from ..nn import FusedAddRMSNorm, GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm
 from . import classes, sharding
 from .norm_obstacles import obstacle
 from .norm_trace import Dtypes, Norm, norm_of
@@ -19,7 +19,7 @@ from .probing import NotAnOp, Probes, attributes_key
 
 KIND = "norm"
 
-FUSED_CLASSES = (RMSNorm, FusedAddRMSNorm, LayerNorm, GroupNorm)
+FUSED_CLASSES = (RMSNorm, FusedAddRMSNorm, GatedRMSNorm, LayerNorm, GroupNorm)
 
 # Attribute in which a fused module keeps the original, outside of the module tree.
 ORIGINAL = "_fused_from"
@@ -28,7 +28,8 @@ ORIGINAL = "_fused_from"
 def plan(model: nn.Module) -> Plan:
     """Replace every norm of a model by the fused module that computes the same.
 
-    A norm whose parameters FSDP2 holds stays in place, and its forward is overridden.
+    A norm with a gate, and one whose parameters FSDP2 holds, stays in place, and its forward is
+    overridden.
     """
     probes = _Probes(model)
     replacements: dict[nn.Module, nn.Module] = {}
@@ -39,7 +40,8 @@ def plan(model: nn.Module) -> Plan:
             return
         try:
             norm = probes.norm(module)
-            if sharding.is_managed(module):
+            # In training the mixers of Mamba 2 read the weight and the eps of their gated norm.
+            if sharding.is_managed(module) or norm.op == "gated_rms_norm":
                 facts = norm.op, tuple(norm.options.items()), norm.width
                 plan.changes.append(lambda: classes.override(module, KIND, facts))
             elif module is model:
@@ -85,9 +87,9 @@ def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
     op, options, width = facts
     norm = Norm(op, dict(options), width)
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, *inputs: Tensor) -> Tensor:
         parameters = self._parameters
-        return norm.computed_by(overload, x, parameters.get("weight"), parameters.get("bias"))
+        return norm.computed_by(overload, inputs, parameters.get("weight"), parameters.get("bias"))
 
     overload = library.OPS[op].overload
     return {"forward": classes.in_place_of(base.forward, forward)}

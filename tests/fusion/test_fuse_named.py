@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig, Llama4VisionConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4VisionAttention
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 import fuse_rules
 from liger_ops import fuse
@@ -89,9 +88,14 @@ def llama4_vision() -> nn.Module:
     return Llama4VisionAttention(Llama4VisionConfig(hidden_size=16, num_attention_heads=2))
 
 
+class TwoInputsRMSNorm(nn.RMSNorm):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
 # Modules, and a part of the reason in the report.
 LEFT = [
-    (Qwen3NextRMSNormGated(8), "norm", "its forward takes (hidden_states, gate"),
+    (TwoInputsRMSNorm(8), "norm", "its forward takes (x, scale)"),
     (AdaLayerNorm(), "norm", "it holds other modules"),
     (GEGLU(), "gated activation", "it has 1 child that may be projections"),
     (PackedFeedForward(), "gated activation", "it computes none of swiglu, geglu"),

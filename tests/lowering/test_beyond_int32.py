@@ -41,6 +41,7 @@ Call = Callable[[Tensor, int], Any]
 # Calls of each op on the rows of x from `first` on.
 CALLS: dict[str, Call] = {
     "rms_norm": lambda x, first: liger_ops.rms_norm(x, weights()[0]),
+    "gated_rms_norm": lambda x, first: liger_ops.gated_rms_norm(x, x.detach(), weights()[0]),
     "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
     "softmax": lambda x, first: liger_ops.softmax(x),
     "swiglu": lambda x, first: liger_ops.swiglu(x),

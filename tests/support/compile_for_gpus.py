@@ -80,6 +80,12 @@ def calls() -> Iterator[Callable[[], Any]]:
             for mode in ("llama", "none") if N == 4096 else ("llama",):
                 yield lambda x=x, row=row, mode=mode: kernel["rms_norm"](x, row, 1e-6, 0.0, mode)
             yield lambda x=x, row=row: kernel["fused_add_rms_norm"](x, x, row)
+            for first in (True, False):
+                args, options = (x, x, row), (1e-6, first, None, "silu")
+                yield lambda args=args, options=options: kernel["gated_rms_norm"](*args, *options)
+                yield lambda args=args, options=options: kernel["gated_rms_norm_backward"](
+                    args[0], *args, *options, yes
+                )
             yield lambda x=x, row=row: kernel["layer_norm"](x, row, row)
             yield lambda x=x, row=row: kernel["rms_norm_backward"](x, x, row, 1e-6, 0.0, both)
             yield lambda x=x, row=row: kernel["fused_add_rms_norm_backward"](

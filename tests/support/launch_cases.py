@@ -12,34 +12,21 @@ from typing import Any
 
 import torch
 
+from launch_forms import (
+    BF16,
+    COUNTED_ROWS,
+    DTYPES,
+    EXECUTED_ROWS,
+    FP32,
+    ROWS,
+    WIDTHS,
+    Fields,
+    Forms,
+    masks,
+    rows,
+)
 from op_table import OPS
 from op_under_test import Case, OpUnderTest
-
-Fields = dict[str, Any]
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
-
-# Narrow, odd, as in models, and huge: several rows per tile, one, and rows larger than any tile.
-WIDTHS = (1, 100, 512, 1023, 4096, 8192, 14336, 131072)
-ROWS = 4096
-MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, True, True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forms:
-    """The cases of an op: fields of its family's Case, except the dtype."""
-
-    shapes: tuple[Fields, ...]
-    options: tuple[Fields, ...] = ()
-    # Options that only the backward kernel sees.
-    backward_options: tuple[Fields, ...] = ()
-    # Indices of the shapes at which the options are used.
-    optional_at: tuple[int, ...] = (0,)
-    # Shape in docs/npu.md -> fewer rows, or groups, with which its traffic is counted.
-    counted: dict[int, Fields]
-    # Small shapes, some with a tile, at which the lowered code is run; options use the first one.
-    executed: tuple[Fields, ...]
 
 
 @dataclass(frozen=True)
@@ -50,44 +37,6 @@ class LaunchCase:
     directions: tuple[bool, ...] = (False, True)
     # Whether it is one of `shapes` without options.
     plain: bool = True
-
-
-COUNTED_ROWS = {
-    i: {"shape": (rows, WIDTHS[i])} for i, rows in {1: 5, 4: 3, 5: 2, 6: 2, 7: 1}.items()
-}
-
-# One and several rows per tile, rows that fit and rows read twice, and the host code's own tile.
-EXECUTED_ROWS = (
-    {"shape": (7, 300), "tile": (4, 64)},
-    {"shape": (5, 100), "tile": (2, 128)},
-    {"shape": (7, 300), "tile": (1, 64)},
-    {"shape": (3, 5000)},
-)
-
-
-# A row that stays in the buffer in its own dtype, and does not fill its last piece.
-PADDED = 5000
-
-
-def rows(*options: Fields, backward: tuple[Fields, ...] = ()) -> Forms:
-    return Forms(
-        shapes=tuple({"shape": (ROWS, N)} for N in (*WIDTHS, PADDED)),
-        options=options,
-        backward_options=backward,
-        # The widths 1023, 4096, 8192 and 14336.
-        optional_at=(3, 4, 5, 6),
-        counted=COUNTED_ROWS,
-        executed=EXECUTED_ROWS,
-    )
-
-
-def masks(gradients: int) -> tuple[Fields, ...]:
-    """The proper, nonempty subsets of an op's gradients."""
-    return tuple(
-        {"output_mask": mask}
-        for mask in MASKS
-        if any(mask[:gradients]) and not all(mask[:gradients])
-    )
 
 
 # Turns off the options that the samples of the losses use.
@@ -273,6 +222,7 @@ def two_heads() -> Forms:
 WEIGHTLESS = {"weight_dtype": None}
 PLAIN = {"weight_dtype": None, "bias_dtype": None}
 MODES = ({"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"})
+FP32_WEIGHTED = {"weight_dtype": FP32}
 FP32_WEIGHTS = {"weight_dtype": FP32, "bias_dtype": FP32}
 DX_ALONE = {"output_mask": (True, False, False)}
 # Rows that are not contiguous, and start at any address.
@@ -292,6 +242,27 @@ GROUPS = tuple(
         ((2, 6, 100003), 3),
         ((2, 4, 11), 4),
     )
+)
+
+# Narrow groups of columns, those of Mamba 2 and Zamba2, one group, and groups that fit no tile.
+GROUPED_NORM = Forms(
+    shapes=tuple(
+        {"shape": (ROWS, N), "num_groups": groups}
+        for N, groups in ((24, 3), (1024, 8), (8192, 8), (4096, 1), (8192, 1), (28672, 2))
+    ),
+    options=({"casting_mode": "gemma"}, FP32_WEIGHTED),
+    backward_options=({**WEIGHTLESS, **DX_ALONE}, *masks(3)),
+    optional_at=(2, 3, 5),
+    counted={
+        i: {"shape": (rows, N), "num_groups": groups}
+        for i, rows, N, groups in ((2, 4, 8192, 8), (3, 3, 4096, 1), (5, 2, 28672, 2))
+    },
+    executed=(
+        {"shape": (7, 300), "num_groups": 3, "tile": (4, 64)},
+        {"shape": (5, 96), "num_groups": 2, "tile": (2, 64)},
+        {"shape": (5, 96), "num_groups": 3},
+        {"shape": (3, 10000), "num_groups": 2},
+    ),
 )
 
 HEADS = {"k_heads": 8, "layout": "model", "k_layout": "model", "tables": "batch"}
@@ -360,6 +331,13 @@ OWN_FORMS = {
             {"has_ds": False, **DX_ALONE},
         ),
     ),
+    "gated_rms_norm": rows(
+        {"activation": "sigmoid", "casting_mode": "gemma"},
+        FP32_WEIGHTED,
+        {"gate_dtype": FP32},
+        backward=({**WEIGHTLESS, **DX_ALONE}, *masks(3)),
+    ),
+    "gated_rms_norm-grouped": GROUPED_NORM,
     "layer_norm": rows(
         FP32_WEIGHTS, {"bias_dtype": None}, backward=({**PLAIN, **DX_ALONE}, *masks(3))
     ),

@@ -70,5 +70,7 @@ def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -
         return cross_entropy.Online(columns)
     if "norm" in op and backward:
         two_pass = TwoPassBackward(columns, programs=2)
-        return two_pass if rows == 1 else TwoKernel(columns, programs=2, BLOCK_M=rows)
+        if rows == 1 and op != "gated_rms_norm":
+            return two_pass
+        return TwoKernel(columns, programs=2, BLOCK_M=rows)
     return TwoPass(columns)

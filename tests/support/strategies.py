@@ -9,6 +9,7 @@ from activation_cases import ActivationCase
 from cross_entropy_cases import LossCase
 from distribution_cases import DistributionCase
 from divergence_cases import DivergenceCase
+from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
 from norm_cases import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
@@ -73,6 +74,31 @@ def fused_add_rms_norms() -> st.SearchStrategy[NormCase]:
 
 def layer_norms() -> st.SearchStrategy[NormCase]:
     return row_norms(has_offset=False, has_bias=True, has_residual=False, mask_length=3)
+
+
+@st.composite
+def gated_rms_norms(draw: st.DrawFn) -> GatedNormCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    num_groups = draw(st.sampled_from((1, 1, 2, 3)))
+    sizes = [n for n in SIZES if num_groups * n <= (5 * tile[1] if tile else 1021)]
+    return GatedNormCase(
+        shape=(*draw(leading_shapes()), num_groups * draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        gate_dtype=draw(st.sampled_from((None, None, torch.float32))),
+        weight_dtype=draw(st.sampled_from((dtype, torch.float32, None))),
+        eps=draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
+        norm_before_gate=draw(st.booleans()),
+        num_groups=num_groups,
+        activation=draw(st.sampled_from(("silu", "sigmoid"))),
+        casting_mode=draw(st.sampled_from(("llama", "gemma"))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
 
 
 @st.composite

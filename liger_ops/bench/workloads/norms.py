@@ -1,4 +1,4 @@
-"""rms_norm, fused_add_rms_norm, layer_norm, group_norm."""
+"""rms_norm, fused_add_rms_norm, gated_rms_norm, layer_norm, group_norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 import liger_ops
 
 from .entry import Entry, Function, leaves, moved, wide
-from .models import HIDDEN
+from .models import HIDDEN, TOKENS
 
 EPS = 1e-6
 GROUPS = 32
@@ -26,6 +26,10 @@ def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
 def llama_add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     s = x + residual
     return llama_norm(s, weight), s
+
+
+def qwen3_next_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return (llama_norm(x, weight) * F.silu(wide(gate))).to(x.dtype)
 
 
 def _liger_rms_norm(liger: Any) -> Function:
@@ -70,6 +74,16 @@ ENTRIES = (
         passes=moved(4, 4),
         figures=((32768, 4096), (8192, 16384)),
         models=HIDDEN,
+    ),
+    Entry(
+        op="gated_rms_norm",
+        ours=lambda x, gate, weight: liger_ops.gated_rms_norm(x, gate, weight, EPS),
+        eager=qwen3_next_norm,
+        inputs=leaves(2, 1),
+        passes=moved(3, 5),
+        # The heads of Qwen3-Next, and the widths of Mamba 2.
+        figures=((TOKENS * 32, 128), (32768, 4096), (16384, 8192)),
+        models={"qwen3-next-80b": (TOKENS * 32, 128), "mamba2-2.7b": (TOKENS, 5120)},
     ),
     Entry(
         op="layer_norm",

@@ -1,0 +1,156 @@
+"""gated_rms_norm against float64 truth, and against the models' code that it replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from gated_norm_cases import GatedNormCase
+from op_table import OPS
+from op_under_test import FOLDERS
+
+OP = OPS["gated_rms_norm"]
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+KERNELS = kernel_tests.every_folder(OP)
+CASES = strategies.gated_rms_norms()
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
+test_properties = kernel_tests.properties(KERNELS, CASES)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_wide_rows_by_the_host_codes_own_plan(folder: str) -> None:
+    dtype = torch.bfloat16
+    case = GatedNormCase(shape=(2, 17001), dtype=dtype, weight_dtype=dtype, layout="sliced")
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_zero_eps_with_rows_left_over(folder: str) -> None:
+    """A tile is padded with rows of zeros, whose 1 / rms is infinite without an eps."""
+    dtype = torch.float32
+    case = GatedNormCase(shape=(3, 13), dtype=dtype, weight_dtype=dtype, eps=0.0, tile=(4, 64))
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+class Sigmoid(Qwen3NextRMSNormGated):
+    """Kimi Linear's, which no version of transformers before 5.20 has."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        wide = self.weight.to(torch.float32) * wide
+        return (wide * torch.sigmoid(gate.to(torch.float32))).to(x.dtype)
+
+
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3-next": (Qwen3NextRMSNormGated(96, 1e-5), {}),
+    "mamba2": (MambaRMSNormGated(96, 32, 1e-5), {"norm_before_gate": False, "group_size": 32}),
+    "falcon-h1": (
+        FalconH1RMSNormGated(96, 1e-5, n_groups=3),
+        {"group_size": 32, "casting_mode": "gemma"},
+    ),
+    "falcon-h1-after": (
+        FalconH1RMSNormGated(96, 1e-5, norm_before_gate=False),
+        {"norm_before_gate": False, "casting_mode": "gemma"},
+    ),
+    "kimi-linear": (Sigmoid(96, 1e-5), {"activation": "sigmoid", "casting_mode": "gemma"}),
+}
+
+
+@pytest.mark.parametrize("weight_dtype", (None, torch.float32))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("name", MODELS)
+def test_definition_is_the_models_code(
+    name: str, dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> None:
+    """Bit for bit, but that the op rounds Mamba 2's y to x.dtype, where its weight is float32."""
+    module, options = MODELS[name]
+    torch.manual_seed(0)
+    x, gate = (torch.randn(2, 7, 96).to(dtype) for _ in range(2))
+    module = module.to(weight_dtype or dtype)
+    nn.init.normal_(module.weight)
+    with torch.no_grad():
+        y = module(x, gate).to(dtype)
+        assert torch.equal(liger_ops.gated_rms_norm(x, gate, module.weight, 1e-5, **options), y)
+
+
+@pytest.mark.parametrize("name", ("qwen3-next", "mamba2"))
+def test_gradient_is_that_of_the_models_code(name: str) -> None:
+    module, options = MODELS[name]
+    module = module.float()
+    torch.manual_seed(0)
+    tensors = [torch.randn(5, 96) for _ in range(2)]
+    ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+    dy = torch.randn(5, 96)
+    y = liger_ops.gated_rms_norm(*ours, module.weight, 1e-5, **options)
+    found = torch.autograd.grad(y, [*ours, module.weight], dy)
+    expected = torch.autograd.grad(module(*theirs), [*theirs, module.weight], dy)
+    torch.testing.assert_close(found, expected)
+
+
+def test_module_is_the_op() -> None:
+    module = liger_ops.nn.GatedRMSNorm(8, 1e-3, False, 4, "sigmoid", "gemma")
+    nn.init.normal_(module.weight)
+    x, gate = torch.randn(3, 8), torch.randn(3, 8)
+    expected = liger_ops.gated_rms_norm(x, gate, module.weight, *module._options())
+    assert torch.equal(module(x, gate), expected)
+    assert repr(module) == (
+        "GatedRMSNorm(8, eps=0.001, norm_before_gate=False, group_size=4, activation='sigmoid',"
+        " casting_mode='gemma', elementwise_affine=True)"
+    )
+    module.reset_parameters()
+    bare = liger_ops.nn.GatedRMSNorm(8, 1e-3, False, 4, "sigmoid", "gemma", False)
+    assert torch.equal(module(x, gate), bare(x, gate))
+    anything = liger_ops.nn.GatedRMSNorm(None, elementwise_affine=False)
+    assert torch.equal(anything(x, gate), liger_ops.gated_rms_norm(x, gate))
+    with pytest.raises(ValueError, match=r"^GatedRMSNorm: x must be \(\.\.\., 8\)"):
+        bare(x[:, :4], gate[:, :4])
+    with pytest.raises(ValueError, match="^GatedRMSNorm: hidden_size must be a positive int"):
+        liger_ops.nn.GatedRMSNorm(None)
+    with pytest.raises(ValueError, match="group_size must be a divisor of x's 8 columns, got 3"):
+        liger_ops.nn.GatedRMSNorm(8, group_size=3)
+
+
+def test_rejects() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(8)
+    for args, message in (
+        ((torch.tensor(1.0), x), "gated_rms_norm: x must be (..., N), got shape ()"),
+        (
+            (x, torch.zeros(2, 7)),
+            "gated_rms_norm: gate must have the shape of x, (2, 8), got (2, 7)",
+        ),
+        (
+            (x, x, torch.zeros(7)),
+            "gated_rms_norm: weight must have the shape of x's last dimension, (8,), got (7,)",
+        ),
+        ((x, x, weight, -1.0), "gated_rms_norm: eps must be a number of at least 0, got -1.0"),
+        (
+            (x, x, weight, 1e-6, True, 3),
+            "gated_rms_norm: group_size must be a divisor of x's 8 columns, got 3",
+        ),
+        (
+            (x, x, weight, 1e-6, True, None, "gelu"),
+            "gated_rms_norm: activation must be one of 'silu', 'sigmoid', got 'gelu'",
+        ),
+        (
+            (x, x, weight, 1e-6, True, None, "silu", "none"),
+            "gated_rms_norm: casting_mode must be one of 'llama', 'gemma', got 'none'",
+        ),
+    ):
+        op_checks.assert_rejects(OP, args, message)

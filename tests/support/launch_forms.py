@@ -1,0 +1,72 @@
+"""Forms: the shapes and options with which an op's npu kernels are tested, and those of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Fields = dict[str, Any]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+
+# Narrow, odd, as in models, and huge: several rows per tile, one, and rows larger than any tile.
+WIDTHS = (1, 100, 512, 1023, 4096, 8192, 14336, 131072)
+ROWS = 4096
+MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, True, True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forms:
+    """The cases of an op: fields of its family's Case, except the dtype."""
+
+    shapes: tuple[Fields, ...]
+    options: tuple[Fields, ...] = ()
+    # Options that only the backward kernel sees.
+    backward_options: tuple[Fields, ...] = ()
+    # Indices of the shapes at which the options are used.
+    optional_at: tuple[int, ...] = (0,)
+    # Shape in docs/npu.md -> fewer rows, or groups, with which its traffic is counted.
+    counted: dict[int, Fields]
+    # Small shapes, some with a tile, at which the lowered code is run; options use the first one.
+    executed: tuple[Fields, ...]
+
+
+COUNTED_ROWS = {
+    i: {"shape": (rows, WIDTHS[i])} for i, rows in {1: 5, 4: 3, 5: 2, 6: 2, 7: 1}.items()
+}
+
+# One and several rows per tile, rows that fit and rows read twice, and the host code's own tile.
+EXECUTED_ROWS = (
+    {"shape": (7, 300), "tile": (4, 64)},
+    {"shape": (5, 100), "tile": (2, 128)},
+    {"shape": (7, 300), "tile": (1, 64)},
+    {"shape": (3, 5000)},
+)
+
+
+# A row that stays in the buffer in its own dtype, and does not fill its last piece.
+PADDED = 5000
+
+
+def rows(*options: Fields, backward: tuple[Fields, ...] = ()) -> Forms:
+    return Forms(
+        shapes=tuple({"shape": (ROWS, N)} for N in (*WIDTHS, PADDED)),
+        options=options,
+        backward_options=backward,
+        # The widths 1023, 4096, 8192 and 14336.
+        optional_at=(3, 4, 5, 6),
+        counted=COUNTED_ROWS,
+        executed=EXECUTED_ROWS,
+    )
+
+
+def masks(gradients: int) -> tuple[Fields, ...]:
+    """The proper, nonempty subsets of an op's gradients."""
+    return tuple(
+        {"output_mask": mask}
+        for mask in MASKS
+        if any(mask[:gradients]) and not all(mask[:gradients])
+    )
