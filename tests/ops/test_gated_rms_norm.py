@@ -49,7 +49,7 @@ def test_zero_eps_with_rows_left_over(folder: str) -> None:
 
 
 class Sigmoid(Qwen3NextRMSNormGated):
-    """Kimi Linear's, which no version of transformers before 5.20 has."""
+    """Everything in float32, and a sigmoid, as in Kimi Linear."""
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float32)
