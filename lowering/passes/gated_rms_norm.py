@@ -45,6 +45,13 @@ def mamba2(
     return weight * wide.view(whole).to(x.dtype)
 
 
+def mamba2_of_one_group(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * F.silu(gate.to(torch.float32))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
 def rewrite(graph: fx.Graph, report: Report) -> None:
     replace_all(graph, report, "gated_rms_norm", SPELLINGS)
 
@@ -75,5 +82,6 @@ SPELLINGS = [
     (Pattern(qwen3_next, **_ROWS), _op(True, "silu", "llama")),
     (Pattern(qwen4, **_ROWS), _op(True, "sigmoid", "llama")),
     (Pattern(kimi_linear, **_ROWS), _op(True, "sigmoid", "gemma")),
+    (Pattern(mamba2_of_one_group, **_ROWS), _op(False, "silu", "llama")),
     (Pattern(mamba2, **_ROWS, groups=[2, 3, 2, 4], whole=[2, 3, 8]), _op(False, "silu", "llama")),
 ]

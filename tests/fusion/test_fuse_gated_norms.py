@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Mamba2Config, Qwen3NextConfig
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from liger_ops import fuse, unfuse
 
@@ -68,8 +68,8 @@ COMPUTES = [
     (SigmoidGated(), SIGMOID | LLAMA),
     (OneRounding(), SIGMOID | GEMMA),
     (Qwen3NextRMSNormGated(24, 1e-5), SILU | LLAMA),
-    (MambaRMSNormGated(24, 24, 1e-5), {"norm_before_gate": False} | SILU | LLAMA),
-    (MambaRMSNormGated(24, 8, 1e-5), {"norm_before_gate": False, "group_size": 8} | SILU | LLAMA),
+    (Zamba2RMSNormGated(24, 24, 1e-5), {"norm_before_gate": False} | SILU | LLAMA),
+    (Zamba2RMSNormGated(24, 8, 1e-5), {"norm_before_gate": False, "group_size": 8} | SILU | LLAMA),
 ]
 
 
@@ -122,7 +122,7 @@ class OnlyX(Gated):
         return self.weight * self.normalised(x).to(x.dtype)
 
 
-class StridedGroups(MambaRMSNormGated):
+class StridedGroups(Zamba2RMSNormGated):
     """A group is every third column."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def trained(model: nn.Module) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
