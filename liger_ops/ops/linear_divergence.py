@@ -73,7 +73,7 @@ def linear_divergence(
         mean: sum_i w_i * value_i / sum_i w_i, or / num_items_in_batch
 
     w_i is token_weight_i, or 1 without token_weights, and 0 for a token whose target is
-    ignore_index. A term of loss whose weight is 0 is left out.
+    ignore_index. A mean whose w_i are all 0 is 0. A term of loss whose weight is 0 is left out.
 
     The teacher is a constant. A tensor of the teacher that requires a gradient is refused, so that
     no gradient is lost in silence: pass `teacher_x.detach()`.

@@ -40,10 +40,14 @@ def weights_of_tokens(
 
 
 def divisor(reduction: str, weights: Tensor, num_items_in_batch: Tensor | None) -> Tensor | int:
-    """The number by which a reduction divides the sum of the tokens' values."""
+    """The number by which a reduction divides the sum of the tokens' values; 1 for a mean over
+    nothing, which is 0."""
     if reduction != "mean":
         return 1
-    return weights.sum() if num_items_in_batch is None else num_items_in_batch.to(weights.dtype)
+    if num_items_in_batch is not None:
+        return num_items_in_batch.to(weights.dtype)
+    total = weights.sum()
+    return torch.where(total == 0, 1.0, total)
 
 
 def reduced(
@@ -89,7 +93,7 @@ def upstream_of_tokens(
         factor = sum(parts[1:], parts[0]) / items
         upstream = factor.reshape(-1).expand(weights.shape) * weights
         if target is not None:
-            # An ignored token has no gradient, even if all are ignored and the mean is NaN.
+            # An ignored token has no gradient, even if num_items_in_batch is 0.
             upstream = torch.where(target.reshape(-1) != ignore_index, upstream, 0.0)
         found.append(upstream)
     return found[0], found[1]
@@ -102,7 +106,7 @@ def factors_of(
     factor = dloss / items
     of_rows = factor.reshape(1, 1)
     if target is not None:
-        # An ignored token has no gradient, even if all are ignored and the mean is NaN.
+        # An ignored token has no gradient, even if num_items_in_batch is 0.
         kept = target != ignore_index
         of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
         factor = torch.where(kept.any(), factor, 0.0)
