@@ -18,7 +18,12 @@ def names() -> set[str]:
     """What the package offers: ops, losses, modules, their arguments and the fields of outputs."""
     found = {*losses.__all__, *dir(liger_ops)}
     public = [getattr(losses, name) for name in losses.__all__]
-    for thing in [*public, losses.modules.LinearLoss, liger_ops.log_prob]:
+    for thing in [
+        *public,
+        losses.modules.LinearLoss,
+        liger_ops.log_prob,
+        liger_ops.linear_divergence,
+    ]:
         found |= set(getattr(thing, "_fields", ()))
         found |= set(inspect.signature(thing).parameters)
         found |= set(inspect.signature(getattr(thing, "forward", thing)).parameters)
