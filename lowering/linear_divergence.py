@@ -93,7 +93,7 @@ class Heads:
         losses: Tensor | None,
     ) -> None:  # fmt: skip
         """Fill the statistics, and the cross-entropy of each token."""
-        *results, lse = statistics[:, chunk]
+        *results, lse = (row[chunk] for row in statistics)
         target = None if self.target is None else self.target[chunk]
         self.divergence.divergences(self.options, student, teacher, target, results)
         if target is not None and losses is not None:
@@ -110,7 +110,7 @@ class Heads:
         statistics: Tensor,
     ) -> None:  # fmt: skip
         """Write the gradient of the student's logits over them."""
-        *saved, lse = statistics[:, chunk]
+        *saved, lse = (row[chunk] for row in statistics)
         soft, hard = (None if grad is None else grad[chunk] for grad in upstream)
         if soft is None:
             soft = lse.new_zeros(()).expand(lse.shape)

@@ -51,7 +51,7 @@ def results(
         "chunk_bytes": case.chunk_bytes,
     }
     if op == "linear_log_prob":
-        *found, _ = forward(**given, **form)
+        found = list(forward(**given, **form)[:3])
         options = {
             "temperature": 1.0,
             "softcap": None,

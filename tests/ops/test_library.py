@@ -166,6 +166,7 @@ SHARED = {
     "jsd": "distribution_loss",
     "tvd": "distribution_loss",
     "linear_log_prob": "cross_entropy",
+    "linear_divergence": "divergence",
 }
 
 

@@ -221,13 +221,15 @@ def finish_gradients(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> 
     target = torch.zeros(4, dtype=torch.int64)
     inputs = (one, None, None, None, x, x, target, None, None, None, None, lse, one)
     options = (-100, "mean", 0.0, 0.0, None, 1.0, None, None)
-    kernel["linear_cross_entropy_backward"](*inputs, x, x, None, *options, [True, True, False])
+    kernel["linear_cross_entropy_backward"](
+        *inputs, x, x, None, *options, [True, True, False, False, False]
+    )
 
 
 def gradients_by_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:
     """Call linear_log_prob's backward, whose targets need not be among the columns."""
     row, target = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
-    options = (0.7, None, 1.0, -100, None, None, [True, True, False])
+    options = (0.7, None, 1.0, -100, None, None, [True, True, False, False, False])
     kernel["linear_log_prob_backward"](row, row, None, x, x, target, None, row, row, *options)
 
 
