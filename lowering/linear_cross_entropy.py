@@ -209,10 +209,10 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
     del allocated
     rows = call.x.reshape(-1, call.x.shape[-1])
     tokens = tokens_of(call, call.class_weight, *outputs)
-    linear = chunked_linear(call, rows, computed[1], alignment)
-    gradients = Gradients(linear.products, computed, linear.sum_dtype)
+    head = chunked_linear(call, rows, computed[1], alignment)
+    gradients = Gradients(head.products, computed, head.sum_dtype)
     del computed
-    for chunk, logits in linear.logits():
+    for chunk, logits in head.logits():
         kernels.loss_and_gradient(call, logits, tokens.chunk(chunk), any(call.gradient_mask))
         gradients.add(chunk, logits)
     del logits
@@ -243,10 +243,10 @@ def _backward(
         call.lse, call.reduction, call.total_weight, call.num_items_in_batch,
     )  # fmt: skip
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
-    linear = chunked_linear(call, rows, unfinished[1], alignment)
-    gradients = Gradients(linear.products, unfinished, linear.sum_dtype)
+    head = chunked_linear(call, rows, unfinished[1], alignment)
+    gradients = Gradients(head.products, unfinished, head.sum_dtype)
     del results, unfinished
-    for chunk, logits in linear.logits():
+    for chunk, logits in head.logits():
         grads = [None if grad is None else grad[chunk] for grad in (*upstream, None)]
         kernels.gradient(call, grads, logits, tokens.chunk(chunk), lse[chunk], logits)
         gradients.add(chunk, logits)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..ops.head import Product, both, still_missing
+from ..ops.head import Product, both, factors_of, still_missing
 from ..ops.two_heads import (
     divisor,
-    factors_of,
     mixed,
     reduced,
     rows_of,
@@ -191,7 +190,7 @@ def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
     computed = (call.dx, call.dweight, call.dbias)
     finished: list[Tensor | None] = [None, None, None]
     if call.dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(call.dloss, items, call.target, call.ignore_index)
+        factors = factors_of(call.dloss, call.target, call.ignore_index, items)
         for i, (gradient, result) in enumerate(zip(computed, results, strict=True)):
             if gradient is not None and result is not None:
                 scale(gradient, factors[i], result)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.gated_rms_norm import gated_rms_norm
-from .checks import check_size
+from .rms_norm import OptionalWeight
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(OptionalWeight):
     """Root-mean-square normalisation before or after a gate. Calls `liger_ops.gated_rms_norm`.
 
         y = norm(x) * weight * activation(gate)      with norm_before_gate
@@ -45,30 +45,18 @@ class GatedRMSNorm(nn.Module):
         tensor([[0.4243, 0.5657]])
     """
 
-    weight: nn.Parameter | None
-
     def __init__(
         self, hidden_size: int | None, eps: float = 1e-6, norm_before_gate: bool = True,
         group_size: int | None = None, activation: str = "silu", casting_mode: str = "llama",
         elementwise_affine: bool = True,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        weight = None
-        if hidden_size is not None:
-            check_size("GatedRMSNorm", "hidden_size", hidden_size)
-            if elementwise_affine:
-                weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        elif elementwise_affine:
-            raise ValueError("GatedRMSNorm: hidden_size must be a positive int, got None")
-        self.hidden_size = hidden_size
+        super().__init__(hidden_size, elementwise_affine, device, dtype)
         self.eps = eps
         self.norm_before_gate = norm_before_gate
         self.group_size = group_size
         self.activation = activation
         self.casting_mode = casting_mode
-        self.elementwise_affine = elementwise_affine
-        self.register_parameter("weight", weight)
         # Raises the op's own errors for wrong options now, not at the first forward.
         nothing = torch.empty(0, hidden_size or group_size or 1, device="meta")
         gated_rms_norm(nothing, nothing, None, *self._options())
@@ -83,11 +71,7 @@ class GatedRMSNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        # With a weight the op itself checks the width.
-        if self.weight is None and self.hidden_size not in (None, x.shape[-1]):
-            raise ValueError(
-                f"GatedRMSNorm: x must be (..., {self.hidden_size}), got shape {tuple(x.shape)}"
-            )
+        self._check_width(x)
         return gated_rms_norm(x, gate, self.weight, *self._options())
 
     def extra_repr(self) -> str:

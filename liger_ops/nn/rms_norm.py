@@ -10,15 +10,14 @@ from ..ops.rms_norm import rms_norm
 from .checks import check_size
 
 
-class _RMSNormBase(nn.Module):
-    """The weight and the options that RMSNorm and FusedAddRMSNorm share."""
+class OptionalWeight(nn.Module):
+    """What the modules of a norm with an optional weight share."""
 
     weight: nn.Parameter | None
 
     def __init__(
-        self, hidden_size: int | None, eps: float = 1e-6, offset: float = 0.0,
-        casting_mode: str = "llama", elementwise_affine: bool = True,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        self, hidden_size: int | None, elementwise_affine: bool,
+        device: torch.device | str | None, dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
         owner = type(self).__name__
@@ -30,19 +29,8 @@ class _RMSNormBase(nn.Module):
         elif elementwise_affine:
             raise ValueError(f"{owner}: hidden_size must be a positive int, got None")
         self.hidden_size = hidden_size
-        self.eps = eps
-        self.offset = offset
-        self.casting_mode = casting_mode
         self.elementwise_affine = elementwise_affine
         self.register_parameter("weight", weight)
-        self._check_options()
-        self.reset_parameters()
-
-    def _check_options(self) -> None:
-        """Raise the op's own errors for wrong options now, not at the first forward."""
-        nothing = torch.empty(0, 1, device="meta")
-        weight = torch.empty(1, device="meta") if self.elementwise_affine else None
-        rms_norm(nothing, weight, self.eps, self.offset, self.casting_mode)
 
     def _check_width(self, x: Tensor) -> None:
         # With a weight the op itself checks the width.
@@ -51,6 +39,28 @@ class _RMSNormBase(nn.Module):
                 f"{type(self).__name__}: x must be (..., {self.hidden_size}),"
                 f" got shape {tuple(x.shape)}"
             )
+
+
+class _RMSNormBase(OptionalWeight):
+    """The options that RMSNorm and FusedAddRMSNorm share."""
+
+    def __init__(
+        self, hidden_size: int | None, eps: float = 1e-6, offset: float = 0.0,
+        casting_mode: str = "llama", elementwise_affine: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden_size, elementwise_affine, device, dtype)
+        self.eps = eps
+        self.offset = offset
+        self.casting_mode = casting_mode
+        self._check_options()
+        self.reset_parameters()
+
+    def _check_options(self) -> None:
+        """Raise the op's own errors for wrong options now, not at the first forward."""
+        nothing = torch.empty(0, 1, device="meta")
+        weight = torch.empty(1, device="meta") if self.elementwise_affine else None
+        rms_norm(nothing, weight, self.eps, self.offset, self.casting_mode)
 
     def reset_parameters(self) -> None:
         """Initialise the weight so that weight + offset is 1."""

@@ -141,14 +141,17 @@ def upstream_of_tokens(
 
 
 def factors_of(
-    dloss: Tensor, target: Tensor, ignore_index: int, divisor: Tensor | int
+    dloss: Tensor, target: Tensor | None, ignore_index: int, divisor: Tensor | int
 ) -> tuple[Tensor, ...]:
-    """The backward's factors for the gradients from the forward."""
+    """The backward's factors for the gradients from the forward. Without targets all tokens
+    count."""
     factor = dloss / divisor
-    # An ignored token has no gradient, even if all are ignored and the mean is NaN.
-    kept = target != ignore_index
-    of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
-    factor = torch.where(kept.any(), factor, 0.0)
+    of_rows = factor.reshape(1, 1)
+    if target is not None:
+        # An ignored token has no gradient, even if all are ignored and the mean is NaN.
+        kept = target != ignore_index
+        of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
+        factor = torch.where(kept.any(), factor, 0.0)
     of_weight = factor.reshape(1, 1)
     return of_rows, of_weight, factor.reshape(1), of_rows, of_weight
 

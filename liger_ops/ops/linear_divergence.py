@@ -15,6 +15,7 @@ from .head import (
     Product,
     both,
     cast_as_linear,
+    factors_of,
     needed_gradients,
     scaled,
     shaped,
@@ -24,7 +25,6 @@ from .two_heads import (
     chunks_of_logits,
     divisor,
     dlogits_of,
-    factors_of,
     mixed,
     reduced,
     result_dtype,
@@ -312,7 +312,7 @@ def linear_divergence_backward(
     finished: list[Tensor | None] = [None, None, None]
     computed = (dx, dweight, dbias)
     if dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(dloss, items, target, ignore_index)
+        factors = factors_of(dloss, target, ignore_index, items)[:3]
         finished = [
             scaled(gradient, factor, student_x.dtype) if wanted and gradient is not None else None
             for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True)

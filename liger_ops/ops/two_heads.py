@@ -99,20 +99,6 @@ def upstream_of_tokens(
     return found[0], found[1]
 
 
-def factors_of(
-    dloss: Tensor, items: Tensor | int, target: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward's factors for the gradients of x, weight and bias from the forward."""
-    factor = dloss / items
-    of_rows = factor.reshape(1, 1)
-    if target is not None:
-        # An ignored token has no gradient, even if num_items_in_batch is 0.
-        kept = target != ignore_index
-        of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
-        factor = torch.where(kept.any(), factor, 0.0)
-    return of_rows, factor.reshape(1, 1), factor.reshape(1)
-
-
 def rows_of(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 

@@ -8,8 +8,6 @@ or, if S is 1, flat: (1, channels).
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -142,19 +140,13 @@ def _group_norm_backward_kernel(
             tl.store(dbias_ptr + sums_at, dbias, mask=channels < C_G)
 
 
-def _of_rows(call: Any, shape: tiling.Groups) -> Any:
-    """The call with each sample as a row."""
-    tensors = {name: getattr(call, name) for name in ("x", "dy") if hasattr(call, name)}
-    rows = {name: tensor.reshape(shape.batch, shape.C_G) for name, tensor in tensors.items()}
-    return call._replace(**rows)
-
-
 @library.kernel("group_norm", "npu")
 def group_norm(call, y, plan):
     x, weight, bias = map(contiguous, (call.x, call.weight, call.bias))
     shape = tiling.Groups.of(x, call.num_groups)
     if plan is None and shape.a_row:
-        layer_norm.layer_norm(_of_rows(call, shape), y, None)
+        x = x.view(shape.batch, shape.C_G)
+        layer_norm.layer_norm(call._replace(x=x), y, None)
         return
     if plan is None:
         plan = tiling.group_plan("group_norm", shape, x)
@@ -179,8 +171,8 @@ def group_norm_backward(call, dx, dweight, dbias, plan):
     dy, x, weight = map(contiguous, (call.dy, call.x, call.weight))
     shape = tiling.Groups.of(x, call.num_groups)
     if plan is None and shape.a_row:
-        of_rows = _of_rows(call, shape)
-        layer_norm.layer_norm_backward(of_rows, dx, dweight, dbias, None)
+        dy, x = (tensor.view(shape.batch, shape.C_G) for tensor in (dy, x))
+        layer_norm.layer_norm_backward(call._replace(dy=dy, x=x), dx, dweight, dbias, None)
         return
     if plan is None:
         plan = tiling.group_plan("group_norm_backward", shape, x, dy)
