@@ -16,7 +16,7 @@ from .launch import WholeRow, launch, launch_whole_rows, plan_whole_rows, rows
 
 
 @triton.jit
-def _load(ptr, mask, scale, softcap, policy: tl.constexpr = ""):
+def _load(ptr, mask, scale, softcap, policy: tl.constexpr):
     """A tile of scaled and capped logits, -inf where masked off."""
     x = tl.load(ptr, mask=mask, other=-float("inf"), eviction_policy=policy).to(tl.float32)
     x = effective(x, scale, softcap)
@@ -51,11 +51,11 @@ def _divergence_kernel(
     counted_rows = counted[:, None]
     x = _load(
         student_ptr + rows[:, None] * stride_student + cols,
-        counted_rows & (cols < V), student_scale, student_softcap,
+        counted_rows & (cols < V), student_scale, student_softcap, "",
     )  # fmt: skip
     y = _load(
         teacher_ptr + rows[:, None] * stride_teacher + cols,
-        counted_rows & (cols < W), teacher_scale, teacher_softcap,
+        counted_rows & (cols < W), teacher_scale, teacher_softcap, "",
     )  # fmt: skip
     log_q, student_lse = _log_softmax(x)
     log_p, teacher_lse = _log_softmax(y)
@@ -173,8 +173,8 @@ def _divergence_backward_kernel(
         cols = (start + tl.arange(0, BLOCK_N))[None, :]
         x_ptr = student_ptr + rows * stride_student + cols
         y_ptr = teacher_ptr + rows * stride_teacher + cols
-        x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap)
-        y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap)
+        x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap, "")
+        y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, "")
         log_q = x - student_lse
         log_p = y - teacher_lse
         student, teacher = slopes(
