@@ -59,7 +59,8 @@ def _divergence_kernel(
     )  # fmt: skip
     log_q, student_lse = _log_softmax(x)
     log_p, teacher_lse = _log_softmax(y)
-    student, teacher = shares(log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), beta, KIND)
+    p, q = flushed_exp(log_p), flushed_exp(log_q)
+    student, teacher = shares(log_p, log_q, p, q, beta, KIND, True)
     share = tl.sum(student, 1)
     divergence = share + tl.sum(teacher, 1)
     tl.store(divergence_ptr + rows, tl.where(counted, divergence, 0.0), mask=row_mask)
@@ -126,7 +127,8 @@ def _divergence_two_pass_kernel(
         y = _load(teacher_ptr + cols, cols < W, teacher_scale, teacher_softcap, "evict_first")
         log_q = x - student_lse
         log_p = y - teacher_lse
-        student, teacher = shares(log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), beta, KIND)
+        p, q = flushed_exp(log_p), flushed_exp(log_q)
+        student, teacher = shares(log_p, log_q, p, q, beta, KIND, True)
         student_shares += tl.sum(tl.reshape(student, (LANES, FOLD)), 1)
         teacher_shares += tl.sum(tl.reshape(teacher, (LANES, FOLD)), 1)
     share = tl.sum(student_shares, 0)
@@ -177,9 +179,8 @@ def _divergence_backward_kernel(
         y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, "")
         log_q = x - student_lse
         log_p = y - teacher_lse
-        student, teacher = slopes(
-            log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), divergence, share, beta, KIND
-        )
+        p, q = flushed_exp(log_p), flushed_exp(log_q)
+        student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, True)
         # The gradient of an ignored token's result may be inf or NaN.
         if dstudent_ptr is not None:
             sharp = None

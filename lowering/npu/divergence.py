@@ -75,7 +75,7 @@ def _divergence_kernel(
                 teacher_scale, teacher_softcap,
             )  # fmt: skip
             log_p, teacher_lse = _log_softmax(y)
-            student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND)
+            student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND, False)
             share = tl.sum(student, axis=1)[:, None]
             divergence = share + tl.sum(teacher, axis=1)[:, None]
         else:
@@ -113,7 +113,8 @@ def _divergence_kernel(
                     cols, count, teacher_scale, teacher_softcap,
                 )  # fmt: skip
                 log_p = y - teacher_lse
-                student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND)
+                p, q = tl.exp(log_p), tl.exp(log_q)
+                student, teacher = shares(log_p, log_q, p, q, beta, KIND, False)
                 share += tl.sum(student, axis=1)[:, None]
                 divergence += tl.sum(teacher, axis=1)[:, None]
             divergence += share
@@ -165,9 +166,8 @@ def _divergence_backward_kernel(
             y = tl.where(teacher_lse != float("inf"), y, 0.0)
             log_q = x - student_lse
             log_p = y - teacher_lse
-            student, teacher = slopes(
-                log_p, log_q, tl.exp(log_p), tl.exp(log_q), divergence, share, beta, KIND
-            )
+            p, q = tl.exp(log_p), tl.exp(log_q)
+            student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, False)
             if dstudent_ptr is not None:
                 sharp = None
                 if hard_ptr is not None:
