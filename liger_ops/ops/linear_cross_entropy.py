@@ -336,11 +336,11 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     whole = None
     if not _loss_alone(grads):
         computed = (None,) * 5
-    elif wanted[1] and ctx.handed_over:
+    elif wanted[1]:
         items = divisor(ctx.options[1], saved[8], saved[6])
-        factor = factors_of(grads[0], saved[2], ctx.options[0], items)[1]
-        whole = finished(ctx.handed_over.pop(), factor)
-        wanted[1] = False
+        factor = lambda: factors_of(grads[0], saved[2], ctx.options[0], items)[1]
+        whole, computed = finished(ctx.handed_over, computed, factor)
+        wanted[1] = whole is None
     given: tuple[Any, ...] = (*grads[:4], *arguments, *computed[:3], *ctx.options, wanted)
     dx, dweight, dbias, *dlora = linear_cross_entropy_backward(*given, *lora, *computed[3:])
     dweight = dweight if whole is None else whole
