@@ -4,7 +4,7 @@ between them the row functions of the device's divergence and cross_entropy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +30,6 @@ Upstream = tuple[Tensor | None, Tensor | None]
 Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class Student(NamedTuple):
-    """The student's linear layer, under the names of a call of linear_cross_entropy."""
-
-    weight: Tensor
-    bias: Tensor | None
-    accum_dtype: torch.dtype | None
-    chunk_bytes: int | None
-    lora_x: Tensor | None = None
-    lora_b: Tensor | None = None
-
-
 class Heads:
     """Both heads of a call, and the kernels between their products."""
 
@@ -59,13 +48,14 @@ class Heads:
             None, None, ignore_index=call.ignore_index, reduction="none",
             softcap=call.student_softcap, logit_scale=call.student_logit_scale,
         )  # fmt: skip
-        given = (call.student_weight, call.student_bias, call.accum_dtype, call.chunk_bytes)
         stride = row_bytes = 0
         if call.teacher_x is not None:
             stride = cdiv(call.teacher_weight.shape[0], alignment) * alignment
             row_bytes = stride * call.teacher_x.itemsize
-        rows = rows_of(call.student_x)
-        self.student = chunked_linear(Student(*given), rows, dweight, alignment, row_bytes)
+        self.student = chunked_linear(
+            [Product(rows_of(call.student_x), call.student_weight)], call.student_bias,
+            dweight, alignment, call.accum_dtype, call.chunk_bytes, row_bytes,
+        )  # fmt: skip
         if call.teacher_x is not None:
             self.teacher = ChunkedLinear(
                 [Product(rows_of(call.teacher_x), call.teacher_weight)], call.teacher_bias,

@@ -13,7 +13,7 @@ from .. import library
 from ..ops.chunks import BACKWARD_BYTES, chunks
 from ..ops.head import Product, accumulation_dtype, of_words, products_of
 from .cross_entropy import Tokens
-from .linear_cross_entropy import Gradients, chunked_linear, linear
+from .linear_cross_entropy import Gradients, head_of, linear
 from .log_prob import as_loss, results
 from .sizes import cdiv
 from .tensors import flat
@@ -44,7 +44,7 @@ def register(device: str, kernels: Any, alignment: int) -> None:
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
     outputs = library.allocate("linear_log_prob_forward", call)
     loss, tokens = as_loss(call), results(call, *outputs)
-    head = chunked_linear(call, _rows(call), None, alignment)
+    head = head_of(call, None, alignment)
     for chunk, logits in head.logits():
         kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
     total = tokens.lse.new_empty(())
@@ -56,7 +56,7 @@ def _by_tokens(call: Any, kernels: Any, alignment: int) -> Outputs:
     """dx, dlora_x and dlora_b, a chunk of tokens at a time."""
     outputs = library.allocate("linear_log_prob_backward", call)
     upstream, tokens, lse = _of_tokens(call)
-    loss, head = as_loss(call), chunked_linear(call, _rows(call), None, alignment)
+    loss, head = as_loss(call), head_of(call, None, alignment)
     gradients = Gradients(head.products, outputs, head.sum_dtype)
     del outputs
     for chunk, logits in head.logits():
@@ -71,7 +71,7 @@ def _by_words(call: Any, kernels: Any, alignment: int) -> Outputs:
     outputs = of_words(library.allocate("linear_log_prob_backward", call))
     dbias, outputs[2] = outputs[2], None
     upstream, tokens, lse = _of_tokens(call)
-    rows, weight = _rows(call), call.weight
+    rows, weight = call.x.reshape(call.target.numel(), call.x.shape[-1]), call.weight
     word_bytes = rows.shape[0] * rows.itemsize
     slices = list(chunks(weight.shape[0], word_bytes, call.chunk_bytes, default=BACKWARD_BYTES))
     sum_dtype = accumulation_dtype(rows, call.accum_dtype)
@@ -110,10 +110,6 @@ def _logits(
         logits = memory[: M * stride].view(M, stride)[:, :count]
         linear(logits, products, bias, words=words)
         yield words, logits
-
-
-def _rows(call: Any) -> Tensor:
-    return call.x.reshape(call.target.numel(), call.x.shape[-1])
 
 
 def _of_tokens(call: Any) -> tuple[Upstream, Tokens, Tensor]:
