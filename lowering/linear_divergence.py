@@ -3,14 +3,14 @@ between them the row functions of the device's divergence and cross_entropy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import library
-from ..ops.head import Product, both, factors_of, still_missing
+from ..ops.head import Product, both, factors_of, products_of, still_missing
 from ..ops.two_heads import (
     divisor,
     mixed,
@@ -27,7 +27,7 @@ from .sizes import cdiv
 from .tensors import flat
 
 Upstream = tuple[Tensor | None, Tensor | None]
-Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
+Outputs = tuple[Tensor | None, ...]
 
 
 class Heads:
@@ -53,12 +53,12 @@ class Heads:
             stride = cdiv(call.teacher_weight.shape[0], alignment) * alignment
             row_bytes = stride * call.teacher_x.itemsize
         self.student = chunked_linear(
-            [Product(rows_of(call.student_x), call.student_weight)], call.student_bias,
+            _student(call), call.student_bias,
             dweight, alignment, call.accum_dtype, call.chunk_bytes, row_bytes,
         )  # fmt: skip
         if call.teacher_x is not None:
             self.teacher = ChunkedLinear(
-                [Product(rows_of(call.teacher_x), call.teacher_weight)], call.teacher_bias,
+                _teacher(call), call.teacher_bias,
                 stride, self.student.slices, call.teacher_x.dtype,
             )  # fmt: skip
 
@@ -73,9 +73,9 @@ class Heads:
             for (chunk, student), (_, teacher) in pairs:
                 yield chunk, student, teacher
 
-    def gradients(self, *outputs: Tensor | None) -> Gradients:
-        """The gradients of the student's head, which are written to dx, dweight and dbias."""
-        return Gradients(self.student.products, (*outputs, None, None), self.student.sum_dtype)
+    def gradients(self, outputs: Sequence[Tensor | None]) -> Gradients:
+        """The gradients of the student's head, which are written to the op's outputs."""
+        return Gradients(self.student.products, outputs, self.student.sum_dtype)
 
     def values(
         self, chunk: slice, student: Tensor, teacher: Tensor, statistics: Tensor,
@@ -133,6 +133,16 @@ def register(
         return _backward(call, kernels, scale)
 
 
+def _student(call: Any) -> list[Product]:
+    rows = rows_of(call.student_x)
+    return products_of(rows, call.student_weight, call.student_lora_x, call.student_lora_b)
+
+
+def _teacher(call: Any) -> list[Product]:
+    rows = rows_of(call.teacher_x)
+    return products_of(rows, call.teacher_weight, call.teacher_lora_x, call.teacher_lora_b)
+
+
 def _weights(call: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
     """The weight of each token, and the number by which the reduction divides."""
     x = call.student_x
@@ -143,10 +153,10 @@ def _weights(call: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
 
 def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     allocated = library.allocate("linear_divergence_forward", call)
-    statistics, dx, dweight, dbias = allocated[3:]
-    heads = Heads(call, *kernels, dweight)
-    gradients = heads.gradients(dx, dweight, dbias)
-    del allocated, dweight
+    statistics, computed = allocated[3], allocated[4:]
+    heads = Heads(call, *kernels, computed[1])
+    gradients = heads.gradients(computed)
+    del allocated, computed
     by_token = statistics.view(statistics.shape[0], -1)
     weights, items = _weights(call, statistics.dtype)
     losses = None
@@ -171,14 +181,14 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
         heads.cross_entropy.reduce(heads.loss, V, tokens, None, None, total)
         cross_entropy = reduced(losses, *reduction)
     loss = mixed(divergence, cross_entropy, call.soft_weight, call.hard_weight)
-    return (loss, divergence, cross_entropy, statistics, *gradients.rounded()[:3])
+    return (loss, divergence, cross_entropy, statistics, *gradients.rounded())
 
 
 def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
     results = library.allocate("linear_divergence_backward", call)
     weights, items = _weights(call, call.statistics.dtype)
-    computed = (call.dx, call.dweight, call.dbias)
-    finished: list[Tensor | None] = [None, None, None]
+    computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
+    finished: list[Tensor | None] = [None] * len(computed)
     if call.dloss is not None and any(gradient is not None for gradient in computed):
         factors = factors_of(call.dloss, call.target, call.ignore_index, items)
         for i, (gradient, result) in enumerate(zip(computed, results, strict=True)):
@@ -186,19 +196,18 @@ def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
                 scale(gradient, factors[i], result)
                 finished[i] = result
     if not any(still_missing(call.output_mask, finished)):
-        return finished[0], finished[1], finished[2]
+        return tuple(finished)
     upstream = upstream_of_tokens(
         call.dloss, call.ddivergence, call.dcross_entropy, call.target, call.ignore_index,
         weights, items, call.soft_weight, call.hard_weight,
     )  # fmt: skip
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
     heads = Heads(call, *kernels, unfinished[1])
-    gradients = heads.gradients(*unfinished)
+    gradients = heads.gradients(unfinished)
     del results, unfinished
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
     for chunk, student, teacher in heads.logits():
         heads.gradient(chunk, upstream, student, teacher, by_token)
         gradients.add(chunk, student)
     del student, teacher
-    dx, dweight, dbias = both(finished, gradients.rounded()[:3])
-    return dx, dweight, dbias
+    return both(finished, gradients.rounded())

@@ -3,7 +3,6 @@ logits are computed in chunks and not kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +11,18 @@ from torch import Tensor
 from .. import library
 from .head import (
     Gradients,
-    Product,
     both,
     cast_as_linear,
     factors_of,
     needed_gradients,
+    products_of,
     scaled,
     shaped,
     still_missing,
 )
+from .lora import lora_input
 from .two_heads import (
+    Layer,
     chunks_of_logits,
     divisor,
     dlogits_of,
@@ -29,6 +30,7 @@ from .two_heads import (
     reduced,
     result_dtype,
     rows_of,
+    teacher_of,
     upstream_of_sum,
     upstream_of_tokens,
     values_of,
@@ -36,6 +38,7 @@ from .two_heads import (
 )
 
 RESULTS = "loss divergence cross_entropy statistics"
+GRADIENTS = "dx dweight dbias dlora_x dlora_b"
 # Rows of statistics: those of `divergence_forward`, and lse of the logits at temperature 1.
 STATISTICS = 5
 
@@ -54,6 +57,10 @@ def linear_divergence(
     soft_weight: float = 1.0, hard_weight: float = 0.0,
     ignore_index: int = -100, reduction: str = "mean",
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    student_lora_a: Tensor | None = None, student_lora_b: Tensor | None = None,
+    student_lora_scale: float = 1.0,
+    teacher_lora_a: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+    teacher_lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The divergence of a student's head from its teacher's, and the cross-entropy of labels.
 
@@ -100,7 +107,13 @@ def linear_divergence(
 
     Ignored tokens have results and a gradient of student_x of exactly 0, whatever their logits are.
 
-    Under autocast x, weight and bias of both are cast as `torch.nn.functional.linear` casts them.
+    With student_lora_a and student_lora_b, the student's weight is
+    student_weight + student_lora_scale * student_lora_b @ student_lora_a, which is never formed:
+    see `linear_cross_entropy`. student_lora_a, student_lora_b and student_x have gradients, and a
+    frozen student_weight has none. A LoRA of the teacher is as constant as its head.
+
+    Under autocast x, weight, bias, lora_a and lora_b of both are cast as
+    `torch.nn.functional.linear` casts them.
 
     This op calls `linear_divergence_forward`.
 
@@ -131,6 +144,10 @@ def linear_divergence(
             or None for float32.
         chunk_bytes: the size of a chunk of both logits. None takes LIGER_OPS_LOGITS_BYTES from the
             environment or, if that is not set, what `linear_cross_entropy` takes.
+        student_lora_a, student_lora_b: (R, D) and (V, R), floating point: a LoRA that is added to
+            student_weight. Both, or neither.
+        teacher_lora_a, teacher_lora_b: (S, E) and (W, S), the same of teacher_weight.
+        student_lora_scale, teacher_lora_scale: the factors of lora_b @ lora_a.
 
     Returns:
         loss, divergence, cross_entropy: each (), or (...) for the reduction "none"; float32, or
@@ -150,27 +167,41 @@ def linear_divergence(
         >>> liger_ops.linear_divergence(x, student, x, teacher, target=torch.tensor([1, -100]))[1:]
         (tensor(0.2158), tensor(0.6931))
     """
+    op = "linear_divergence"
     student_x, student_weight, student_bias = cast_as_linear(
         student_x, student_weight, student_bias
     )
+    lora = (student_lora_a, student_lora_b, student_lora_scale)
+    lora_x, lora_b = lora_input(op, student_x, student_weight, *lora, "student_")
+    teacher_lora_x = None
     if teacher_x is not None and teacher_weight is not None:
         teacher_x, teacher_weight, teacher_bias = cast_as_linear(
             teacher_x, teacher_weight, teacher_bias
         )
-    mask = needed_gradients(student_x, student_weight, student_bias, reduction)[:3]
+        lora = (teacher_lora_a, teacher_lora_b, teacher_lora_scale)
+        teacher_lora_x, teacher_lora_b = lora_input(
+            op, teacher_x, teacher_weight, *lora, "teacher_"
+        )
+    elif teacher_lora_a is not None or teacher_lora_b is not None:
+        raise ValueError(
+            f"{op}: teacher_lora_a and teacher_lora_b must be None without teacher_x and"
+            " teacher_weight, got a tensor"
+        )
+    mask = needed_gradients(student_x, student_weight, student_bias, reduction, lora_x, lora_b)
     if torch._C._are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
-        mask = [False, False, False]
+        mask = [False] * 5
     return linear_divergence_forward(
         student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
         teacher_logits, target, token_weight, num_items_in_batch,
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, soft_weight, hard_weight,
-        ignore_index, reduction, accum_dtype, chunk_bytes, gradient_mask=mask,
+        ignore_index, reduction, accum_dtype, chunk_bytes, mask,
+        lora_x, lora_b, teacher_lora_x, teacher_lora_b,
     )[:3]  # fmt: skip
 
 
-@library.define(returns=f"{RESULTS} dx dweight dbias")
+@library.define(returns=f"{RESULTS} {GRADIENTS}")
 def linear_divergence_forward(
     student_x: Tensor, student_weight: Tensor,
     teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
@@ -184,14 +215,18 @@ def linear_divergence_forward(
     soft_weight: float = 1.0, hard_weight: float = 0.0,
     ignore_index: int = -100, reduction: str = "mean",
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
-    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
+    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False, False, False),
+    student_lora_x: Tensor | None = None, student_lora_b: Tensor | None = None,
+    teacher_lora_x: Tensor | None = None, teacher_lora_b: Tensor | None = None,
 ) -> tuple[
-    Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None
+    Tensor, Tensor, Tensor | None, Tensor,
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
 ]:  # fmt: skip
     """`linear_divergence` with what its backward needs, and the gradients that it computes.
 
     The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in
-    student_x's dtype; for float16 in float32, and the gradient of student_weight in accum_dtype.
+    student_x's dtype; for float16 in float32, and those of student_weight and student_lora_b in
+    accum_dtype.
     The backward uses them if loss is the only result with a gradient, and otherwise computes the
     logits again. Autocast changes nothing here.
 
@@ -201,28 +236,35 @@ def linear_divergence_forward(
             teacher_temperature, student_softcap, teacher_softcap, student_logit_scale,
             teacher_logit_scale, soft_weight, hard_weight, ignore_index, reduction, accum_dtype,
             chunk_bytes: as for `linear_divergence`.
-        gradient_mask: whether to compute dx, dweight and dbias. All False for the reduction "none".
+        gradient_mask: whether to compute dx, dweight, dbias, dlora_x and dlora_b. All False for the
+            reduction "none".
+        student_lora_x, student_lora_b: (..., R) and (V, R), of student_x's dtype, whose product is
+            added to the student's logits. Both, or neither.
+        teacher_lora_x, teacher_lora_b: (..., S) and (W, S), the same of the teacher.
 
     Returns:
         loss, divergence, cross_entropy: the results of `linear_divergence`.
         statistics: (5, ...); for each token the results of `divergence_forward`, and lse of the
             student's logits at temperature 1, which is 0 without a target. All are 0 for an ignored
             token. Not differentiable.
-        dx, dweight, dbias: contiguous, of the shapes of student_x, student_weight and student_bias;
-            each is None unless gradient_mask asks for it.
+        dx, dweight, dbias, dlora_x, dlora_b: contiguous, of the shapes of student_x,
+            student_weight, student_bias, student_lora_x and student_lora_b; each is None unless
+            gradient_mask asks for it.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_divergence`; or gradient_mask asks for a
-            gradient with the reduction "none", or for the gradient of a bias that is None.
+            gradient with the reduction "none", or for the gradient of a tensor that is None.
 
     Example:
         >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
         >>> liger_ops.linear_divergence_forward(x, weight, x, weight)[3][2]  # the student's lse
         tensor([1.3863])
     """
-    rows, shape = rows_of(student_x), student_x.shape[:-1]
-    dtype = result_dtype(student_x, teacher_x, teacher_logits)
-    gradients = _gradients(rows, student_weight, gradient_mask, accum_dtype, in_forward=True)
+    shape, dtype = student_x.shape[:-1], result_dtype(student_x, teacher_x, teacher_logits)
+    products = products_of(rows_of(student_x), student_weight, student_lora_x, student_lora_b)
+    lora = (teacher_lora_x, teacher_lora_b)
+    taught = teacher_of(teacher_x, teacher_weight, teacher_bias, *lora, teacher_logits)
+    gradients = Gradients(products, gradient_mask, accum_dtype, in_forward=True)
     weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student_x.device)
     options = (
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
@@ -230,9 +272,8 @@ def linear_divergence_forward(
     )  # fmt: skip
     divergences, losses, statistics = [], [], []
     for chunk, student, teacher, targets in chunks_of_logits(
-        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
-        teacher_logits, target, chunk_bytes,
-    ):  # fmt: skip
+        Layer(products, student_bias), taught, target, chunk_bytes
+    ):
         value, loss, found = values_of(student, teacher, targets, *options)
         divergences.append(value.to(weights.dtype))
         if loss is not None:
@@ -244,6 +285,7 @@ def linear_divergence_forward(
                 dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
                 gradients.add(chunk, dlogits)
     items = divisor(reduction, weights, num_items_in_batch)
+    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
     divergence = reduced(torch.cat(divergences), weights, items, reduction, shape)
     cross_entropy = None
     if target is not None:
@@ -253,11 +295,11 @@ def linear_divergence_forward(
         divergence,
         cross_entropy,
         torch.cat(statistics, 1).reshape(STATISTICS, *shape),
-        *shaped(gradients.results()[:3], (student_x, student_weight, student_bias)),
+        *shaped(gradients.results(), head),
     )  # type: ignore[return-value]
 
 
-@library.define(returns="dx dweight dbias")
+@library.define(returns=GRADIENTS)
 def linear_divergence_backward(
     dloss: Tensor | None, ddivergence: Tensor | None, dcross_entropy: Tensor | None,
     student_x: Tensor, student_weight: Tensor,
@@ -271,7 +313,12 @@ def linear_divergence_backward(
     student_logit_scale: float, teacher_logit_scale: float,
     soft_weight: float, hard_weight: float, ignore_index: int, reduction: str,
     accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    student_lora_x: Tensor | None = None, student_lora_b: Tensor | None = None,
+    teacher_lora_x: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+    dlora_x: Tensor | None = None, dlora_b: Tensor | None = None,
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
     """The gradient of `linear_divergence_forward`.
 
     A gradient that the forward computed and that is given here is multiplied by dloss and the
@@ -283,6 +330,8 @@ def linear_divergence_backward(
         dx = dlogits @ weight
         dweight = sum over the chunks of dlogits.T @ x
         dbias = sum(dlogits, 0)
+        dlora_x = dlogits @ lora_b
+        dlora_b = sum over the chunks of dlogits.T @ lora_x
 
     where soft_i and hard_i are the gradients of the token's divergence and cross-entropy.
 
@@ -291,35 +340,35 @@ def linear_divergence_backward(
             of the shapes of these results, any strides; each may be None.
         statistics: a result of the forward. Kernels use it; the definition computes it again, so
             that it can be differentiated.
-        dx, dweight, dbias: results of the forward, or None: for the reduction "none", and if
-            another result than loss has a gradient.
-        output_mask: whether dx, dweight and dbias are computed and allocated.
+        dx, dweight, dbias, dlora_x, dlora_b: results of the forward, or None: for the reduction
+            "none", and if another result than loss has a gradient.
+        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
         The others: as given to the forward.
 
     Returns:
-        dx, dweight and dbias, contiguous, of the shape and dtype of student_x, student_weight and
-        student_bias; or None.
+        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of student_x,
+        student_weight, student_bias, student_lora_x and student_lora_b; or None.
 
     Raises:
         TypeError, ValueError: as `linear_divergence`; or output_mask asks for the gradient of a
-            bias that is None.
+            tensor that is None.
     """
     weights = weights_of_tokens(
         target, token_weight, ignore_index, student_x.shape[:-1], statistics.dtype,
         student_x.device,
     )  # fmt: skip
     items = divisor(reduction, weights, num_items_in_batch)
-    finished: list[Tensor | None] = [None, None, None]
-    computed = (dx, dweight, dbias)
+    finished: list[Tensor | None] = [None] * 5
+    computed = (dx, dweight, dbias, dlora_x, dlora_b)
     if dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(dloss, target, ignore_index, items)[:3]
+        factors = factors_of(dloss, target, ignore_index, items)
         finished = [
             scaled(gradient, factor, student_x.dtype) if wanted and gradient is not None else None
             for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True)
         ]
     missing = still_missing(output_mask, finished)
     if not any(missing):
-        return finished[0], finished[1], finished[2]
+        return tuple(finished)  # type: ignore[return-value]
     upstream = upstream_of_tokens(
         dloss, ddivergence, dcross_entropy, target, ignore_index,
         weights, items, soft_weight, hard_weight,
@@ -328,46 +377,46 @@ def linear_divergence_backward(
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, ignore_index,
     )  # fmt: skip
-    rows = rows_of(student_x)
-    gradients = _gradients(rows, student_weight, missing, accum_dtype, in_forward=False)
+    products = products_of(rows_of(student_x), student_weight, student_lora_x, student_lora_b)
+    lora = (teacher_lora_x, teacher_lora_b)
+    taught = teacher_of(teacher_x, teacher_weight, teacher_bias, *lora, teacher_logits)
+    gradients = Gradients(products, missing, accum_dtype, in_forward=False)
     for chunk, student, teacher, targets in chunks_of_logits(
-        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
-        teacher_logits, target, chunk_bytes,
-    ):  # fmt: skip
+        Layer(products, student_bias), taught, target, chunk_bytes
+    ):
         soft, hard = (None if grad is None else grad[chunk] for grad in upstream)
         dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
         gradients.add(chunk, dlogits)
-    recomputed = shaped(gradients.results()[:3], (student_x, student_weight, student_bias))
-    dx, dweight, dbias = both(finished, recomputed)
-    return dx, dweight, dbias
+    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
+    return both(finished, shaped(gradients.results(), head))  # type: ignore[return-value]
 
 
-def _gradients(
-    rows: Tensor, weight: Tensor, mask: Sequence[bool], accum_dtype: torch.dtype | None,
-    in_forward: bool,
-) -> Gradients:  # fmt: skip
-    """The gradients of the student's head, which has no LoRA."""
-    mask = (*mask, False, False)
-    return Gradients([Product(rows, weight)], mask, accum_dtype, in_forward=in_forward)
+# Positions among the forward's arguments: of the student's head, in the order of the masks, of the
+# teacher's tensors, each with the one that is to be detached, and of those that weigh the tokens.
+_HEAD = (0, 1, 4, 25, 26)
+_TEACHER = {
+    2: "teacher_x", 3: "teacher_weight", 5: "teacher_bias", 6: "teacher_logits",
+    27: "teacher_lora_a", 28: "teacher_lora_b",
+}  # fmt: skip
+_WEIGHTS = {8: "token_weight", 9: "num_items_in_batch"}
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     needs = ctx.needs_input_grad
-    for i, name in ((2, "teacher_x"), (3, "teacher_weight"), (5, "teacher_bias"),
-                    (6, "teacher_logits")):  # fmt: skip
+    for i, name in _TEACHER.items():
         if i < len(needs) and needs[i]:
             raise ValueError(
                 f"linear_divergence: {name} must not require a gradient, as the teacher is a"
                 f" constant; pass {name}.detach()"
             )
-    for i, name in ((8, "token_weight"), (9, "num_items_in_batch")):
+    for i, name in _WEIGHTS.items():
         if i < len(needs) and needs[i]:
             raise ValueError(
                 f"linear_divergence: {name} must not require a gradient, which the loss does not"
                 " give"
             )
     _, _, _, statistics, *gradients = output
-    ctx.save_for_backward(*inputs[:10], statistics, *gradients)
+    ctx.save_for_backward(*inputs[:10], statistics, *inputs[25:], *gradients)
     ctx.options = inputs[10:24]
     ctx.set_materialize_grads(False)
     others = (statistics, *gradients)
@@ -377,16 +426,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     # Read only once, because a checkpoint recomputes the saved tensors at each access.
     saved = ctx.saved_tensors
-    arguments, computed = saved[:11], saved[11:]
-    wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[4]]
+    arguments, lora, computed = saved[:11], saved[11:15], saved[15:]
+    wanted = [ctx.needs[i] for i in _HEAD]
     if not any(wanted) or all(grad is None for grad in grads[:3]):
-        return (None,) * 25
+        return (None,) * 29
     transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
     if transformed or [grad is None for grad in grads[:3]] != [False, True, True]:
-        computed = (None, None, None)
-    given: tuple[Any, ...] = (*grads[:3], *arguments, *computed, *ctx.options, wanted)
-    dx, dweight, dbias = linear_divergence_backward(*given)
-    return (dx, dweight, None, None, dbias, *(None for _ in range(20)))
+        computed = (None,) * 5
+    given: tuple[Any, ...] = (*grads[:3], *arguments, *computed[:3], *ctx.options, wanted)
+    gradients = linear_divergence_backward(*given, *lora, *computed[3:])
+    by_position = dict(zip(_HEAD, gradients, strict=True))
+    return tuple(by_position.get(i) for i in range(29))
 
 
 library.gradient("linear_divergence_forward", _backward, _setup_context)

@@ -4,7 +4,7 @@ too, the weights of its tokens and its reductions."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import library
 from .chunks import chunks
 from .cross_entropy import effective, logsumexp
+from .head import Product, linear, products_of
 
 _DIVERGENCE = library.OPS["divergence_forward"].definition
 _DIVERGENCE_GRADIENT = library.OPS["divergence_backward"].definition
@@ -103,23 +104,42 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def chunks_of_logits(
-    student_x: Tensor, student_weight: Tensor, teacher_x: Tensor | None,
-    teacher_weight: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None,
-    teacher_logits: Tensor | None, target: Tensor | None, chunk_bytes: int | None,
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # fmt: skip
-    """Yield each chunk of tokens, the student's logits, the teacher's, and the targets."""
-    rows, row_bytes = rows_of(student_x), student_weight.shape[0] * student_x.element_size()
+class Layer(NamedTuple):
+    """The products of a head, and its bias."""
+
+    products: list[Product]
+    bias: Tensor | None
+
+    @property
+    def token_bytes(self) -> int:
+        """The size of the logits of one token."""
+        rows, weight = self.products[0]
+        return weight.shape[0] * rows.element_size()
+
+
+def teacher_of(
+    teacher_x: Tensor | None, teacher_weight: Tensor | None, teacher_bias: Tensor | None,
+    lora_x: Tensor | None, lora_b: Tensor | None, teacher_logits: Tensor | None,
+) -> Layer | Tensor:  # fmt: skip
+    """The teacher's head, or its logits as (M, W)."""
     if teacher_x is not None and teacher_weight is not None:
-        row_bytes += teacher_weight.shape[0] * teacher_x.element_size()
-    for chunk in chunks(rows.shape[0], row_bytes, chunk_bytes):
-        student = F.linear(rows[chunk], student_weight, student_bias)
-        if teacher_x is not None and teacher_weight is not None:
-            teacher = F.linear(rows_of(teacher_x)[chunk], teacher_weight, teacher_bias)
-        else:
-            assert teacher_logits is not None
-            teacher = rows_of(teacher_logits)[chunk]
-        yield chunk, student, teacher, None if target is None else target.reshape(-1)[chunk]
+        return Layer(products_of(rows_of(teacher_x), teacher_weight, lora_x, lora_b), teacher_bias)
+    assert teacher_logits is not None
+    return rows_of(teacher_logits)
+
+
+def chunks_of_logits(
+    student: Layer, teacher: Layer | Tensor, target: Tensor | None, chunk_bytes: int | None
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    """Yield each chunk of tokens, the student's logits, the teacher's, and the targets."""
+    row_bytes = student.token_bytes
+    if isinstance(teacher, Layer):
+        row_bytes += teacher.token_bytes
+    targets = None if target is None else target.reshape(-1)
+    for chunk in chunks(student.products[0].rows.shape[0], row_bytes, chunk_bytes):
+        logits = linear(*student, chunk)
+        taught = linear(*teacher, chunk) if isinstance(teacher, Layer) else teacher[chunk]
+        yield chunk, logits, taught, None if targets is None else targets[chunk]
 
 
 def _effective(
