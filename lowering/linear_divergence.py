@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import library
 from ..ops.head import Product, both, factors_of, products_of, still_missing
+from ..ops.log_prob import tempered
 from ..ops.two_heads import (
     divisor,
     mixed,
@@ -44,10 +45,10 @@ class Heads:
             call, call.student_softcap, call.teacher_softcap,
             call.student_logit_scale, call.teacher_logit_scale,
         )  # fmt: skip
-        self.loss = library.OPS["cross_entropy_forward"].arguments(
-            None, None, ignore_index=call.ignore_index, reduction="none",
-            softcap=call.student_softcap, logit_scale=call.student_logit_scale,
-        )  # fmt: skip
+        caps = (call.student_softcap, call.student_logit_scale)
+        self.loss = _cross_entropy(call.ignore_index, *caps)
+        ignore_index = -1 if self.target is None else call.ignore_index
+        self.tempered = _cross_entropy(ignore_index, *tempered(call.temperature, *caps))
         stride = row_bytes = 0
         if call.teacher_x is not None:
             stride = cdiv(call.teacher_weight.shape[0], alignment) * alignment
@@ -89,6 +90,16 @@ class Heads:
             tokens = self.tokens(losses, lse.new_empty(losses.shape), statistics[-1]).chunk(chunk)
             self.cross_entropy.loss_and_gradient(self.loss, student, tokens, False)
             lse.masked_fill_(target == self.call.ignore_index, 0.0)
+
+    def entropies(self, chunk: slice, student: Tensor, entropy: Tensor) -> None:
+        """Fill the entropy of each token of the chunk."""
+        if self.target is None:
+            target = torch.zeros_like(entropy, dtype=torch.int64)
+        else:
+            target = self.target[chunk]
+        lse, log_prob = entropy.new_empty(2, *entropy.shape)
+        tokens = Tokens(None, target, None, lse=lse, entropy=entropy, log_prob=log_prob)
+        self.cross_entropy.loss_and_gradient(self.tempered, student, tokens, False)
 
     def tokens(self, losses: Tensor, others: Tensor, lse: Tensor) -> Tokens:
         """The tokens of cross_entropy's row functions. `others` takes results that are not used."""
@@ -133,6 +144,14 @@ def register(
         return _backward(call, kernels, scale)
 
 
+def _cross_entropy(ignore_index: int, softcap: float | None, logit_scale: float) -> Any:
+    """The options of cross_entropy's row functions, of each token by itself."""
+    return library.OPS["cross_entropy_forward"].arguments(
+        None, None,
+        ignore_index=ignore_index, reduction="none", softcap=softcap, logit_scale=logit_scale,
+    )  # fmt: skip
+
+
 def _student(call: Any) -> list[Product]:
     rows = rows_of(call.student_x)
     return products_of(rows, call.student_weight, call.student_lora_x, call.student_lora_b)
@@ -153,7 +172,7 @@ def _weights(call: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
 
 def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     allocated = library.allocate("linear_divergence_forward", call)
-    statistics, computed = allocated[3], allocated[4:]
+    statistics, computed, entropy = allocated[3], allocated[4:-1], allocated[-1]
     heads = Heads(call, *kernels, computed[1])
     gradients = heads.gradients(computed)
     del allocated, computed
@@ -166,6 +185,8 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
         losses = torch.empty_like(weights)
     for chunk, student, teacher in heads.logits():
         heads.values(chunk, student, teacher, by_token, losses)
+        if entropy is not None:
+            heads.entropies(chunk, student, entropy.view(-1)[chunk])
         if any(call.gradient_mask):
             upstream = upstream_of_sum(weights, call.soft_weight, call.hard_weight)
             heads.gradient(chunk, upstream, student, teacher, by_token)
@@ -181,7 +202,7 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
         heads.cross_entropy.reduce(heads.loss, V, tokens, None, None, total)
         cross_entropy = reduced(losses, *reduction)
     loss = mixed(divergence, cross_entropy, call.soft_weight, call.hard_weight)
-    return (loss, divergence, cross_entropy, statistics, *gradients.rounded())
+    return (loss, divergence, cross_entropy, statistics, *gradients.rounded(), entropy)
 
 
 def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
