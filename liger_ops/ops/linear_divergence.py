@@ -94,19 +94,32 @@ def linear_divergence(
     them in float32. If a gradient is needed and the reduction is "mean" or "sum", the forward
     computes it: the gradient of a chunk's logits overwrites them, and forward and backward together
     take three products of M, V and D for the student and one for the teacher. The backward then
-    multiplies by the loss's own gradient and the reduction's factor. If divergence or cross_entropy
-    is differentiated itself, for the reduction "none" and for a second derivative, the backward
-    computes the logits of both again, a chunk at a time, with two products more.
+    multiplies by the loss's own gradient and the reduction's factor. The gradients of
+    student_weight and student_lora_b are summed in accum_dtype as in `linear_cross_entropy`.
 
-    The gradient of student_weight is summed in accum_dtype as in `linear_cross_entropy`.
+    If divergence or cross_entropy is differentiated itself, for the reduction "none" and for a
+    second derivative, the backward computes the logits of both again, with two products more: of
+    all tokens and a part of the words at a time, as in `linear_log_prob`, because the forward keeps
+    each token's sums over all words, for every kind. A part of the words has complete rows of the
+    gradient of student_weight, which are rounded once, and the gradient of student_x is summed in
+    accum_dtype. If student_weight and student_bias are frozen, and in the definition, the backward
+    takes a part of the tokens at a time.
 
     Memory, beside the results and the gradients: one chunk of logits of the student and one of the
-    teacher, of at most chunk_bytes together or one row of each, five float32 numbers per token, and
-    the accum_dtype sum of the gradient of student_weight. The definition, which runs on a CPU and
-    for float64, holds several float32 copies of the chunk. The number of chunks changes only the
-    rounding of the result.
+    teacher, of at most chunk_bytes together or one row or column of each, five float32 numbers per
+    token, and the accum_dtype sum of the gradient of student_weight, or of student_x. The
+    definition, which runs on a CPU and for float64, holds several float32 copies of the chunk. The
+    number of chunks changes only the rounding of the result.
 
     Ignored tokens have results and a gradient of student_x of exactly 0, whatever their logits are.
+    The matrix products compute their logits, because the host sets the sizes of products, and would
+    have to wait for the device to know the targets; a GPU does not read them after that. To skip
+    the products too, select the tokens that count before the call, which in eager mode is that
+    wait:
+
+        counts = target != ignore_index
+        linear_divergence(student_x[counts], student_weight, teacher_x[counts], teacher_weight,
+                          target=target[counts])
 
     With student_lora_a and student_lora_b, the student's weight is
     student_weight + student_lora_scale * student_lora_b @ student_lora_a, which is never formed:
@@ -144,7 +157,8 @@ def linear_divergence(
         accum_dtype: float32, student_weight's dtype to halve the memory of the sum of its gradient,
             or None for float32.
         chunk_bytes: the size of a chunk of both logits. None takes LIGER_OPS_LOGITS_BYTES from the
-            environment or, if that is not set, what `linear_cross_entropy` takes.
+            environment or, if that is not set, what `linear_cross_entropy` takes, and 384 MiB for
+            parts of the words.
         student_lora_a, student_lora_b: (R, D) and (V, R), floating point: a LoRA that is added to
             student_weight. Both, or neither.
         teacher_lora_a, teacher_lora_b: (S, E) and (W, S), the same of teacher_weight.
@@ -333,7 +347,9 @@ def linear_divergence_backward(
 
     A gradient that the forward computed and that is given here is multiplied by dloss and the
     reduction's factor, in float32, and rounded once. The others are computed from recomputed
-    logits, a chunk of tokens at a time. With q_i the softmax of z_i at temperature 1:
+    logits: by the definition a chunk of tokens at a time, by kernels a chunk of words, whose
+    gradients of student_weight, student_bias and student_lora_b are complete. With q_i the softmax
+    of z_i at temperature 1:
 
         dz_ic = soft_i * dstudent_ic of `divergence_backward` + hard_i * (q_ic - (c == target_i))
         dlogits_ic = dz_ic * logit_scale * (1 - (z_ic / softcap)**2), in student_x's dtype
