@@ -69,11 +69,12 @@ def linear(
 
 
 def chunked_linear(
-    call: Any, x: Tensor, dweight: Tensor | None, alignment: int, other_bytes: int = 0
-) -> ChunkedLinear:
-    """The head of a call, with x as (M, D). Each row of logits starts at a multiple of
-    `alignment` elements; a chunk has `other_bytes` more a row."""
-    weight, accum_dtype = call.weight, call.accum_dtype
+    products: list[Product], bias: Tensor | None, dweight: Tensor | None, alignment: int,
+    accum_dtype: torch.dtype | None, chunk_bytes: int | None, other_bytes: int = 0,
+) -> ChunkedLinear:  # fmt: skip
+    """A head in chunks of tokens. Each row of logits starts at a multiple of `alignment` elements;
+    a chunk has `other_bytes` more a row."""
+    rows, weight = products[0]
     stride = cdiv(weight.shape[0], alignment) * alignment
     sum_dtype = accumulation_dtype(weight, accum_dtype)
     later_bytes = saved_bytes = 0
@@ -86,12 +87,19 @@ def chunked_linear(
         later_bytes = dweight.numel() * dweight.itemsize
         if rounds_once:
             saved_bytes = dweight.numel() * (sum_dtype.itemsize - dweight.itemsize)
-    row_bytes = stride * x.itemsize + other_bytes
-    slices = list(chunks(x.shape[0], row_bytes, call.chunk_bytes, later_bytes, saved_bytes))
+    row_bytes = stride * rows.itemsize + other_bytes
+    slices = list(chunks(rows.shape[0], row_bytes, chunk_bytes, later_bytes, saved_bytes))
     if rounds_once and len(slices) == 1:
         sum_dtype = weight.dtype
-    products = products_of(x, weight, call.lora_x, call.lora_b)
-    return ChunkedLinear(products, call.bias, stride, slices, sum_dtype)
+    return ChunkedLinear(products, bias, stride, slices, sum_dtype)
+
+
+def head_of(call: Any, dweight: Tensor | None, alignment: int) -> ChunkedLinear:
+    """The head of a call that has one, in chunks of tokens."""
+    rows = call.x.reshape(call.target.numel(), call.x.shape[-1])
+    products = products_of(rows, call.weight, call.lora_x, call.lora_b)
+    bounds = (call.accum_dtype, call.chunk_bytes)
+    return chunked_linear(products, call.bias, dweight, alignment, *bounds)
 
 
 class Gradients:
@@ -207,9 +215,8 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
     allocated = library.allocate("linear_cross_entropy_forward", call)
     outputs, computed = allocated[:7], allocated[7:]
     del allocated
-    rows = call.x.reshape(-1, call.x.shape[-1])
     tokens = tokens_of(call, call.class_weight, *outputs)
-    head = chunked_linear(call, rows, computed[1], alignment)
+    head = head_of(call, computed[1], alignment)
     gradients = Gradients(head.products, computed, head.sum_dtype)
     del computed
     for chunk, logits in head.logits():
@@ -236,14 +243,14 @@ def _backward(
                 finished[i] = result
     if not any(still_missing(call.output_mask, finished)):
         return tuple(finished)
-    rows, lse = call.x.reshape(-1, call.x.shape[-1]), flat(call.lse)
+    lse = flat(call.lse)
     tokens = Tokens(*map(flat, (call.class_weight, call.target, call.token_weight)))
     upstream = upstream_of_tokens(
         call.dloss, call.dz_loss, call.dlse, call.dtarget_logit,
         call.lse, call.reduction, call.total_weight, call.num_items_in_batch,
     )  # fmt: skip
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
-    head = chunked_linear(call, rows, unfinished[1], alignment)
+    head = head_of(call, unfinished[1], alignment)
     gradients = Gradients(head.products, unfinished, head.sum_dtype)
     del results, unfinished
     for chunk, logits in head.logits():

@@ -3,20 +3,17 @@ device's cross_entropy. The forward takes chunks of tokens, the backward chunks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import library
-from ..ops.chunks import BACKWARD_BYTES, chunks
-from ..ops.head import Product, accumulation_dtype, of_words, products_of
+from ..ops.head import products_of
 from .cross_entropy import Tokens
-from .linear_cross_entropy import Gradients, chunked_linear, linear
+from .linear_cross_entropy import Gradients, head_of
 from .log_prob import as_loss, results
-from .sizes import cdiv
 from .tensors import flat
+from .words import GradientsByWords, chunked_words
 
 Upstream = tuple[Tensor | None, ...]
 Outputs = tuple[Tensor | None, ...]
@@ -44,7 +41,7 @@ def register(device: str, kernels: Any, alignment: int) -> None:
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
     outputs = library.allocate("linear_log_prob_forward", call)
     loss, tokens = as_loss(call), results(call, *outputs)
-    head = chunked_linear(call, _rows(call), None, alignment)
+    head = head_of(call, None, alignment)
     for chunk, logits in head.logits():
         kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
     total = tokens.lse.new_empty(())
@@ -56,7 +53,7 @@ def _by_tokens(call: Any, kernels: Any, alignment: int) -> Outputs:
     """dx, dlora_x and dlora_b, a chunk of tokens at a time."""
     outputs = library.allocate("linear_log_prob_backward", call)
     upstream, tokens, lse = _of_tokens(call)
-    loss, head = as_loss(call), chunked_linear(call, _rows(call), None, alignment)
+    loss, head = as_loss(call), head_of(call, None, alignment)
     gradients = Gradients(head.products, outputs, head.sum_dtype)
     del outputs
     for chunk, logits in head.logits():
@@ -68,52 +65,21 @@ def _by_tokens(call: Any, kernels: Any, alignment: int) -> Outputs:
 
 def _by_words(call: Any, kernels: Any, alignment: int) -> Outputs:
     """Every gradient, a chunk of words at a time."""
-    outputs = of_words(library.allocate("linear_log_prob_backward", call))
-    dbias, outputs[2] = outputs[2], None
+    outputs = library.allocate("linear_log_prob_backward", call)
     upstream, tokens, lse = _of_tokens(call)
-    rows, weight = _rows(call), call.weight
-    word_bytes = rows.shape[0] * rows.itemsize
-    slices = list(chunks(weight.shape[0], word_bytes, call.chunk_bytes, default=BACKWARD_BYTES))
-    sum_dtype = accumulation_dtype(rows, call.accum_dtype)
-    if len(slices) == 1 and call.accum_dtype is None and rows.dtype is torch.bfloat16:
-        # One product has the whole gradient of x: there is no sum.
-        sum_dtype = rows.dtype
-    products = products_of(rows, weight, call.lora_x, call.lora_b)
-    gradients = Gradients([product.of_words for product in products], outputs, sum_dtype)
+    rows = call.x.reshape(call.target.numel(), call.x.shape[-1])
+    products = products_of(rows, call.weight, call.lora_x, call.lora_b)
+    head = chunked_words(products, call.bias, alignment, call.chunk_bytes)
+    gradients = GradientsByWords(head, outputs, call.accum_dtype)
     del outputs
-    for words, logits in _logits(products, call.bias, slices, alignment):
+    for words, logits in head.logits():
         # A target that is not among the words is out of range, and has no column.
         words_tokens = tokens._replace(target=tokens.target - words.start)
         loss = as_loss(call, first=words.start)
         kernels.gradient(loss, upstream, logits, words_tokens, lse, logits)
-        gradients.add(words, logits.t())
-        if dbias is not None:
-            dbias[words] = logits.sum(0, dtype=torch.float32)
+        gradients.add(words, logits)
     del logits
-    results = of_words(gradients.rounded())
-    results[2] = dbias
-    return tuple(results)
-
-
-def _logits(
-    products: list[Product], bias: Tensor | None, slices: list[slice], alignment: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each chunk of words and the logits of all rows, whose memory the next chunk reuses."""
-    rows = products[0].rows
-    M = rows.shape[0]
-    memory = None
-    for words in slices:
-        count = words.stop - words.start
-        stride = cdiv(count, alignment) * alignment
-        if memory is None:
-            memory = rows.new_empty(M * stride)
-        logits = memory[: M * stride].view(M, stride)[:, :count]
-        linear(logits, products, bias, words=words)
-        yield words, logits
-
-
-def _rows(call: Any) -> Tensor:
-    return call.x.reshape(call.target.numel(), call.x.shape[-1])
+    return tuple(gradients.rounded())
 
 
 def _of_tokens(call: Any) -> tuple[Upstream, Tokens, Tensor]:

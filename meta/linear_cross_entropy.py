@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,38 +19,46 @@ HEAD = ("x", "weight", "bias", "lora_x", "lora_b")
 
 @library.fake("linear_cross_entropy_forward")
 def linear_cross_entropy_forward(call: Any) -> tuple[Tensor | None, ...]:
-    x, weight, bias, mask = call.x, call.weight, call.bias, call.gradient_mask
     _check(call, "gradient_mask")
-    if call.reduction == "none" and any(mask):
-        raise ValueError(
-            f"{checks.op(call)}: gradient_mask must be all False for the reduction 'none', whose"
-            f" gradient the backward computes, got {list(mask)}"
-        )
-    dtype = forward_gradient_dtype(weight)
-    dweight_dtype = forward_dweight_dtype(weight, call.accum_dtype)
-    return (
-        *losses(call, x),
-        checks.like(x, dtype) if mask[0] else None,
-        checks.like(weight, dweight_dtype) if mask[1] else None,
-        checks.like(bias, dtype) if mask[2] else None,
-        checks.like(call.lora_x, dtype) if mask[3] else None,
-        checks.like(call.lora_b, dweight_dtype) if mask[4] else None,
-    )
+    return (*losses(call, call.x), *forward_gradients(call, HEAD))
 
 
 @library.fake("linear_cross_entropy_backward")
 def linear_cross_entropy_backward(call: Any) -> tuple[Tensor | None, ...]:
     _check(call, "output_mask")
     check_gradients(call, "x")
+    check_computed(call, HEAD)
+    return checks.gradients(call, *HEAD)
+
+
+def forward_gradients(call: Any, names: Sequence[str]) -> tuple[Tensor | None, ...]:
+    """Allocate the gradients that the forward computes of a head's tensors, which have these
+    names in the order of the mask."""
+    mask = call.gradient_mask
+    if call.reduction == "none" and any(mask):
+        raise ValueError(
+            f"{checks.op(call)}: gradient_mask must be all False for the reduction 'none', whose"
+            f" gradient the backward computes, got {list(mask)}"
+        )
+    weight = getattr(call, names[1])
+    dtype = forward_gradient_dtype(weight)
+    dweight_dtype = forward_dweight_dtype(weight, call.accum_dtype)
+    dtypes = (dtype, dweight_dtype, dtype, dtype, dweight_dtype)
+    return tuple(
+        checks.like(getattr(call, name), dtype) if wanted else None
+        for name, wanted, dtype in zip(names, mask, dtypes, strict=True)
+    )
+
+
+def check_computed(call: Any, names: Sequence[str]) -> None:
+    """Check a backward op's arguments that are gradients from the forward."""
     computed = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
     checks.floating(call, *computed)
-    checks.same_device(call, "x", *computed)
-    checks.shape(call, "dx", call.x.shape, "x")
-    checks.shape(call, "dweight", call.weight.shape, "weight")
-    checks.shape(call, "dbias", call.weight.shape[:1], "weight's rows")
-    for name, tensor in checks.given(call, ("lora_x", "lora_b")):
-        checks.shape(call, f"d{name}", tensor.shape, name)
-    return checks.gradients(call, *HEAD)
+    checks.same_device(call, names[0], *computed)
+    for gradient, name in zip(computed, names, strict=True):
+        tensor = getattr(call, name)
+        if tensor is not None:
+            checks.shape(call, gradient, tensor.shape, name)
 
 
 def _check(call: Any, mask: str) -> None:
@@ -66,13 +75,19 @@ def check_linear(call: Any, mask: str = "") -> None:
     argument that says whether the gradients of the head's tensors are wanted."""
     check_layer(call)
     check_target(call, "x")
-    _check_lora(call)
+    check_lora(call)
     check_chunks(call, call.weight)
-    for i, name in enumerate(HEAD if mask else ()):
-        if getattr(call, mask)[i] and getattr(call, name) is None:
+    if mask:
+        check_mask(call, mask, HEAD)
+
+
+def check_mask(call: Any, mask: str, names: Sequence[str]) -> None:
+    """Check that the mask of this name asks for no gradient of a tensor that is None."""
+    wanted = list(getattr(call, mask))
+    for i, name in enumerate(names):
+        if wanted[i] and getattr(call, name) is None:
             raise ValueError(
-                f"{checks.op(call)}: {mask}[{i}] must be False without a {name}, got"
-                f" {list(getattr(call, mask))}"
+                f"{checks.op(call)}: {mask}[{i}] must be False without a {name}, got {wanted}"
             )
 
 
@@ -114,15 +129,19 @@ def check_chunks(call: Any, weight: Tensor) -> None:
         raise ValueError(f"{op}: chunk_bytes must be above 0 or None, got {call.chunk_bytes}")
 
 
-def _check_lora(call: Any) -> None:
-    op, lora_x, lora_b = checks.op(call), call.lora_x, call.lora_b
+def check_lora(call: Any, prefix: str = "") -> None:
+    """Check lora_x and lora_b of a layer, whose names start with `prefix`."""
+    op, x_name, weight_name = checks.op(call), f"{prefix}x", f"{prefix}weight"
+    names = x_lora, b_lora = f"{prefix}lora_x", f"{prefix}lora_b"
+    lora_x, lora_b = (getattr(call, name) for name in names)
     if lora_x is None and lora_b is None:
         return
-    for name, tensor, other in (("lora_x", lora_x, "lora_b"), ("lora_b", lora_b, "lora_x")):
+    for name, tensor, other in ((x_lora, lora_x, b_lora), (b_lora, lora_b, x_lora)):
         if tensor is None:
             raise ValueError(f"{op}: {name} must be given with {other}, got None")
-    _check_parameters(call, "x", "lora_x", "lora_b")
-    checks.at_least_dims(call, "lora_x", 1, "(..., R)")
-    R = lora_x.shape[-1:]
-    checks.shape(call, "lora_x", (*call.x.shape[:-1], *R), "x but for the last dimension")
-    checks.shape(call, "lora_b", (*call.weight.shape[:1], *R), "weight's rows and lora_x's columns")
+    _check_parameters(call, x_name, *names)
+    checks.at_least_dims(call, x_lora, 1, "(..., R)")
+    R, x, weight = lora_x.shape[-1:], getattr(call, x_name), getattr(call, weight_name)
+    checks.shape(call, x_lora, (*x.shape[:-1], *R), f"{x_name} but for the last dimension")
+    meaning = f"{weight_name}'s rows and {x_lora}'s columns"
+    checks.shape(call, b_lora, (*weight.shape[:1], *R), meaning)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,8 @@ class LinearDivergence(WithOptions):
         target: (...), int64 or int32, or None.
         token_weight: (...), or None.
         num_items_in_batch: (), the divisor of the mean, or None.
+        student_lora_a, student_lora_b, student_lora_scale: (R, D), (V, R) and a number: a LoRA of
+            the student's head, or None; and teacher_lora_a, teacher_lora_b and teacher_lora_scale.
         The loss, the divergence and the cross-entropy, which is None without a target: (), or (...)
             for the reduction "none"; float32, or float64 if a tensor of either head is.
 
@@ -77,8 +81,14 @@ class LinearDivergence(WithOptions):
         student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
         teacher_logits: Tensor | None = None, target: Tensor | None = None,
         token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+        student_lora_a: Tensor | None = None, student_lora_b: Tensor | None = None,
+        student_lora_scale: float = 1.0,
+        teacher_lora_a: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+        teacher_lora_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        lora: tuple[Any, ...] = (student_lora_a, student_lora_b, student_lora_scale)
+        lora = (*lora, teacher_lora_a, teacher_lora_b, teacher_lora_scale)
         return linear_divergence(
             student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
-            teacher_logits, target, token_weight, num_items_in_batch, *self.options,
+            teacher_logits, target, token_weight, num_items_in_batch, *self.options, *lora,
         )  # fmt: skip

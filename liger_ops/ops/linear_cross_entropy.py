@@ -16,12 +16,11 @@ from .head import (
     both,
     cast_as_linear,
     divisor,
-    factors_of,
+    finished_in_forward,
     flattened,
     linear,
     needed_gradients,
     products_of,
-    scaled,
     shaped,
     still_missing,
     upstream_of_tokens,
@@ -264,15 +263,10 @@ def linear_cross_entropy_backward(
             tensor that is None.
     """
     computed = (dx, dweight, dbias, dlora_x, dlora_b)
-    finished: list[Tensor | None] = [None] * 5
-    if dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(
-            dloss, target, ignore_index, divisor(reduction, total_weight, num_items_in_batch)
-        )
-        finished = [
-            scaled(gradient, factor, x.dtype) if wanted and gradient is not None else None
-            for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True)
-        ]
+    items = divisor(reduction, total_weight, num_items_in_batch)
+    finished = finished_in_forward(
+        dloss, computed, output_mask, target, ignore_index, items, x.dtype
+    )
     missing = still_missing(output_mask, finished)
     if not any(missing):
         return tuple(finished)  # type: ignore[return-value]

@@ -3,7 +3,6 @@ logits are computed in chunks and not kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,23 +11,27 @@ from torch import Tensor
 from .. import library
 from .head import (
     Gradients,
-    Product,
     both,
     cast_as_linear,
-    factors_of,
+    finished_in_forward,
     needed_gradients,
-    scaled,
+    products_of,
     shaped,
     still_missing,
 )
+from .lora import lora_input
 from .two_heads import (
+    Layer,
     chunks_of_logits,
     divisor,
     dlogits_of,
+    entropy_of,
     mixed,
     reduced,
+    refuse_gradients,
     result_dtype,
     rows_of,
+    teacher_of,
     upstream_of_sum,
     upstream_of_tokens,
     values_of,
@@ -36,6 +39,7 @@ from .two_heads import (
 )
 
 RESULTS = "loss divergence cross_entropy statistics"
+GRADIENTS = "dx dweight dbias dlora_x dlora_b"
 # Rows of statistics: those of `divergence_forward`, and lse of the logits at temperature 1.
 STATISTICS = 5
 
@@ -54,6 +58,10 @@ def linear_divergence(
     soft_weight: float = 1.0, hard_weight: float = 0.0,
     ignore_index: int = -100, reduction: str = "mean",
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    student_lora_a: Tensor | None = None, student_lora_b: Tensor | None = None,
+    student_lora_scale: float = 1.0,
+    teacher_lora_a: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+    teacher_lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The divergence of a student's head from its teacher's, and the cross-entropy of labels.
 
@@ -86,21 +94,40 @@ def linear_divergence(
     them in float32. If a gradient is needed and the reduction is "mean" or "sum", the forward
     computes it: the gradient of a chunk's logits overwrites them, and forward and backward together
     take three products of M, V and D for the student and one for the teacher. The backward then
-    multiplies by the loss's own gradient and the reduction's factor. If divergence or cross_entropy
-    is differentiated itself, for the reduction "none" and for a second derivative, the backward
-    computes the logits of both again, a chunk at a time, with two products more.
+    multiplies by the loss's own gradient and the reduction's factor. The gradients of
+    student_weight and student_lora_b are summed in accum_dtype as in `linear_cross_entropy`.
 
-    The gradient of student_weight is summed in accum_dtype as in `linear_cross_entropy`.
+    If divergence or cross_entropy is differentiated itself, for the reduction "none" and for a
+    second derivative, the backward computes the logits of both again, with two products more: of
+    all tokens and a part of the words at a time, as in `linear_log_prob`, because the forward keeps
+    each token's sums over all words, for every kind. A part of the words has complete rows of the
+    gradient of student_weight, which are rounded once, and the gradient of student_x is summed in
+    accum_dtype. If student_weight and student_bias are frozen, and in the definition, the backward
+    takes a part of the tokens at a time.
 
     Memory, beside the results and the gradients: one chunk of logits of the student and one of the
-    teacher, of at most chunk_bytes together or one row of each, five float32 numbers per token, and
-    the accum_dtype sum of the gradient of student_weight. The definition, which runs on a CPU and
-    for float64, holds several float32 copies of the chunk. The number of chunks changes only the
-    rounding of the result.
+    teacher, of at most chunk_bytes together or one row or column of each, five float32 numbers per
+    token, and the accum_dtype sum of the gradient of student_weight, or of student_x. The
+    definition, which runs on a CPU and for float64, holds several float32 copies of the chunk. The
+    number of chunks changes only the rounding of the result.
 
     Ignored tokens have results and a gradient of student_x of exactly 0, whatever their logits are.
+    The matrix products compute their logits, because the host sets the sizes of products, and would
+    have to wait for the device to know the targets; a GPU does not read them after that. To skip
+    the products too, select the tokens that count before the call, which in eager mode is that
+    wait:
 
-    Under autocast x, weight and bias of both are cast as `torch.nn.functional.linear` casts them.
+        counts = target != ignore_index
+        linear_divergence(student_x[counts], student_weight, teacher_x[counts], teacher_weight,
+                          target=target[counts])
+
+    With student_lora_a and student_lora_b, the student's weight is
+    student_weight + student_lora_scale * student_lora_b @ student_lora_a, which is never formed:
+    see `linear_cross_entropy`. student_lora_a, student_lora_b and student_x have gradients, and a
+    frozen student_weight has none. A LoRA of the teacher is as constant as its head.
+
+    Under autocast x, weight, bias, lora_a and lora_b of both are cast as
+    `torch.nn.functional.linear` casts them.
 
     This op calls `linear_divergence_forward`.
 
@@ -130,7 +157,12 @@ def linear_divergence(
         accum_dtype: float32, student_weight's dtype to halve the memory of the sum of its gradient,
             or None for float32.
         chunk_bytes: the size of a chunk of both logits. None takes LIGER_OPS_LOGITS_BYTES from the
-            environment or, if that is not set, what `linear_cross_entropy` takes.
+            environment or, if that is not set, what `linear_cross_entropy` takes, and 384 MiB for
+            parts of the words.
+        student_lora_a, student_lora_b: (R, D) and (V, R), floating point: a LoRA that is added to
+            student_weight. Both, or neither.
+        teacher_lora_a, teacher_lora_b: (S, E) and (W, S), the same of teacher_weight.
+        student_lora_scale, teacher_lora_scale: the factors of lora_b @ lora_a.
 
     Returns:
         loss, divergence, cross_entropy: each (), or (...) for the reduction "none"; float32, or
@@ -150,27 +182,41 @@ def linear_divergence(
         >>> liger_ops.linear_divergence(x, student, x, teacher, target=torch.tensor([1, -100]))[1:]
         (tensor(0.2158), tensor(0.6931))
     """
+    op = "linear_divergence"
     student_x, student_weight, student_bias = cast_as_linear(
         student_x, student_weight, student_bias
     )
+    lora = (student_lora_a, student_lora_b, student_lora_scale)
+    lora_x, lora_b = lora_input(op, student_x, student_weight, *lora, "student_")
+    teacher_lora_x = None
     if teacher_x is not None and teacher_weight is not None:
         teacher_x, teacher_weight, teacher_bias = cast_as_linear(
             teacher_x, teacher_weight, teacher_bias
         )
-    mask = needed_gradients(student_x, student_weight, student_bias, reduction)[:3]
+        lora = (teacher_lora_a, teacher_lora_b, teacher_lora_scale)
+        teacher_lora_x, teacher_lora_b = lora_input(
+            op, teacher_x, teacher_weight, *lora, "teacher_"
+        )
+    elif teacher_lora_a is not None or teacher_lora_b is not None:
+        raise ValueError(
+            f"{op}: teacher_lora_a and teacher_lora_b must be None without teacher_x and"
+            " teacher_weight, got a tensor"
+        )
+    mask = needed_gradients(student_x, student_weight, student_bias, reduction, lora_x, lora_b)
     if torch._C._are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
-        mask = [False, False, False]
+        mask = [False] * 5
     return linear_divergence_forward(
         student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
         teacher_logits, target, token_weight, num_items_in_batch,
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, soft_weight, hard_weight,
-        ignore_index, reduction, accum_dtype, chunk_bytes, gradient_mask=mask,
+        ignore_index, reduction, accum_dtype, chunk_bytes, False, mask,
+        lora_x, lora_b, teacher_lora_x, teacher_lora_b,
     )[:3]  # fmt: skip
 
 
-@library.define(returns=f"{RESULTS} dx dweight dbias")
+@library.define(returns=f"{RESULTS} {GRADIENTS} entropy")
 def linear_divergence_forward(
     student_x: Tensor, student_weight: Tensor,
     teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
@@ -184,14 +230,20 @@ def linear_divergence_forward(
     soft_weight: float = 1.0, hard_weight: float = 0.0,
     ignore_index: int = -100, reduction: str = "mean",
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
-    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False),
+    return_entropy: bool = False,
+    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False, False, False),
+    student_lora_x: Tensor | None = None, student_lora_b: Tensor | None = None,
+    teacher_lora_x: Tensor | None = None, teacher_lora_b: Tensor | None = None,
 ) -> tuple[
-    Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None
+    Tensor, Tensor, Tensor | None, Tensor,
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
 ]:  # fmt: skip
-    """`linear_divergence` with what its backward needs, and the gradients that it computes.
+    """`linear_divergence` with what its backward needs, the gradients that it computes, and on
+    request the student's entropy, which takes one more pass over a chunk of its logits.
 
     The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in
-    student_x's dtype; for float16 in float32, and the gradient of student_weight in accum_dtype.
+    student_x's dtype; for float16 in float32, and those of student_weight and student_lora_b in
+    accum_dtype.
     The backward uses them if loss is the only result with a gradient, and otherwise computes the
     logits again. Autocast changes nothing here.
 
@@ -201,49 +253,62 @@ def linear_divergence_forward(
             teacher_temperature, student_softcap, teacher_softcap, student_logit_scale,
             teacher_logit_scale, soft_weight, hard_weight, ignore_index, reduction, accum_dtype,
             chunk_bytes: as for `linear_divergence`.
-        gradient_mask: whether to compute dx, dweight and dbias. All False for the reduction "none".
+        return_entropy: whether to compute entropy.
+        gradient_mask: whether to compute dx, dweight, dbias, dlora_x and dlora_b. All False for the
+            reduction "none".
+        student_lora_x, student_lora_b: (..., R) and (V, R), of student_x's dtype, whose product is
+            added to the student's logits. Both, or neither.
+        teacher_lora_x, teacher_lora_b: (..., S) and (W, S), the same of the teacher.
 
     Returns:
         loss, divergence, cross_entropy: the results of `linear_divergence`.
         statistics: (5, ...); for each token the results of `divergence_forward`, and lse of the
             student's logits at temperature 1, which is 0 without a target. All are 0 for an ignored
             token. Not differentiable.
-        dx, dweight, dbias: contiguous, of the shapes of student_x, student_weight and student_bias;
-            each is None unless gradient_mask asks for it.
+        dx, dweight, dbias, dlora_x, dlora_b: contiguous, of the shapes of student_x,
+            student_weight, student_bias, student_lora_x and student_lora_b; each is None unless
+            gradient_mask asks for it.
+        entropy: (...), that of softmax(z_student / temperature), as in `log_prob`; 0 for an ignored
+            token, not differentiable, and None unless return_entropy.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_divergence`; or gradient_mask asks for a
-            gradient with the reduction "none", or for the gradient of a bias that is None.
+            gradient with the reduction "none", or for the gradient of a tensor that is None.
 
     Example:
         >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
         >>> liger_ops.linear_divergence_forward(x, weight, x, weight)[3][2]  # the student's lse
         tensor([1.3863])
     """
-    rows, shape = rows_of(student_x), student_x.shape[:-1]
-    dtype = result_dtype(student_x, teacher_x, teacher_logits)
-    gradients = _gradients(rows, student_weight, gradient_mask, accum_dtype, in_forward=True)
+    shape, dtype = student_x.shape[:-1], result_dtype(student_x, teacher_x, teacher_logits)
+    products = products_of(rows_of(student_x), student_weight, student_lora_x, student_lora_b)
+    lora = (teacher_lora_x, teacher_lora_b)
+    taught = teacher_of(teacher_x, teacher_weight, teacher_bias, *lora, teacher_logits)
+    gradients = Gradients(products, gradient_mask, accum_dtype, in_forward=True)
     weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student_x.device)
     options = (
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, ignore_index,
     )  # fmt: skip
-    divergences, losses, statistics = [], [], []
+    divergences, losses, statistics, entropies = [], [], [], []
     for chunk, student, teacher, targets in chunks_of_logits(
-        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
-        teacher_logits, target, chunk_bytes,
-    ):  # fmt: skip
+        Layer(products, student_bias), taught, target, chunk_bytes
+    ):
         value, loss, found = values_of(student, teacher, targets, *options)
         divergences.append(value.to(weights.dtype))
         if loss is not None:
             losses.append(loss.to(weights.dtype))
         statistics.append(found.to(weights.dtype))
+        if return_entropy:
+            caps = (temperature, student_softcap, student_logit_scale, ignore_index)
+            entropies.append(entropy_of(student, targets, *caps).to(weights.dtype))
         if any(gradient_mask):
             with torch.no_grad():
                 soft, hard = upstream_of_sum(weights[chunk], soft_weight, hard_weight)
                 dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
                 gradients.add(chunk, dlogits)
     items = divisor(reduction, weights, num_items_in_batch)
+    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
     divergence = reduced(torch.cat(divergences), weights, items, reduction, shape)
     cross_entropy = None
     if target is not None:
@@ -253,11 +318,12 @@ def linear_divergence_forward(
         divergence,
         cross_entropy,
         torch.cat(statistics, 1).reshape(STATISTICS, *shape),
-        *shaped(gradients.results()[:3], (student_x, student_weight, student_bias)),
+        *shaped(gradients.results(), head),
+        torch.cat(entropies).reshape(shape) if return_entropy else None,
     )  # type: ignore[return-value]
 
 
-@library.define(returns="dx dweight dbias")
+@library.define(returns=GRADIENTS)
 def linear_divergence_backward(
     dloss: Tensor | None, ddivergence: Tensor | None, dcross_entropy: Tensor | None,
     student_x: Tensor, student_weight: Tensor,
@@ -271,18 +337,27 @@ def linear_divergence_backward(
     student_logit_scale: float, teacher_logit_scale: float,
     soft_weight: float, hard_weight: float, ignore_index: int, reduction: str,
     accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    student_lora_x: Tensor | None = None, student_lora_b: Tensor | None = None,
+    teacher_lora_x: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+    dlora_x: Tensor | None = None, dlora_b: Tensor | None = None,
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
     """The gradient of `linear_divergence_forward`.
 
     A gradient that the forward computed and that is given here is multiplied by dloss and the
     reduction's factor, in float32, and rounded once. The others are computed from recomputed
-    logits, a chunk of tokens at a time. With q_i the softmax of z_i at temperature 1:
+    logits: by the definition a chunk of tokens at a time, by kernels a chunk of words, whose
+    gradients of student_weight, student_bias and student_lora_b are complete. With q_i the softmax
+    of z_i at temperature 1:
 
         dz_ic = soft_i * dstudent_ic of `divergence_backward` + hard_i * (q_ic - (c == target_i))
         dlogits_ic = dz_ic * logit_scale * (1 - (z_ic / softcap)**2), in student_x's dtype
         dx = dlogits @ weight
         dweight = sum over the chunks of dlogits.T @ x
         dbias = sum(dlogits, 0)
+        dlora_x = dlogits @ lora_b
+        dlora_b = sum over the chunks of dlogits.T @ lora_x
 
     where soft_i and hard_i are the gradients of the token's divergence and cross-entropy.
 
@@ -291,35 +366,31 @@ def linear_divergence_backward(
             of the shapes of these results, any strides; each may be None.
         statistics: a result of the forward. Kernels use it; the definition computes it again, so
             that it can be differentiated.
-        dx, dweight, dbias: results of the forward, or None: for the reduction "none", and if
-            another result than loss has a gradient.
-        output_mask: whether dx, dweight and dbias are computed and allocated.
+        dx, dweight, dbias, dlora_x, dlora_b: results of the forward, or None: for the reduction
+            "none", and if another result than loss has a gradient.
+        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
         The others: as given to the forward.
 
     Returns:
-        dx, dweight and dbias, contiguous, of the shape and dtype of student_x, student_weight and
-        student_bias; or None.
+        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of student_x,
+        student_weight, student_bias, student_lora_x and student_lora_b; or None.
 
     Raises:
         TypeError, ValueError: as `linear_divergence`; or output_mask asks for the gradient of a
-            bias that is None.
+            tensor that is None.
     """
     weights = weights_of_tokens(
         target, token_weight, ignore_index, student_x.shape[:-1], statistics.dtype,
         student_x.device,
     )  # fmt: skip
     items = divisor(reduction, weights, num_items_in_batch)
-    finished: list[Tensor | None] = [None, None, None]
-    computed = (dx, dweight, dbias)
-    if dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(dloss, target, ignore_index, items)[:3]
-        finished = [
-            scaled(gradient, factor, student_x.dtype) if wanted and gradient is not None else None
-            for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True)
-        ]
+    computed = (dx, dweight, dbias, dlora_x, dlora_b)
+    finished = finished_in_forward(
+        dloss, computed, output_mask, target, ignore_index, items, student_x.dtype
+    )
     missing = still_missing(output_mask, finished)
     if not any(missing):
-        return finished[0], finished[1], finished[2]
+        return tuple(finished)  # type: ignore[return-value]
     upstream = upstream_of_tokens(
         dloss, ddivergence, dcross_entropy, target, ignore_index,
         weights, items, soft_weight, hard_weight,
@@ -328,65 +399,48 @@ def linear_divergence_backward(
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, ignore_index,
     )  # fmt: skip
-    rows = rows_of(student_x)
-    gradients = _gradients(rows, student_weight, missing, accum_dtype, in_forward=False)
+    products = products_of(rows_of(student_x), student_weight, student_lora_x, student_lora_b)
+    lora = (teacher_lora_x, teacher_lora_b)
+    taught = teacher_of(teacher_x, teacher_weight, teacher_bias, *lora, teacher_logits)
+    gradients = Gradients(products, missing, accum_dtype, in_forward=False)
     for chunk, student, teacher, targets in chunks_of_logits(
-        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
-        teacher_logits, target, chunk_bytes,
-    ):  # fmt: skip
+        Layer(products, student_bias), taught, target, chunk_bytes
+    ):
         soft, hard = (None if grad is None else grad[chunk] for grad in upstream)
         dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
         gradients.add(chunk, dlogits)
-    recomputed = shaped(gradients.results()[:3], (student_x, student_weight, student_bias))
-    dx, dweight, dbias = both(finished, recomputed)
-    return dx, dweight, dbias
+    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
+    return both(finished, shaped(gradients.results(), head))  # type: ignore[return-value]
 
 
-def _gradients(
-    rows: Tensor, weight: Tensor, mask: Sequence[bool], accum_dtype: torch.dtype | None,
-    in_forward: bool,
-) -> Gradients:  # fmt: skip
-    """The gradients of the student's head, which has no LoRA."""
-    mask = (*mask, False, False)
-    return Gradients([Product(rows, weight)], mask, accum_dtype, in_forward=in_forward)
+# Positions of the student's head among the forward's arguments, in the order of the masks.
+_HEAD = (0, 1, 4, 26, 27)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    needs = ctx.needs_input_grad
-    for i, name in ((2, "teacher_x"), (3, "teacher_weight"), (5, "teacher_bias"),
-                    (6, "teacher_logits")):  # fmt: skip
-        if i < len(needs) and needs[i]:
-            raise ValueError(
-                f"linear_divergence: {name} must not require a gradient, as the teacher is a"
-                f" constant; pass {name}.detach()"
-            )
-    for i, name in ((8, "token_weight"), (9, "num_items_in_batch")):
-        if i < len(needs) and needs[i]:
-            raise ValueError(
-                f"linear_divergence: {name} must not require a gradient, which the loss does not"
-                " give"
-            )
-    _, _, _, statistics, *gradients = output
-    ctx.save_for_backward(*inputs[:10], statistics, *gradients)
+    refuse_gradients(ctx.needs_input_grad)
+    _, _, _, statistics, *gradients, entropy = output
+    ctx.save_for_backward(*inputs[:10], statistics, *inputs[26:], *gradients)
     ctx.options = inputs[10:24]
     ctx.set_materialize_grads(False)
-    others = (statistics, *gradients)
+    others = (statistics, entropy, *gradients)
     ctx.mark_non_differentiable(*(value for value in others if value is not None))
 
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     # Read only once, because a checkpoint recomputes the saved tensors at each access.
     saved = ctx.saved_tensors
-    arguments, computed = saved[:11], saved[11:]
-    wanted = [ctx.needs[0], ctx.needs[1], ctx.needs[4]]
+    arguments, lora, computed = saved[:11], saved[11:15], saved[15:]
+    wanted = [ctx.needs[i] for i in _HEAD]
     if not any(wanted) or all(grad is None for grad in grads[:3]):
-        return (None,) * 25
+        return (None,) * 30
     transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
     if transformed or [grad is None for grad in grads[:3]] != [False, True, True]:
-        computed = (None, None, None)
-    given: tuple[Any, ...] = (*grads[:3], *arguments, *computed, *ctx.options, wanted)
-    dx, dweight, dbias = linear_divergence_backward(*given)
-    return (dx, dweight, None, None, dbias, *(None for _ in range(20)))
+        computed = (None,) * 5
+    given: tuple[Any, ...] = (*grads[:3], *arguments, *computed[:3], *ctx.options, wanted)
+    gradients = linear_divergence_backward(*given, *lora, *computed[3:])
+    by_position = dict(zip(_HEAD, gradients, strict=True))
+    return tuple(by_position.get(i) for i in range(30))
 
 
 library.gradient("linear_divergence_forward", _backward, _setup_context)

@@ -12,19 +12,23 @@ from .head import cast_as_linear
 
 def lora_input(
     op: str, x: Tensor, weight: Tensor,
-    lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float,
+    lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float, prefix: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """lora_x = lora_scale * x @ lora_a.T, and lora_b, both in x's dtype; or None and None.
 
-    x is cast to lora_a's dtype for the product, as peft does, and autocast casts both.
+    x is cast to lora_a's dtype for the product, as peft does, and autocast casts both. `prefix` is
+    that of the names of the op's arguments.
     """
     if lora_a is None and lora_b is None:
         return None, None
     R = None if lora_a is None else lora_a.shape[:1]
-    _check(op, x, "lora_a", lora_a, "lora_b", "(R, D) with D of x", (*(R or ()), *x.shape[-1:]))
+    names = [f"{prefix}{name}" for name in ("x", "weight", "lora_a", "lora_b")]
+    x_name, weight_name, a_name, b_name = names
+    columns = (*(R or ()), *x.shape[-1:])
+    _check(op, x, x_name, a_name, lora_a, b_name, f"(R, D) with D of {x_name}", columns)
     classes = (*weight.shape[:1], *(R or ()))
-    meaning = "(V, R) with V of weight and R of lora_a"
-    _check(op, x, "lora_b", lora_b, "lora_a", meaning, classes)
+    meaning = f"(V, R) with V of {weight_name} and R of {a_name}"
+    _check(op, x, x_name, b_name, lora_b, a_name, meaning, classes)
     assert lora_a is not None and lora_b is not None
     lora_a, lora_b, _ = cast_as_linear(lora_a, lora_b, None)
     lora_x = lora_scale * torch.nn.functional.linear(x.to(lora_a.dtype), lora_a)
@@ -32,7 +36,7 @@ def lora_input(
 
 
 def _check(
-    op: str, x: Tensor, name: str, tensor: Tensor | None, other: str, form: str,
+    op: str, x: Tensor, x_name: str, name: str, tensor: Tensor | None, other: str, form: str,
     shape: Sequence[int],
 ) -> None:  # fmt: skip
     if tensor is None:
@@ -40,6 +44,8 @@ def _check(
     if not tensor.is_floating_point():
         raise TypeError(f"{op}: {name} must be a floating point tensor, got {tensor.dtype}")
     if tensor.device != x.device:
-        raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {tensor.device}")
+        raise ValueError(
+            f"{op}: {name} must be on {x_name}'s device, {x.device}, got {tensor.device}"
+        )
     if tuple(tensor.shape) != tuple(shape) or tensor.dim() != 2:
         raise ValueError(f"{op}: {name} must be {form}, {tuple(shape)}, got {tuple(tensor.shape)}")

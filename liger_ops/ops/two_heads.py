@@ -3,8 +3,8 @@ too, the weights of its tokens and its reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,34 @@ from torch import Tensor
 from .. import library
 from .chunks import chunks
 from .cross_entropy import effective, logsumexp
+from .head import Product, linear, products_of
 
 _DIVERGENCE = library.OPS["divergence_forward"].definition
 _DIVERGENCE_GRADIENT = library.OPS["divergence_backward"].definition
+_LOG_PROB = library.OPS["log_prob_forward"].definition
 _LOSS = library.OPS["cross_entropy_forward"].definition
 _LOSS_GRADIENT = library.OPS["cross_entropy_backward"].definition
+
+
+# Positions among the forward's arguments: of the teacher's tensors, each with the name of the one
+# to detach, and of those that weigh the tokens.
+_TEACHER = {
+    2: "teacher_x", 3: "teacher_weight", 5: "teacher_bias", 6: "teacher_logits",
+    28: "teacher_lora_a", 29: "teacher_lora_b",
+}  # fmt: skip
+_WEIGHTS = {8: "token_weight", 9: "num_items_in_batch"}
+
+
+def refuse_gradients(needed: Sequence[bool]) -> None:
+    """Raise if a tensor that the op gives no gradient of requires one."""
+    required = {i for i, wanted in enumerate(needed) if wanted}
+    for i in sorted(required & (_TEACHER.keys() | _WEIGHTS.keys())):
+        if i in _WEIGHTS:
+            reason = "which the loss does not give"
+        else:
+            reason = f"as the teacher is a constant; pass {_TEACHER[i]}.detach()"
+        name = (_TEACHER | _WEIGHTS)[i]
+        raise ValueError(f"linear_divergence: {name} must not require a gradient, {reason}")
 
 
 def result_dtype(x: Tensor, *teacher: Tensor | None) -> torch.dtype:
@@ -103,23 +126,42 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def chunks_of_logits(
-    student_x: Tensor, student_weight: Tensor, teacher_x: Tensor | None,
-    teacher_weight: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None,
-    teacher_logits: Tensor | None, target: Tensor | None, chunk_bytes: int | None,
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:  # fmt: skip
-    """Yield each chunk of tokens, the student's logits, the teacher's, and the targets."""
-    rows, row_bytes = rows_of(student_x), student_weight.shape[0] * student_x.element_size()
+class Layer(NamedTuple):
+    """The products of a head, and its bias."""
+
+    products: list[Product]
+    bias: Tensor | None
+
+    @property
+    def token_bytes(self) -> int:
+        """The size of the logits of one token."""
+        rows, weight = self.products[0]
+        return weight.shape[0] * rows.element_size()
+
+
+def teacher_of(
+    teacher_x: Tensor | None, teacher_weight: Tensor | None, teacher_bias: Tensor | None,
+    lora_x: Tensor | None, lora_b: Tensor | None, teacher_logits: Tensor | None,
+) -> Layer | Tensor:  # fmt: skip
+    """The teacher's head, or its logits as (M, W)."""
     if teacher_x is not None and teacher_weight is not None:
-        row_bytes += teacher_weight.shape[0] * teacher_x.element_size()
-    for chunk in chunks(rows.shape[0], row_bytes, chunk_bytes):
-        student = F.linear(rows[chunk], student_weight, student_bias)
-        if teacher_x is not None and teacher_weight is not None:
-            teacher = F.linear(rows_of(teacher_x)[chunk], teacher_weight, teacher_bias)
-        else:
-            assert teacher_logits is not None
-            teacher = rows_of(teacher_logits)[chunk]
-        yield chunk, student, teacher, None if target is None else target.reshape(-1)[chunk]
+        return Layer(products_of(rows_of(teacher_x), teacher_weight, lora_x, lora_b), teacher_bias)
+    assert teacher_logits is not None
+    return rows_of(teacher_logits)
+
+
+def chunks_of_logits(
+    student: Layer, teacher: Layer | Tensor, target: Tensor | None, chunk_bytes: int | None
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    """Yield each chunk of tokens, the student's logits, the teacher's, and the targets."""
+    row_bytes = student.token_bytes
+    if isinstance(teacher, Layer):
+        row_bytes += teacher.token_bytes
+    targets = None if target is None else target.reshape(-1)
+    for chunk in chunks(student.products[0].rows.shape[0], row_bytes, chunk_bytes):
+        logits = linear(*student, chunk)
+        taught = linear(*teacher, chunk) if isinstance(teacher, Layer) else teacher[chunk]
+        yield chunk, logits, taught, None if targets is None else targets[chunk]
 
 
 def _effective(
@@ -163,6 +205,17 @@ def values_of(
         loss, _, lse, *_ = _LOSS(z, target, None, None, None, ignore_index, "none")
         lse = torch.where(target == ignore_index, 0.0, lse).to(results[0].dtype)
     return results[0], loss, torch.stack([*results, lse]).detach()
+
+
+def entropy_of(
+    student: Tensor, target: Tensor | None, temperature: float, softcap: float | None,
+    logit_scale: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    """The entropy of each token's distribution, without a gradient."""
+    if target is None:
+        target, ignore_index = student.new_zeros(student.shape[0], dtype=torch.int64), -1
+    options = (temperature, softcap, logit_scale, ignore_index)
+    return _LOG_PROB(student.detach(), target, *options)[1]
 
 
 def dlogits_of(

@@ -165,6 +165,12 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             assert bias is softcap is None and (temperature, logit_scale) == (1, 1)
             return *model_log_prob(x @ weight.T, target), None, None, None
 
+    class ChunkedDivergence:
+        @staticmethod
+        def apply(x, weight, bias, teacher_x, teacher_weight, teacher_bias, beta):
+            assert bias is teacher_bias is None and beta == 0.5
+            return model_divergence(x @ weight.T, teacher_x @ teacher_weight.T).reshape(1), None
+
     modules = {
         "liger_kernel.transformers.functional": {
             "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
@@ -197,6 +203,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "_ChunkedLogProbFunction": ChunkedLogProb,
             "_CHUNKED_LOGPROB_CHUNK_SIZE": 4096,
         },
+        "trl.kernels.chunked_divergence": {"ChunkedDivergenceFunction": ChunkedDivergence},
         "quack.rotary": {"apply_rotary_emb": turned},
         "quack.linear_cross_entropy": {
             "chunked_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(
@@ -204,7 +211,8 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             )
         },
     }
-    for name in ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", *modules):
+    packages = ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", "trl.kernels")
+    for name in (*packages, *modules):
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

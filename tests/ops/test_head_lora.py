@@ -1,4 +1,5 @@
-"""The LoRA of a head, in linear_cross_entropy and linear_log_prob: logits are those of a head whose
+"""The LoRA of a head, in linear_cross_entropy, linear_log_prob and linear_divergence, whose kernels
+are in test_linear_divergence_lora.py: logits are those of a head whose
 input is x and lora_x side by side, and whose weight is weight and lora_b side by side."""
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from op_under_test import DEVICE, FOLDERS, X_LAYOUTS, Values, max_abs
 
 OPS = ("linear_cross_entropy", "linear_log_prob")
 EVERY_OP = pytest.mark.parametrize("op", OPS)
+COMPOSED = (*OPS, "linear_divergence")
+EVERY_COMPOSED = pytest.mark.parametrize("op", COMPOSED)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 EVERY_IMPLEMENTATION = pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
 HEAD = ("x", "weight", "bias", "lora_x", "lora_b")
@@ -225,10 +228,18 @@ def composed(op: str, reduction: str = "mean") -> Callable[..., Tensor]:
 
     def loss(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
         lora = {"lora_a": a, "lora_b": b, "lora_scale": 0.7, "chunk_bytes": 60}
-        if op == "linear_cross_entropy":
-            losses = liger_ops.linear_cross_entropy(
-                x, weight, target_of(x), bias, reduction=reduction, **lora
-            )
+        if op != "linear_log_prob":
+            if op == "linear_cross_entropy":
+                losses = liger_ops.linear_cross_entropy(
+                    x, weight, target_of(x), bias, reduction=reduction, **lora
+                )
+            else:
+                options = {f"student_{name}": value for name, value in lora.items()}
+                options |= {"target": target_of(x), "student_bias": bias, **taught(x, True)}
+                options["chunk_bytes"] = options.pop("student_chunk_bytes")
+                losses, *_ = liger_ops.linear_divergence(
+                    x, weight, **options, temperature=0.8, hard_weight=0.5, reduction=reduction
+                )
             return losses.square().sum() if reduction == "none" else losses
         log_prob, entropy = liger_ops.linear_log_prob(x, weight, target_of(x), bias, **lora)
         return log_prob.sin().sum() + entropy.square().sum()
@@ -243,7 +254,13 @@ def adapted(op: str, reduction: str = "mean") -> Callable[..., Tensor]:
         logits = F.linear(x, weight + 0.7 * b @ a, bias)
         target = target_of(x)
         losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
-        if op == "linear_cross_entropy":
+        if op == "linear_divergence":
+            q, p = ((z / 0.8).softmax(-1) for z in (logits, taught(x, False)))
+            kl = lambda a, b: (a * (a.log() - b.log())).sum(-1)
+            m = (p + q) / 2
+            soft = (kl(p, m) + kl(q, m)).flatten() / 2
+            losses = losses / 2 + soft * (target.flatten() != -100)
+        if op != "linear_log_prob":
             kept = (target != -100).sum()
             return losses.square().sum() if reduction == "none" else losses.sum() / kept
         log_p = logits.log_softmax(-1)
@@ -251,6 +268,21 @@ def adapted(op: str, reduction: str = "mean") -> Callable[..., Tensor]:
         return (-losses).sin().sum() + entropy.square().sum()
 
     return loss
+
+
+def taught(x: Tensor, by_layer: bool) -> Any:
+    """The arguments of a teacher with a LoRA, or its logits."""
+
+    def values(*shape: int) -> Tensor:
+        numbers = torch.arange(math.prod(shape), device=x.device) * 0.7
+        # Every dtype has the same values.
+        return numbers.sin().bfloat16().to(x.dtype).reshape(shape)
+
+    hidden, weight, a, b = values(*x.shape[:-1], 6), values(7, 6), values(3, 6), values(7, 3)
+    if not by_layer:
+        return F.linear(hidden, weight + 0.4 * b @ a)
+    lora = {"teacher_lora_a": a, "teacher_lora_b": b, "teacher_lora_scale": 0.4}
+    return {"teacher_x": hidden, "teacher_weight": weight, **lora}
 
 
 def target_of(x: Tensor) -> Tensor:
@@ -265,7 +297,16 @@ def head(dtype: torch.dtype = torch.float64, rows: int = 3) -> tuple[Tensor, ...
     return tuple(values.draw(shape, dtype, scale=0.5).requires_grad_() for shape in shapes)
 
 
-FORMS = pytest.mark.parametrize("op, reduction", ((OPS[0], "mean"), (OPS[0], "none"), (OPS[1], "")))
+FORMS = pytest.mark.parametrize(
+    "op, reduction",
+    (
+        (OPS[0], "mean"),
+        (OPS[0], "none"),
+        (OPS[1], ""),
+        (COMPOSED[2], "mean"),
+        (COMPOSED[2], "none"),
+    ),
+)
 
 
 @FORMS
@@ -314,7 +355,7 @@ def test_only_the_adapter_and_x_have_gradients(op: str, reduction: str) -> None:
         torch.testing.assert_close(gradient, value)
 
 
-@EVERY_OP
+@EVERY_COMPOSED
 def test_compiled_once_for_two_shapes(op: str) -> None:
     recorder = Recorder()
     loss = composed(op)
@@ -329,7 +370,7 @@ def test_compiled_once_for_two_shapes(op: str) -> None:
     assert liger_ops_of(recorder.backwards) == {f"{op}_backward": 1}
 
 
-@EVERY_OP
+@EVERY_COMPOSED
 def test_dtypes_of_an_adapter(op: str) -> None:
     """A float32 adapter of a bfloat16 head, and autocast, as by linear layers."""
     x, weight, bias, a, b = head(torch.float32)
@@ -345,7 +386,7 @@ def test_dtypes_of_an_adapter(op: str) -> None:
     assert all(g.dtype is torch.float32 for g in torch.autograd.grad(ours, (x, weight, a, b)))
 
 
-@EVERY_OP
+@EVERY_COMPOSED
 def test_training_on_the_simulated_npu(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated_npu, "active", True)
     tensors = head(torch.float32)
@@ -373,6 +414,11 @@ def test_modules() -> None:
     found = liger_ops.nn.LinearLogProb()(x, weight, target, bias, **lora)
     formed = liger_ops.nn.LinearLogProb()(x, weight + 0.7 * b @ a, target, bias)
     torch.testing.assert_close(found, formed)
+    expected = adapted(COMPOSED[2])(x, weight, bias, a, b)
+    lora = {f"student_{name}": value for name, value in lora.items()}
+    module = liger_ops.nn.LinearDivergence(temperature=0.8, hard_weight=0.5)
+    options = {"student_bias": bias, "target": target, **taught(x, True), **lora}
+    torch.testing.assert_close(module(x, weight, **options)[0], expected)
 
 
 @EVERY_OP

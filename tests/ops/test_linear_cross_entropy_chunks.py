@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, Calls, call, leaves
 from liger_ops import library
-from liger_ops.lowering.linear_cross_entropy import Gradients, chunked_linear
+from liger_ops.lowering.linear_cross_entropy import Gradients, head_of
 from liger_ops.ops.chunks import ENVIRONMENT, chunks
 from liger_ops.ops.head import forward_dweight_dtype
 from linear_cross_entropy_cases import (
@@ -80,7 +80,7 @@ def test_one_chunk_where_it_takes_no_more_than_several_and_their_sum(
     dweight = torch.empty_like(weight, dtype=forward_dweight_dtype(weight, accum_dtype))
     target = torch.empty(M, dtype=torch.int64, device="meta")
     arguments = library.OPS["linear_cross_entropy_forward"].arguments
-    linear = chunked_linear(arguments(x, weight, target, accum_dtype=accum_dtype), x, dweight, 16)
+    linear = head_of(arguments(x, weight, target, accum_dtype=accum_dtype), dweight, 16)
     assert len(linear.slices) == count
     # A float16 gradient is kept in float32 until the backward scales it.
     outputs = [None, dweight, None, None, None]

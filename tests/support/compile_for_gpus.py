@@ -239,7 +239,7 @@ def both_heads(kernel: dict[str, Callable[..., Any]], x: torch.Tensor, V: int) -
     target = torch.zeros(4, dtype=torch.int64)
     teacher = (None, None, None, None, logits, target, None, None)
     options = ("jsd", 0.5, 0.7, None, 30.0, 20.0, 0.5, 1.0, 0.5, 0.5)
-    mask = [True, True, False]
+    mask = [True, True, False, False, False]
     kernel["linear_divergence_forward"](x, weight, *teacher, *options, gradient_mask=mask)
 
 

@@ -9,19 +9,21 @@ from typing import Any
 import torch
 
 from liger_ops import library
-from linear_cross_entropy_cases import NOT_COMPUTED, HeadCase, tensors_of
+from linear_cross_entropy_cases import NOT_COMPUTED, HeadCase, lora_of, tensors_of
 from op_under_test import OpUnderTest, Tensors, Values, laid_out
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoHeadsCase(HeadCase):
-    """A drawn use of linear_divergence. mask says which of student_x, student_weight and
-    student_bias, and upstream which results have a gradient."""
+    """A drawn use of linear_divergence. mask says which tensors of the student's head, and upstream
+    which results have a gradient."""
 
     # The teacher's: hidden size, classes, and whether it is given by its logits.
     E: int = 5
     W: int = 11
     by_logits: bool = False
+    # The rank of its LoRA, or None.
+    teacher_rank: int | None = None
     # None for the student's.
     teacher_dtype: torch.dtype | None = None
     teacher_bias: bool = True
@@ -36,9 +38,7 @@ class TwoHeadsCase(HeadCase):
     hard_weight: float = 0.0
     chunk_bytes: int | None = 200
     upstream: tuple[bool, ...] = (True, True, True)
-
-    def __post_init__(self) -> None:
-        """Leave the mask as it is: the student's head has no LoRA."""
+    return_entropy: bool = False
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -54,6 +54,9 @@ INPUTS = (
     "student_x", "student_weight", "teacher_x", "teacher_weight", "student_bias", "teacher_bias",
     "teacher_logits", "target", "token_weight", "num_items_in_batch",
 )  # fmt: skip
+LORA = ("student_lora_x", "student_lora_b")
+TEACHER_LORA = ("teacher_lora_x", "teacher_lora_b")
+HEAD = ("student_x", "student_weight", "student_bias", *LORA)
 UPSTREAM = ("dloss", "ddivergence", "dcross_entropy")
 
 
@@ -75,12 +78,18 @@ def tensors(case: TwoHeadsCase) -> Tensors:
         "target": target if case.has_target else None,
         "token_weight": token_weight,
         "num_items_in_batch": items,
+        **dict(zip(LORA, lora_of(case), strict=True)),
     }
-    for name in ("teacher_x", "teacher_logits"):
+    wide = None if case.by_logits or case.teacher_rank is None else dtype
+    rank = case.teacher_rank or 1
+    given["teacher_lora_x"] = values.draw((*case.shape, rank), wide, "contiguous", case.scale)
+    given["teacher_lora_b"] = values.draw((case.W, rank), wide)
+    for name in ("teacher_x", "teacher_logits", "teacher_lora_x"):
         if case.shape and given[name] is not None:
             given[name] = laid_out(given[name], case.layout)
     forward = library.OPS["linear_divergence_forward"].definition
-    outputs = forward(*(given[name] for name in INPUTS), *case.options)
+    lora = {name: given[name] for name in (*LORA, *TEACHER_LORA)}
+    outputs = forward(*(given[name] for name in INPUTS), *case.options, **lora)
     given["statistics"] = outputs[3]
     for name, wanted, output in zip(UPSTREAM, case.upstream, outputs, strict=False):
         given[name] = None
@@ -93,12 +102,14 @@ def tensors(case: TwoHeadsCase) -> Tensors:
 
 def forward_args(case: TwoHeadsCase, tensors: Tensors) -> tuple[Any, ...]:
     mask = [wanted and case.reduction != "none" for wanted in case.mask]
-    return (*(tensors[name] for name in INPUTS), *case.options, mask)
+    lora = (tensors[name] for name in (*LORA, *TEACHER_LORA))
+    return (*(tensors[name] for name in INPUTS), *case.options, case.return_entropy, mask, *lora)
 
 
 def backward_args(case: TwoHeadsCase, tensors: Tensors) -> tuple[Any, ...]:
     values = (tensors[name] for name in (*UPSTREAM, *INPUTS, "statistics"))
-    return (*values, *NOT_COMPUTED, *case.options, list(case.mask))
+    lora = (tensors[name] for name in (*LORA, *TEACHER_LORA))
+    return (*values, *NOT_COMPUTED, *case.options, list(case.mask), *lora, None, None)
 
 
 def sample(
@@ -113,11 +124,11 @@ def sample(
     chunk_bytes = 4 * 7 * dtype.itemsize
     return TwoHeadsCase(
         shape=(rows, 2), D=4, V=7, E=6, dtype=dtype, chunk_bytes=chunk_bytes,
-        token_weight=True, **options, **form, **more,
+        token_weight=True, rank=5, return_entropy=True, **options, **form, **more,
     )  # fmt: skip
 
 
-HIDDEN = {"W": 9, "reduction": "mean", "beta": 0.3, "num_items": True}
+HIDDEN = {"W": 9, "teacher_rank": 8, "reduction": "mean", "beta": 0.3, "num_items": True}
 LOGITS = {"W": 8, "reduction": "none", "kind": "reverse_kl", "by_logits": True}
 
 
@@ -129,10 +140,10 @@ def described(name: str, form: dict[str, Any], needed: int) -> OpUnderTest:
         tensors=tensors,
         forward_args=forward_args,
         backward_args=backward_args,
-        gradients_of=("student_x", "student_weight", "student_bias"),
+        gradients_of=HEAD,
         needed=needed,
         gradients_from=UPSTREAM,
-        no_gradient=(*INPUTS[2:4], *INPUTS[5:]),
+        no_gradient=(*INPUTS[2:4], *INPUTS[5:], *TEACHER_LORA),
         output_magnitudes=lambda case, tensors: [],
         gradient_magnitudes=lambda case, tensors: [],
         sample=partial(sample, form),

@@ -1,0 +1,149 @@
+"""What rounding may change in linear_divergence, and the numbers that this follows from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import op_checks
+from linear_divergence_cases import INPUTS, UPSTREAM, TwoHeadsCase
+from op_under_test import Tensors, max_abs
+
+
+def logits_of(case: TwoHeadsCase, tensors: Tensors) -> list[Tensor]:
+    """The scaled and capped logits of the student and the teacher, in float64."""
+    wide = {name: op_checks.in_float64(tensors[name]) for name in INPUTS[:7]}
+    teacher = wide["teacher_logits"]
+    if teacher is None:
+        teacher = F.linear(wide["teacher_x"], wide["teacher_weight"], wide["teacher_bias"])
+    found = []
+    for logits, scale, cap in (
+        (F.linear(wide["student_x"], wide["student_weight"], wide["student_bias"]),
+         case.logit_scale, case.softcap),
+        (teacher, case.teacher_logit_scale, case.teacher_softcap),
+    ):  # fmt: skip
+        z = logits * scale
+        found.append(z if cap is None else cap * torch.tanh(z / cap))
+    return found
+
+
+def side_by_side(case: TwoHeadsCase, tensors: Tensors) -> tuple[TwoHeadsCase, Tensors]:
+    """The same heads without a LoRA: x and lora_x, and weight and lora_b, are side by side."""
+    wide = dict(tensors)
+    for side in ("student", "teacher"):
+        for name, other in (("x", "lora_x"), ("weight", "lora_b")):
+            parts = [tensors[f"{side}_{part}"] for part in (name, other)]
+            wide[f"{side}_{other}"] = None
+            if parts[1] is not None:
+                wide[f"{side}_{name}"] = torch.cat(parts, -1)
+    D, E = case.D + (case.rank or 0), case.E + (case.teacher_rank or 0)
+    return replace(case, D=D, E=E, rank=None, teacher_rank=None, mask=case.mask[:3]), wide
+
+
+class Bounds:
+    """What rounding the logits of both to their dtypes, `roundings` times, and float32, may
+    change."""
+
+    def __init__(self, case: TwoHeadsCase, tensors: Tensors, roundings: int = 1) -> None:
+        self.case, self.tensors = case, tensors
+        teacher_temperature = case.teacher_temperature or case.temperature
+        z, teacher_z = logits_of(case, tensors)
+        dtypes = (case.dtype, case.teacher_dtype or case.dtype)
+        temperatures = (case.temperature, teacher_temperature)
+        caps = (case.softcap or 0, case.teacher_softcap or 0)
+        self.log_q, self.log_p = z / case.temperature, teacher_z / teacher_temperature
+        eps32 = torch.finfo(torch.float32).eps
+        # Of the logits at temperature 1, and of both logarithms of probabilities.
+        self.logit, self.logarithm, size = 0.0, 0.0, 0.0
+        for x, dtype, temperature, cap in zip(
+            (z, teacher_z), dtypes, temperatures, caps, strict=True
+        ):
+            # The rounding error of tanh is relative to 1.
+            largest = max_abs(x) + cap + math.log(max(case.V, case.W))
+            error = (roundings * torch.finfo(dtype).eps + 16 * eps32) * largest
+            self.logit = max(self.logit, error)
+            self.logarithm += 2 * error / temperature
+            size = max(size, largest / temperature)
+        self.ratio = 1 + 2 * size
+
+    def outputs(self) -> list[float]:
+        """Of each token's divergence, its cross-entropy, and the statistics."""
+        divergence = 2 * self.logarithm * self.ratio
+        return [divergence, 2 * self.logit, divergence + 2 * self.logarithm + 2 * self.logit]
+
+    def dlogits(self, soft: Tensor, hard: Tensor) -> Tensor:
+        """Of the gradient of the student's logits, given the gradients of the tokens' values."""
+        case, V = self.case, self.case.V
+        q, p = (x.softmax(-1) for x in (self.log_q, self.log_p))
+        log_q, log_p = (
+            F.pad(x.log_softmax(-1), (0, max(V, case.W) - x.shape[-1]), value=-200.0)[..., :V]
+            for x in (self.log_q, self.log_p)
+        )
+        p = F.pad(p, (0, max(0, V - case.W)))[..., :V]
+        terms = (p + q) * self.ratio / case.temperature
+        error = (2 * torch.finfo(case.dtype).eps + 8 * self.logarithm * self.ratio) * terms
+        if case.kind == "tvd":
+            # A sign that rounding may change is one of the student's classes, and of its share.
+            near = ((log_q - log_p).abs() <= 2 * self.logarithm).double()
+            share = (q * near).sum(-1, keepdim=True)
+            error = error + (q * near + q * share) / case.temperature
+        sharp = (self.log_q * case.temperature).softmax(-1)
+        eps = torch.finfo(case.dtype).eps
+        hard_error = (2 * eps + 8 * self.logit) * sharp + 2 * eps
+        total = soft.abs().unsqueeze(-1) * error + hard.abs().unsqueeze(-1) * hard_error
+        return total * case.logit_scale
+
+    def gradients(self, soft: Tensor, hard: Tensor) -> list[float]:
+        case = self.case
+        errors = self.dlogits(soft, hard).reshape(-1, case.V)
+        x, weight = (self.tensors[name].double().abs() for name in ("student_x", "student_weight"))
+        rows = x.reshape(-1, case.D)
+        terms = (soft.abs() * 2 * self.ratio / case.temperature + hard.abs() * 2).reshape(-1)
+        # A sum of chunks of tokens, or of words, that is rounded after each.
+        narrow = torch.finfo(case.dtype).eps * case.logit_scale if case.accumulate_narrow else 0.0
+        of_tokens = narrow * len(rows) * max_abs((terms.unsqueeze(-1) * rows).sum(0))
+        of_words = narrow * case.V * max_abs(terms) * max_abs(weight)
+        return [
+            max_abs(errors @ weight) + of_words, max_abs(errors.T @ rows) + of_tokens,
+            max_abs(errors.sum(0)),
+        ]  # fmt: skip
+
+
+def upstream(case: TwoHeadsCase, tensors: Tensors, in_forward: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of each token's divergence and cross-entropy, in float64."""
+    one = torch.ones(case.shape, dtype=torch.float64)
+    weights = one if tensors["token_weight"] is None else tensors["token_weight"].double()
+    if case.has_target:
+        weights = weights * (tensors["target"] != -100)
+    if in_forward:
+        return case.soft_weight * weights, case.hard_weight * weights
+    items: Any = 1
+    if case.reduction == "mean":
+        given = tensors["num_items_in_batch"]
+        items = weights.sum() if given is None else given
+        if items == 0:
+            return 0 * weights, 0 * weights
+    dloss, *others = (
+        torch.zeros(()) if tensors[name] is None else tensors[name].double() for name in UPSTREAM
+    )
+    pairs = zip((case.soft_weight, case.hard_weight), others, strict=True)
+    soft, hard = ((weight * dloss + other) * weights / items for weight, other in pairs)
+    return soft, hard
+
+
+def assert_no_further(
+    label: str, output: Tensor, reference: Tensor, truth: Tensor, roundings: float
+) -> None:
+    """No further from truth than twice the definition in the same dtypes, and a few roundings."""
+    assert (output.shape, output.dtype) == (reference.shape, reference.dtype), label
+    if truth.numel() == 0:
+        return
+    assert torch.equal(output.isnan(), truth.isnan()), label
+    own = max_abs((reference.double() - truth).nan_to_num())
+    error = max_abs((output.double() - truth).nan_to_num())
+    assert error <= 2 * own + roundings, f"{label}: {error} of at most 2 * {own} + {roundings}"
