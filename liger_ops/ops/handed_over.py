@@ -55,7 +55,7 @@ def hand_over(gradient: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     return [gradient] if alone and gradient is not None else []
 
 
-def finished(
+def weight_finished(
     handed_over: list[Tensor], computed: Sequence[Tensor | None], factor: Callable[[], Tensor]
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """The weight's gradient times a factor, (1, 1): in float32, and rounded once; and what is left

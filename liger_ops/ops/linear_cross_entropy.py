@@ -10,12 +10,13 @@ from torch import Tensor
 from .. import library
 from .chunks import chunks
 from .cross_entropy import RESULTS
-from .handed_over import finished, hand_over, nobody_else_sees_the_gradients
+from .handed_over import hand_over, nobody_else_sees_the_gradients, weight_finished
 from .head import (
     Gradients,
     both,
     cast_as_linear,
     divisor,
+    factors_of,
     finished_in_forward,
     flattened,
     linear,
@@ -333,7 +334,7 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     elif wanted[1]:
         items = divisor(ctx.options[1], saved[8], saved[6])
         factor = lambda: factors_of(grads[0], saved[2], ctx.options[0], items)[1]
-        whole, computed = finished(ctx.handed_over, computed, factor)
+        whole, computed = weight_finished(ctx.handed_over, computed, factor)
         wanted[1] = whole is None
     given: tuple[Any, ...] = (*grads[:4], *arguments, *computed[:3], *ctx.options, wanted)
     dx, dweight, dbias, *dlora = linear_cross_entropy_backward(*given, *lora, *computed[3:])

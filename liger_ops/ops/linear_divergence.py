@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import library
+from .handed_over import hand_over, nobody_else_sees_the_gradients, weight_finished
 from .head import (
     Gradients,
     both,
     cast_as_linear,
+    factors_of,
     finished_in_forward,
     needed_gradients,
     products_of,
@@ -206,14 +208,15 @@ def linear_divergence(
     if torch._C._are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
         mask = [False] * 5
-    return linear_divergence_forward(
-        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
-        teacher_logits, target, token_weight, num_items_in_batch,
-        kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
-        student_logit_scale, teacher_logit_scale, soft_weight, hard_weight,
-        ignore_index, reduction, accum_dtype, chunk_bytes, False, mask,
-        lora_x, lora_b, teacher_lora_x, teacher_lora_b,
-    )[:3]  # fmt: skip
+    with nobody_else_sees_the_gradients():
+        return linear_divergence_forward(
+            student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
+            teacher_logits, target, token_weight, num_items_in_batch,
+            kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
+            student_logit_scale, teacher_logit_scale, soft_weight, hard_weight,
+            ignore_index, reduction, accum_dtype, chunk_bytes, False, mask,
+            lora_x, lora_b, teacher_lora_x, teacher_lora_b,
+        )[:3]  # fmt: skip
 
 
 @library.define(returns=f"{RESULTS} {GRADIENTS} entropy")
@@ -379,11 +382,8 @@ def linear_divergence_backward(
         TypeError, ValueError: as `linear_divergence`; or output_mask asks for the gradient of a
             tensor that is None.
     """
-    weights = weights_of_tokens(
-        target, token_weight, ignore_index, student_x.shape[:-1], statistics.dtype,
-        student_x.device,
-    )  # fmt: skip
-    items = divisor(reduction, weights, num_items_in_batch)
+    tokens = (target, token_weight, num_items_in_batch)
+    weights, items = _weights(student_x, *tokens, statistics, ignore_index, reduction)
     computed = (dx, dweight, dbias, dlora_x, dlora_b)
     finished = finished_in_forward(
         dloss, computed, output_mask, target, ignore_index, items, student_x.dtype
@@ -417,10 +417,23 @@ def linear_divergence_backward(
 _HEAD = (0, 1, 4, 26, 27)
 
 
+def _weights(
+    student_x: Tensor, target: Tensor | None, token_weight: Tensor | None,
+    num_items_in_batch: Tensor | None, statistics: Tensor, ignore_index: int, reduction: str,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The weights of the tokens, and what the reduction divides by."""
+    shape, dtype = student_x.shape[:-1], statistics.dtype
+    tokens = (target, token_weight, ignore_index, shape, dtype, student_x.device)
+    weights = weights_of_tokens(*tokens)
+    return weights, divisor(reduction, weights, num_items_in_batch)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     refuse_gradients(ctx.needs_input_grad)
     _, _, _, statistics, *gradients, entropy = output
-    ctx.save_for_backward(*inputs[:10], statistics, *inputs[26:], *gradients)
+    ctx.handed_over = hand_over(gradients[1], inputs[1].dtype)
+    saved = gradients[:1] + [None] + gradients[2:] if ctx.handed_over else gradients
+    ctx.save_for_backward(*inputs[:10], statistics, *inputs[26:], *saved)
     ctx.options = inputs[10:24]
     ctx.set_materialize_grads(False)
     others = (statistics, entropy, *gradients)
@@ -434,11 +447,23 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     wanted = [ctx.needs[i] for i in _HEAD]
     if not any(wanted) or all(grad is None for grad in grads[:3]):
         return (None,) * 30
+    whole = None
     transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
     if transformed or [grad is None for grad in grads[:3]] != [False, True, True]:
         computed = (None,) * 5
+    elif wanted[1]:
+        ignore_index, reduction = ctx.options[10:12]
+
+        def factor() -> Tensor:
+            given: Any = (*saved[7:11], ignore_index, reduction)
+            _, items = _weights(saved[0], *given)
+            return factors_of(grads[0], saved[7], ignore_index, items)[1]
+
+        whole, computed = weight_finished(ctx.handed_over, computed, factor)
+        wanted[1] = whole is None
     given: tuple[Any, ...] = (*grads[:3], *arguments, *computed[:3], *ctx.options, wanted)
-    gradients = linear_divergence_backward(*given, *lora, *computed[3:])
+    gradients = list(linear_divergence_backward(*given, *lora, *computed[3:]))
+    gradients[1] = gradients[1] if whole is None else whole
     by_position = dict(zip(_HEAD, gradients, strict=True))
     return tuple(by_position.get(i) for i in range(30))
 

@@ -339,8 +339,10 @@ def test_products_and_memory() -> None:
     for y, is_loss in ((results[0], True), (results[1], False)):
         with Calls() as calls:
             torch.autograd.grad(y, (x, weight), retain_graph=True)
+        # The weight's gradient was handed over to the first backward.
         (args,) = calls.arguments("linear_divergence_backward")
-        assert [gradient is not None for gradient in args[14:17]] == [is_loss, is_loss, False]
+        assert [gradient is not None for gradient in args[14:17]] == [is_loss, False, False]
+        assert args[31][:2] == [True, not is_loss]
 
 
 def test_compiled_once_for_unbacked_sizes() -> None:
