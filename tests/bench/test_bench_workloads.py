@@ -15,6 +15,7 @@ from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
+from liger_ops.bench.workloads.listed_words import model_head_and_listed_words
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
     model_divergence,
@@ -31,6 +32,7 @@ TINY = {
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
+    "linear_top_k_divergence": (7, 16, 50),
 }
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
@@ -165,7 +167,23 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             assert bias is softcap is None and (temperature, logit_scale) == (1, 1)
             return *model_log_prob(x @ weight.T, target), None, None, None
 
+    def listed_words(
+        x: Any, weight: Any, bias: Any, logit_scale: float, softcap: Any,
+        ids: Any, log_prob: Any, mask: Any, beta: float, temperature: float, tail: bool,
+        teachers: Any, count: int, chunk_size: int,
+    ) -> Any:  # fmt: skip
+        assert bias is softcap is teachers is None and bool(mask.all()) and tail
+        assert (logit_scale, beta, temperature, count, chunk_size) == (1, 0.5, 1, 1, 256)
+        loss = model_head_and_listed_words(x, weight, ids)
+        assert log_prob.exp().sum(-1).allclose(torch.tensor(0.9))
+        return loss * len(x), None, None, None, None
+
+    distillation = "trl.experimental.async_distillation"
     modules = {
+        f"{distillation}.async_distillation_trainer": {
+            "_chunked_jsd_loss": listed_words,
+            "_CHUNKED_LM_HEAD_CHUNK_SIZE": 256,
+        },
         "liger_kernel.transformers.functional": {
             "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
             "liger_fused_add_rms_norm": liger_add,
@@ -204,7 +222,8 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             )
         },
     }
-    for name in ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", *modules):
+    trl = ("trl", "trl.trainer", "trl.experimental", distillation)
+    for name in ("liger_kernel", "liger_kernel.transformers", *trl, *modules):
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

@@ -104,6 +104,7 @@ def calls() -> Iterator[Callable[[], Any]]:
         yield from distribution_loss_calls(kernel, torch.empty(4, 128256, dtype=dtype))
         yield partial(finish_gradients, kernel, torch.empty(4, 64, dtype=dtype))
         yield partial(gradients_by_words, kernel, torch.empty(4, 64, dtype=dtype))
+        yield partial(listed_words, kernel, torch.empty(4, 64, dtype=dtype))
         # A whole row of each head, and two passes.
         for V in (100, 9000):
             yield partial(both_heads, kernel, torch.empty(4, 64, dtype=dtype), V)
@@ -231,6 +232,17 @@ def gradients_by_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -
     row, target = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
     options = (0.7, None, 1.0, -100, None, None, [True, True, False, False, False])
     kernel["linear_log_prob_backward"](row, row, None, x, x, target, None, row, row, *options)
+
+
+def listed_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:
+    """Call linear_top_k_divergence, which has a gradient of lse alone."""
+    ids = torch.tensor([[0, 1]]).expand(4, 2)
+    options = (0.7, None, 1.0, None, None)
+    logits, rest = kernel["linear_top_k_divergence_forward"](x, x, ids, None, *options)
+    mask = [True, True, False, False, False]
+    kernel["linear_top_k_divergence_backward"](
+        logits, rest, x, x, ids, None, logits, rest, *options, mask
+    )
 
 
 def both_heads(kernel: dict[str, Callable[..., Any]], x: torch.Tensor, V: int) -> None:

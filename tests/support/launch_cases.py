@@ -181,8 +181,8 @@ def head() -> Forms:
     )
 
 
-def log_prob_head() -> Forms:
-    plain = {"bias": False, "mask": (True, True, False), "chunk_bytes": None, **PLAIN_LOG_PROB}
+def log_prob_head(**plain: Any) -> Forms:
+    plain = {"bias": False, "mask": (True, True, False), "chunk_bytes": None, **plain}
     return Forms(
         shapes=tuple(
             {"shape": (ROWS,), "D": D, "V": V, **plain} for D, V in ((512, 1023), (3584, 151936))
@@ -380,7 +380,8 @@ OWN_FORMS = {
     "kl_div": distributions({"reduction": "none"}, {"log_target": True}),
     "jsd": distributions({"ignored": 3}, {"beta": 1.0}),
     "tvd": distributions({"reduction": "none", "ignored": 3}),
-    "linear_log_prob_forward": log_prob_head(),
+    "linear_log_prob_forward": log_prob_head(**PLAIN_LOG_PROB),
+    "linear_top_k_divergence_forward": log_prob_head(K=64, temperature=1.0, softcap=None),
     "linear_divergence_forward-mean": two_heads(),
     "linear_divergence_forward-none": two_heads(),
     "swiglu": activation({"up_dtype": FP32}, gradients=2),
