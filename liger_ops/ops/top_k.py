@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import logsumexp
-from .divergence import limit
+from .divergence import DISTRIBUTION_KINDS, limit
 from .precision import widened
 from .shapes import equal
 
 OP = "linear_top_k_divergence"
-KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 TAILS = ("bucket", "zero", "drop")
 # What the teacher leaves to other words is a difference from 1, and not known more precisely.
 LEAST_TAIL = 1e-7
@@ -73,7 +72,7 @@ def check_teacher(
             f"{OP}: target must have the shape of teacher_ids but for its last dimension,"
             f" {tuple(ids.shape[:-1])}, got {tuple(target.shape)}"
         )
-    for name, value, accepted in (("kind", kind, KINDS), ("tail", tail, TAILS)):
+    for name, value, accepted in (("kind", kind, DISTRIBUTION_KINDS), ("tail", tail, TAILS)):
         if value not in accepted:
             names = ", ".join(map(repr, accepted))
             raise ValueError(f"{OP}: {name} must be one of {names}, got {value!r}")

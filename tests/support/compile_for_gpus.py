@@ -183,10 +183,12 @@ def cross_entropy_calls(
         yield lambda inputs=inputs: kernel["log_prob_backward"](*inputs)
     # A whole row, and two passes; all widths and kinds would take a minute.
     if V in (100, 128256):
-        options = ("jsd", 0.5, 0.7, None, -100)
-        yield lambda options=options: kernel["divergence_forward"](logits, logits, target, *options)
-        inputs = (row, logits, logits, target, row, row, row, row, *options)
-        yield lambda inputs=inputs: kernel["divergence_backward"](*inputs, [True, True])
+        for kind in ("jsd", "cosine"):
+            given = (logits, logits, target)
+            options = (kind, 0.5, 0.7, None, -100)
+            yield partial(kernel["divergence_forward"], *given, *options)
+            inputs = (row, *given, row, row, row, row, *options)
+            yield partial(kernel["divergence_backward"], *inputs, [True, True])
     for args, grads in ((plain, (one, None, None, None)), (full, (one, one, row, row))):
         inputs = (*args[:5], row, one, *args[5:])
         yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)

@@ -140,6 +140,7 @@ def divergence(*options: Fields) -> Forms:
             form(100, M=5, tile=(2, 128)),
             form(300, M=7, tile=(1, 64)),
             form(5000, M=3),
+            form(300, M=7, tile=(2, 128), kind="cosine"),
         ),
     )
 
@@ -206,12 +207,13 @@ def two_heads() -> Forms:
     }  # fmt: skip
     hard = {"hard_weight": 0.5, "temperature": 0.7}
     capped = {**hard, "softcap": 30.0, "teacher_softcap": 20.0}
+    cosine = {**capped, "W": 1500, "kind": "cosine"}
     return Forms(
         shapes=tuple(
             {"shape": (ROWS,), "D": D, "V": V, "E": E, "W": V, **plain}
             for D, E, V in ((512, 256, 100), (512, 256, 1023), (3584, 5120, 151936))
         ),
-        options=(hard, capped, {**capped, "W": 1500}, {**capped, "kind": "tvd"}),
+        options=(hard, capped, {**capped, "W": 1500}, {**capped, "kind": "tvd"}, cosine),
         optional_at=(0, 1, 2),
         counted={},
         # The lowered code of divergence runs; the products between are not Triton's.
@@ -376,7 +378,7 @@ OWN_FORMS = {
     "linear_cross_entropy_forward-none": head(),
     "log_prob_forward": log_prob(),
     "divergence_forward-jsd": divergence({"beta": 0.1, "temperature": 0.7}, {"kind": "tvd"}),
-    "divergence_forward-forward-kl": divergence({"kind": "reverse_kl"}),
+    "divergence_forward-forward-kl": divergence({"kind": "reverse_kl"}, {"kind": "cosine"}),
     "kl_div": distributions({"reduction": "none"}, {"log_target": True}),
     "jsd": distributions({"ignored": 3}, {"beta": 1.0}),
     "tvd": distributions({"reduction": "none", "ignored": 3}),
