@@ -4,6 +4,8 @@ student."""
 import triton
 import triton.language as tl
 
+from .triton_math import log_of_normal
+
 
 @triton.jit
 def logits_gradient(slope, grad, x, scale, softcap, hard, sharp):
@@ -21,10 +23,11 @@ def logits_gradient(slope, grad, x, scale, softcap, hard, sharp):
 
 
 @triton.jit
-def shares(log_p, log_q, p, q, beta, KIND: tl.constexpr):
+def shares(log_p, log_q, p, q, beta, KIND: tl.constexpr, BY_POLYNOMIAL: tl.constexpr):
     """The terms of a divergence that are means over the student's and over the teacher's classes.
 
-    Each is 0 where its probability is 0, though the logarithm is -inf.
+    Each is 0 where its probability is 0, though the logarithm is -inf. With BY_POLYNOMIAL a
+    logarithm is `log_of_normal`, for devices without an instruction for it.
     """
     ratio = log_p - log_q
     if KIND == "forward_kl":
@@ -38,18 +41,29 @@ def shares(log_p, log_q, p, q, beta, KIND: tl.constexpr):
     else:
         # With the larger of p and q factored out of m, no logarithm of the sum is -inf.
         larger = tl.where(ratio >= 0.0, beta, 1.0 - beta)
-        log_sum = tl.log(larger + (1.0 - larger) * tl.exp(-tl.abs(ratio)))
-        over_q = -tl.maximum(ratio, 0.0) - log_sum
-        over_p = tl.minimum(ratio, 0.0) - log_sum
+        sum_ = larger + (1.0 - larger) * tl.exp(-tl.abs(ratio))
+        if BY_POLYNOMIAL:
+            # Of NaN it is a number: above and below have the NaN.
+            log_sum = log_of_normal(sum_)
+            above = tl.maximum(ratio, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            below = tl.minimum(ratio, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            log_sum = tl.log(sum_)
+            above, below = tl.maximum(ratio, 0.0), tl.minimum(ratio, 0.0)
+        over_q = -above - log_sum
+        over_p = below - log_sum
         student = tl.where(q == 0.0, 0.0, (1.0 - beta) * q * over_q)
         return student, tl.where(p == 0.0, 0.0, beta * p * over_p)
 
 
 @triton.jit
-def slopes(log_p, log_q, p, q, divergence, student_share, beta, KIND: tl.constexpr):
+def slopes(
+    log_p, log_q, p, q, divergence, student_share, beta,
+    KIND: tl.constexpr, BY_POLYNOMIAL: tl.constexpr,
+):  # fmt: skip
     """The gradients of a divergence with respect to the student's and the teacher's logits, which
     are divided by their temperatures."""
-    student, teacher = shares(log_p, log_q, p, q, beta, KIND)
+    student, teacher = shares(log_p, log_q, p, q, beta, KIND, BY_POLYNOMIAL)
     if KIND == "forward_kl":
         return q - p, teacher - p * divergence
     elif KIND == "reverse_kl":

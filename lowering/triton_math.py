@@ -16,6 +16,28 @@ def flushed_exp(x):
 
 
 @triton.jit
+def log_of_normal(x):
+    """log(x) of positive normal numbers, within 1.1 units in the last place.
+
+    Compiled for sm_90, tl.log takes 39 instructions, and this 15. It is log(m) + k log(2) with m in
+    [2/3, 4/3]. With t = m - 1, log(m) is t + t**2 times a polynomial of least relative error.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    # The exponent's bits of k, where 0x3F2AAAAB is 2/3.
+    exponent = (bits - 0x3F2AAAAB) & -0x800000
+    t = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    y = t * 0.14026343822479248 - 0.15388542413711548
+    y = y * t + 0.13995809853076935
+    y = y * t - 0.1641595959663391
+    y = y * t + 0.20011168718338013
+    y = y * t - 0.2500782012939453
+    y = y * t + 0.33333197236061096
+    y = y * t - 0.49999937415122986
+    # log(2) * 2**-23: the exponent is k * 2**23.
+    return exponent.to(tl.float32) * 8.262958405176314e-08 + ((y * t) * t + t)
+
+
+@triton.jit
 def rounded(value, dtype: tl.constexpr):
     """value rounded to dtype, as float32."""
     return value.to(dtype).to(tl.float32)

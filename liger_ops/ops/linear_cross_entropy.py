@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import library
 from .chunks import chunks
 from .cross_entropy import RESULTS
+from .handed_over import finished, hand_over, nobody_else_sees_the_gradients
 from .head import (
     Gradients,
     both,
@@ -121,11 +122,12 @@ def linear_cross_entropy(
     if torch._C._are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
         mask = [False] * 5
-    return linear_cross_entropy_forward(
-        x, weight, target, bias, class_weight, token_weight, num_items_in_batch,
-        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
-        accum_dtype, chunk_bytes, gradient_mask=mask, lora_x=lora_x, lora_b=lora_b,
-    )[0]  # fmt: skip
+    with nobody_else_sees_the_gradients():
+        return linear_cross_entropy_forward(
+            x, weight, target, bias, class_weight, token_weight, num_items_in_batch,
+            ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
+            accum_dtype, chunk_bytes, gradient_mask=mask, lora_x=lora_x, lora_b=lora_b,
+        )[0]  # fmt: skip
 
 
 @library.define(returns=f"{RESULTS} dx dweight dbias dlora_x dlora_b")
@@ -315,7 +317,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
                 " give"
             )
     _, _, lse, _, total_weight, predicted_tokens, entropy, *gradients = output
-    ctx.save_for_backward(*inputs[:7], lse, total_weight, *inputs[18:], *gradients)
+    ctx.handed_over = hand_over(gradients[1], inputs[1].dtype)
+    saved = gradients[:1] + [None] + gradients[2:] if ctx.handed_over else gradients
+    ctx.save_for_backward(*inputs[:7], lse, total_weight, *inputs[18:], *saved)
     ctx.options = inputs[7:15]
     ctx.set_materialize_grads(False)
     others = (total_weight, predicted_tokens, entropy, *gradients)
@@ -329,10 +333,17 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     wanted = [ctx.needs[i] for i in (0, 1, 3, 18, 19)]
     if not any(wanted) or all(grad is None for grad in grads[:4]):
         return (None,) * 20
+    whole = None
     if not _loss_alone(grads):
         computed = (None,) * 5
+    elif wanted[1] and ctx.handed_over:
+        items = divisor(ctx.options[1], saved[8], saved[6])
+        factor = factors_of(grads[0], saved[2], ctx.options[0], items)[1]
+        whole = finished(ctx.handed_over.pop(), factor)
+        wanted[1] = False
     given: tuple[Any, ...] = (*grads[:4], *arguments, *computed[:3], *ctx.options, wanted)
     dx, dweight, dbias, *dlora = linear_cross_entropy_backward(*given, *lora, *computed[3:])
+    dweight = dweight if whole is None else whole
     return (dx, dweight, None, dbias, *(None for _ in range(14)), *dlora)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +28,7 @@ def _counted(within_ptr, rows, M):
 def _distribution_loss_kernel(
     x_ptr, y_ptr, within_ptr, loss_ptr,
     M, V, stride_x, stride_y, scalar,
-    KIND: tl.constexpr, ELEMENTWISE: tl.constexpr,
+    KIND: tl.constexpr, BY_POLYNOMIAL: tl.constexpr, ELEMENTWISE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The rows that do not count are not read.
@@ -39,7 +40,7 @@ def _distribution_loss_kernel(
         mask = counted & (cols < V)
         x = loaded(x_ptr + rows * stride_x + cols, mask, KIND)
         y = loaded(y_ptr + rows * stride_y + cols, mask, KIND)
-        value = terms(x, y, scalar, KIND)
+        value = terms(x, y, scalar, KIND, BY_POLYNOMIAL)
         if ELEMENTWISE:
             tl.store(loss_ptr + rows * V + cols, value, mask=(rows < M) & (cols < V))
         else:
@@ -52,7 +53,7 @@ def _distribution_loss_kernel(
 def _distribution_loss_backward_kernel(
     grad_ptr, x_ptr, y_ptr, within_ptr, dx_ptr, dy_ptr,
     M, V, stride_grad, stride_grad_col, stride_x, stride_y, scalar,
-    KIND: tl.constexpr, ELEMENTWISE: tl.constexpr,
+    KIND: tl.constexpr, BY_POLYNOMIAL: tl.constexpr, ELEMENTWISE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows, col = place(M, V, BLOCK_M, BLOCK_N)
@@ -66,7 +67,7 @@ def _distribution_loss_backward_kernel(
     else:
         grad = tl.load(grad_ptr)
     grad = grad.to(tl.float32)
-    of_x, of_y = slopes(x, y, scalar, KIND)
+    of_x, of_y = slopes(x, y, scalar, KIND, BY_POLYNOMIAL)
     # The gradient of a row that does not count may be inf or NaN.
     if dx_ptr is not None:
         dx = tl.where(counted, grad * of_x, 0.0).to(dx_ptr.dtype.element_ty)
@@ -83,6 +84,10 @@ def plan_forward(V: int) -> Tile:
     return Tile(BLOCK_N, max(128, BLOCK_M * BLOCK_N // 16), BLOCK_M)
 
 
+def _by_polynomial(form: Form) -> bool:
+    return form.kind != "kl_div" or form.scalar >= torch.finfo(torch.float32).tiny
+
+
 def launch_loss(form: Form, within: Tensor | None, loss: Tensor, plan: Plan | None) -> None:
     x, y = rows(form.x), rows(form.y)
     M, V = x.shape
@@ -91,7 +96,7 @@ def launch_loss(form: Form, within: Tensor | None, loss: Tensor, plan: Plan | No
         _distribution_loss_kernel, (cdiv(M, plan.BLOCK_M),), x,
         x, y, within, loss,
         M, V, x.stride(0), y.stride(0), form.scalar,
-        KIND=form.kind, ELEMENTWISE=loss.dim() == 2,
+        KIND=form.kind, BY_POLYNOMIAL=_by_polynomial(form), ELEMENTWISE=loss.dim() == 2,
         BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
     )  # fmt: skip
 
@@ -106,7 +111,7 @@ def launch_backward(
         _distribution_loss_backward_kernel, plan, x,
         grad, x, y, within, dx, dy,
         *x.shape, *strides, x.stride(0), y.stride(0), form.scalar,
-        KIND=form.kind, ELEMENTWISE=grad.dim() == 2,
+        KIND=form.kind, BY_POLYNOMIAL=_by_polynomial(form), ELEMENTWISE=grad.dim() == 2,
     )  # fmt: skip
 
 

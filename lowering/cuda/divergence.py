@@ -17,7 +17,7 @@ from .launch import WholeRow, launch, launch_whole_rows, plan_whole_rows, rows
 
 
 @triton.jit
-def _load(ptr, mask, scale, softcap, policy: tl.constexpr = "", other=-float("inf")):
+def _load(ptr, mask, scale, softcap, policy: tl.constexpr, other=-float("inf")):
     """A tile of scaled and capped logits, -inf where masked off, or 0 with other=0."""
     x = tl.load(ptr, mask=mask, other=other, eviction_policy=policy).to(tl.float32)
     x = effective(x, scale, softcap)
@@ -52,15 +52,16 @@ def _divergence_kernel(
     counted_rows = counted[:, None]
     x = _load(
         student_ptr + rows[:, None] * stride_student + cols,
-        counted_rows & (cols < V), student_scale, student_softcap,
+        counted_rows & (cols < V), student_scale, student_softcap, "",
     )  # fmt: skip
     y = _load(
         teacher_ptr + rows[:, None] * stride_teacher + cols,
-        counted_rows & (cols < W), teacher_scale, teacher_softcap,
+        counted_rows & (cols < W), teacher_scale, teacher_softcap, "",
     )  # fmt: skip
     log_q, student_lse = _log_softmax(x)
     log_p, teacher_lse = _log_softmax(y)
-    student, teacher = shares(log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), beta, KIND)
+    p, q = flushed_exp(log_p), flushed_exp(log_q)
+    student, teacher = shares(log_p, log_q, p, q, beta, KIND, True)
     share = tl.sum(student, 1)
     divergence = share + tl.sum(teacher, 1)
     tl.store(divergence_ptr + rows, tl.where(counted, divergence, 0.0), mask=row_mask)
@@ -127,7 +128,8 @@ def _divergence_two_pass_kernel(
         y = _load(teacher_ptr + cols, cols < W, teacher_scale, teacher_softcap, "evict_first")
         log_q = x - student_lse
         log_p = y - teacher_lse
-        student, teacher = shares(log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), beta, KIND)
+        p, q = flushed_exp(log_p), flushed_exp(log_q)
+        student, teacher = shares(log_p, log_q, p, q, beta, KIND, True)
         student_shares += tl.sum(tl.reshape(student, (LANES, FOLD)), 1)
         teacher_shares += tl.sum(tl.reshape(teacher, (LANES, FOLD)), 1)
     share = tl.sum(student_shares, 0)
@@ -175,17 +177,16 @@ def _divergence_backward_kernel(
         x_ptr = student_ptr + rows * stride_student + cols
         y_ptr = teacher_ptr + rows * stride_teacher + cols
         if KIND == "cosine":
-            x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap, other=0.0)
-            y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, other=0.0)
+            x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap, "", 0.0)
+            y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, "", 0.0)
             student, teacher = cosine_slopes(x, y, student_lse, teacher_lse, share)
         else:
-            x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap)
-            y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap)
+            x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap, "")
+            y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, "")
             log_q = x - student_lse
             log_p = y - teacher_lse
-            student, teacher = slopes(
-                log_p, log_q, flushed_exp(log_p), flushed_exp(log_q), divergence, share, beta, KIND
-            )
+            p, q = flushed_exp(log_p), flushed_exp(log_q)
+            student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, True)
         # The gradient of an ignored token's result may be inf or NaN.
         if dstudent_ptr is not None:
             sharp = None

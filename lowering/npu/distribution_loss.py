@@ -70,7 +70,7 @@ def _distribution_loss_kernel(
             mask = row_mask & (cols < remaining(V, col, BLOCK_N))
             x = loaded(x_ptr + start + offsets, mask, KIND)
             y = loaded(y_ptr + start + offsets, mask, KIND)
-            value = terms(x, y, scalar, KIND)
+            value = terms(x, y, scalar, KIND, False)
             if ELEMENTWISE:
                 tl.store(loss_ptr + start + offsets, value, mask=mask)
             else:
@@ -97,7 +97,7 @@ def _distribution_loss_backward_kernel(
             grad = elementwise.load(grad_ptr, row, col, M, V, V, BLOCK_M, BLOCK_N)
         else:
             grad = load(grad_ptr + row, rows, row_mask)
-        of_x, of_y = slopes(x, y, scalar, KIND)
+        of_x, of_y = slopes(x, y, scalar, KIND, False)
         dx, dy = grad * of_x, grad * of_y
         if within_ptr is not None:
             # x, y and grad of a row that does not count may be inf or NaN.

@@ -76,7 +76,7 @@ def _divergence_kernel(
                 teacher_scale, teacher_softcap,
             )  # fmt: skip
             log_p, teacher_lse = _log_softmax(y)
-            student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND)
+            student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND, False)
             share = tl.sum(student, axis=1)[:, None]
             divergence = share + tl.sum(teacher, axis=1)[:, None]
         else:
@@ -114,7 +114,8 @@ def _divergence_kernel(
                     cols, count, teacher_scale, teacher_softcap,
                 )  # fmt: skip
                 log_p = y - teacher_lse
-                student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND)
+                p, q = tl.exp(log_p), tl.exp(log_q)
+                student, teacher = shares(log_p, log_q, p, q, beta, KIND, False)
                 share += tl.sum(student, axis=1)[:, None]
                 divergence += tl.sum(teacher, axis=1)[:, None]
             divergence += share
@@ -178,9 +179,8 @@ def _divergence_backward_kernel(
             else:
                 log_q = x - student_lse
                 log_p = y - teacher_lse
-                student, teacher = slopes(
-                    log_p, log_q, tl.exp(log_p), tl.exp(log_q), divergence, share, beta, KIND
-                )
+                p, q = tl.exp(log_p), tl.exp(log_q)
+                student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, False)
             if dstudent_ptr is not None:
                 sharp = None
                 if hard_ptr is not None:

@@ -66,17 +66,67 @@ def test_a_reentrant_checkpoint_computes_gradients_in_its_second_pass_alone() ->
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_a_second_backward_equals_the_first(dtype: torch.dtype, reduction: str) -> None:
-    """The backward does not write to what the forward saved, and gradients of two losses of one
-    head accumulate."""
+    """Up to rounding, because the first takes the weight's from the forward; and gradients of two
+    losses of one head accumulate."""
     args, tensors = leaves(HeadCase(reduction=reduction, dtype=dtype))
     loss = call(args).sum()
     first = torch.autograd.grad(loss, tensors, retain_graph=True)
-    second = torch.autograd.grad(loss, tensors)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    before = [gradient.clone() for gradient in first]
+    bounds = {"rtol": torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    for _ in range(2):
+        second = torch.autograd.grad(loss, tensors, retain_graph=True)
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(a, b, **bounds)
+        assert all(torch.equal(a, b) for a, b in zip(first, before, strict=True))
     for _ in range(2):
         call(args).sum().backward()
     for tensor, gradient in zip(tensors, first, strict=True):
         assert torch.equal(tensor.grad, gradient + gradient)
+
+
+def narrow(dtype: torch.dtype) -> HeadCase:
+    """The forward's sum is the weight's gradient itself."""
+    return HeadCase(dtype=dtype, reduction="mean", accumulate_narrow=dtype is not torch.float32)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_the_weights_gradient_takes_no_second_memory(dtype: torch.dtype) -> None:
+    """The backward multiplies it in place, and gives what it would give otherwise."""
+    args, tensors = leaves(narrow(dtype))
+    with Calls():
+        expected = torch.autograd.grad(0.37 * call(args), tensors)
+    made = []
+    forward = library.OPS["linear_cross_entropy_forward"]
+    real = forward.setup_context
+
+    def recorded(ctx: Any, inputs: Any, output: Any) -> None:
+        made.append(output[8].data_ptr())
+        real(ctx, inputs, output)
+
+    forward.setup_context = recorded
+    try:
+        loss = call(args)
+    finally:
+        forward.setup_context = real
+    found = torch.autograd.grad(0.37 * loss, tensors)
+    assert found[1].data_ptr() == made[0]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_who_sees_the_gradient_keeps_it() -> None:
+    """The caller of the forward op, and hooks of saved tensors."""
+    args, tensors = leaves(narrow(torch.bfloat16))
+    outputs = FORWARD.overload(*args, False, False, [True, True, True, False, False])
+    before = outputs[8].clone()
+    torch.autograd.grad(3 * outputs[0], tensors)
+    assert torch.equal(outputs[8], before)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        loss = call(args)
+    kept = [x.clone() for x in packed]
+    torch.autograd.grad(3 * loss, tensors)
+    assert any(x.shape == tensors[1].shape and torch.equal(x, outputs[8]) for x in packed)
+    assert all(torch.equal(a, b) for a, b in zip(packed, kept, strict=True))
 
 
 def test_what_the_forward_computed_serves_once_and_for_any_loss() -> None:
