@@ -16,6 +16,7 @@ import op_checks
 import strategies
 from divergence_cases import COSINE, DivergenceCase
 from liger_ops import library
+from linear_divergence_cases import TwoHeadsCase, backward_args, tensors
 from op_under_test import DEVICE, FOLDERS
 
 KERNELS = kernel_tests.every_folder(COSINE)
@@ -132,6 +133,24 @@ def test_of_two_heads(
     for a, b in zip((dx, dweight), torch.autograd.grad(total, leaves), strict=True):
         torch.testing.assert_close(a / len(values), b.float())
     assert backward.kernels.keys() == forward.kernels.keys()
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize(("V", "W"), ((13, 13), (13, 17), (17, 13)))
+def test_of_two_heads_by_words(folder: str, V: int, W: int) -> None:
+    """The backward of the loss per token, with labels."""
+    case = TwoHeadsCase(
+        shape=(9,), V=V, W=W, D=5, dtype=torch.float32, kind="cosine", reduction="none",
+        hard_weight=0.5, chunk_bytes=200,
+    )  # fmt: skip
+    args = backward_args(case, tensors(case))
+    backward = library.OPS["linear_divergence_backward"]
+    truths = backward.definition(*op_checks.widened(args))
+    for found, truth in zip(backward.kernels[folder](*args), truths, strict=True):
+        assert (found is None) == (truth is None)
+        if found is not None:
+            torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("beta", (1.0, 0.4))
