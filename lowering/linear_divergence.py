@@ -1,5 +1,6 @@
-"""linear_divergence on a device: PyTorch's matrix products, a chunk of tokens at a time, and
-between them the row functions of the device's divergence and cross_entropy."""
+"""linear_divergence on a device: PyTorch's matrix products, and between them the row functions of
+the device's divergence and cross_entropy. A gradient that the forward does not compute is computed
+in chunks of words."""
 
 from __future__ import annotations
 
@@ -20,42 +21,27 @@ from ..ops.two_heads import (
     upstream_of_tokens,
     weights_of_tokens,
 )
-from .cross_entropy import Tokens
-from .divergence import Hard, Options, options_of
 from .linear_cross_entropy import ChunkedLinear, Gradients, chunked_linear
 from .sizes import cdiv
-from .tensors import flat
+from .two_heads import Rows, Upstream
+from .words import ChunkedWords, GradientsByWords, chunked_words
 
-Upstream = tuple[Tensor | None, Tensor | None]
 Outputs = tuple[Tensor | None, ...]
 
 
 class Heads:
-    """Both heads of a call, and the kernels between their products."""
+    """Both heads of a call, in chunks of tokens."""
 
-    def __init__(
-        self, call: Any, divergence: Any, cross_entropy: Any, alignment: int,
-        dweight: Tensor | None,
-    ) -> None:  # fmt: skip
-        self.call = call
-        self.divergence, self.cross_entropy = divergence, cross_entropy
-        self.target = flat(call.target)
-        self.options: Options = options_of(
-            call, call.student_softcap, call.teacher_softcap,
-            call.student_logit_scale, call.teacher_logit_scale,
-        )  # fmt: skip
-        self.loss = library.OPS["cross_entropy_forward"].arguments(
-            None, None, ignore_index=call.ignore_index, reduction="none",
-            softcap=call.student_softcap, logit_scale=call.student_logit_scale,
-        )  # fmt: skip
+    def __init__(self, call: Any, dweight: Tensor | None, alignment: int) -> None:
+        self.given = None if call.teacher_logits is None else rows_of(call.teacher_logits)
         stride = row_bytes = 0
         if call.teacher_x is not None:
             stride = cdiv(call.teacher_weight.shape[0], alignment) * alignment
             row_bytes = stride * call.teacher_x.itemsize
+        bounds = (call.accum_dtype, call.chunk_bytes, row_bytes)
         self.student = chunked_linear(
-            _student(call), call.student_bias,
-            dweight, alignment, call.accum_dtype, call.chunk_bytes, row_bytes,
-        )  # fmt: skip
+            _student(call), call.student_bias, dweight, alignment, *bounds
+        )
         if call.teacher_x is not None:
             self.teacher = ChunkedLinear(
                 _teacher(call), call.teacher_bias,
@@ -64,10 +50,9 @@ class Heads:
 
     def logits(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield each chunk of tokens and both logits, whose memory the next chunk reuses."""
-        if self.call.teacher_x is None:
-            given = rows_of(self.call.teacher_logits)
+        if self.given is not None:
             for chunk, student in self.student.logits():
-                yield chunk, student, given[chunk]
+                yield chunk, student, self.given[chunk]
         else:
             pairs = zip(self.student.logits(), self.teacher.logits(), strict=True)
             for (chunk, student), (_, teacher) in pairs:
@@ -76,40 +61,6 @@ class Heads:
     def gradients(self, outputs: Sequence[Tensor | None]) -> Gradients:
         """The gradients of the student's head, which are written to the op's outputs."""
         return Gradients(self.student.products, outputs, self.student.sum_dtype)
-
-    def values(
-        self, chunk: slice, student: Tensor, teacher: Tensor, statistics: Tensor,
-        losses: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Fill the statistics, and the cross-entropy of each token."""
-        *results, lse = (row[chunk] for row in statistics)
-        target = None if self.target is None else self.target[chunk]
-        self.divergence.divergences(self.options, student, teacher, target, results)
-        if target is not None and losses is not None:
-            tokens = self.tokens(losses, lse.new_empty(losses.shape), statistics[-1]).chunk(chunk)
-            self.cross_entropy.loss_and_gradient(self.loss, student, tokens, False)
-            lse.masked_fill_(target == self.call.ignore_index, 0.0)
-
-    def tokens(self, losses: Tensor, others: Tensor, lse: Tensor) -> Tokens:
-        """The tokens of cross_entropy's row functions. `others` takes results that are not used."""
-        return Tokens(None, self.target, None, losses, others, lse, others)
-
-    def gradient(
-        self, chunk: slice, upstream: Upstream, student: Tensor, teacher: Tensor,
-        statistics: Tensor,
-    ) -> None:  # fmt: skip
-        """Write the gradient of the student's logits over them."""
-        *saved, lse = (row[chunk] for row in statistics)
-        soft, hard = (None if grad is None else grad[chunk] for grad in upstream)
-        if soft is None:
-            soft = lse.new_zeros(()).expand(lse.shape)
-        target = None if self.target is None else self.target[chunk]
-        sharp = (
-            None if hard is None else Hard(hard * self.call.temperature, lse, self.call.temperature)
-        )
-        self.divergence.gradients(
-            self.options, soft, student, teacher, target, saved, student, None, sharp
-        )
 
 
 def register(
@@ -153,8 +104,9 @@ def _weights(call: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
 
 def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     allocated = library.allocate("linear_divergence_forward", call)
-    statistics, computed = allocated[3], allocated[4:]
-    heads = Heads(call, *kernels, computed[1])
+    statistics, computed, entropy = allocated[3], allocated[4:-1], allocated[-1]
+    divergence, cross_entropy, alignment = kernels
+    rows, heads = Rows(call, divergence, cross_entropy), Heads(call, computed[1], alignment)
     gradients = heads.gradients(computed)
     del allocated, computed
     by_token = statistics.view(statistics.shape[0], -1)
@@ -165,23 +117,25 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     else:
         losses = torch.empty_like(weights)
     for chunk, student, teacher in heads.logits():
-        heads.values(chunk, student, teacher, by_token, losses)
+        rows.values(chunk, student, teacher, by_token, losses)
+        if entropy is not None:
+            rows.entropies(chunk, student, entropy.view(-1)[chunk])
         if any(call.gradient_mask):
             upstream = upstream_of_sum(weights, call.soft_weight, call.hard_weight)
-            heads.gradient(chunk, upstream, student, teacher, by_token)
+            rows.gradient(upstream, student, teacher, by_token, tokens=chunk)
             gradients.add(chunk, student)
     del student, teacher
     reduction = (weights, items, call.reduction, call.student_x.shape[:-1])
     divergence, cross_entropy = reduced(by_token[0], *reduction), None
     if losses is not None:
         # It is here that a target out of range stops a GPU.
-        tokens = heads.tokens(losses, torch.empty_like(losses), by_token[-1])
+        tokens = rows.tokens(losses, torch.empty_like(losses), by_token[-1])
         total = losses.new_empty(())
         V = call.student_weight.shape[0]
-        heads.cross_entropy.reduce(heads.loss, V, tokens, None, None, total)
+        rows.cross_entropy.reduce(rows.loss, V, tokens, None, None, total)
         cross_entropy = reduced(losses, *reduction)
     loss = mixed(divergence, cross_entropy, call.soft_weight, call.hard_weight)
-    return (loss, divergence, cross_entropy, statistics, *gradients.rounded())
+    return (loss, divergence, cross_entropy, statistics, *gradients.rounded(), entropy)
 
 
 def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
@@ -195,19 +149,70 @@ def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
             if gradient is not None and result is not None:
                 scale(gradient, factors[i], result)
                 finished[i] = result
-    if not any(still_missing(call.output_mask, finished)):
+    missing = still_missing(call.output_mask, finished)
+    if not any(missing):
         return tuple(finished)
     upstream = upstream_of_tokens(
         call.dloss, call.ddivergence, call.dcross_entropy, call.target, call.ignore_index,
         weights, items, call.soft_weight, call.hard_weight,
     )  # fmt: skip
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
-    heads = Heads(call, *kernels, unfinished[1])
-    gradients = heads.gradients(unfinished)
-    del results, unfinished
+    del results
+    # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
+    # lora_b's, whose sum is smaller than that of x's.
+    backward = _by_words if any(missing[1:3]) else _by_tokens
+    return both(finished, backward(call, kernels, upstream, unfinished))
+
+
+def _by_tokens(
+    call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of x, lora_x and lora_b, a chunk of tokens at a time."""
+    divergence, cross_entropy, alignment = kernels
+    rows, heads = Rows(call, divergence, cross_entropy), Heads(call, None, alignment)
+    gradients = heads.gradients(outputs)
+    outputs.clear()
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
     for chunk, student, teacher in heads.logits():
-        heads.gradient(chunk, upstream, student, teacher, by_token)
+        rows.gradient(upstream, student, teacher, by_token, tokens=chunk)
         gradients.add(chunk, student)
     del student, teacher
-    return both(finished, gradients.rounded())
+    return gradients.rounded()
+
+
+def _by_words(
+    call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor | None]
+) -> list[Tensor | None]:
+    """Every gradient, a chunk of words at a time: the statistics have each token's sums over all
+    words of both."""
+    divergence, cross_entropy, alignment = kernels
+    rows, given = Rows(call, divergence, cross_entropy), call.teacher_logits
+    # If the kernels need contiguous rows, the columns of the teacher's logits are copied.
+    teacher_bytes = (call.teacher_x if given is None else given).itemsize
+    head = chunked_words(
+        _student(call), call.student_bias, alignment, call.chunk_bytes, teacher_bytes
+    )
+    gradients = GradientsByWords(head, outputs, call.accum_dtype)
+    outputs.clear()
+    by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
+    for (words, student), teacher in zip(
+        head.logits(), _teacher_of_words(call, head.slices, alignment), strict=True
+    ):
+        rows.gradient(upstream, student, teacher, by_token, first=words.start)
+        gradients.add(words, student)
+    del student, teacher
+    return gradients.rounded()
+
+
+def _teacher_of_words(call: Any, slices: list[slice], alignment: int) -> Iterator[Tensor]:
+    """Yield the teacher's logits of each chunk of the student's words, as far as it has them."""
+    given = None if call.teacher_logits is None else rows_of(call.teacher_logits)
+    W = (call.teacher_weight if given is None else given.t()).shape[0]
+    slices = [slice(min(words.start, W), min(words.stop, W)) for words in slices]
+    if given is not None:
+        for words in slices:
+            yield given[:, words]
+    else:
+        head = ChunkedWords(_teacher(call), call.teacher_bias, alignment, slices)
+        for _, logits in head.logits():
+            yield logits

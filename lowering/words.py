@@ -37,7 +37,8 @@ class ChunkedWords:
             if memory is None:
                 memory = rows.new_empty(M * stride)
             logits = memory[: M * stride].view(M, stride)[:, :count]
-            linear(logits, self.products, self.bias, words=words)
+            if count:
+                linear(logits, self.products, self.bias, words=words)
             yield words, logits
 
 

@@ -38,6 +38,7 @@ def linear_divergence_forward(call: Any) -> tuple[Tensor | None, ...]:
         None if call.target is None else x.new_empty(shape, dtype=dtype),
         x.new_empty((STATISTICS, *tokens), dtype=dtype),
         *forward_gradients(call, HEAD),
+        x.new_empty(tokens, dtype=dtype) if call.return_entropy else None,
     )
 
 

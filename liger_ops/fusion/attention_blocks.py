@@ -55,8 +55,9 @@ def block_mask(
     for side, turn in (("kv", False), ("q", True)):
         for kind, blocks in (("", partial), ("full_", full)):
             blocks = blocks.mT if turn else blocks
-            numbers = torch.arange(blocks.shape[-1], device=device)
-            count, indices = ordered(_call, blocks, numbers)
+            size = blocks.shape[-1]
+            numbers = torch.arange(size, device=device)
+            count, indices = ordered(_call, blocks, numbers, size)
             parts |= {f"{kind}{side}_num_blocks": count, f"{kind}{side}_indices": indices}
     return Blocks(mask_mod=visible, **parts)
 

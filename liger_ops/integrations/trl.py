@@ -1,36 +1,43 @@
-"""The ops behind TRL's functions for log-probabilities of tokens.
+"""The ops behind TRL's functions for log-probabilities and divergences of tokens.
 
-TRL's trainers compute them from hidden states, in chunks of logits, by
-`trl.kernels.ChunkedLogProbFunction`, and from logits by `selective_log_softmax_and_entropy`.
+TRL's trainers compute log-probabilities from hidden states, in chunks of logits, by
+`trl.kernels.ChunkedLogProbFunction`, and from logits by `selective_log_softmax_and_entropy`; the
+divergence of a student from a teacher, by `ChunkedDivergenceFunction`.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from torch import Tensor
 
-from .. import linear_log_prob_forward, log_prob
+from .. import linear_divergence_forward, linear_log_prob_forward, log_prob
 from ..ops.head import cast_as_linear
 from .replaced import Replaced
 
-# The names by which the trainers look the two functions up.
+# The names by which the trainers look the functions up.
 CHUNKED, FUSED = "_ChunkedLogProbFunction", "_fused_logprob_entropy"
+DISTILLATION, DIVERGENCE = "trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"
 ALL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _replaced = Replaced()
 
 
 def install() -> None:
-    """Put `linear_log_prob` and `log_prob` behind TRL's trainers, for this process.
+    """Put `linear_log_prob`, `log_prob` and `linear_divergence` behind TRL's trainers, for this
+    process.
 
     SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer and RLOOTrainer compute log-probabilities and
     entropies from hidden states by `ChunkedLogProbFunction`, which is replaced in
-    `trl.trainer.utils` by `linear_log_prob`. On a GPU, log-probabilities and entropies of logits
-    come from `log_prob`. The results are TRL's up to rounding; torch.compile sees one operator for
-    each.
+    `trl.trainer.utils` by `linear_log_prob`. DistillationTrainer computes divergences and entropies
+    by `ChunkedDivergenceFunction`, which is replaced in `trl.trainer.distillation_trainer` by
+    `linear_divergence`. On a GPU, log-probabilities and entropies of logits come from `log_prob`.
+    The results are TRL's up to rounding; torch.compile sees one operator for each.
 
-    TRL's own function still serves a head in another dtype than the hidden states without autocast,
-    a logit_scale that is not positive, and hidden states and heads on two devices.
+    TRL's own functions still serve a head in another dtype than the hidden states without autocast,
+    a logit_scale that is not positive, hidden states and heads on two devices, a student and a
+    teacher on two devices or with vocabularies of different length, and heads that DeepSpeed's
+    ZeRO-3 partitions.
 
     `uninstall` undoes it. Installing twice is installing once.
 
@@ -46,13 +53,23 @@ def install() -> None:
 
     if _replaced:
         return
-    if not hasattr(utils, CHUNKED):
-        raise RuntimeError(
-            f"liger_ops.integrations.trl.install: trl.trainer.utils must have {CHUNKED}, which TRL"
-            " 1.16 has; this version does not"
-        )
+    distillation: Any = None
+    try:
+        distillation = importlib.import_module(DISTILLATION)
+    except ModuleNotFoundError as error:
+        if error.name != DISTILLATION:
+            raise
+    for module, name in ((utils, CHUNKED), (distillation, DIVERGENCE)):
+        if not hasattr(module, name):
+            path = DISTILLATION if module is distillation else utils.__name__
+            raise RuntimeError(
+                f"liger_ops.integrations.trl.install: {path} must have {name}, which TRL 1.16 has;"
+                " this version does not"
+            )
     own = {"own": getattr(utils, CHUNKED)}
     _replaced.set(utils, CHUNKED, type("LogProb", (ChunkedLogProb,), own))
+    own = {"own": getattr(distillation, DIVERGENCE)}
+    _replaced.set(distillation, DIVERGENCE, type("Divergence", (ChunkedDivergence,), own))
     # It needs triton, and TRL imports it only where that is installed.
     if hasattr(utils, FUSED):
         _replaced.set(utils, FUSED, fused_log_prob)
@@ -79,7 +96,7 @@ class ChunkedLogProb:
         chunk_size is for TRL's own function: `linear_log_prob` sizes its chunks by bytes.
         """
         x, head, added = cast_as_linear(hidden, weight, bias)
-        if x.dtype != head.dtype or x.device != head.device or logit_scale <= 0:
+        if not _is_linear(x, head, weight) or logit_scale <= 0:
             options = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
             return cls.own.apply(hidden, weight, bias, targets, *options)
         log_probs, entropy, _, mean_logits, log_sum_sq_probs, predicted = linear_log_prob_forward(
@@ -95,6 +112,55 @@ class ChunkedLogProb:
             mean_logits,
             None if predicted is None else predicted == targets,
         )
+
+
+class ChunkedDivergence:
+    """Stands for `ChunkedDivergenceFunction`, which is `own`; only `apply` is called."""
+
+    own: Any = None
+
+    @classmethod
+    def apply(
+        cls, student_hidden: Tensor, student_weight: Tensor, student_bias: Tensor | None,
+        teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None,
+        beta: float, temperature: float = 1.0,
+        student_logit_scale: float = 1.0, student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0, teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The divergence of each token, and the student's entropy, which has no gradient, as
+        `ChunkedDivergenceFunction.apply`."""
+        caps = (student_final_logit_softcapping, teacher_final_logit_softcapping)
+        scales = (student_logit_scale, teacher_logit_scale)
+        # A tensor of the teacher may require a gradient, which TRL's function does not give.
+        teacher = (teacher_hidden.detach(), teacher_weight.detach())
+        taught_bias = None if teacher_bias is None else teacher_bias.detach()
+        x, weight, bias = cast_as_linear(student_hidden, student_weight, student_bias)
+        teacher_x, taught, taught_bias = cast_as_linear(*teacher, taught_bias)
+        if not (
+            _is_linear(x, weight, student_weight)
+            and _is_linear(teacher_x, taught, teacher_weight)
+            and x.device == teacher_x.device
+            and weight.shape[0] == taught.shape[0]
+            and min(scales) > 0
+        ):
+            options = (beta, temperature, scales[0], caps[0], scales[1], caps[1])
+            student = (student_hidden, student_weight, student_bias)
+            return cls.own.apply(*student, teacher_hidden, teacher_weight, teacher_bias, *options)
+        results = linear_divergence_forward(
+            x, weight, teacher_x, taught, bias, taught_bias,
+            kind="jsd", beta=beta, temperature=temperature,
+            student_softcap=caps[0], teacher_softcap=caps[1],
+            student_logit_scale=scales[0], teacher_logit_scale=scales[1],
+            reduction="none", return_entropy=True,
+        )  # fmt: skip
+        return results[0], results[-1]
+
+
+def _is_linear(x: Tensor, weight: Tensor, parameter: Tensor) -> bool:
+    """Whether the ops take this layer, whose weight is the parameter, cast if autocast is on."""
+    # DeepSpeed's ZeRO-3 frees a parameter of this attribute between forward and backward.
+    partitioned = hasattr(parameter, "ds_id")
+    return x.dtype == weight.dtype and x.device == weight.device and not partitioned
 
 
 def fused_log_prob(

@@ -46,7 +46,7 @@ def divergence(
     The result is computed and returned in float32, whatever the dtype of the logits; autocast
     changes nothing. The logits are never written, widened or normalised in memory: beside the
     result, three numbers per token are stored. The forward reads both rows once if they fit on chip
-    (up to 8192 classes on a GPU) or the kind is "cosine", else twice: online for both lse, and for
+    (up to 4096 classes on a GPU) or the kind is "cosine", else twice: online for both lse, and for
     the divergence. The backward reads them once and writes the gradients that are required. The
     logits of ignored tokens are not read on a GPU. float64 runs the definition on every device.
 

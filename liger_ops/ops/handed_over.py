@@ -3,21 +3,21 @@
 The backward multiplies it by the gradient of the loss. Saved by autograd, it has to stay as it is,
 and the product takes the memory of a second one: a gigabyte for 128256 words of 4096. Handed over,
 it is nobody else's: the first backward multiplies it in place and gives it away, and a second
-backward, with `retain_graph=True`, finds none and computes it again from the logits.
+backward, with `retain_graph=True`, finds none and computes it again from the logits. The peak of
+forward and backward for 32768 x 4096 x 128256 in bfloat16 on an H200, with chunks of 384 MiB and
+accum_dtype=bfloat16: XXX MiB, and 2516 without this; compiled 1634 and 2516.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-# Where the product below is one kernel in float32. In float64 gradients are checked, and a second
-# backward has to give the first's to the last bit.
-_DEVICES = ("cpu", "cuda")
+# In float64 gradients are checked, and a second backward has to give the first's to the last bit.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,16 +49,26 @@ def hand_over(gradient: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
         and type(gradient) is Tensor
         and gradient.dtype is dtype
         and dtype in _DTYPES
-        and gradient.device.type in _DEVICES
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     )
     return [gradient] if alone and gradient is not None else []
 
 
-def finished(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient times a factor of one element, in place: in float32, and rounded once."""
-    found_inf = torch.zeros(1, dtype=torch.float32, device=gradient.device)
-    # The product of GradScaler, which unlike mul_ does not round the factor to the gradient's dtype.
-    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, factor.float())
-    return gradient
+def finished(
+    handed_over: list[Tensor], computed: Sequence[Tensor | None], factor: Callable[[], Tensor]
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """The weight's gradient times a factor, (1, 1): in float32, and rounded once; and what is left
+    of `computed`, the forward's gradients that autograd saved, of which it is the second.
+
+    None if the backward op has to multiply it, or to compute it again.
+    """
+    dx, dweight, *others = computed
+    if handed_over:
+        # A factor of no dimension would be rounded to the gradient's dtype first.
+        return handed_over.pop().mul_(factor()), tuple(computed)
+    if dweight is not None and type(dweight) is not Tensor and dweight.dtype in _DTYPES:
+        # While a graph is traced: Inductor writes the product to the memory of what is saved. The
+        # op's result would be new memory.
+        return (dweight * factor()).to(dweight.dtype), (dx, None, *others)
+    return None, tuple(computed)

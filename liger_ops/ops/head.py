@@ -156,10 +156,23 @@ def factors_of(
     return of_rows, of_weight, factor.reshape(1), of_rows, of_weight
 
 
-def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    result = torch.empty_like(gradient, dtype=dtype)
-    scale(gradient, factor, result)
-    return result
+def finished_in_forward(
+    dloss: Tensor | None, computed: Sequence[Tensor | None], output_mask: Sequence[bool],
+    target: Tensor | None, ignore_index: int, divisor: Tensor | int, dtype: torch.dtype,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients that are wanted, from those that the forward computed: times dloss and the
+    reduction's factor."""
+    if dloss is None or all(gradient is None for gradient in computed):
+        return [None] * len(computed)
+    finished: list[Tensor | None] = []
+    factors = factors_of(dloss, target, ignore_index, divisor)
+    for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True):
+        result = None
+        if wanted and gradient is not None:
+            result = torch.empty_like(gradient, dtype=dtype)
+            scale(gradient, factor, result)
+        finished.append(result)
+    return finished
 
 
 def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:

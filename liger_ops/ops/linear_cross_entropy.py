@@ -17,11 +17,11 @@ from .head import (
     cast_as_linear,
     divisor,
     factors_of,
+    finished_in_forward,
     flattened,
     linear,
     needed_gradients,
     products_of,
-    scaled,
     shaped,
     still_missing,
     upstream_of_tokens,
@@ -264,15 +264,10 @@ def linear_cross_entropy_backward(
             tensor that is None.
     """
     computed = (dx, dweight, dbias, dlora_x, dlora_b)
-    finished: list[Tensor | None] = [None] * 5
-    if dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(
-            dloss, target, ignore_index, divisor(reduction, total_weight, num_items_in_batch)
-        )
-        finished = [
-            scaled(gradient, factor, x.dtype) if wanted and gradient is not None else None
-            for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True)
-        ]
+    items = divisor(reduction, total_weight, num_items_in_batch)
+    finished = finished_in_forward(
+        dloss, computed, output_mask, target, ignore_index, items, x.dtype
+    )
     missing = still_missing(output_mask, finished)
     if not any(missing):
         return tuple(finished)  # type: ignore[return-value]
@@ -336,11 +331,11 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     whole = None
     if not _loss_alone(grads):
         computed = (None,) * 5
-    elif wanted[1] and ctx.handed_over:
+    elif wanted[1]:
         items = divisor(ctx.options[1], saved[8], saved[6])
-        factor = factors_of(grads[0], saved[2], ctx.options[0], items)[1]
-        whole = finished(ctx.handed_over.pop(), factor)
-        wanted[1] = False
+        factor = lambda: factors_of(grads[0], saved[2], ctx.options[0], items)[1]
+        whole, computed = finished(ctx.handed_over, computed, factor)
+        wanted[1] = whole is None
     given: tuple[Any, ...] = (*grads[:4], *arguments, *computed[:3], *ctx.options, wanted)
     dx, dweight, dbias, *dlora = linear_cross_entropy_backward(*given, *lora, *computed[3:])
     dweight = dweight if whole is None else whole

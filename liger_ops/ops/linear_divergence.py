@@ -13,10 +13,9 @@ from .head import (
     Gradients,
     both,
     cast_as_linear,
-    factors_of,
+    finished_in_forward,
     needed_gradients,
     products_of,
-    scaled,
     shaped,
     still_missing,
 )
@@ -26,8 +25,10 @@ from .two_heads import (
     chunks_of_logits,
     divisor,
     dlogits_of,
+    entropy_of,
     mixed,
     reduced,
+    refuse_gradients,
     result_dtype,
     rows_of,
     teacher_of,
@@ -93,19 +94,32 @@ def linear_divergence(
     them in float32. If a gradient is needed and the reduction is "mean" or "sum", the forward
     computes it: the gradient of a chunk's logits overwrites them, and forward and backward together
     take three products of M, V and D for the student and one for the teacher. The backward then
-    multiplies by the loss's own gradient and the reduction's factor. If divergence or cross_entropy
-    is differentiated itself, for the reduction "none" and for a second derivative, the backward
-    computes the logits of both again, a chunk at a time, with two products more.
+    multiplies by the loss's own gradient and the reduction's factor. The gradients of
+    student_weight and student_lora_b are summed in accum_dtype as in `linear_cross_entropy`.
 
-    The gradient of student_weight is summed in accum_dtype as in `linear_cross_entropy`.
+    If divergence or cross_entropy is differentiated itself, for the reduction "none" and for a
+    second derivative, the backward computes the logits of both again, with two products more: of
+    all tokens and a part of the words at a time, as in `linear_log_prob`, because the forward keeps
+    each token's sums over all words, for every kind. A part of the words has complete rows of the
+    gradient of student_weight, which are rounded once, and the gradient of student_x is summed in
+    accum_dtype. If student_weight and student_bias are frozen, and in the definition, the backward
+    takes a part of the tokens at a time.
 
     Memory, beside the results and the gradients: one chunk of logits of the student and one of the
-    teacher, of at most chunk_bytes together or one row of each, five float32 numbers per token, and
-    the accum_dtype sum of the gradient of student_weight. The definition, which runs on a CPU and
-    for float64, holds several float32 copies of the chunk. The number of chunks changes only the
-    rounding of the result.
+    teacher, of at most chunk_bytes together or one row or column of each, five float32 numbers per
+    token, and the accum_dtype sum of the gradient of student_weight, or of student_x. The
+    definition, which runs on a CPU and for float64, holds several float32 copies of the chunk. The
+    number of chunks changes only the rounding of the result.
 
     Ignored tokens have results and a gradient of student_x of exactly 0, whatever their logits are.
+    The matrix products compute their logits, because the host sets the sizes of products, and would
+    have to wait for the device to know the targets; a GPU does not read them after that. To skip
+    the products too, select the tokens that count before the call, which in eager mode is that
+    wait:
+
+        counts = target != ignore_index
+        linear_divergence(student_x[counts], student_weight, teacher_x[counts], teacher_weight,
+                          target=target[counts])
 
     With student_lora_a and student_lora_b, the student's weight is
     student_weight + student_lora_scale * student_lora_b @ student_lora_a, which is never formed:
@@ -143,7 +157,8 @@ def linear_divergence(
         accum_dtype: float32, student_weight's dtype to halve the memory of the sum of its gradient,
             or None for float32.
         chunk_bytes: the size of a chunk of both logits. None takes LIGER_OPS_LOGITS_BYTES from the
-            environment or, if that is not set, what `linear_cross_entropy` takes.
+            environment or, if that is not set, what `linear_cross_entropy` takes, and 384 MiB for
+            parts of the words.
         student_lora_a, student_lora_b: (R, D) and (V, R), floating point: a LoRA that is added to
             student_weight. Both, or neither.
         teacher_lora_a, teacher_lora_b: (S, E) and (W, S), the same of teacher_weight.
@@ -196,12 +211,12 @@ def linear_divergence(
         teacher_logits, target, token_weight, num_items_in_batch,
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, soft_weight, hard_weight,
-        ignore_index, reduction, accum_dtype, chunk_bytes, mask,
+        ignore_index, reduction, accum_dtype, chunk_bytes, False, mask,
         lora_x, lora_b, teacher_lora_x, teacher_lora_b,
     )[:3]  # fmt: skip
 
 
-@library.define(returns=f"{RESULTS} {GRADIENTS}")
+@library.define(returns=f"{RESULTS} {GRADIENTS} entropy")
 def linear_divergence_forward(
     student_x: Tensor, student_weight: Tensor,
     teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
@@ -215,14 +230,16 @@ def linear_divergence_forward(
     soft_weight: float = 1.0, hard_weight: float = 0.0,
     ignore_index: int = -100, reduction: str = "mean",
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    return_entropy: bool = False,
     gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False, False, False),
     student_lora_x: Tensor | None = None, student_lora_b: Tensor | None = None,
     teacher_lora_x: Tensor | None = None, teacher_lora_b: Tensor | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor | None, Tensor,
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
 ]:  # fmt: skip
-    """`linear_divergence` with what its backward needs, and the gradients that it computes.
+    """`linear_divergence` with what its backward needs, the gradients that it computes, and on
+    request the student's entropy, which takes one more pass over a chunk of its logits.
 
     The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in
     student_x's dtype; for float16 in float32, and those of student_weight and student_lora_b in
@@ -236,6 +253,7 @@ def linear_divergence_forward(
             teacher_temperature, student_softcap, teacher_softcap, student_logit_scale,
             teacher_logit_scale, soft_weight, hard_weight, ignore_index, reduction, accum_dtype,
             chunk_bytes: as for `linear_divergence`.
+        return_entropy: whether to compute entropy.
         gradient_mask: whether to compute dx, dweight, dbias, dlora_x and dlora_b. All False for the
             reduction "none".
         student_lora_x, student_lora_b: (..., R) and (V, R), of student_x's dtype, whose product is
@@ -250,6 +268,8 @@ def linear_divergence_forward(
         dx, dweight, dbias, dlora_x, dlora_b: contiguous, of the shapes of student_x,
             student_weight, student_bias, student_lora_x and student_lora_b; each is None unless
             gradient_mask asks for it.
+        entropy: (...), that of softmax(z_student / temperature), as in `log_prob`; 0 for an ignored
+            token, not differentiable, and None unless return_entropy.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_divergence`; or gradient_mask asks for a
@@ -270,7 +290,7 @@ def linear_divergence_forward(
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, ignore_index,
     )  # fmt: skip
-    divergences, losses, statistics = [], [], []
+    divergences, losses, statistics, entropies = [], [], [], []
     for chunk, student, teacher, targets in chunks_of_logits(
         Layer(products, student_bias), taught, target, chunk_bytes
     ):
@@ -279,6 +299,9 @@ def linear_divergence_forward(
         if loss is not None:
             losses.append(loss.to(weights.dtype))
         statistics.append(found.to(weights.dtype))
+        if return_entropy:
+            caps = (temperature, student_softcap, student_logit_scale, ignore_index)
+            entropies.append(entropy_of(student, targets, *caps).to(weights.dtype))
         if any(gradient_mask):
             with torch.no_grad():
                 soft, hard = upstream_of_sum(weights[chunk], soft_weight, hard_weight)
@@ -296,6 +319,7 @@ def linear_divergence_forward(
         cross_entropy,
         torch.cat(statistics, 1).reshape(STATISTICS, *shape),
         *shaped(gradients.results(), head),
+        torch.cat(entropies).reshape(shape) if return_entropy else None,
     )  # type: ignore[return-value]
 
 
@@ -323,7 +347,9 @@ def linear_divergence_backward(
 
     A gradient that the forward computed and that is given here is multiplied by dloss and the
     reduction's factor, in float32, and rounded once. The others are computed from recomputed
-    logits, a chunk of tokens at a time. With q_i the softmax of z_i at temperature 1:
+    logits: by the definition a chunk of tokens at a time, by kernels a chunk of words, whose
+    gradients of student_weight, student_bias and student_lora_b are complete. With q_i the softmax
+    of z_i at temperature 1:
 
         dz_ic = soft_i * dstudent_ic of `divergence_backward` + hard_i * (q_ic - (c == target_i))
         dlogits_ic = dz_ic * logit_scale * (1 - (z_ic / softcap)**2), in student_x's dtype
@@ -358,14 +384,10 @@ def linear_divergence_backward(
         student_x.device,
     )  # fmt: skip
     items = divisor(reduction, weights, num_items_in_batch)
-    finished: list[Tensor | None] = [None] * 5
     computed = (dx, dweight, dbias, dlora_x, dlora_b)
-    if dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(dloss, target, ignore_index, items)
-        finished = [
-            scaled(gradient, factor, student_x.dtype) if wanted and gradient is not None else None
-            for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True)
-        ]
+    finished = finished_in_forward(
+        dloss, computed, output_mask, target, ignore_index, items, student_x.dtype
+    )
     missing = still_missing(output_mask, finished)
     if not any(missing):
         return tuple(finished)  # type: ignore[return-value]
@@ -391,35 +413,17 @@ def linear_divergence_backward(
     return both(finished, shaped(gradients.results(), head))  # type: ignore[return-value]
 
 
-# Positions among the forward's arguments: of the student's head, in the order of the masks, of the
-# teacher's tensors, each with the one that is to be detached, and of those that weigh the tokens.
-_HEAD = (0, 1, 4, 25, 26)
-_TEACHER = {
-    2: "teacher_x", 3: "teacher_weight", 5: "teacher_bias", 6: "teacher_logits",
-    27: "teacher_lora_a", 28: "teacher_lora_b",
-}  # fmt: skip
-_WEIGHTS = {8: "token_weight", 9: "num_items_in_batch"}
+# Positions of the student's head among the forward's arguments, in the order of the masks.
+_HEAD = (0, 1, 4, 26, 27)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    needs = ctx.needs_input_grad
-    for i, name in _TEACHER.items():
-        if i < len(needs) and needs[i]:
-            raise ValueError(
-                f"linear_divergence: {name} must not require a gradient, as the teacher is a"
-                f" constant; pass {name}.detach()"
-            )
-    for i, name in _WEIGHTS.items():
-        if i < len(needs) and needs[i]:
-            raise ValueError(
-                f"linear_divergence: {name} must not require a gradient, which the loss does not"
-                " give"
-            )
-    _, _, _, statistics, *gradients = output
-    ctx.save_for_backward(*inputs[:10], statistics, *inputs[25:], *gradients)
+    refuse_gradients(ctx.needs_input_grad)
+    _, _, _, statistics, *gradients, entropy = output
+    ctx.save_for_backward(*inputs[:10], statistics, *inputs[26:], *gradients)
     ctx.options = inputs[10:24]
     ctx.set_materialize_grads(False)
-    others = (statistics, *gradients)
+    others = (statistics, entropy, *gradients)
     ctx.mark_non_differentiable(*(value for value in others if value is not None))
 
 
@@ -429,14 +433,14 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     arguments, lora, computed = saved[:11], saved[11:15], saved[15:]
     wanted = [ctx.needs[i] for i in _HEAD]
     if not any(wanted) or all(grad is None for grad in grads[:3]):
-        return (None,) * 29
+        return (None,) * 30
     transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
     if transformed or [grad is None for grad in grads[:3]] != [False, True, True]:
         computed = (None,) * 5
     given: tuple[Any, ...] = (*grads[:3], *arguments, *computed[:3], *ctx.options, wanted)
     gradients = linear_divergence_backward(*given, *lora, *computed[3:])
     by_position = dict(zip(_HEAD, gradients, strict=True))
-    return tuple(by_position.get(i) for i in range(29))
+    return tuple(by_position.get(i) for i in range(30))
 
 
 library.gradient("linear_divergence_forward", _backward, _setup_context)

@@ -78,10 +78,19 @@ def _distribution_loss_backward_kernel(
 
 
 def plan_forward(V: int) -> Tile:
-    """A rule that no GPU has timed yet: a thread holds 16 elements of a tile of each."""
-    BLOCK_N = min(4096, next_power_of_2(V))
-    BLOCK_M = max(1, 2048 // BLOCK_N)
-    return Tile(BLOCK_N, max(128, BLOCK_M * BLOCK_N // 16), BLOCK_M)
+    """8 elements of each a thread. For (8192, 32768) in bfloat16 on an H200, with tl.log, kl_div
+    took 0.402 ms and jsd 0.598, in tiles of 4096 with 512 threads 0.405 and 0.604."""
+    return _tile(V, 256)
+
+
+def plan_backward(V: int) -> Tile:
+    """16 elements of each a thread: there jsd took 0.571 ms, and 0.633 with 8; kl_div 0.255."""
+    return _tile(V, 128)
+
+
+def _tile(V: int, threads: int) -> Tile:
+    BLOCK_N = min(2048, next_power_of_2(V))
+    return Tile(BLOCK_N, threads, 2048 // BLOCK_N)
 
 
 def _by_polynomial(form: Form) -> bool:
@@ -108,7 +117,7 @@ def launch_backward(
     x, y = rows(form.x), rows(form.y)
     strides = grad.stride() or (0, 0)
     launch_tiles(
-        _distribution_loss_backward_kernel, plan, x,
+        _distribution_loss_backward_kernel, plan or plan_backward(x.shape[1]), x,
         grad, x, y, within, dx, dy,
         *x.shape, *strides, x.stride(0), y.stride(0), form.scalar,
         KIND=form.kind, BY_POLYNOMIAL=_by_polynomial(form), ELEMENTWISE=grad.dim() == 2,

@@ -204,9 +204,10 @@ def _divergence_backward_kernel(
 
 
 def plan_forward(logits: Tensor, V: int) -> WholeRow | Online:
-    """A rule that no GPU has timed yet: a thread holds 16 elements of a whole row of each, or 16
-    bytes of bfloat16 of a tile of each. V is the longer of the two vocabularies."""
-    return plan_whole_rows(V, 1024) if V <= 8192 else Online(4096, 512)
+    """V is the longer of the two vocabularies. In bfloat16 on an H200, jsd with tl.log:
+    (16384, 8192) 0.417 ms, whole rows 0.451; (8192, 32768) 0.781, in tiles of 4096 with 512 threads
+    0.805; (2048, 151936) 0.952 and 0.943."""
+    return plan_whole_rows(V, 1024) if V <= 4096 else Online(2048, 256)
 
 
 def divergences(

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ..sizes import cdiv, next_power_of_2
+from ..tensors import contiguous
 
 # The runtime refuses a grid of 65536 programs.
 MAX_PROGRAMS = 65535
@@ -282,8 +283,10 @@ def vector_cores() -> int:
 
 
 def rows(tensor: Tensor | None) -> Tensor | None:
-    """A tensor as contiguous (M, N)."""
-    return None if tensor is None else tensor.reshape(-1, tensor.shape[-1]).contiguous()
+    """A tensor as contiguous (M, N). Two dimensions may be without columns."""
+    if tensor is None or tensor.dim() == 2:
+        return contiguous(tensor)
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
 def _interpreted() -> bool:

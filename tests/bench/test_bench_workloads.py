@@ -167,6 +167,12 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             assert bias is softcap is None and (temperature, logit_scale) == (1, 1)
             return *model_log_prob(x @ weight.T, target), None, None, None
 
+    class ChunkedDivergence:
+        @staticmethod
+        def apply(x, weight, bias, teacher_x, teacher_weight, teacher_bias, beta):
+            assert bias is teacher_bias is None and beta == 0.5
+            return model_divergence(x @ weight.T, teacher_x @ teacher_weight.T).reshape(1), None
+
     def listed_words(
         x: Any, weight: Any, bias: Any, logit_scale: float, softcap: Any,
         ids: Any, log_prob: Any, mask: Any, beta: float, temperature: float, tail: bool,
@@ -215,6 +221,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "_ChunkedLogProbFunction": ChunkedLogProb,
             "_CHUNKED_LOGPROB_CHUNK_SIZE": 4096,
         },
+        "trl.kernels.chunked_divergence": {"ChunkedDivergenceFunction": ChunkedDivergence},
         "quack.rotary": {"apply_rotary_emb": turned},
         "quack.linear_cross_entropy": {
             "chunked_linear_cross_entropy": lambda x, weight, target: F.cross_entropy(
@@ -222,8 +229,8 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             )
         },
     }
-    trl = ("trl", "trl.trainer", "trl.experimental", distillation)
-    for name in ("liger_kernel", "liger_kernel.transformers", *trl, *modules):
+    packages = ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", "trl.kernels")
+    for name in (*packages, "trl.experimental", distillation, *modules):
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

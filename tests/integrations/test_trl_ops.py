@@ -13,7 +13,8 @@ from liger_ops.integrations import trl as integration
 
 pytest.importorskip("trl", reason="the functions are TRL's")
 from trl.kernels import ChunkedLogProbFunction
-from trl.trainer import utils
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+from trl.trainer import distillation_trainer, utils
 
 # More words than one of TRL's chunks has.
 TOKENS, D, V, CHUNK = 37, 16, 101, 40
@@ -63,6 +64,72 @@ def test_same_as_trl(has_bias: bool, options: Any, outputs: Any, installed: None
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def both_heads(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Hidden states, weight and bias of the student, and of the teacher."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((TOKENS, D), (V, D), (V,), (TOKENS, 9), (V, 9), (V,))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def divergences(function: Any, inputs: list[Tensor | None], *options: Any) -> list[Tensor]:
+    """The divergence, the entropy, and the gradients of the student, where all require one."""
+    inputs = [None if x is None else x.clone().requires_grad_() for x in inputs]
+    divergence, entropy = function(*inputs, *options)
+    assert divergence.requires_grad and not entropy.requires_grad
+    loss = (divergence * torch.linspace(-1, 1, len(divergence))).sum()
+    student = [x for x in inputs[:3] if x is not None]
+    return [divergence, entropy, *torch.autograd.grad(loss, student)]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (0.0,),
+        (1.0, 0.7),
+        (0.5, 1.3),
+        (0.1, 0.9, 0.5, 5.0, 1.5, 4.0),
+        (0.0, 0.7, 2.0, None, 1.0, 3.0),
+    ],
+)
+def test_divergence_is_trls(has_bias: bool, options: Any, installed: None) -> None:
+    inputs = [x if has_bias or x.dim() == 2 else None for x in both_heads()]
+    ours = getattr(distillation_trainer, integration.DIVERGENCE)
+    assert ours is not ChunkedDivergenceFunction
+    expected = divergences(ChunkedDivergenceFunction.apply, inputs, *options)
+    for one, other in zip(divergences(ours.apply, inputs, *options), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_divergence_under_autocast(installed: None) -> None:
+    ours = getattr(distillation_trainer, integration.DIVERGENCE)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = divergences(ChunkedDivergenceFunction.apply, both_heads(), 0.5)
+        found = divergences(ours.apply, both_heads(), 0.5)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("case", ["dtype", "scale", "partitioned"])
+def test_trl_serves_other_divergences(
+    case: str, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `linear_divergence` refuses, and a weight that ZeRO-3 partitions."""
+    monkeypatch.setattr(integration, "linear_divergence_forward", None)
+    inputs, options = both_heads(), (0.5, 1.0, 0.0 if case == "scale" else 1.0)
+    if case == "dtype":
+        inputs[4] = inputs[4].bfloat16()
+    if case == "partitioned":
+        inputs[1].ds_id = 0
+    ours, results = getattr(distillation_trainer, integration.DIVERGENCE), []
+    for function in (ours, ChunkedDivergenceFunction):
+        inputs[0] = inputs[0].detach().requires_grad_()
+        divergence, entropy = function.apply(*inputs, *options)
+        results.append([divergence, entropy, *torch.autograd.grad(divergence.sum(), inputs[0])])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_trl_serves_the_rest(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A logit_scale that `linear_log_prob` refuses."""
     monkeypatch.setattr(integration, "linear_log_prob_forward", None)
@@ -99,18 +166,28 @@ def test_from_logits() -> None:
         torch.testing.assert_close(one, other.masked_fill(kept == 0, 0.0))
 
 
-def test_installed_once_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = vars(utils).copy()
+@pytest.mark.parametrize(
+    "module, names",
+    [
+        (utils, (integration.CHUNKED, integration.FUSED)),
+        (distillation_trainer, (integration.DIVERGENCE,)),
+    ],
+)
+def test_installed_once_and_undone(
+    module: Any, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = vars(module).copy()
     integration.uninstall()
     integration.install()
     integration.install()
-    changed = {name for name in before if vars(utils)[name] is not before[name]}
-    assert integration.CHUNKED in changed <= {integration.CHUNKED, integration.FUSED}
+    changed = {name for name in before if vars(module)[name] is not before[name]}
+    assert names[0] in changed <= set(names)
     integration.uninstall()
-    assert all(vars(utils)[name] is before[name] for name in before)
-    monkeypatch.delattr(utils, integration.CHUNKED)
-    with pytest.raises(RuntimeError, match="this version does not"):
+    assert all(vars(module)[name] is before[name] for name in before)
+    monkeypatch.delattr(module, names[0])
+    with pytest.raises(RuntimeError, match=f"{module.__name__} must have {names[0]}.*does not"):
         integration.install()
+    assert not integration._replaced
 
 
 def test_compiled_in_one_graph(installed: None) -> None:
@@ -119,4 +196,12 @@ def test_compiled_in_one_graph(installed: None) -> None:
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=True)
     expected = results(ours, head(), *options)
     for one, other in zip(results(compiled, head(), *options), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_divergence_compiled_in_one_graph(installed: None) -> None:
+    ours = getattr(distillation_trainer, integration.DIVERGENCE).apply
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=True)
+    expected = divergences(ours, both_heads(), 0.3, 0.7)
+    for one, other in zip(divergences(compiled, both_heads(), 0.3, 0.7), expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -105,22 +105,50 @@ def train_pairs(model: Any, path: Path) -> list[float]:
     return [step[name] for step in steps for name in step if name.startswith(parts)]
 
 
-@pytest.mark.parametrize("train", [train, train_pairs])
+def train_distilled(model: Any, path: Path, steps: int = 2) -> list[float]:
+    """What DistillationTrainer logs in each step but for times. The student samples the
+    completions, and the teacher has another hidden size."""
+    teacher = text("Qwen2", 4, num_hidden_layers=1, hidden_size=48).model()
+    rows = [{"prompt": f"word{i} word{i + 1}"} for i in range(2, 10)]
+    trainer = trl.DistillationTrainer(
+        model,
+        teacher,
+        args=trl.DistillationConfig(
+            **options_of(path, steps), max_completion_length=6, beta=0.5, temperature=0.9
+        ),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == steps
+    return [entry[name] for entry in logged for name in ("loss", "grad_norm", "entropy")]
+
+
+@pytest.mark.parametrize(
+    "train, op",
+    [
+        (train, "linear_log_prob_forward"),
+        (train_pairs, "linear_log_prob_forward"),
+        (train_distilled, "linear_divergence_forward"),
+    ],
+)
 def test_steps_with_the_ops_behind_the_trainer(
-    train: Callable[[Any, Path], list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The losses and their metrics come from linear_log_prob."""
+    train: Callable[[Any, Path], list[float]], op: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The losses and their metrics come from the op."""
     model = text("Llama", 3, num_hidden_layers=1).model()
     other = copy.deepcopy(model)
     expected = train(model, tmp_path / "trl")
     calls = []
-    ours = integration.linear_log_prob_forward
+    ours = getattr(integration, op)
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(args)
         return ours(*args, **options)
 
-    monkeypatch.setattr(integration, "linear_log_prob_forward", counted)
+    monkeypatch.setattr(integration, op, counted)
     integration.install()
     try:
         found = train(other, tmp_path / "liger")

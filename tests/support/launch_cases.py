@@ -204,6 +204,7 @@ def two_heads() -> Forms:
         "mask": (True, True, False), "token_weight": False, "chunk_bytes": None,
         "softcap": None, "teacher_softcap": None, "logit_scale": 1.0, "teacher_logit_scale": 1.0,
         "soft_weight": 1.0, "hard_weight": 0.0, "rank": None, "teacher_rank": None,
+        "return_entropy": False,
     }  # fmt: skip
     hard = {"hard_weight": 0.5, "temperature": 0.7}
     capped = {**hard, "softcap": 30.0, "teacher_softcap": 20.0}

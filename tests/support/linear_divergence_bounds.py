@@ -104,10 +104,12 @@ class Bounds:
         x, weight = (self.tensors[name].double().abs() for name in ("student_x", "student_weight"))
         rows = x.reshape(-1, case.D)
         terms = (soft.abs() * 2 * self.ratio / case.temperature + hard.abs() * 2).reshape(-1)
-        narrow = torch.finfo(case.dtype).eps * len(rows) if case.accumulate_narrow else 0.0
-        sums = narrow * case.logit_scale * (terms.unsqueeze(-1) * rows).sum(0)
+        # A sum of chunks of tokens, or of words, that is rounded after each.
+        narrow = torch.finfo(case.dtype).eps * case.logit_scale if case.accumulate_narrow else 0.0
+        of_tokens = narrow * len(rows) * max_abs((terms.unsqueeze(-1) * rows).sum(0))
+        of_words = narrow * case.V * max_abs(terms) * max_abs(weight)
         return [
-            max_abs(errors @ weight), max_abs(errors.T @ rows) + max_abs(sums),
+            max_abs(errors @ weight) + of_words, max_abs(errors.T @ rows) + of_tokens,
             max_abs(errors.sum(0)),
         ]  # fmt: skip
 

@@ -38,6 +38,7 @@ class TwoHeadsCase(HeadCase):
     hard_weight: float = 0.0
     chunk_bytes: int | None = 200
     upstream: tuple[bool, ...] = (True, True, True)
+    return_entropy: bool = False
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -102,7 +103,7 @@ def tensors(case: TwoHeadsCase) -> Tensors:
 def forward_args(case: TwoHeadsCase, tensors: Tensors) -> tuple[Any, ...]:
     mask = [wanted and case.reduction != "none" for wanted in case.mask]
     lora = (tensors[name] for name in (*LORA, *TEACHER_LORA))
-    return (*(tensors[name] for name in INPUTS), *case.options, mask, *lora)
+    return (*(tensors[name] for name in INPUTS), *case.options, case.return_entropy, mask, *lora)
 
 
 def backward_args(case: TwoHeadsCase, tensors: Tensors) -> tuple[Any, ...]:
@@ -123,7 +124,7 @@ def sample(
     chunk_bytes = 4 * 7 * dtype.itemsize
     return TwoHeadsCase(
         shape=(rows, 2), D=4, V=7, E=6, dtype=dtype, chunk_bytes=chunk_bytes,
-        token_weight=True, rank=5, **options, **form, **more,
+        token_weight=True, rank=5, return_entropy=True, **options, **form, **more,
     )  # fmt: skip
 
 

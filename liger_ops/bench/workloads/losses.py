@@ -155,6 +155,15 @@ def _liger_linear_jsd(package: Any) -> Function:
     )
 
 
+def _trl_divergence(package: Any) -> Function:
+    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+
+    def mean(x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor) -> Tensor:
+        return function.apply(x, weight, None, teacher_x, teacher_weight, None, 0.5)[0].mean()
+
+    return mean
+
+
 def _quack_linear(package: Any) -> Function:
     module = importlib.import_module(f"{package.__name__}.linear_cross_entropy")
     return module.chunked_linear_cross_entropy
@@ -242,7 +251,7 @@ ENTRIES = (
         ours=_mean_linear_divergence,
         low_memory=_divergence_summed_in_its_dtype,
         eager=model_heads_and_divergence,
-        peers={"liger-kernel": _liger_linear_jsd},
+        peers={"liger-kernel": _liger_linear_jsd, "trl": _trl_divergence},
         dims=("M", "D", "V"),
         inputs=_both_heads,
         # Three products of the student, and the teacher's logits.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from ..emitter import Emitter
@@ -21,6 +22,8 @@ from .algebra import Affine, Condition, Datum, NonNegative, Not, Unknown, axes_o
 from .predicate import integer
 
 BLOCK = 128
+# Numbers that are summed by one program.
+PART = 64
 BATCH, HEADS, QUERIES, KEYS = -4, -3, -2, -1
 
 
@@ -50,14 +53,14 @@ def dense_datum(data: Iterable[Datum]) -> Datum | None:
     return None
 
 
-def ordered(call: Callable[..., Any], blocks: Any, numbers: Any) -> tuple[Any, Any]:
+def ordered(call: Callable[..., Any], blocks: Any, numbers: Any, size: Any) -> tuple[Any, Any]:
     """The number of blocks in each row, and their indices before those of the others, int32.
 
     The indices are scattered to their ranks, not sorted: Triton compiles a sort for seconds.
     `blocks` has 4 dimensions; `call` calls or records a function; `numbers` counts the blocks of
-    a row.
+    a row, and `size` is how many they are.
     """
-    ranks = call(torch.cumsum, call(torch.Tensor.to, blocks, torch.int64), -1)
+    ranks = _running_sums(call, call(torch.Tensor.to, blocks, torch.int64), size)
     count = call(torch.narrow, ranks, -1, -1, 1)
     indices = call(torch.Tensor.expand_as, numbers, ranks)
     others = call(operator.add, count, call(operator.sub, indices, ranks))
@@ -65,6 +68,23 @@ def ordered(call: Callable[..., Any], blocks: Any, numbers: Any) -> tuple[Any, A
     order = call(torch.scatter, call(torch.zeros_like, places), -1, places, indices)
     count, order = (call(torch.Tensor.to, one, torch.int32) for one in (count, order))
     return _packed(call, call(torch.squeeze, count, -1), 3), _packed(call, order, 4)
+
+
+def _running_sums(call: Callable[..., Any], x: Any, size: Any) -> Any:
+    """The cumulative sums of x's last dimension.
+
+    Inductor splits a sum of 1024 numbers over programs, and cannot compile that together with the
+    code of the mask: "list indices must be integers or slices, not NoneType" (torch 2.11, 131072
+    tokens). So a long sum is one of sums of PART numbers, where the size is a number.
+    """
+    if not isinstance(size, int) or size <= 4 * PART:
+        return call(torch.cumsum, x, -1)
+    parts = call(torch.unflatten, call(F.pad, x, (0, -size % PART)), -1, (-1, PART))
+    within = call(torch.cumsum, parts, -1)
+    totals = call(torch.narrow, within, -1, PART - 1, 1)
+    before = call(operator.sub, call(torch.cumsum, totals, -2), totals)
+    sums = call(torch.flatten, call(operator.add, within, before), -2)
+    return call(torch.narrow, sums, -1, 0, size)
 
 
 def _packed(call: Callable[..., Any], x: Any, dims: int) -> Any:
@@ -108,8 +128,8 @@ class Bounds:
         kinds = [emit(torch.Tensor.expand, kind, shape) for kind in (partial, full)]
         turned = [emit(torch.transpose, kind, -2, -1) for kind in kinds]
         rows, columns = (
-            [ordered(emit, kind, self._arange(emit.size(kind, -1))) for kind in side]
-            for side in (kinds, turned)
+            [ordered(emit, kind, self._arange(size), size) for kind in side]
+            for side, size in ((kinds, self.counts[KEYS]), (turned, self.counts[QUERIES]))
         )
         return Blocks(
             *(tuple(part) for part in zip(*rows, strict=True)),
