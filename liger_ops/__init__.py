@@ -28,6 +28,7 @@ from .ops.divergence import divergence, divergence_forward
 from .ops.log_prob import log_prob, log_prob_forward
 from .ops.linear_divergence import linear_divergence, linear_divergence_forward
 from .ops.linear_log_prob import linear_log_prob, linear_log_prob_forward
+from .ops.linear_top_k_divergence import linear_top_k_divergence, linear_top_k_divergence_forward
 from . import meta, lowering
 from . import losses, nn
 from .compile_cache import tag_compile_caches

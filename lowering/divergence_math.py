@@ -70,3 +70,25 @@ def slopes(
         return student - q * divergence, p - q
     else:
         return student - q * student_share, teacher - p * (divergence - student_share)
+
+
+@triton.jit
+def norm_of(squares):
+    """The norm of a row from the sum of its squares: inf for a row of zeros, whose cosine and
+    gradient are then 0, and NaN if the sum is not finite."""
+    return tl.where(squares == 0.0, float("inf"), tl.sqrt(squares) + (squares - squares))
+
+
+@triton.jit
+def cosine_of(products, student_norm, teacher_norm):
+    """The cosine of two rows from the sum of their products."""
+    return products / student_norm / teacher_norm
+
+
+@triton.jit
+def cosine_slopes(x, y, student_norm, teacher_norm, cosine):
+    """The gradients of 1 - cosine with respect to x and y, the student's and the teacher's scaled
+    logits."""
+    of_student, of_teacher = 1.0 / student_norm, 1.0 / teacher_norm
+    a, b = x * of_student, y * of_teacher
+    return (cosine * a - b) * of_student, (cosine * b - a) * of_teacher

@@ -8,15 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from .. import library
-from ..ops.head import products_of
 from .cross_entropy import Tokens
-from .linear_cross_entropy import Gradients, head_of
+from .linear_cross_entropy import head_of
 from .log_prob import as_loss, results
+from .recomputed import Outputs, backward
 from .tensors import flat
-from .words import GradientsByWords, chunked_words
 
 Upstream = tuple[Tensor | None, ...]
-Outputs = tuple[Tensor | None, ...]
 
 
 def register(device: str, kernels: Any, alignment: int) -> None:
@@ -32,10 +30,7 @@ def register(device: str, kernels: Any, alignment: int) -> None:
 
     @library.kernel("linear_log_prob_backward", device, allocates=True, module=module)
     def linear_log_prob_backward(call):
-        # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
-        # lora_b's, whose sum is smaller than that of x's.
-        backward = _by_words if any(call.output_mask[1:3]) else _by_tokens
-        return backward(call, kernels, alignment)
+        return _backward(call, kernels, alignment)
 
 
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
@@ -49,37 +44,18 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
     return outputs
 
 
-def _by_tokens(call: Any, kernels: Any, alignment: int) -> Outputs:
-    """dx, dlora_x and dlora_b, a chunk of tokens at a time."""
-    outputs = library.allocate("linear_log_prob_backward", call)
-    upstream, tokens, lse = _of_tokens(call)
-    loss, head = as_loss(call), head_of(call, None, alignment)
-    gradients = Gradients(head.products, outputs, head.sum_dtype)
-    del outputs
-    for chunk, logits in head.logits():
-        grads = [None if grad is None else grad[chunk] for grad in upstream]
-        kernels.gradient(loss, grads, logits, tokens.chunk(chunk), lse[chunk], logits)
-        gradients.add(chunk, logits)
-    return tuple(gradients.rounded())
+def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
+    upstream, all_tokens, lse = _of_tokens(call)
 
-
-def _by_words(call: Any, kernels: Any, alignment: int) -> Outputs:
-    """Every gradient, a chunk of words at a time."""
-    outputs = library.allocate("linear_log_prob_backward", call)
-    upstream, tokens, lse = _of_tokens(call)
-    rows = call.x.reshape(call.target.numel(), call.x.shape[-1])
-    products = products_of(rows, call.weight, call.lora_x, call.lora_b)
-    head = chunked_words(products, call.bias, alignment, call.chunk_bytes)
-    gradients = GradientsByWords(head, outputs, call.accum_dtype)
-    del outputs
-    for words, logits in head.logits():
+    def dlogits(logits: Tensor, tokens: slice, words: slice) -> None:
+        grads = [None if grad is None else grad[tokens] for grad in upstream]
+        part = all_tokens.chunk(tokens)
         # A target that is not among the words is out of range, and has no column.
-        words_tokens = tokens._replace(target=tokens.target - words.start)
+        part = part._replace(target=part.target - words.start)
         loss = as_loss(call, first=words.start)
-        kernels.gradient(loss, upstream, logits, words_tokens, lse, logits)
-        gradients.add(words, logits)
-    del logits
-    return tuple(gradients.rounded())
+        kernels.gradient(loss, grads, logits, part, lse[tokens], logits)
+
+    return backward("linear_log_prob_backward", call, call.target.numel(), alignment, dlogits)
 
 
 def _of_tokens(call: Any) -> tuple[Upstream, Tokens, Tensor]:

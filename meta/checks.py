@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.shapes import equal
 from ..ops.strides import inverse, memory_order
 
 
@@ -44,24 +45,11 @@ def same_device(call: Any, x: str, *names: str) -> None:
 
 def shape(call: Any, name: str, expected: Sequence[int], meaning: str) -> None:
     tensor = getattr(call, name)
-    if tensor is not None and not _equal(tensor.shape, expected, f"{op(call)}: {name}"):
+    if tensor is not None and not equal(tensor.shape, expected, f"{op(call)}: {name}"):
         raise ValueError(
             f"{op(call)}: {name} must have the shape of {meaning}, {tuple(expected)},"
             f" got {tuple(tensor.shape)}"
         )
-
-
-def _equal(shape: Sequence[int], expected: Sequence[int], name: str) -> bool:
-    """Whether two shapes are equal. If tracing cannot know, as for `x[mask]` and `target[mask]`,
-    the compiled graph asserts it."""
-    try:
-        return tuple(shape) == tuple(expected)
-    except RuntimeError:
-        if len(shape) != len(expected):
-            return False
-        for size, wanted in zip(shape, expected, strict=True):
-            torch._check_value(size == wanted, lambda: f"{name} has another shape than expected")
-        return True
 
 
 def at_least_dims(call: Any, x: str, dims: int, form: str) -> None:

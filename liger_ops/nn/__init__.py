@@ -9,6 +9,7 @@ from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .linear_divergence import LinearDivergence
+from .linear_top_k_divergence import LinearTopKDivergence
 from .log_prob import LinearLogProb, LogProb
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
@@ -30,6 +31,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearDivergence",
     "LinearLogProb",
+    "LinearTopKDivergence",
     "LogProb",
     "LogSoftmax",
     "RMSNorm",

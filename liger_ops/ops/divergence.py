@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import library
+from . import cosine
 from .cross_entropy import logsumexp
 from .precision import widened
 
-KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
+# Of probabilities, and of logits.
+DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
+KINDS = (*DISTRIBUTION_KINDS, "cosine")
 RESULTS = "divergence student_share student_lse teacher_lse"
 
 # exp of it is 0 in every dtype.
@@ -34,6 +37,7 @@ def divergence(
         reverse_kl: sum(q * log(q / p))
         jsd: beta * sum(p * log(p / m)) + (1 - beta) * sum(q * log(q / m))
         tvd: sum(|p - q|) / 2
+        cosine: 1 - sum(x * y) / (|x| * |y|), of the logits x and y themselves
 
     A token whose target is ignore_index gives 0. The Jensen-Shannon divergence would be 0 for a
     beta of 0 or 1; as in Liger-Kernel, it is then forward_kl or reverse_kl, its limit after
@@ -42,9 +46,9 @@ def divergence(
     The result is computed and returned in float32, whatever the dtype of the logits; autocast
     changes nothing. The logits are never written, widened or normalised in memory: beside the
     result, three numbers per token are stored. The forward reads both rows once if they fit on chip
-    (up to 8192 classes on a GPU), else twice: online for both lse, and for the divergence. The
-    backward reads them once and writes the gradients that are required. The logits of ignored
-    tokens are not read on a GPU. float64 runs the definition on every device.
+    (up to 4096 classes on a GPU) or the kind is "cosine", else twice: online for both lse, and for
+    the divergence. The backward reads them once and writes the gradients that are required. The
+    logits of ignored tokens are not read on a GPU. float64 runs the definition on every device.
 
     Both logits are differentiable. Their gradients are computed in float32 and rounded once. An
     ignored token has gradients of exactly 0, whatever its logits are.
@@ -56,13 +60,16 @@ def divergence(
     teacher; the other gradient is then infinite or NaN. A row that is all -inf, or that has inf or
     NaN in it, gives NaN.
 
+    For "cosine", a row of zeros has the cosine 0 and a gradient of 0, and a row whose sum of
+    squares is not finite in float32 gives NaN. A temperature changes nothing.
+
     This op calls `divergence_forward`.
 
     Args:
         student_logits: (..., V), floating point, any strides; unit stride in the last dimension is
             fast.
         teacher_logits: of the same shape, floating point, possibly of another dtype.
-        kind: "forward_kl", "reverse_kl", "jsd" or "tvd".
+        kind: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
         beta: the teacher's weight in m, from 0 to 1; only used by "jsd".
         temperature: of the student, above 0. The gradient has its factor 1 / temperature; the
             result is not multiplied by the square of the temperature.
@@ -105,8 +112,9 @@ def divergence_forward(
         divergence: the result of `divergence`, which alone is differentiable.
         student_share: the part of the divergence that is a mean over the student's classes:
             (1 - beta) * sum(q * log(q / m)) of jsd, sum(q * sign(q - p)) / 2 of tvd, all of
-            reverse_kl and nothing of forward_kl.
-        student_lse, teacher_lse: log(sum(exp(logits / temperature))).
+            reverse_kl and nothing of forward_kl. Of cosine it is the cosine.
+        student_lse, teacher_lse: log(sum(exp(logits / temperature))). Of cosine they are the norms
+            of logits / temperature, and inf for a row of zeros.
         All are of the same shape and dtype, and 0 for an ignored token.
 
     Raises:
@@ -117,11 +125,16 @@ def divergence_forward(
         tensor([1.3863])
     """
     within = _within(target, ignore_index)
-    log_q, student_lse = _log_softmax(student_logits, within, temperature)
-    log_p, teacher_lse = _log_softmax(teacher_logits, within, teacher_temperature or temperature)
-    student, teacher = shares(log_p, log_q, limit(kind, beta), beta)
-    student_share = student.sum(-1)
-    value = student_share + teacher.sum(-1)
+    x = _kept(student_logits, within, temperature)
+    y = _kept(teacher_logits, within, teacher_temperature or temperature)
+    if kind == "cosine":
+        value, student_share, student_lse, teacher_lse = cosine.cosines(x, y)
+    else:
+        student_lse, teacher_lse = logsumexp(x), logsumexp(y)
+        log_q, log_p = x - student_lse.unsqueeze(-1), y - teacher_lse.unsqueeze(-1)
+        student, teacher = shares(log_p, log_q, limit(kind, beta), beta)
+        student_share = student.sum(-1)
+        value = student_share + teacher.sum(-1)
     results = [value]
     for other in (student_share, student_lse, teacher_lse):
         results.append(other.detach().to(value.dtype))
@@ -144,9 +157,10 @@ def divergence_backward(
         reverse_kl: slope_c = q_c * (log(q_c / p_c) - s)
         jsd: slope_c = q_c * ((1 - beta) * log(q_c / m_c) - s)
         tvd: slope_c = q_c * (sign(q_c - p_c) / 2 - s)
+        cosine: slope_c = (s * x_c / |x| - y_c / |y|) / |x|
 
-    and likewise for the teacher, with divergence - s in place of s. Kernels use the forward's
-    results; the definition computes them again, so that it can be differentiated.
+    and likewise for the teacher, with divergence - s in place of s but for cosine. Kernels use the
+    forward's results; the definition computes them again, so that it can be differentiated.
 
     Args:
         ddivergence: the gradient of divergence, floating point, of its shape, any strides.
@@ -163,15 +177,13 @@ def divergence_backward(
     """
     within = _within(target, ignore_index)
     teacher_temperature = teacher_temperature or temperature
-    log_q, _ = _log_softmax(student_logits, within, temperature)
-    log_p, _ = _log_softmax(teacher_logits, within, teacher_temperature)
-    kind = limit(kind, beta)
-    student, teacher = shares(log_p, log_q, kind, beta)
-    p, q = log_p.exp(), log_q.exp()
-    slopes = (
-        q - p if kind == "forward_kl" else student - q * student.sum(-1, keepdim=True),
-        p - q if kind == "reverse_kl" else teacher - p * teacher.sum(-1, keepdim=True),
-    )
+    x = _kept(student_logits, within, temperature)
+    y = _kept(teacher_logits, within, teacher_temperature)
+    if kind == "cosine":
+        slopes = cosine.slopes(x, y)
+    else:
+        log_q, log_p = (z - logsumexp(z).unsqueeze(-1) for z in (x, y))
+        slopes = _slopes(log_p, log_q, limit(kind, beta), beta)
     gradients: list[Tensor | None] = []
     for wanted, slope, logits, divisor in zip(
         output_mask, slopes, (student_logits, teacher_logits),
@@ -198,16 +210,12 @@ def _within(target: Tensor | None, ignore_index: int) -> Tensor | None:
     return None if target is None else target != ignore_index
 
 
-def _log_softmax(
-    logits: Tensor, within: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """log(softmax(logits / temperature)) and lse, from 0 where the token is ignored: its logits may
-    be NaN, which would make its gradient NaN."""
+def _kept(logits: Tensor, within: Tensor | None, temperature: float) -> Tensor:
+    """logits / temperature, from 0 where the token is ignored: its logits may be NaN, which would
+    make its gradient NaN."""
     if within is not None:
         logits = torch.where(within.unsqueeze(-1), logits, 0.0)
-    x = widened(logits) * (1 / temperature)
-    lse = logsumexp(x)
-    return x - lse.unsqueeze(-1), lse
+    return widened(logits) * (1 / temperature)
 
 
 def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
@@ -227,6 +235,17 @@ def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor
     log_p, log_q = log_p.clamp(min=LOWEST_LOGARITHM), log_q.clamp(min=LOWEST_LOGARITHM)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
     return (1 - beta) * q * (log_q - log_m), beta * p * (log_p - log_m)
+
+
+def _slopes(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """The gradients with respect to the student's and the teacher's logits, which are divided by
+    their temperatures."""
+    student, teacher = shares(log_p, log_q, kind, beta)
+    p, q = log_p.exp(), log_q.exp()
+    return (
+        q - p if kind == "forward_kl" else student - q * student.sum(-1, keepdim=True),
+        p - q if kind == "reverse_kl" else teacher - p * teacher.sum(-1, keepdim=True),
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -90,7 +90,7 @@ def linear_divergence(
 
     The vocabularies may have different lengths. A class that one side lacks has probability 0
     there: forward_kl is inf where the teacher has more classes, and reverse_kl where the student
-    has; jsd and tvd are finite.
+    has; jsd and tvd are finite. For cosine, its logit is 0 there.
 
     The logits of one chunk of tokens at a time are computed in the dtype of x, and the loss from
     them in float32. If a gradient is needed and the reduction is "mean" or "sum", the forward
@@ -146,7 +146,7 @@ def linear_divergence(
             token counts, and cross_entropy is None.
         token_weight: (...), floating point, or None.
         num_items_in_batch: (), the divisor of the mean, or None.
-        kind: "forward_kl", "reverse_kl", "jsd" or "tvd".
+        kind: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
         beta: the teacher's weight in m, from 0 to 1; only used by "jsd".
         temperature: of the student, above 0. The result is not multiplied by its square.
         teacher_temperature: above 0, or None for the student's.

@@ -9,19 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import library
-from .chunks import BACKWARD_BYTES, chunks
-from .head import (
-    Gradients,
-    cast_as_linear,
-    flattened,
-    linear,
-    of_words,
-    products_of,
-    shaped,
-)
+from .chunks import chunks
+from .head import cast_as_linear, flattened, linear, products_of, shaped
+from .head_by_words import gradients_by_words
 from .log_prob import RESULTS, Results
 from .lora import lora_input
-from .precision import widened
 
 
 @library.compose
@@ -205,23 +197,14 @@ def linear_log_prob_backward(
     rows, targets, _ = flattened(x, target, None)
     grads = [None if g is None else g.reshape(-1) for g in (dlog_prob, dentropy, dlse)]
     statistics = (entropy.reshape(-1), lse.reshape(-1))
-    products = products_of(rows, weight, lora_x, lora_b)
-    # The gradient of a chunk of the bias is complete too, and there is no sum.
-    mask = [wanted and i != 2 for i, wanted in enumerate(output_mask)]
-    by_words = [product.of_words for product in products]
-    gradients = Gradients(by_words, of_words(mask), accum_dtype, in_forward=False)
-    dbias = []
-    word_bytes = rows.shape[0] * x.element_size()
-    for words in chunks(weight.shape[0], word_bytes, chunk_bytes, default=BACKWARD_BYTES):
-        logits = linear(products, bias, words=words)
-        first = words.start
-        options = (temperature, softcap, logit_scale, ignore_index - first)
-        dlogits = _GRADIENT(*grads, logits, targets - first, *statistics, *options)
-        gradients.add(words, dlogits.t())
-        dbias.append(widened(dlogits).sum(0))
-    results = of_words(gradients.results())
-    if output_mask[2]:
-        results[2] = torch.cat(dbias).to(x.dtype)
+
+    def dlogits_of(logits: Tensor, words: slice) -> Tensor:
+        options = (temperature, softcap, logit_scale, ignore_index - words.start)
+        return _GRADIENT(*grads, logits, targets - words.start, *statistics, *options)
+
+    results = gradients_by_words(
+        dlogits_of, rows, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
+    )
     return shaped(results, (x, weight, bias, lora_x, lora_b))  # type: ignore[return-value]
 
 

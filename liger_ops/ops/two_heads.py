@@ -180,11 +180,13 @@ def _effective(
     ]
 
 
-def _as_long(student: Tensor, teacher: Tensor) -> list[Tensor]:
-    """Both logits with all classes, those that one side lacks being -inf."""
+def _as_long(student: Tensor, teacher: Tensor, kind: str) -> list[Tensor]:
+    """Both logits with all classes, those that one side lacks having the probability 0, or for
+    cosine the logit 0."""
     V = max(student.shape[-1], teacher.shape[-1])
+    missing = 0.0 if kind == "cosine" else -float("inf")
     return [
-        F.pad(x, (0, V - x.shape[-1]), value=-float("inf")) if x.shape[-1] < V else x
+        F.pad(x, (0, V - x.shape[-1]), value=missing) if x.shape[-1] < V else x
         for x in (student, teacher)
     ]
 
@@ -199,7 +201,7 @@ def values_of(
     caps = (student_softcap, teacher_softcap, student_logit_scale, teacher_logit_scale)
     z, teacher_z = _effective(student, teacher, target, *caps, ignore_index)
     options = (kind, beta, temperature, teacher_temperature, ignore_index)
-    results = _DIVERGENCE(*_as_long(z, teacher_z), target, *options)
+    results = _DIVERGENCE(*_as_long(z, teacher_z, kind), target, *options)
     loss, lse = None, torch.zeros_like(results[0])
     if target is not None:
         loss, _, lse, *_ = _LOSS(z, target, None, None, None, ignore_index, "none")
@@ -233,7 +235,7 @@ def dlogits_of(
     if soft is not None:
         # That definition does not use the forward's results.
         saved = (soft, soft, soft, soft)
-        inputs = (*_as_long(z, teacher_z), target, *saved, *options)
+        inputs = (*_as_long(z, teacher_z, kind), target, *saved, *options)
         dlong, _ = _DIVERGENCE_GRADIENT(soft, *inputs, [True, False])
         dz = dlong[..., : z.shape[-1]]
     if hard is not None:

@@ -7,21 +7,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ..divergence import Hard, Options, register
-from ..divergence_math import logits_gradient, shares, slopes
+from ..divergence_math import cosine_slopes, logits_gradient, shares, slopes
 from ..loss_math import effective
 from ..sizes import cdiv
 from ..triton_math import LOWEST, flushed_exp
+from .cosine import cosines
 from .cross_entropy import Online, SplitRows, plan_backward
 from .launch import WholeRow, launch, launch_whole_rows, plan_whole_rows, rows
 
 
 @triton.jit
-def _load(ptr, mask, scale, softcap, policy: tl.constexpr):
-    """A tile of scaled and capped logits, -inf where masked off."""
-    x = tl.load(ptr, mask=mask, other=-float("inf"), eviction_policy=policy).to(tl.float32)
+def _load(ptr, mask, scale, softcap, policy: tl.constexpr, other=-float("inf")):
+    """A tile of scaled and capped logits, -inf where masked off, or 0 with other=0."""
+    x = tl.load(ptr, mask=mask, other=other, eviction_policy=policy).to(tl.float32)
     x = effective(x, scale, softcap)
     if softcap is not None:
-        x = tl.where(mask, x, -float("inf"))
+        x = tl.where(mask, x, other)
     return x
 
 
@@ -175,12 +176,17 @@ def _divergence_backward_kernel(
         cols = (start + tl.arange(0, BLOCK_N))[None, :]
         x_ptr = student_ptr + rows * stride_student + cols
         y_ptr = teacher_ptr + rows * stride_teacher + cols
-        x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap, "")
-        y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, "")
-        log_q = x - student_lse
-        log_p = y - teacher_lse
-        p, q = flushed_exp(log_p), flushed_exp(log_q)
-        student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, True)
+        if KIND == "cosine":
+            x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap, "", 0.0)
+            y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, "", 0.0)
+            student, teacher = cosine_slopes(x, y, student_lse, teacher_lse, share)
+        else:
+            x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap, "")
+            y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, "")
+            log_q = x - student_lse
+            log_p = y - teacher_lse
+            p, q = flushed_exp(log_p), flushed_exp(log_q)
+            student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, True)
         # The gradient of an ignored token's result may be inf or NaN.
         if dstudent_ptr is not None:
             sharp = None
@@ -214,6 +220,9 @@ def divergences(
     if M == 0:
         return
     plan = plan or plan_forward(student, max(V, W))
+    if options.kind == "cosine":
+        cosines(options, student, teacher, target, results, plan)
+        return
     tensors = (student, teacher, target, *results)
     sizes = (V, W, student.stride(0), teacher.stride(0), options.ignore_index)
     if isinstance(plan, WholeRow):

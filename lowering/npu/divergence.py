@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..divergence import Hard, Options, register
-from ..divergence_math import logits_gradient, shares, slopes
+from ..divergence_math import cosine_slopes, logits_gradient, shares, slopes
 from ..loss_math import effective
 from ..sizes import cdiv
 from ..triton_math import LOWEST
 from . import tiling
+from .cosine import cosines
 from .tile import load, load_logits, online_updated, remaining, tile_offsets, within
 from .tiling import COSTS, Cost, Plan, launch
 
@@ -152,22 +153,34 @@ def _divergence_backward_kernel(
             column = tl.load(column_ptr + row + rows, mask=row_mask, other=0)
         for col in tl.range(0, size, BLOCK_N):
             count = remaining(V, col, BLOCK_N)
-            x = _load(
-                student_ptr + row * V + col, offsets, row_mask & (cols < count), cols, count,
-                student_scale, student_softcap,
-            )  # fmt: skip
+            student_tile, mask = student_ptr + row * V + col, row_mask & (cols < count)
+            if KIND == "cosine":
+                x = effective(load(student_tile, offsets, mask), student_scale, student_softcap)
+            else:
+                x = _load(
+                    student_tile, offsets, mask, cols, count, student_scale, student_softcap
+                )  # fmt: skip
             count = remaining(W, col, BLOCK_N)
-            y = _load(
-                teacher_ptr + row * W + col, teacher_offsets, row_mask & (cols < count),
-                cols, count, teacher_scale, teacher_softcap,
-            )  # fmt: skip
+            teacher_tile, mask = teacher_ptr + row * W + col, row_mask & (cols < count)
+            if KIND == "cosine":
+                y = effective(
+                    load(teacher_tile, teacher_offsets, mask), teacher_scale, teacher_softcap
+                )  # fmt: skip
+            else:
+                y = _load(
+                    teacher_tile, teacher_offsets, mask, cols, count,
+                    teacher_scale, teacher_softcap,
+                )  # fmt: skip
             # lse is inf for an ignored token, whose logits may be NaN.
             x = tl.where(student_lse != float("inf"), x, 0.0)
             y = tl.where(teacher_lse != float("inf"), y, 0.0)
-            log_q = x - student_lse
-            log_p = y - teacher_lse
-            p, q = tl.exp(log_p), tl.exp(log_q)
-            student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, False)
+            if KIND == "cosine":
+                student, teacher = cosine_slopes(x, y, student_lse, teacher_lse, share)
+            else:
+                log_q = x - student_lse
+                log_p = y - teacher_lse
+                p, q = tl.exp(log_p), tl.exp(log_q)
+                student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, False)
             if dstudent_ptr is not None:
                 sharp = None
                 if hard_ptr is not None:
@@ -194,14 +207,17 @@ def divergences(
     if M == 0:
         return
     size = max(V, W)
-    name = "divergence_capped" if _capped(options) else "divergence"
-    plan = plan or tiling.plan(name, size, student, teacher)
-    launch(
-        _divergence_kernel, plan, cdiv(M, plan.BLOCK_M),
-        student, teacher, *results,
-        M, V, None if W == V else W, size, *options.scalars,
-        KIND=options.kind, WHOLE=plan.whole(size),
-    )  # fmt: skip
+    if options.kind == "cosine":
+        cosines(options, student, teacher, results, plan)
+    else:
+        name = "divergence_capped" if _capped(options) else "divergence"
+        plan = plan or tiling.plan(name, size, student, teacher)
+        launch(
+            _divergence_kernel, plan, cdiv(M, plan.BLOCK_M),
+            student, teacher, *results,
+            M, V, None if W == V else W, size, *options.scalars,
+            KIND=options.kind, WHOLE=plan.whole(size),
+        )  # fmt: skip
     if target is not None:
         for result in results:
             result.masked_fill_(target == options.ignore_index, 0.0)

@@ -15,6 +15,7 @@ from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
+from liger_ops.bench.workloads.listed_words import model_head_and_listed_words
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
     model_divergence,
@@ -31,6 +32,7 @@ TINY = {
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
+    "linear_top_k_divergence": (7, 16, 50),
 }
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
@@ -171,7 +173,23 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             assert bias is teacher_bias is None and beta == 0.5
             return model_divergence(x @ weight.T, teacher_x @ teacher_weight.T).reshape(1), None
 
+    def listed_words(
+        x: Any, weight: Any, bias: Any, logit_scale: float, softcap: Any,
+        ids: Any, log_prob: Any, mask: Any, beta: float, temperature: float, tail: bool,
+        teachers: Any, count: int, chunk_size: int,
+    ) -> Any:  # fmt: skip
+        assert bias is softcap is teachers is None and bool(mask.all()) and tail
+        assert (logit_scale, beta, temperature, count, chunk_size) == (1, 0.5, 1, 1, 256)
+        loss = model_head_and_listed_words(x, weight, ids)
+        assert log_prob.exp().sum(-1).allclose(torch.tensor(0.9))
+        return loss * len(x), None, None, None, None
+
+    distillation = "trl.experimental.async_distillation"
     modules = {
+        f"{distillation}.async_distillation_trainer": {
+            "_chunked_jsd_loss": listed_words,
+            "_CHUNKED_LM_HEAD_CHUNK_SIZE": 256,
+        },
         "liger_kernel.transformers.functional": {
             "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
             "liger_fused_add_rms_norm": liger_add,
@@ -212,7 +230,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         },
     }
     packages = ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", "trl.kernels")
-    for name in (*packages, *modules):
+    for name in (*packages, "trl.experimental", distillation, *modules):
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

@@ -139,7 +139,7 @@ def test_a_vocabulary_by_the_host_codes_own_plan(folder: str) -> None:
         ({"beta": NAN}, "beta must be from 0 to 1, got nan"),
         (
             {"kind": "kl"},
-            "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'tvd', got 'kl'",
+            "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'tvd', 'cosine', got 'kl'",
         ),
     ),
 )

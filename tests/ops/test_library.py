@@ -167,6 +167,7 @@ SHARED = {
     "tvd": "distribution_loss",
     "linear_log_prob": "cross_entropy",
     "linear_divergence": "divergence",
+    "linear_top_k_divergence": "cross_entropy",
 }
 
 

@@ -401,7 +401,7 @@ TEACHER = {"teacher_logits": torch.zeros(2, 6)}
         ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),
         ({"student_softcap": 0.0}, "student_softcap must be a number above 0, got 0.0"),
         ({"teacher_logit_scale": INF}, "teacher_logit_scale must be a number above 0, got inf"),
-        ({"kind": "kl"}, "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'tvd', got 'kl'"),
+        ({"kind": "kl"}, "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'tvd', 'cosine'"),
         ({"beta": 2.0}, "beta must be from 0 to 1, got 2.0"),
         ({"reduction": "batchmean"}, "reduction must be one of"),
         ({"token_weight": torch.zeros(3)}, "token_weight must have the shape of student_x but"),

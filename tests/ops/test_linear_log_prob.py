@@ -14,11 +14,12 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from graphs import Recorder, liger_ops_of
+from head_bounds import assert_no_further, gradient_bounds, logits_of, rounding
 from head_calls import Calls
 from liger_ops import library
 from linear_log_prob_cases import UPSTREAM, LogProbHeadCase
 from op_table import OPS
-from op_under_test import FOLDERS, X_LAYOUTS, Tensors, max_abs
+from op_under_test import FOLDERS, X_LAYOUTS, Tensors
 
 OP = OPS["linear_log_prob_forward"]
 FORWARD, BACKWARD = (library.OPS[f"linear_log_prob_{name}"] for name in ("forward", "backward"))
@@ -55,35 +56,6 @@ def cases(draw: st.DrawFn) -> LogProbHeadCase:
         upstream=tuple(draw(MOSTLY) for _ in range(3)),
         seed=draw(st.integers(0, 2**31)),
     )
-
-
-def logits_of(case: LogProbHeadCase, tensors: Tensors) -> Tensor:
-    """The scaled and capped logits, in float64."""
-    x, weight, bias = (op_checks.in_float64(tensors[name]) for name in ("x", "weight", "bias"))
-    logits = F.linear(x, weight, bias) * case.logit_scale
-    if case.softcap is not None:
-        logits = case.softcap * torch.tanh(logits / case.softcap)
-    return logits / case.temperature
-
-
-def rounding(case: LogProbHeadCase, logits: Tensor) -> float:
-    """What rounding the logits to their dtype, and float32, may change a scaled logit by."""
-    eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
-    # The rounding error of tanh is relative to 1.
-    size = max_abs(logits) + ((case.softcap or 0) + math.log(case.V)) / case.temperature
-    return (eps + 16 * eps32) * size
-
-
-def assert_no_further(
-    label: str, output: Tensor, reference: Tensor, truth: Tensor, roundings: float
-) -> None:
-    """No further from truth than twice the definition in the same dtypes, and a few roundings."""
-    assert (output.shape, output.dtype) == (reference.shape, reference.dtype), label
-    if truth.numel() == 0:
-        return
-    own = max_abs(reference.double() - truth)
-    error = max_abs(output.double() - truth)
-    assert error <= 2 * own + roundings, f"{label}: {error} of at most 2 * {own} + {roundings}"
 
 
 @pytest.mark.device_kernels
@@ -157,19 +129,9 @@ def gradient_roundings(case: LogProbHeadCase, tensors: Tensors) -> dict[str, flo
     terms = log_prob * F.one_hot(target, case.V) + (log_prob + dlse) * p
     terms = terms + dentropy * p * (1 + (log_p + entropy).abs())
     terms = kept * terms * case.logit_scale / case.temperature
-    eps = torch.finfo(case.dtype).eps
-    bounds = ((2 * eps + 4 * rounding(case, logits)) * terms).reshape(-1, case.V)
-    x, weight = (tensors[name].double().abs() for name in ("x", "weight"))
-    if case.accumulate_narrow:
-        # One rounding of the sum for each chunk, at most one a word.
-        sums = eps * case.V * max_abs(terms.reshape(-1, case.V) @ weight)
-    else:
-        sums = 0.0
-    return {
-        "x": max_abs(bounds @ weight) + sums,
-        "weight": max_abs(bounds.T @ x.reshape(-1, case.D)),
-        "bias": max_abs(bounds.sum(0)),
-    }
+    terms = terms.reshape(-1, case.V)
+    bounds = (2 * torch.finfo(case.dtype).eps + 4 * rounding(case, logits)) * terms
+    return gradient_bounds(case, tensors, bounds, terms)
 
 
 def test_the_parts_are_those_of_log_prob() -> None:

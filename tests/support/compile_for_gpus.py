@@ -104,6 +104,7 @@ def calls() -> Iterator[Callable[[], Any]]:
         yield from distribution_loss_calls(kernel, torch.empty(4, 128256, dtype=dtype))
         yield partial(finish_gradients, kernel, torch.empty(4, 64, dtype=dtype))
         yield partial(gradients_by_words, kernel, torch.empty(4, 64, dtype=dtype))
+        yield partial(listed_words, kernel, torch.empty(4, 64, dtype=dtype))
         # A whole row of each head, and two passes.
         for V in (100, 9000):
             yield partial(both_heads, kernel, torch.empty(4, 64, dtype=dtype), V)
@@ -182,10 +183,12 @@ def cross_entropy_calls(
         yield lambda inputs=inputs: kernel["log_prob_backward"](*inputs)
     # A whole row, and two passes; all widths and kinds would take a minute.
     if V in (100, 128256):
-        options = ("jsd", 0.5, 0.7, None, -100)
-        yield lambda options=options: kernel["divergence_forward"](logits, logits, target, *options)
-        inputs = (row, logits, logits, target, row, row, row, row, *options)
-        yield lambda inputs=inputs: kernel["divergence_backward"](*inputs, [True, True])
+        for kind in ("jsd", "cosine"):
+            given = (logits, logits, target)
+            options = (kind, 0.5, 0.7, None, -100)
+            yield partial(kernel["divergence_forward"], *given, *options)
+            inputs = (row, *given, row, row, row, row, *options)
+            yield partial(kernel["divergence_backward"], *inputs, [True, True])
     for args, grads in ((plain, (one, None, None, None)), (full, (one, one, row, row))):
         inputs = (*args[:5], row, one, *args[5:])
         yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)
@@ -231,6 +234,17 @@ def gradients_by_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -
     row, target = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
     options = (0.7, None, 1.0, -100, None, None, [True, True, False, False, False])
     kernel["linear_log_prob_backward"](row, row, None, x, x, target, None, row, row, *options)
+
+
+def listed_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:
+    """Call linear_top_k_divergence, which has a gradient of lse alone."""
+    ids = torch.tensor([[0, 1]]).expand(4, 2)
+    options = (0.7, None, 1.0, None, None)
+    logits, rest = kernel["linear_top_k_divergence_forward"](x, x, ids, None, *options)
+    mask = [True, True, False, False, False]
+    kernel["linear_top_k_divergence_backward"](
+        logits, rest, x, x, ids, None, logits, rest, *options, mask
+    )
 
 
 def both_heads(kernel: dict[str, Callable[..., Any]], x: torch.Tensor, V: int) -> None:

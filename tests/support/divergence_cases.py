@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,3 +111,25 @@ def described(kind: str) -> OpUnderTest:
 
 
 OPS = (described("jsd"), described("forward_kl"))
+
+
+def cosine_output_magnitudes(case: DivergenceCase, tensors: Tensors) -> list[Magnitude]:
+    return [4.0, 4.0, max_abs(tensors["student_lse"]), max_abs(tensors["teacher_lse"])]
+
+
+def cosine_gradient_magnitudes(case: DivergenceCase, tensors: Tensors) -> list[Magnitude]:
+    temperatures = (case.temperature, case.teacher_temperature or case.temperature)
+    norms = (tensors[f"{side}_lse"].unsqueeze(-1) for side in ("student", "teacher"))
+    upstream = 4 * max_abs(tensors["ddivergence"])
+    return [
+        upstream / temperature / norm.masked_fill(norm == 0, 1.0)
+        for temperature, norm in zip(temperatures, norms, strict=True)
+    ]
+
+
+# Its cases, like those of the other kinds, are launched with the forms of OPS.
+COSINE = replace(
+    described("cosine"),
+    output_magnitudes=cosine_output_magnitudes,
+    gradient_magnitudes=cosine_gradient_magnitudes,
+)

@@ -140,6 +140,7 @@ def divergence(*options: Fields) -> Forms:
             form(100, M=5, tile=(2, 128)),
             form(300, M=7, tile=(1, 64)),
             form(5000, M=3),
+            form(300, M=7, tile=(2, 128), kind="cosine"),
         ),
     )
 
@@ -181,8 +182,8 @@ def head() -> Forms:
     )
 
 
-def log_prob_head() -> Forms:
-    plain = {"bias": False, "mask": (True, True, False), "chunk_bytes": None, **PLAIN_LOG_PROB}
+def log_prob_head(**plain: Any) -> Forms:
+    plain = {"bias": False, "mask": (True, True, False), "chunk_bytes": None, **plain}
     return Forms(
         shapes=tuple(
             {"shape": (ROWS,), "D": D, "V": V, **plain} for D, V in ((512, 1023), (3584, 151936))
@@ -207,12 +208,13 @@ def two_heads() -> Forms:
     }  # fmt: skip
     hard = {"hard_weight": 0.5, "temperature": 0.7}
     capped = {**hard, "softcap": 30.0, "teacher_softcap": 20.0}
+    cosine = {**capped, "W": 1500, "kind": "cosine"}
     return Forms(
         shapes=tuple(
             {"shape": (ROWS,), "D": D, "V": V, "E": E, "W": V, **plain}
             for D, E, V in ((512, 256, 100), (512, 256, 1023), (3584, 5120, 151936))
         ),
-        options=(hard, capped, {**capped, "W": 1500}, {**capped, "kind": "tvd"}),
+        options=(hard, capped, {**capped, "W": 1500}, {**capped, "kind": "tvd"}, cosine),
         optional_at=(0, 1, 2),
         counted={},
         # The lowered code of divergence runs; the products between are not Triton's.
@@ -377,11 +379,12 @@ OWN_FORMS = {
     "linear_cross_entropy_forward-none": head(),
     "log_prob_forward": log_prob(),
     "divergence_forward-jsd": divergence({"beta": 0.1, "temperature": 0.7}, {"kind": "tvd"}),
-    "divergence_forward-forward-kl": divergence({"kind": "reverse_kl"}),
+    "divergence_forward-forward-kl": divergence({"kind": "reverse_kl"}, {"kind": "cosine"}),
     "kl_div": distributions({"reduction": "none"}, {"log_target": True}),
     "jsd": distributions({"ignored": 3}, {"beta": 1.0}),
     "tvd": distributions({"reduction": "none", "ignored": 3}),
-    "linear_log_prob_forward": log_prob_head(),
+    "linear_log_prob_forward": log_prob_head(**PLAIN_LOG_PROB),
+    "linear_top_k_divergence_forward": log_prob_head(K=64, temperature=1.0, softcap=None),
     "linear_divergence_forward-mean": two_heads(),
     "linear_divergence_forward-none": two_heads(),
     "swiglu": activation({"up_dtype": FP32}, gradients=2),

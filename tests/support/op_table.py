@@ -10,6 +10,7 @@ import gated_norm_cases
 import linear_cross_entropy_cases
 import linear_divergence_cases
 import linear_log_prob_cases
+import linear_top_k_divergence_cases
 import log_prob_cases
 import norm_cases
 import rope_cases
@@ -31,5 +32,6 @@ OPS: dict[str, OpUnderTest] = {
         *distribution_cases.OPS,
         *linear_log_prob_cases.OPS,
         *linear_divergence_cases.OPS,
+        *linear_top_k_divergence_cases.OPS,
     )
 }

@@ -98,7 +98,7 @@ def truth_by_rows(
     return [*outputs, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def _x_weight_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
+def x_weight_and_target(draw: Draw, shape: Shape) -> list[Tensor]:
     rows, width, classes = shape
     # The logits have standard deviation 1.
     weight = draw.leaf(classes, width, scale=width**-0.5)
@@ -109,7 +109,7 @@ def _both_heads(draw: Draw, shape: Shape) -> list[Tensor]:
     """The teacher is not trained."""
     rows, width, classes = shape
     teacher = draw.normal(classes, width) * width**-0.5
-    return [*_x_weight_and_target(draw, shape)[:2], teacher, draw.normal(rows, width)]
+    return [*x_weight_and_target(draw, shape)[:2], teacher, draw.normal(rows, width)]
 
 
 def _divergence_summed_in_its_dtype(
@@ -221,7 +221,7 @@ ENTRIES = (
         eager=model_head_and_loss,
         peers={"liger-kernel": "liger_fused_linear_cross_entropy", "quack": _quack_linear},
         dims=("M", "D", "V"),
-        inputs=_x_weight_and_target,
+        inputs=x_weight_and_target,
         # Three products: the logits, and the gradients of x and of the weight.
         passes={"full": 6},
         is_matrix_product=True,
@@ -237,7 +237,7 @@ ENTRIES = (
         eager=model_head_and_log_prob,
         peers={"trl": _trl_linear},
         dims=("M", "D", "V"),
-        inputs=_x_weight_and_target,
+        inputs=x_weight_and_target,
         # Three products, as with the logits in memory; computing them again takes a fourth.
         passes={"full": 6},
         is_matrix_product=True,

@@ -1,0 +1,83 @@
+"""linear_top_k_divergence: the head of a student and the words that its teacher lists."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import liger_ops
+
+from .entry import Draw, Entry, Function, Shape, wide
+from .losses import model_jsd, truth_by_rows, x_weight_and_target
+from .models import HEAD
+
+# Words of a token.
+K = 16
+
+
+def _log_prob(ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The teacher's log-probabilities, whose probabilities fall with the rank and sum to 0.9."""
+    rank = torch.arange(K, device=ids.device, dtype=dtype)
+    probabilities = 0.9 * (-0.3 * rank).softmax(-1)
+    return probabilities.log().expand(ids.shape)
+
+
+def model_head_and_listed_words(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """The mean Jensen-Shannon divergence as in trainers, with all other words as one class."""
+    log_q = wide(x @ weight.T).log_softmax(-1).gather(-1, ids)
+    sides = (log_q, _log_prob(ids, log_q.dtype))
+    tails = (torch.log1p(-side.exp().sum(-1, keepdim=True)) for side in sides)
+    return model_jsd(*(torch.cat(pair, -1) for pair in zip(sides, tails, strict=True)))
+
+
+def _mean(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return liger_ops.linear_top_k_divergence(x, weight, ids, _log_prob(ids)).mean()
+
+
+def _summed_in_its_dtype(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    log_prob = _log_prob(ids)
+    return liger_ops.linear_top_k_divergence(
+        x, weight, ids, log_prob, accum_dtype=x.dtype
+    ).mean()  # fmt: skip
+
+
+def _trl(package: Any) -> Function:
+    root = package.__name__.split(".")[0]
+    module = importlib.import_module(
+        f"{root}.experimental.async_distillation.async_distillation_trainer"
+    )
+
+    def divergence(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        head, teacher = (x, weight, None, 1.0, None), (ids, _log_prob(ids), ids >= 0)
+        chunk = module._CHUNKED_LM_HEAD_CHUNK_SIZE
+        return module._chunked_jsd_loss(*head, *teacher, 0.5, 1.0, True, None, 1, chunk)[0] / len(x)
+
+    return divergence
+
+
+def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+    x, weight, first = x_weight_and_target(draw, shape)
+    return [x, weight, (first.unsqueeze(-1) + torch.arange(K, device=x.device)) % shape[2]]
+
+
+ENTRIES = (
+    Entry(
+        op="linear_top_k_divergence",
+        ours=_mean,
+        low_memory=_summed_in_its_dtype,
+        eager=model_head_and_listed_words,
+        peers={"trl": _trl},
+        dims=("M", "D", "V"),
+        inputs=_inputs,
+        # Three products, as with the logits in memory; computing them again takes a fourth.
+        passes={"full": 6},
+        is_matrix_product=True,
+        figures=((8192, 2048, 151936), (8192, 4096, 151936)),
+        models=HEAD,
+        small=(256, 512, 8192),
+        truth=truth_by_rows,
+    ),
+)
