@@ -10,6 +10,7 @@ from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .linear_divergence import LinearDivergence
 from .log_prob import LinearLogProb, LogProb
+from .mhc import MHC, MHCCoeffs, MHCPostRes, MHCPre
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -17,6 +18,7 @@ from .softmax import LogSoftmax, Softmax
 __all__ = [
     "GEGLU",
     "JSD",
+    "MHC",
     "TVD",
     "ClampedSwiGLU",
     "CrossEntropyLoss",
@@ -32,6 +34,9 @@ __all__ = [
     "LinearLogProb",
     "LogProb",
     "LogSoftmax",
+    "MHCCoeffs",
+    "MHCPostRes",
+    "MHCPre",
     "RMSNorm",
     "ReLUSquared",
     "Rope",

@@ -11,6 +11,7 @@ import linear_cross_entropy_cases
 import linear_divergence_cases
 import linear_log_prob_cases
 import log_prob_cases
+import mhc_cases
 import norm_cases
 import rope_cases
 import softmax_cases
@@ -31,5 +32,6 @@ OPS: dict[str, OpUnderTest] = {
         *distribution_cases.OPS,
         *linear_log_prob_cases.OPS,
         *linear_divergence_cases.OPS,
+        *mhc_cases.OPS,
     )
 }
