@@ -34,6 +34,8 @@ CASES = {
     "33-streams": MHCCase(shape=(3, 33, 2), dtype=FP32, tmax=3),
     # Logits of which most softmaxes are 0 or 1.
     "sharp": MHCCase(shape=(6, 4, 16), dtype=FP32, tmax=20, sharpness=50.0),
+    # Beside the logits of three streams, a tile has those of a fourth.
+    "logits-far-below-0": MHCCase(shape=(5, 3, 8), dtype=FP32, b_shift=-200.0),
     "iterations": MHCCase(shape=(3, 3, 8), dtype=FP32, tmax=75, sharpness=2.0),
     "no-tokens": MHCCase(shape=(0, 4, 16), dtype=FP32),
 }

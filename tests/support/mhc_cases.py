@@ -26,6 +26,8 @@ class MHCCase(Case):
     post_mult: float = 2.0
     # The deviation of the logits, about.
     sharpness: float = 1.0
+    # The mean of b.
+    b_shift: float = 0.0
 
     @property
     def hc(self) -> int:
@@ -96,7 +98,7 @@ def coeffs_tensors(case: MHCCase) -> Tensors:
     given: Tensors = {
         "x": values.draw(case.shape, case.dtype, case.layout, case.scale),
         "phi": values.draw((hc * C, columns), dtype, case.layout, scale),
-        "b": values.draw((columns,), dtype),
+        "b": values.draw((columns,), dtype, shift=case.b_shift),
         **{name: values.draw((), dtype, shift=1.0) for name in ALPHAS},
     }
     forward = library.OPS["mhc_coeffs_forward"].definition
