@@ -74,8 +74,8 @@ def _coefficient_gradients_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M"])
-def _dx_kernel(product_ptr, x_ptr, of_norm_ptr, dx_ptr, M, K, BLOCK_N: tl.constexpr):
+@triton.jit
+def _dx_kernel(product_ptr, x_ptr, of_norm_ptr, dx_ptr, K, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < K
@@ -136,6 +136,6 @@ def fill_dx(product: Tensor, x: Tensor, of_norm: Tensor, dx: Tensor) -> None:
     BLOCK_N = min(1024, next_power_of_2(K))
     launch(
         _dx_kernel, (M, cdiv(K, BLOCK_N)), x,
-        product, x, of_norm, dx, M, K,
+        product, x, of_norm, dx, K,
         BLOCK_N=BLOCK_N, num_warps=4,
     )  # fmt: skip
