@@ -12,6 +12,9 @@ from .ops.fused_add_rms_norm import fused_add_rms_norm
 from .ops.gated_rms_norm import gated_rms_norm
 from .ops.layer_norm import layer_norm
 from .ops.group_norm import group_norm
+from .ops.mhc_coeffs import mhc_coeffs, mhc_coeffs_forward
+from .ops.mhc_pre import mhc_pre
+from .ops.mhc_post_res import mhc_post_res
 from .ops.swiglu import swiglu
 from .ops.clamped_swiglu import clamped_swiglu
 from .ops.geglu import geglu

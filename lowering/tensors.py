@@ -12,3 +12,8 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
 def flat(tensor: Tensor | None) -> Tensor | None:
     """Flatten to one contiguous dimension: a view if the tensor is contiguous."""
     return None if tensor is None else tensor.reshape(-1).contiguous()
+
+
+def streams_of(x: Tensor) -> Tensor:
+    """x, (..., hc, C), as contiguous (M, hc, C)."""
+    return x.reshape(-1, *x.shape[-2:]).contiguous()

@@ -11,6 +11,7 @@ from .linear_cross_entropy import LinearCrossEntropyLoss
 from .linear_divergence import LinearDivergence
 from .linear_top_k_divergence import LinearTopKDivergence
 from .log_prob import LinearLogProb, LogProb
+from .mhc import MHC, MHCCoeffs, MHCPostRes, MHCPre
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -18,6 +19,7 @@ from .softmax import LogSoftmax, Softmax
 __all__ = [
     "GEGLU",
     "JSD",
+    "MHC",
     "TVD",
     "ClampedSwiGLU",
     "CrossEntropyLoss",
@@ -34,6 +36,9 @@ __all__ = [
     "LinearTopKDivergence",
     "LogProb",
     "LogSoftmax",
+    "MHCCoeffs",
+    "MHCPostRes",
+    "MHCPre",
     "RMSNorm",
     "ReLUSquared",
     "Rope",

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
+from liger_ops.bench.workloads.hyper_connections import (
+    deepseek_coeffs,
+    deepseek_post_res,
+    deepseek_pre,
+)
 from liger_ops.bench.workloads.listed_words import model_head_and_listed_words
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
@@ -33,6 +40,9 @@ TINY = {
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
     "linear_top_k_divergence": (7, 16, 50),
+    "mhc_coeffs": (6, 4, 32),
+    "mhc_pre": (6, 4, 32),
+    "mhc_post_res": (6, 4, 32),
 }
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
@@ -73,15 +83,22 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
         assert entry.work(shape) == {"full": products * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)
-    trained = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
+
+    def large(tensors: Iterable[Tensor]) -> list[int]:
+        """The coefficients of a hyper-connection, and phi, are small: they have no channels."""
+        anywhere = not op.startswith("mhc_")
+        found = [t for t in tensors if t.dim() > 1 and (anywhere or t.shape[-1] == shape[-1])]
+        return [t.numel() for t in found]
+
+    trained = large(t for t in call.tensors if t.requires_grad)
     # The teacher's logits or probabilities have no gradient.
     taught = op in ("divergence", "kl_div", "jsd", "tvd")
     read = trained * 2 if taught else trained
-    outputs = [y.numel() for y in call.forward() if y.dim() > 1]
+    outputs = large(call.forward())
     work = entry.work(shape)
     assert work["forward"] == sum(read) + sum(outputs)
     if "backward" in work:
-        dys = sum(dy.numel() for dy in call.dys if dy.dim() > 1)
+        dys = sum(large(call.dys))
         # rope's backward needs neither q nor k; the sum and its one gradient stand for two inputs;
         # softmax's needs the output, of the input's size; kl_div's needs the target alone.
         one_of_them = {"fused_add_rms_norm": read[0], "kl_div": read[0]}
@@ -203,6 +220,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_fused_linear_jsd": lambda x, weight, teacher_x, teacher_weight: model_divergence(
                 x @ weight.T, teacher_x @ teacher_weight.T
             ),
+            "liger_mhc_coeffs": lambda *tensors, allow_fp32, pre_eps: deepseek_coeffs(*tensors),
+            "liger_mhc_pre": deepseek_pre,
+            "liger_mhc_post_res": deepseek_post_res,
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,

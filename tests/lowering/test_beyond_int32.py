@@ -36,12 +36,25 @@ def target(rows: int, first: int = 0) -> Tensor:
     return (torch.arange(first, first + rows, device=DEVICE) * 37) % N
 
 
+def streams(x: Tensor) -> Tensor:
+    return x.view(len(x), 4, N // 4)
+
+
+def coefficients(x: Tensor) -> tuple[Tensor, Tensor]:
+    """h_post and h_res of each row, from the row's first elements."""
+    return x.detach()[:, :4], x.detach()[:, :16].reshape(-1, 4, 4)
+
+
 Call = Callable[[Tensor, int], Any]
 
 # Calls of each op on the rows of x from `first` on.
 CALLS: dict[str, Call] = {
     "rms_norm": lambda x, first: liger_ops.rms_norm(x, weights()[0]),
     "gated_rms_norm": lambda x, first: liger_ops.gated_rms_norm(x, x.detach(), weights()[0]),
+    "mhc_pre": lambda x, first: liger_ops.mhc_pre(streams(x), streams(x.detach())[:, :, 0]),
+    "mhc_post_res": lambda x, first: liger_ops.mhc_post_res(
+        streams(x), streams(x.detach())[:, 0], *coefficients(x)
+    ).reshape(x.shape),
     "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
     "softmax": lambda x, first: liger_ops.softmax(x),
     "swiglu": lambda x, first: liger_ops.swiglu(x),

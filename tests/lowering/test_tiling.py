@@ -190,6 +190,16 @@ def test_the_grid_stays_below_65536(
     )
     loss = kernel["tvd"](logits, logits)
     kernel["tvd_backward"](loss, logits, logits, None, "batchmean", -100, both)
+    streams, h = logits.unsqueeze(1), torch.ones(logits.shape[0], 1)
+    kernel["mhc_pre"](streams, h)
+    kernel["mhc_pre_backward"](logits, streams, h, both)
+    kernel["mhc_post_res"](streams, logits, h, h.unsqueeze(2))
+    kernel["mhc_post_res_backward"](streams, streams, logits, h, h.unsqueeze(2), [True] * 4)
+    mix = (streams, torch.ones(shape[-1], 3), torch.ones(3), *[torch.ones(())] * 3)
+    *_, product, rstd = kernel["mhc_coeffs_forward"](*mix)
+    kernel["mhc_coeffs_backward"](
+        h, h, h.unsqueeze(2), *mix, product, rstd, 20, 1e-6, 1e-6, 2.0, [True] * 6
+    )
     heads = x.reshape(1, 2, -1, 2)
     tables = heads[0, 0]
     kernel["rope"](heads, heads, tables, tables)

@@ -124,6 +124,7 @@ def calls() -> Iterator[Callable[[], Any]]:
                 (q, k, three, three, False, False, [R // 2 - 8, 8, 0]),
             ):
                 yield lambda args=args: kernel["rope"](*args)
+        yield from hyper_connection_calls(kernel, dtype)
         for shape, groups in (
             ((2, 64, 8, 8), 32),
             ((2, 320, 64, 64), 32),
@@ -136,6 +137,23 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield lambda x=x, row=row, groups=groups: kernel["group_norm_backward"](
                 x, x, groups, row, row, 1e-5, yes
             )
+
+
+def hyper_connection_calls(
+    kernel: dict[str, Any], dtype: torch.dtype
+) -> Iterator[Callable[[], Any]]:
+    for hc, C in ((4, 4096), (64, 64)):
+        x, f_out = torch.empty(4, hc, C, dtype=dtype), torch.empty(4, C, dtype=dtype)
+        h, h_res = torch.empty(4, hc), torch.empty(4, hc, hc)
+        columns = hc * hc + 2 * hc
+        mix = (x, torch.empty(hc * C, columns), torch.empty(columns), *[torch.ones(())] * 3)
+        saved = (torch.empty(4, columns), torch.empty(4), 20, 1e-6, 1e-6, 2.0, [True] * 6)
+        yield partial(kernel["mhc_pre"], x, h)
+        yield partial(kernel["mhc_pre_backward"], f_out, x, h, [True] * 2)
+        yield partial(kernel["mhc_post_res"], x, f_out, h, h_res)
+        yield partial(kernel["mhc_post_res_backward"], x, x, f_out, h, h_res, [True] * 4)
+        yield partial(kernel["mhc_coeffs_forward"], *mix)
+        yield partial(kernel["mhc_coeffs_backward"], h, h, h_res, *mix, *saved)
 
 
 def activation_calls(
@@ -328,7 +346,7 @@ def compiled(
 
 
 def warps(launched: dict[str, Any], target: str) -> int:
-    return launched.get("num_warps", 4) * WARP_SIZE // TARGETS[target].warp_size
+    return max(1, launched.get("num_warps", 4) * WARP_SIZE // TARGETS[target].warp_size)
 
 
 def distinct(launches: list[Launch], target: str) -> Iterator[Launch]:

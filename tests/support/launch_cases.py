@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import mhc_forms
 from launch_forms import (
     BF16,
     COUNTED_ROWS,
@@ -405,6 +406,7 @@ OWN_FORMS = {
     "rope-complex": rope({"interleaved": True}, table_dtype=FP32),
     "rope-sections": rope(sections=True),
     "rope-sections-per-pair": rope({"interleaved": False}, sections=True),
+    **mhc_forms.FORMS,
 }
 
 

@@ -12,6 +12,7 @@ import linear_divergence_cases
 import linear_log_prob_cases
 import linear_top_k_divergence_cases
 import log_prob_cases
+import mhc_cases
 import norm_cases
 import rope_cases
 import softmax_cases
@@ -33,5 +34,6 @@ OPS: dict[str, OpUnderTest] = {
         *linear_log_prob_cases.OPS,
         *linear_divergence_cases.OPS,
         *linear_top_k_divergence_cases.OPS,
+        *mhc_cases.OPS,
     )
 }

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from . import activations, distribution_losses, listed_words, losses, norms, rope, softmaxes
+from . import (
+    activations,
+    distribution_losses,
+    hyper_connections,
+    listed_words,
+    losses,
+    norms,
+    rope,
+    softmaxes,
+)
 from .entry import Entry, Shape, Workload
 
 ENTRIES: dict[str, Entry] = {
@@ -19,6 +28,7 @@ ENTRIES: dict[str, Entry] = {
         losses,
         listed_words,
         distribution_losses,
+        hyper_connections,
     )  # fmt: skip
     for entry in family.ENTRIES
 }

@@ -1,0 +1,129 @@
+"""mhc_coeffs, mhc_pre, mhc_post_res."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_ops
+
+from .entry import Draw, Entry, Function, Shape, moved, wide
+from .models import TOKENS
+
+EPS = 1e-6
+ITERATIONS = 20
+
+# DeepSeek-V4-Flash and DeepSeek-V4-Pro. The passes below are for their 4 streams.
+MODELS = {"deepseek-v4-flash": (TOKENS, 4, 4096), "deepseek-v4-pro": (TOKENS, 4, 7168)}
+DIMS = ("M", "hc", "C")
+SMALL = (512, 4, 1024)
+
+
+def deepseek_coeffs(
+    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    hc = x.shape[-2]
+    flat = wide(x).flatten(-2)
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+    mix = F.linear(flat, phi.t().to(flat.dtype))
+    pre, post, comb = mix.split([hc, hc, hc * hc], -1)
+    b_pre, b_post, b_comb = b.split([hc, hc, hc * hc])
+    comb = comb.unflatten(-1, (hc, hc)) * alpha_res + b_comb.view(hc, hc)
+    comb = torch.softmax(comb, -1) + EPS
+    comb = comb / (comb.sum(-2, keepdim=True) + EPS)
+    for _ in range(ITERATIONS - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + EPS)
+        comb = comb / (comb.sum(-2, keepdim=True) + EPS)
+    return (
+        torch.sigmoid(pre * alpha_pre + b_pre) + EPS,
+        2 * torch.sigmoid(post * alpha_post + b_post),
+        comb,
+    )
+
+
+def deepseek_pre(x: Tensor, h_pre: Tensor) -> Tensor:
+    return (h_pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
+
+
+def deepseek_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    added = h_post.to(x.dtype).unsqueeze(-1) * f_out.unsqueeze(-2)
+    return added + torch.matmul(h_res.to(x.dtype), x)
+
+
+def _liger_coeffs(package: Any) -> Function:
+    return lambda *tensors: package.liger_mhc_coeffs(*tensors, allow_fp32=True, pre_eps=EPS)
+
+
+def _coeffs_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+    """phi has x's dtype, and what is small is float32."""
+    M, hc, C = shape
+    columns = hc * hc + 2 * hc
+    alphas = [torch.ones((), device=draw.device, requires_grad=True) for _ in range(3)]
+    b = torch.zeros(columns, device=draw.device, requires_grad=True)
+    return [draw.leaf(M, hc, C), draw.leaf(hc * C, columns, scale=0.02), b, *alphas]
+
+
+def _coefficient(draw: Draw, *shape: int) -> Tensor:
+    """In float32, as mhc_coeffs returns them."""
+    return torch.sigmoid(draw.normal(*shape).float()).requires_grad_()
+
+
+def _pre_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+    return [draw.leaf(*shape), _coefficient(draw, *shape[:2])]
+
+
+def _post_res_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+    M, hc, C = shape
+    h_post, h_res = _coefficient(draw, M, hc), _coefficient(draw, M, hc, hc)
+    return [draw.leaf(*shape), draw.leaf(M, C), h_post, h_res]
+
+
+def _channels(shape: Shape) -> int:
+    return shape[0] * shape[2]
+
+
+ENTRIES = (
+    Entry(
+        op="mhc_coeffs",
+        ours=lambda *tensors: liger_ops.mhc_coeffs(*(*tensors, ITERATIONS, EPS, EPS)),
+        eager=deepseek_coeffs,
+        peers={"liger-kernel": _liger_coeffs},
+        dims=DIMS,
+        inputs=_coeffs_inputs,
+        # x, and in the backward dx too.
+        passes=moved(4, 8),
+        elements=_channels,
+        figures=tuple(MODELS.values()),
+        models=MODELS,
+        small=SMALL,
+    ),
+    Entry(
+        op="mhc_pre",
+        ours=liger_ops.mhc_pre,
+        eager=deepseek_pre,
+        peers={"liger-kernel": "liger_mhc_pre"},
+        dims=DIMS,
+        inputs=_pre_inputs,
+        passes=moved(5, 9),
+        elements=_channels,
+        figures=tuple(MODELS.values()),
+        models=MODELS,
+        small=SMALL,
+    ),
+    Entry(
+        op="mhc_post_res",
+        ours=liger_ops.mhc_post_res,
+        eager=deepseek_post_res,
+        peers={"liger-kernel": "liger_mhc_post_res"},
+        dims=DIMS,
+        inputs=_post_res_inputs,
+        passes=moved(9, 14),
+        elements=_channels,
+        figures=tuple(MODELS.values()),
+        models=MODELS,
+        small=SMALL,
+    ),
+)

@@ -1,0 +1,201 @@
+"""mhc_coeffs against float64 truth, and with mhc_pre and mhc_post_res against the models' code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperConnection
+
+import kernel_tests
+import liger_ops
+import mhc_strategies
+import op_checks
+from liger_ops import library
+from liger_ops.lowering import mhc_products
+from mhc_cases import INPUTS, RESULTS, MHCCase
+from op_table import OPS
+from op_under_test import FOLDERS
+
+OP = OPS["mhc_coeffs_forward"]
+KERNELS = kernel_tests.every_folder(OP)
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+BF16, FP32 = torch.bfloat16, torch.float32
+CASES = {
+    "wide": MHCCase(shape=(2, 4, 2501), dtype=BF16, layout="sliced", tmax=20),
+    # Some blocks of tokens, by the host code's own plan.
+    "tokens": MHCCase(shape=(70, 4, 16), dtype=FP32, tmax=20, other_dtype=BF16),
+    "16-streams": MHCCase(shape=(5, 16, 3), dtype=BF16, tmax=7),
+    "33-streams": MHCCase(shape=(3, 33, 2), dtype=FP32, tmax=3),
+    # Logits of which most softmaxes are 0 or 1.
+    "sharp": MHCCase(shape=(6, 4, 16), dtype=FP32, tmax=20, sharpness=50.0),
+    # Beside the logits of three streams, a tile has those of a fourth.
+    "logits-far-below-0": MHCCase(shape=(5, 3, 8), dtype=FP32, b_shift=-200.0),
+    "iterations": MHCCase(shape=(3, 3, 8), dtype=FP32, tmax=75, sharpness=2.0),
+    "no-tokens": MHCCase(shape=(0, 4, 16), dtype=FP32),
+}
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, mhc_strategies.mhc())
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, mhc_strategies.mhc())
+test_cases_match_truth = kernel_tests.cases_match_truth(KERNELS, CASES)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_two_runs_and_other_tiles(folder: str) -> None:
+    """The rows of x, whose products PyTorch computes, are not permuted."""
+    case = MHCCase(shape=(9, 3, 40), dtype=BF16, tile=(4, 16))
+    op_checks.assert_deterministic(OP, folder, case)
+    op_checks.assert_tile_does_not_matter(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("given", range(3), ids=RESULTS)
+def test_a_gradient_that_is_none_is_zero(folder: str, given: int) -> None:
+    case = MHCCase(shape=(5, 3, 8), dtype=FP32)
+    args = OP.backward_args(case, OP.tensors(case))
+    grads = args[:3]
+    zeros = [grad if i == given else torch.zeros_like(grad) for i, grad in enumerate(grads)]
+    nones = [grad if i == given else None for i, grad in enumerate(grads)]
+    kernel = OP.kernel(folder, backward=True)
+    for a, b in zip(kernel(*zeros, *args[3:]), kernel(*nones, *args[3:]), strict=True):
+        assert torch.equal(a, b)
+    definition = library.OPS["mhc_coeffs_backward"].definition
+    for a, b in zip(definition(*zeros, *args[3:]), definition(*nones, *args[3:]), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("dtype", (BF16, FP32))
+def test_chunks_of_rows(folder: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of x at a time."""
+    monkeypatch.setattr(mhc_products, "CHUNK_BYTES", 3 * 4 * 2 * 20)
+    case = MHCCase(shape=(10, 2, 20), dtype=dtype)
+    assert len(list(mhc_products.row_chunks(torch.empty(10, 40)))) == 4
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.parametrize("dtype", (FP32, torch.float16, BF16))
+def test_bfloat16_parts_add_up(dtype: torch.dtype) -> None:
+    """To the last bit of a float32, from which a product by parts follows."""
+    torch.manual_seed(0)
+    wide = (torch.randn(40, 7) * torch.logspace(-8, 4, 40).unsqueeze(1)).to(dtype)
+    parts = mhc_products.bfloat16_parts(wide)
+    assert parts.shape == ((40, 7) if dtype is BF16 else (40, 21))
+    identity = torch.eye(40)
+    sums = mhc_products.summed_parts(identity @ parts.float(), 7)
+    assert torch.equal(sums, wide.float())
+
+
+def test_phi_in_float64_runs_the_definition() -> None:
+    """Whose arithmetic is in x's dtype."""
+    case = MHCCase(shape=(2, 2, 4), dtype=FP32, other_dtype=torch.float64)
+    args = OP.forward_args(case, OP.tensors(case))
+    assert all(result.dtype is FP32 for result in OP.kernel(FOLDERS[0])(*args))
+
+
+def drawn(case: MHCCase, **changed: Any) -> tuple[Any, ...]:
+    return OP.forward_args(case, {**OP.tensors(case), **changed})
+
+
+def test_what_is_refused() -> None:
+    case = OP.sample(FP32)
+    rejects = op_checks.assert_rejects
+    rejects(
+        OP, drawn(case, phi=torch.randn(14, 7)),
+        "mhc_coeffs: phi must have the shape of (hc * C, hc * hc + 2 * hc), (14, 8), got (14, 7)",
+    )  # fmt: skip
+    rejects(
+        OP, drawn(case, alpha_res=torch.randn(1)),
+        "mhc_coeffs: alpha_res must have the shape of a number, (), got (1,)",
+    )  # fmt: skip
+    rejects(
+        OP, drawn(replace(case, tmax=1))[:6] + (0,), "mhc_coeffs: tmax must be at least 1, got 0"
+    )
+    rejects(
+        OP, drawn(replace(case, rms_eps=-1.0)), "mhc_coeffs: rms_eps must be at least 0, got -1.0"
+    )
+
+
+def test_rows_and_columns_sum_to_one() -> None:
+    case = MHCCase(shape=(20, 4, 16), dtype=FP32, tmax=50)
+    h_res = liger_ops.mhc_coeffs(*OP.forward_args(case, OP.tensors(case)))[2]
+    ones = torch.ones(20, 4)
+    for dim in (-1, -2):
+        torch.testing.assert_close(h_res.sum(dim), ones, rtol=1e-4, atol=1e-4)
+
+
+CONFIG = SimpleNamespace(
+    hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24
+)
+
+
+def connected(module: nn.Module, x: Tensor, by_ops: bool) -> tuple[Tensor, Tensor]:
+    """The streams after a layer that is a SiLU, as the models' decoder layers compute them."""
+    if by_ops:
+        eps = module.hc_eps
+        h_pre, post, comb = liger_ops.mhc_coeffs(
+            x, module.fn.t(), module.base, *module.scale.unbind(0),
+            module.hc_sinkhorn_iters, module.input_norm.eps, eps, eps,
+        )  # fmt: skip
+        collapsed = liger_ops.mhc_pre(x, h_pre)
+        f_out = nn.functional.silu(collapsed)
+        return collapsed, liger_ops.mhc_post_res(x, f_out, post, comb.transpose(-1, -2))
+    post, comb, collapsed = module(x)
+    f_out = nn.functional.silu(collapsed)
+    mixed = torch.matmul(comb.to(x.dtype).transpose(-1, -2), x)
+    return collapsed, post.to(x.dtype).unsqueeze(-1) * f_out.unsqueeze(-2) + mixed
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, FP32, BF16))
+@pytest.mark.parametrize("model", (DeepseekV4HyperConnection, Glm5NextTextHyperConnection))
+def test_agrees_with_the_models_code(model: type[nn.Module], dtype: torch.dtype) -> None:
+    """In bfloat16 the models round the coefficients and both terms, and the ops the sum alone."""
+    torch.manual_seed(0)
+    module = model(CONFIG)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    module.to(FP32 if dtype is BF16 else dtype)
+    x = torch.randn(2, 5, 4, 24).to(dtype).requires_grad_()
+    leaves = [x, *module.parameters()]
+    results = []
+    for by_ops in (True, False):
+        outputs = connected(module, x, by_ops)
+        grads = torch.autograd.grad(sum(y.double().square().sum() for y in outputs), leaves)
+        results.append((*outputs, *grads))
+    # The models' code widens to float32, float64 too.
+    tolerance = 3e-2 if dtype is BF16 else 1e-5
+    for ours, theirs in zip(*results, strict=True):
+        scale = float(theirs.detach().double().abs().max())
+        torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=tolerance)
+
+
+def test_modules_are_the_ops() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8, dtype=BF16)
+    mhc = liger_ops.nn.MHC(layer, hc=3, hidden_size=8, tmax=5, pre_eps=0.1)
+    assert set(mhc.state_dict()) == {*INPUTS[1:], "layer.weight", "layer.bias"}
+    x = torch.randn(2, 5, 3, 8)
+    coeffs = liger_ops.nn.MHCCoeffs(3, 8, 5, pre_eps=0.1)
+    coeffs.load_state_dict({name: mhc.state_dict()[name] for name in INPUTS[1:]})
+    h_pre, h_post, h_res = coeffs(x)
+    x_in = liger_ops.nn.MHCPre()(x, h_pre)
+    expected = liger_ops.nn.MHCPostRes()(x, layer(x_in.to(BF16)), h_post, h_res)
+    assert torch.equal(mhc(x), expected)
+    mhc(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in mhc.parameters())
+    text = "3, 8, tmax=5, rms_eps=1e-06, pre_eps=0.1, sinkhorn_eps=1e-06, post_mult=2.0"
+    assert mhc.extra_repr() == text
+    with pytest.raises(ValueError, match=r"MHC: x must be \(..., 3, 8\), got shape \(2, 8, 3\)"):
+        mhc(torch.randn(2, 8, 3))
+    with pytest.raises(ValueError, match="MHC: hc must be at least 1, got 0"):
+        liger_ops.nn.MHC(layer, 0, 8)
+    with pytest.raises(ValueError, match="mhc_coeffs: tmax must be at least 1, got 0"):
+        liger_ops.nn.MHCCoeffs(2, 8, tmax=0)
