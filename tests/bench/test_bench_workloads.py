@@ -28,6 +28,8 @@ from liger_ops.bench.workloads.losses import (
 TINY = {
     "group_norm": (2, 64, 3, 3),
     "rope": (2, 5, 4, 2, 8),
+    # As many words as rows, so that either is the number of rows that the forward reads.
+    "embedding": (6, 6, 32),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -80,10 +82,11 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
     assert work["forward"] == sum(read) + sum(outputs)
     if "backward" in work:
         dys = sum(dy.numel() for dy in call.dys if dy.dim() > 1)
-        # rope's backward needs neither q nor k; the sum and its one gradient stand for two inputs;
-        # softmax's needs the output, of the input's size; kl_div's needs the target alone.
+        # rope's backward needs neither q nor k, and embedding's only the indices; the sum and its
+        # one gradient stand for two inputs; softmax's needs the output, of the input's size;
+        # kl_div's needs the target alone.
         one_of_them = {"fused_add_rms_norm": read[0], "kl_div": read[0]}
-        saved = {"rope": 0, **one_of_them}.get(op, sum(read))
+        saved = {"rope": 0, "embedding": 0, **one_of_them}.get(op, sum(read))
         gradients = read[0] if op == "fused_add_rms_norm" else sum(trained)
         assert work["backward"] == dys + saved + gradients
         assert work["full"] == work["forward"] + work["backward"]
@@ -165,6 +168,11 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             assert bias is softcap is None and (temperature, logit_scale) == (1, 1)
             return *model_log_prob(x @ weight.T, target), None, None, None
 
+    class Embedding:
+        @staticmethod
+        def apply(embeddings: Any, indices: Any) -> Any:
+            return F.embedding(indices, embeddings)
+
     modules = {
         "liger_kernel.transformers.functional": {
             "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
@@ -187,6 +195,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
                 input @ weight.T, target
             ),
         },
+        "liger_kernel.ops.experimental.embedding": {"LigerEmbeddingFunction": Embedding},
         "quack": {
             "rmsnorm": quack_rms,
             "softmax": lambda x: F.softmax(x, -1),
@@ -204,7 +213,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             )
         },
     }
-    for name in ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", *modules):
+    packages = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.ops")
+    packages += ("liger_kernel.ops.experimental", "trl", "trl.trainer")
+    for name in (*packages, *modules):
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

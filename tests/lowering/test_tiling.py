@@ -166,6 +166,8 @@ def test_the_grid_stays_below_65536(
     groups = (1e-6, True, 1, "silu")
     kernel["gated_rms_norm"](x, x, row, *groups)
     kernel["gated_rms_norm_backward"](x, x, x, row, *groups, all_three)
+    rows = x.reshape(-1, shape[-1])
+    kernel["embedding_backward"](rows, torch.zeros(len(rows), dtype=torch.int64), 3, None)
     kernel["swiglu"](x, x)
     kernel["clamped_swiglu_backward"](x, x, x, 1.702, 7.0, 1.0, False, both)
     kernel["relu_squared_backward"](x, x)

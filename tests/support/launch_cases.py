@@ -271,6 +271,20 @@ ROPES = tuple(
     for heads, D, R in ((32, 128, 128), (32, 96, 24), (8, 256, 256), (8, 64, 64), (8, 8192, 8190))
 )
 
+# Each word occurs twice or so, or all the time; narrow and wide rows.
+EMBEDDING = Forms(
+    shapes=tuple({"shape": (ROWS, N), "words": 2000} for N in (1, 100, 1023, 4096, 131072)),
+    options=({"padding_idx": 3}, {"index_dtype": torch.int32}, {"words": 1}),
+    optional_at=(1, 3),
+    # Its rows are those of the indices, and it moves them in sorted order.
+    counted={},
+    executed=(
+        {"shape": (9, 100), "words": 5, "tile": (2, 64)},
+        {"shape": (40, 70), "words": 2},
+        {"shape": (3, 5000), "words": 5},
+    ),
+)
+
 # 5 x 4096 x 131072 elements exceed int32.
 ACTIVATIONS = (*({"shape": (ROWS, N)} for N in WIDTHS), {"shape": (5 * ROWS, 131072)})
 
@@ -390,6 +404,7 @@ OWN_FORMS = {
     "clamped_swiglu": activation(gradients=2),
     "clamped_swiglu-packed": activation(),
     "clamped_swiglu-interleaved": activation(),
+    "embedding": EMBEDDING,
     "rope": rope(
         {"interleaved": True},
         {"tables": "one"},
@@ -450,13 +465,20 @@ def _taken(
                 yield dtype, {**shape, **option}, (True,), False
 
 
+def _launch_case(
+    op: OpUnderTest, dtype: torch.dtype, form: Fields, directions: tuple[bool, ...], plain: bool
+) -> LaunchCase:
+    if op.is_pytorchs_forward:
+        directions = (True,)
+    return LaunchCase(op, _case(op, dtype, form), _label(dtype, form), directions, plain)
+
+
 def launched() -> Iterator[LaunchCase]:
     """The cases to lower and plan."""
     for name, forms in FORMS.items():
         optional = [forms.shapes[i] for i in forms.optional_at]
         for dtype, form, directions, plain in _taken(forms.shapes, optional, forms):
-            case = _case(OPS[name], dtype, form)
-            yield LaunchCase(OPS[name], case, _label(dtype, form), directions, plain)
+            yield _launch_case(OPS[name], dtype, form, directions, plain)
 
 
 def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
@@ -475,5 +497,4 @@ def executed() -> Iterator[LaunchCase]:
     """The cases to run."""
     for name, forms in FORMS.items():
         for dtype, form, directions, plain in _taken(forms.executed, forms.executed[:1], forms):
-            case = _case(OPS[name], dtype, form)
-            yield LaunchCase(OPS[name], case, _label(dtype, form), directions, plain)
+            yield _launch_case(OPS[name], dtype, form, directions, plain)

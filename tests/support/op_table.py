@@ -6,6 +6,7 @@ import activation_cases
 import cross_entropy_cases
 import distribution_cases
 import divergence_cases
+import embedding_cases
 import gated_norm_cases
 import linear_cross_entropy_cases
 import linear_divergence_cases
@@ -24,6 +25,7 @@ OPS: dict[str, OpUnderTest] = {
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,
+        *embedding_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,

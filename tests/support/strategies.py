@@ -9,6 +9,7 @@ from activation_cases import ActivationCase
 from cross_entropy_cases import LossCase
 from distribution_cases import DistributionCase
 from divergence_cases import DivergenceCase
+from embedding_cases import EmbeddingCase
 from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
 from norm_cases import NormCase
@@ -97,6 +98,26 @@ def gated_rms_norms(draw: st.DrawFn) -> GatedNormCase:
         output_mask=tuple(draw(st.booleans()) for _ in range(3)),
         tile=tile,
         scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def embeddings(draw: st.DrawFn) -> EmbeddingCase:
+    tile = draw(st.sampled_from((None, (1, 16), (2, 16), (4, 64), (8, 16))))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    # Enough indices for words whose rows are in several chunks.
+    leading = draw(st.one_of(leading_shapes(), st.just((40,))))
+    return EmbeddingCase(
+        shape=(*leading, draw(st.sampled_from(sizes))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        words=draw(st.sampled_from((1, 2, 7, 50))),
+        index_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
+        padding_idx=draw(st.sampled_from((None, 0, -1))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 10.0))),
         seed=draw(st.integers(0, 2**31)),
     )
 
