@@ -20,6 +20,7 @@ from .ops.softmax import softmax
 from .ops.log_softmax import log_softmax
 from .ops.rope import rope
 from .ops.embedding import embedding
+from .ops.attn_res import attn_res
 from .ops.cross_entropy import cross_entropy, cross_entropy_forward
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from .ops.kl_div import kl_div

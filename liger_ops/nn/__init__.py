@@ -1,6 +1,7 @@
 """Modules that call the ops."""
 
 from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
+from .attn_res import AttnRes
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
 from .distribution_losses import JSD, TVD, KLDiv
 from .divergence import Divergence
@@ -19,6 +20,7 @@ __all__ = [
     "GEGLU",
     "JSD",
     "TVD",
+    "AttnRes",
     "ClampedSwiGLU",
     "CrossEntropyLoss",
     "CrossEntropyOutput",

@@ -15,6 +15,7 @@ from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
+from liger_ops.bench.workloads.layers import model_attn_res
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
     model_divergence,
@@ -30,6 +31,7 @@ TINY = {
     "rope": (2, 5, 4, 2, 8),
     # As many words as rows, so that either is the number of rows that the forward reads.
     "embedding": (6, 6, 32),
+    "attn_res": (3, 6, 32),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -187,6 +189,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_fused_linear_jsd": lambda x, weight, teacher_x, teacher_weight: model_divergence(
                 x @ weight.T, teacher_x @ teacher_weight.T
             ),
+            "liger_attn_res": lambda x, query, weight, eps: model_attn_res(x, query, weight),
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,

@@ -168,6 +168,8 @@ def test_the_grid_stays_below_65536(
     kernel["gated_rms_norm_backward"](x, x, x, row, *groups, all_three)
     rows = x.reshape(-1, shape[-1])
     kernel["embedding_backward"](rows, torch.zeros(len(rows), dtype=torch.int64), 3, None)
+    kernel["attn_res"](rows.unsqueeze(0), row, row)
+    kernel["attn_res_backward"](rows, rows.unsqueeze(0), row, row, 1e-6, all_three)
     kernel["swiglu"](x, x)
     kernel["clamped_swiglu_backward"](x, x, x, 1.702, 7.0, 1.0, False, both)
     kernel["relu_squared_backward"](x, x)

@@ -271,6 +271,21 @@ ROPES = tuple(
     for heads, D, R in ((32, 128, 128), (32, 96, 24), (8, 256, 256), (8, 64, 64), (8, 8192, 8190))
 )
 
+ATTENTION_RESIDUALS = Forms(
+    shapes=tuple({"shape": (8, ROWS, N)} for N in (1, 100, 1023, 4096, 8192, 131072)),
+    options=({"weight_dtype": None},),
+    backward_options=masks(3),
+    optional_at=(2, 3, 5),
+    # Its rows are in the second dimension.
+    counted={},
+    executed=(
+        {"shape": (3, 7, 300), "tile": (4, 64)},
+        {"shape": (3, 5, 100), "tile": (2, 128)},
+        {"shape": (2, 3, 300), "tile": (1, 64)},
+        {"shape": (2, 3, 5000)},
+    ),
+)
+
 # Each word occurs twice or so, or all the time; narrow and wide rows.
 EMBEDDING = Forms(
     shapes=tuple({"shape": (ROWS, N), "words": 2000} for N in (1, 100, 1023, 4096, 131072)),
@@ -405,6 +420,7 @@ OWN_FORMS = {
     "clamped_swiglu-packed": activation(),
     "clamped_swiglu-interleaved": activation(),
     "embedding": EMBEDDING,
+    "attn_res": ATTENTION_RESIDUALS,
     "rope": rope(
         {"interleaved": True},
         {"tables": "one"},

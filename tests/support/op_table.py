@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import activation_cases
+import attn_res_cases
 import cross_entropy_cases
 import distribution_cases
 import divergence_cases
@@ -26,6 +27,7 @@ OPS: dict[str, OpUnderTest] = {
         *softmax_cases.OPS,
         *rope_cases.OPS,
         *embedding_cases.OPS,
+        *attn_res_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,

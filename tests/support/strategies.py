@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from activation_cases import ActivationCase
+from attn_res_cases import AttnResCase
 from cross_entropy_cases import LossCase
 from distribution_cases import DistributionCase
 from divergence_cases import DivergenceCase
@@ -118,6 +119,27 @@ def embeddings(draw: st.DrawFn) -> EmbeddingCase:
         dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
         tile=tile,
         scale=draw(st.sampled_from((1.0, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def attention_residuals(draw: st.DrawFn) -> AttnResCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    blocks = draw(st.sampled_from((1, 2, 3, 8)))
+    return AttnResCase(
+        shape=(blocks, *draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        query_dtype=draw(st.sampled_from((dtype, torch.float32))),
+        weight_dtype=draw(st.sampled_from((dtype, torch.float32, None))),
+        eps=draw(st.sampled_from((1e-6, 1e-2))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
         seed=draw(st.integers(0, 2**31)),
     )
 
