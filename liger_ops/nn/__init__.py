@@ -15,6 +15,7 @@ from .log_prob import LinearLogProb, LogProb
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
+from .tiled_mlp import Tiled, TiledMLP
 
 __all__ = [
     "GEGLU",
@@ -41,4 +42,6 @@ __all__ = [
     "Rope",
     "Softmax",
     "SwiGLU",
+    "Tiled",
+    "TiledMLP",
 ]

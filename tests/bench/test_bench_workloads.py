@@ -32,6 +32,7 @@ TINY = {
     # As many words as rows, so that either is the number of rows that the forward reads.
     "embedding": (6, 6, 32),
     "attn_res": (3, 6, 32),
+    "tiled_mlp": (7, 16, 50),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -70,8 +71,8 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
     entry, shape = ENTRIES[op], TINY.get(op, (6, 32))
     if entry.is_matrix_product:
         rows, width, classes = shape
-        # The teacher's logits are one product more.
-        products = 4 if op == "linear_divergence" else 3
+        # The teacher's logits are one product more, and an MLP has three weights.
+        products = {"linear_divergence": 4, "tiled_mlp": 9}.get(op, 3)
         assert entry.work(shape) == {"full": products * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)

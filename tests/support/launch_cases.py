@@ -271,6 +271,21 @@ ROPES = tuple(
     for heads, D, R in ((32, 128, 128), (32, 96, 24), (8, 256, 256), (8, 64, 64), (8, 8192, 8190))
 )
 
+
+def tiled_mlp() -> Forms:
+    plain = {"bias": False, "activation": "silu", "tile_rows": None}
+    return Forms(
+        shapes=tuple(
+            {"shape": (ROWS, D), "out": D, "intermediate": width, **plain}
+            for D, width in ((512, 1023), (4096, 14336))
+        ),
+        options=({"activation": "gelu"}, {"activation": "gelu_tanh"}),
+        counted={},
+        # It uses the kernels of swiglu and geglu; the products between them are not Triton's.
+        executed=(),
+    )
+
+
 ATTENTION_RESIDUALS = Forms(
     shapes=tuple({"shape": (8, ROWS, N)} for N in (1, 100, 1023, 4096, 8192, 131072)),
     options=({"weight_dtype": None},),
@@ -421,6 +436,7 @@ OWN_FORMS = {
     "clamped_swiglu-interleaved": activation(),
     "embedding": EMBEDDING,
     "attn_res": ATTENTION_RESIDUALS,
+    "tiled_mlp_forward": tiled_mlp(),
     "rope": rope(
         {"interleaved": True},
         {"tables": "one"},

@@ -16,6 +16,7 @@ import log_prob_cases
 import norm_cases
 import rope_cases
 import softmax_cases
+import tiled_mlp_cases
 from op_under_test import OpUnderTest
 
 OPS: dict[str, OpUnderTest] = {
@@ -28,6 +29,7 @@ OPS: dict[str, OpUnderTest] = {
         *rope_cases.OPS,
         *embedding_cases.OPS,
         *attn_res_cases.OPS,
+        *tiled_mlp_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,

@@ -1,4 +1,4 @@
-"""embedding and attn_res."""
+"""embedding, attn_res and tiled_mlp."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def _liger_embedding(package: Any) -> Function:
     return module.LigerEmbeddingFunction.apply
 
 
+def _mlp(draw: Draw, shape: Shape) -> list[Tensor]:
+    M, D, width = shape
+    sizes = ((width, D), (width, D), (D, width))
+    return [draw.leaf(M, D), *(draw.leaf(*size, scale=size[1] ** -0.5) for size in sizes)]
+
+
 def _words(draw: Draw, shape: Shape) -> list[Tensor]:
     M, V, D = shape
     return [draw.leaf(V, D), draw.classes(M, V)]
@@ -52,6 +58,10 @@ def _moved_rows(shape: Shape) -> dict[str, int]:
     M, V, D = shape
     forward, backward = 2 * M * D, (M + V) * D
     return {"forward": forward, "backward": backward, "full": forward + backward}
+
+
+def model_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
 def _liger_attn_res(liger: Any) -> Function:
@@ -86,5 +96,22 @@ ENTRIES = (
         figures=((8, 8192, 4096), (16, 8192, 2048)),
         models={name: (8, TOKENS, model.hidden) for name, model in MODELS.items()},
         small=(4, 256, 1024),
+    ),
+    Entry(
+        op="tiled_mlp",
+        ours=liger_ops.tiled_mlp,
+        eager=model_mlp,
+        dims=("M", "D", "I"),
+        inputs=_mlp,
+        # Three products forward and six backward; computing gate and up again takes two more.
+        passes={"full": 18},
+        is_matrix_product=True,
+        figures=((32768, 4096, 14336), (131072, 4096, 14336)),
+        models={
+            name: (TOKENS, model.hidden, model.intermediate)
+            for name, model in MODELS.items()
+            if model.activation == "swiglu"
+        },
+        small=(256, 512, 1024),
     ),
 )
