@@ -22,7 +22,7 @@ def attn_res(x: Tensor, query: Tensor, weight: Tensor | None = None, eps: float 
     product with weight. The gradients of query and weight are summed over blocks and tokens in
     float32, in an order that does not change between runs. The backward recomputes the scores: only
     the inputs are saved. On a GPU the forward reads x once if D is at most 8192, else twice; the
-    backward reads it twice and holds five float32 numbers for each block of a token.
+    backward reads it twice and holds six float32 numbers for each block of a token.
 
     Under autocast the op runs in the dtypes of its inputs. float64 runs the definition on every
     device.

@@ -21,12 +21,13 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -
 
     The result is that of `torch.nn.functional.embedding`, and is gathered by PyTorch. The gradient
     is dense. Each of its rows is summed in float32, in an order that does not change between runs,
-    and rounded once; a word that occurs very often is summed in parts, so that its row takes no
-    longer than others. The rows of dy at padding_idx are not read.
+    and rounded once; the rows of a word that occurs often are summed in parts, by several programs.
+    The rows of dy at padding_idx are not read.
 
     The backward sorts the indices and keeps nothing else: indices is all that is saved. Beside
-    dweight it takes 16 bytes an index, and for rows of bfloat16 an eighth of dy's memory for the
-    partial sums of words that occur often; half of dy's if there are fewer than 4096 indices.
+    dweight and what torch.sort needs it takes 16 bytes an index, and for rows of bfloat16 an eighth
+    of dy's memory for the partial sums of words that occur often; half of dy's if there are fewer
+    than 4096 indices.
 
     An index outside the table is PyTorch's error: IndexError on a CPU, an assertion on a GPU.
     Under autocast the op runs in weight's dtype. float64 runs the definition on every device.
