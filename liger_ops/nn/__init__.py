@@ -1,9 +1,11 @@
 """Modules that call the ops."""
 
 from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
+from .attn_res import AttnRes
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
 from .distribution_losses import JSD, TVD, KLDiv
 from .divergence import Divergence
+from .embedding import Embedding
 from .gated_rms_norm import GatedRMSNorm
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
@@ -15,16 +17,19 @@ from .mhc import MHC, MHCCoeffs, MHCPostRes, MHCPre
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
+from .tiled_mlp import Tiled, TiledMLP
 
 __all__ = [
     "GEGLU",
     "JSD",
     "MHC",
     "TVD",
+    "AttnRes",
     "ClampedSwiGLU",
     "CrossEntropyLoss",
     "CrossEntropyOutput",
     "Divergence",
+    "Embedding",
     "FusedAddRMSNorm",
     "GatedRMSNorm",
     "GroupNorm",
@@ -44,4 +49,6 @@ __all__ = [
     "Rope",
     "Softmax",
     "SwiGLU",
+    "Tiled",
+    "TiledMLP",
 ]

@@ -23,6 +23,7 @@ from liger_ops.bench.workloads.hyper_connections import (
     deepseek_pre,
 )
 from liger_ops.bench.workloads.listed_words import model_head_and_listed_words
+from liger_ops.bench.workloads.layers import model_attn_res
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
     model_divergence,
@@ -36,6 +37,10 @@ from liger_ops.bench.workloads.losses import (
 TINY = {
     "group_norm": (2, 64, 3, 3),
     "rope": (2, 5, 4, 2, 8),
+    # As many words as rows, so that either is the number of rows that the forward reads.
+    "embedding": (6, 6, 32),
+    "attn_res": (3, 6, 32),
+    "tiled_mlp": (7, 16, 50),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -78,8 +83,8 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
     entry, shape = ENTRIES[op], TINY.get(op, (6, 32))
     if entry.is_matrix_product:
         rows, width, classes = shape
-        # The teacher's logits are one product more.
-        products = 4 if op == "linear_divergence" else 3
+        # The teacher's logits are one product more, and an MLP has three weights.
+        products = {"linear_divergence": 4, "tiled_mlp": 9}.get(op, 3)
         assert entry.work(shape) == {"full": products * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)
@@ -101,8 +106,12 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
         dys = sum(large(call.dys))
         # rope's backward needs neither q nor k; the sum and its one gradient stand for two inputs;
         # softmax's needs the output, of the input's size; kl_div's needs the target alone.
+        dys = sum(dy.numel() for dy in call.dys if dy.dim() > 1)
+        # rope's backward needs neither q nor k, and embedding's only the indices; the sum and its
+        # one gradient stand for two inputs; softmax's needs the output, of the input's size;
+        # kl_div's needs the target alone.
         one_of_them = {"fused_add_rms_norm": read[0], "kl_div": read[0]}
-        saved = {"rope": 0, **one_of_them}.get(op, sum(read))
+        saved = {"rope": 0, "embedding": 0, **one_of_them}.get(op, sum(read))
         gradients = read[0] if op == "fused_add_rms_norm" else sum(trained)
         assert work["backward"] == dys + saved + gradients
         assert work["full"] == work["forward"] + work["backward"]
@@ -202,6 +211,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         return loss * len(x), None, None, None, None
 
     distillation = "trl.experimental.async_distillation"
+    class Embedding:
+        def apply(embeddings: Any, indices: Any) -> Any:
+            return F.embedding(indices, embeddings)
     modules = {
         f"{distillation}.async_distillation_trainer": {
             "_chunked_jsd_loss": listed_words,
@@ -223,6 +235,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_mhc_coeffs": lambda *tensors, allow_fp32, pre_eps: deepseek_coeffs(*tensors),
             "liger_mhc_pre": deepseek_pre,
             "liger_mhc_post_res": deepseek_post_res,
+            "liger_attn_res": lambda x, query, weight, eps: model_attn_res(x, query, weight),
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,
@@ -231,6 +244,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
                 input @ weight.T, target
             ),
         },
+        "liger_kernel.ops.experimental.embedding": {"LigerEmbeddingFunction": Embedding},
         "quack": {
             "rmsnorm": quack_rms,
             "softmax": lambda x: F.softmax(x, -1),
@@ -251,6 +265,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     }
     packages = ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", "trl.kernels")
     for name in (*packages, "trl.experimental", distillation, *modules):
+    packages = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.ops")
+    packages += ("liger_kernel.ops.experimental", "trl", "trl.trainer")
+    for name in (*packages, *modules):
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

@@ -57,6 +57,7 @@ CALLS: dict[str, Call] = {
     ).reshape(x.shape),
     "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
     "softmax": lambda x, first: liger_ops.softmax(x),
+    "embedding": lambda x, first: liger_ops.embedding(x, torch.arange(len(x), device=DEVICE)),
     "swiglu": lambda x, first: liger_ops.swiglu(x),
     "relu_squared": lambda x, first: liger_ops.relu_squared(x),
     "cross_entropy": lambda x, first: liger_ops.cross_entropy(

@@ -57,7 +57,7 @@ def launched_modules() -> set[str]:
 def test_eager_runs_the_npu_kernel(op: OpUnderTest) -> None:
     args = forward_args(op)
     outputs = as_tuple(op.overload()(*on_npu(args)))
-    assert launched_modules()
+    assert launched_modules() or op.is_pytorchs_forward
     for output, expected in zip(outputs, as_tuple(op.kernel("npu")(*args)), strict=True):
         assert (output is None) == (expected is None)
         if output is not None:
@@ -112,7 +112,7 @@ def test_autocast_does_what_pytorchs_does(op: OpUnderTest) -> None:
         arg.float() if widens and isinstance(arg, Tensor) and arg.is_floating_point() else arg
         for arg in args
     )
-    assert launched_modules()
+    assert launched_modules() or op.is_pytorchs_forward
     for output, expected in zip(outputs, as_tuple(op.kernel("npu")(*cast)), strict=True):
         assert (output is None) == (expected is None)
         if output is not None:

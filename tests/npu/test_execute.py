@@ -72,10 +72,10 @@ def subtracting(mlir: str) -> str:
 
 
 def small_cases(op: str) -> list[tuple[LaunchCase, bool]]:
-    """The smallest forward and backward case of an op."""
+    """The smallest case of an op, forward and backward."""
     of_op = [case for case, _ in CASES.values() if case.op.id == op and case.plain]
     float32 = next(case for case in of_op if case.case.dtype is torch.float32)
-    return [(float32, False), (float32, True)]
+    return [(float32, backward) for backward in float32.directions]
 
 
 def is_caught(case: LaunchCase, backward: bool, change: Callable[[str], str]) -> bool | None:

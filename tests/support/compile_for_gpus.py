@@ -92,6 +92,12 @@ def calls() -> Iterator[Callable[[], Any]]:
                 x, x, x, row, 1e-6, 0.0, both
             )
             yield lambda x=x, row=row: kernel["layer_norm_backward"](x, x, row, row, 1e-5, yes)
+            rows, words = torch.empty(40, N, dtype=dtype), torch.zeros(40, dtype=torch.int64)
+            yield lambda given=(rows, words, 9, None): kernel["embedding_backward"](*given)
+        for N in (100, 4096, 8192, 16384):
+            x, row = torch.empty(3, 4, N, dtype=dtype), torch.empty(N, dtype=dtype)
+            yield lambda x=x, row=row: kernel["attn_res"](x, row, row)
+            yield lambda x=x, row=row: kernel["attn_res_backward"](x[0], x, row, row, 1e-6, yes)
         for N in (100, 4096):
             yield from activation_calls(kernel, torch.empty(4, N, dtype=dtype))
         for N in (100, 4096, 32768, 65536):

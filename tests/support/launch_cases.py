@@ -275,6 +275,50 @@ ROPES = tuple(
     for heads, D, R in ((32, 128, 128), (32, 96, 24), (8, 256, 256), (8, 64, 64), (8, 8192, 8190))
 )
 
+
+def tiled_mlp() -> Forms:
+    plain = {"bias": False, "activation": "silu", "tile_rows": None}
+    return Forms(
+        shapes=tuple(
+            {"shape": (ROWS, D), "out": D, "intermediate": width, **plain}
+            for D, width in ((512, 1023), (4096, 14336))
+        ),
+        options=({"activation": "gelu"}, {"activation": "gelu_tanh"}),
+        counted={},
+        # It uses the kernels of swiglu and geglu; the products between them are not Triton's.
+        executed=(),
+    )
+
+
+ATTENTION_RESIDUALS = Forms(
+    shapes=tuple({"shape": (8, ROWS, N)} for N in (1, 100, 1023, 4096, 8192, 131072)),
+    options=({"weight_dtype": None},),
+    backward_options=masks(3),
+    optional_at=(2, 3, 5),
+    # Its rows are in the second dimension.
+    counted={},
+    executed=(
+        {"shape": (3, 7, 300), "tile": (4, 64)},
+        {"shape": (3, 5, 100), "tile": (2, 128)},
+        {"shape": (2, 3, 300), "tile": (1, 64)},
+        {"shape": (2, 3, 5000)},
+    ),
+)
+
+# Each word occurs twice or so, or all the time; narrow and wide rows.
+EMBEDDING = Forms(
+    shapes=tuple({"shape": (ROWS, N), "words": 2000} for N in (1, 100, 1023, 4096, 131072)),
+    options=({"padding_idx": 3}, {"index_dtype": torch.int32}, {"words": 1}),
+    optional_at=(1, 3),
+    # Its rows are those of the indices, and it moves them in sorted order.
+    counted={},
+    executed=(
+        {"shape": (9, 100), "words": 5, "tile": (2, 64)},
+        {"shape": (40, 70), "words": 2},
+        {"shape": (3, 5000), "words": 5},
+    ),
+)
+
 # 5 x 4096 x 131072 elements exceed int32.
 ACTIVATIONS = (*({"shape": (ROWS, N)} for N in WIDTHS), {"shape": (5 * ROWS, 131072)})
 
@@ -395,6 +439,9 @@ OWN_FORMS = {
     "clamped_swiglu": activation(gradients=2),
     "clamped_swiglu-packed": activation(),
     "clamped_swiglu-interleaved": activation(),
+    "embedding": EMBEDDING,
+    "attn_res": ATTENTION_RESIDUALS,
+    "tiled_mlp_forward": tiled_mlp(),
     "rope": rope(
         {"interleaved": True},
         {"tables": "one"},
@@ -456,13 +503,20 @@ def _taken(
                 yield dtype, {**shape, **option}, (True,), False
 
 
+def _launch_case(
+    op: OpUnderTest, dtype: torch.dtype, form: Fields, directions: tuple[bool, ...], plain: bool
+) -> LaunchCase:
+    if op.is_pytorchs_forward:
+        directions = (True,)
+    return LaunchCase(op, _case(op, dtype, form), _label(dtype, form), directions, plain)
+
+
 def launched() -> Iterator[LaunchCase]:
     """The cases to lower and plan."""
     for name, forms in FORMS.items():
         optional = [forms.shapes[i] for i in forms.optional_at]
         for dtype, form, directions, plain in _taken(forms.shapes, optional, forms):
-            case = _case(OPS[name], dtype, form)
-            yield LaunchCase(OPS[name], case, _label(dtype, form), directions, plain)
+            yield _launch_case(OPS[name], dtype, form, directions, plain)
 
 
 def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
@@ -481,5 +535,4 @@ def executed() -> Iterator[LaunchCase]:
     """The cases to run."""
     for name, forms in FORMS.items():
         for dtype, form, directions, plain in _taken(forms.executed, forms.executed[:1], forms):
-            case = _case(OPS[name], dtype, form)
-            yield LaunchCase(OPS[name], case, _label(dtype, form), directions, plain)
+            yield _launch_case(OPS[name], dtype, form, directions, plain)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import activation_cases
+import attn_res_cases
 import cross_entropy_cases
 import distribution_cases
 import divergence_cases
+import embedding_cases
 import gated_norm_cases
 import linear_cross_entropy_cases
 import linear_divergence_cases
@@ -16,6 +18,7 @@ import mhc_cases
 import norm_cases
 import rope_cases
 import softmax_cases
+import tiled_mlp_cases
 from op_under_test import OpUnderTest
 
 OPS: dict[str, OpUnderTest] = {
@@ -26,6 +29,9 @@ OPS: dict[str, OpUnderTest] = {
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,
+        *embedding_cases.OPS,
+        *attn_res_cases.OPS,
+        *tiled_mlp_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,

@@ -129,6 +129,8 @@ class OpUnderTest:
     leading: tuple[str, ...]
     # Whether it multiplies matrices, whose summation order depends on strides.
     multiplies: bool = False
+    # Whether the forward is a function of PyTorch on every device, and launches no kernel of ours.
+    is_pytorchs_forward: bool = False
     # The ATen op whose autocast rule, or absence of one, it shares.
     autocast_as: str
 

@@ -6,9 +6,11 @@ import torch
 from hypothesis import strategies as st
 
 from activation_cases import ActivationCase
+from attn_res_cases import AttnResCase
 from cross_entropy_cases import LossCase
 from distribution_cases import DistributionCase
 from divergence_cases import DivergenceCase
+from embedding_cases import EmbeddingCase
 from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
 from norm_cases import NormCase
@@ -92,6 +94,47 @@ def gated_rms_norms(draw: st.DrawFn) -> GatedNormCase:
         num_groups=num_groups,
         activation=draw(st.sampled_from(("silu", "sigmoid"))),
         casting_mode=draw(st.sampled_from(("llama", "gemma"))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def embeddings(draw: st.DrawFn) -> EmbeddingCase:
+    tile = draw(st.sampled_from((None, (1, 16), (2, 16), (4, 64), (8, 16))))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    # Enough indices for words whose rows are in several chunks.
+    leading = draw(st.one_of(leading_shapes(), st.just((40,))))
+    return EmbeddingCase(
+        shape=(*leading, draw(st.sampled_from(sizes))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        words=draw(st.sampled_from((1, 2, 7, 50))),
+        index_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
+        padding_idx=draw(st.sampled_from((None, 0, -1))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def attention_residuals(draw: st.DrawFn) -> AttnResCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    blocks = draw(st.sampled_from((1, 2, 3, 8)))
+    return AttnResCase(
+        shape=(blocks, *draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        query_dtype=draw(st.sampled_from((dtype, torch.float32))),
+        weight_dtype=draw(st.sampled_from((dtype, torch.float32, None))),
+        eps=draw(st.sampled_from((1e-6, 1e-2))),
         layout=draw(st.sampled_from(X_LAYOUTS)),
         dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
         output_mask=tuple(draw(st.booleans()) for _ in range(3)),

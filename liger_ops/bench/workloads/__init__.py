@@ -10,6 +10,7 @@ from . import (
     activations,
     distribution_losses,
     hyper_connections,
+    layers,
     listed_words,
     losses,
     norms,
@@ -30,6 +31,7 @@ ENTRIES: dict[str, Entry] = {
         distribution_losses,
         hyper_connections,
     )  # fmt: skip
+    for family in (norms, activations, rope, softmaxes, layers, losses, distribution_losses)
     for entry in family.ENTRIES
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -88,6 +88,8 @@ class Entry:
     # By default the forward reads x and writes y, and the backward reads x and dy and writes dx.
     passes: Mapping[str, int] = field(default_factory=lambda: moved(2, 3))
     elements: Callable[[Shape], int] = math.prod
+    # Mode -> that work, of an op whose modes move different numbers of elements.
+    counts: Callable[[Shape], dict[str, int]] | None = None
     is_matrix_product: bool = False
     # The shapes in docs/benchmarks.md, and those of named models.
     figures: tuple[Shape, ...] = ()
@@ -113,6 +115,8 @@ class Entry:
 
     def work(self, shape: Shape) -> dict[str, int]:
         """Mode -> least number of elements to move, or of operations."""
+        if self.counts is not None:
+            return self.counts(shape)
         return {mode: times * self.elements(shape) for mode, times in self.passes.items()}
 
 

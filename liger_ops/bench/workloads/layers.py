@@ -1,0 +1,117 @@
+"""embedding, attn_res and tiled_mlp."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_ops
+
+from .entry import Draw, Entry, Function, Shape, wide
+from .models import MODELS, TOKENS
+
+EPS = 1e-6
+
+
+def torchs_embedding(weight: Tensor, indices: Tensor) -> Tensor:
+    return F.embedding(indices, weight)
+
+
+def model_attn_res(x: Tensor, query: Tensor, weight: Tensor) -> Tensor:
+    """As in the paper, in float32 between the norm's roundings."""
+    values = wide(x)
+    normalised = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + EPS)
+    keys = wide(normalised.to(x.dtype) * weight)
+    alpha = (keys * query.to(keys.dtype)).sum(-1, keepdim=True).softmax(0)
+    return (alpha * values).sum(0).to(x.dtype)
+
+
+def _liger_embedding(package: Any) -> Function:
+    module = importlib.import_module("liger_kernel.ops.experimental.embedding")
+    return module.LigerEmbeddingFunction.apply
+
+
+def _mlp(draw: Draw, shape: Shape) -> list[Tensor]:
+    M, D, width = shape
+    sizes = ((width, D), (width, D), (D, width))
+    return [draw.leaf(M, D), *(draw.leaf(*size, scale=size[1] ** -0.5) for size in sizes)]
+
+
+def _words(draw: Draw, shape: Shape) -> list[Tensor]:
+    M, V, D = shape
+    return [draw.leaf(V, D), draw.classes(M, V)]
+
+
+def _moved_blocks(shape: Shape) -> dict[str, int]:
+    """The forward reads x and writes one block; the backward reads x and dy and writes dx."""
+    N, M, D = shape
+    forward, backward = (N + 1) * M * D, (2 * N + 1) * M * D
+    return {"forward": forward, "backward": backward, "full": forward + backward}
+
+
+def _moved_rows(shape: Shape) -> dict[str, int]:
+    """The forward reads and writes the rows; the backward reads dy and writes the whole table."""
+    M, V, D = shape
+    forward, backward = 2 * M * D, (M + V) * D
+    return {"forward": forward, "backward": backward, "full": forward + backward}
+
+
+def model_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def _liger_attn_res(liger: Any) -> Function:
+    return lambda x, query, weight: liger.liger_attn_res(x, query, weight, eps=EPS)
+
+
+ENTRIES = (
+    Entry(
+        op="embedding",
+        ours=liger_ops.embedding,
+        aten=torchs_embedding,
+        peers={"liger-kernel": _liger_embedding},
+        dims=("M", "V", "D"),
+        inputs=_words,
+        counts=_moved_rows,
+        figures=((8192, 32768, 4096), (32768, 128256, 4096)),
+        models={name: (TOKENS, model.vocabulary, model.hidden) for name, model in MODELS.items()},
+        small=(256, 8192, 1024),
+    ),
+    Entry(
+        op="attn_res",
+        ours=lambda x, query, weight: liger_ops.attn_res(x, query, weight, EPS),
+        eager=model_attn_res,
+        peers={"liger-kernel": _liger_attn_res},
+        dims=("N", "M", "D"),
+        inputs=lambda draw, shape: [
+            draw.leaf(*shape),
+            draw.leaf(shape[-1], scale=0.02),
+            draw.leaf(shape[-1]),
+        ],
+        counts=_moved_blocks,
+        figures=((8, 8192, 4096), (16, 8192, 2048)),
+        models={name: (8, TOKENS, model.hidden) for name, model in MODELS.items()},
+        small=(4, 256, 1024),
+    ),
+    Entry(
+        op="tiled_mlp",
+        ours=liger_ops.tiled_mlp,
+        eager=model_mlp,
+        dims=("M", "D", "I"),
+        inputs=_mlp,
+        # Three products forward and six backward; computing gate and up again takes two more.
+        passes={"full": 18},
+        is_matrix_product=True,
+        figures=((32768, 4096, 14336), (131072, 4096, 14336)),
+        models={
+            name: (TOKENS, model.hidden, model.intermediate)
+            for name, model in MODELS.items()
+            if model.activation == "swiglu"
+        },
+        small=(256, 512, 1024),
+    ),
+)

@@ -1,0 +1,80 @@
+"""embedding: PyTorch's gather; the backward is described in lowering/embedding.py. N columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import library
+from ..embedding import chunk_length, gather, runs_of
+from ..embedding_math import sum_chunk, sum_parts
+from ..sizes import cdiv
+from . import tiling
+from .tiling import COSTS, Cost, Plan, launch
+
+COSTS.update(
+    {
+        # (1, 8192): 100%, and an overflow on CANN 8.5.0.
+        "embedding_backward": Cost({}, {2: 24.1, 4: 24.1}),
+    }
+)
+
+
+@triton.jit(do_not_specialize=["n", "chunks"])
+def _embedding_chunks_kernel(
+    words_ptr, order_ptr, dy_ptr, dweight_ptr, partial_ptr, n, N, V, padding, chunks,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # BLOCK_M is the number of rows in a chunk.
+    across = tl.cdiv(N, BLOCK_N)
+    for item in tl.range(tl.program_id(0).to(tl.int64), chunks * across, tl.num_programs(0)):
+        sum_chunk(
+            words_ptr, order_ptr, dy_ptr, dweight_ptr, partial_ptr,
+            n, N, V, padding, item // across, item % across * BLOCK_N, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _embedding_parts_kernel(
+    words_ptr, ends_ptr, dweight_ptr, partial_ptr, N, V, padding, chunks,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(N, BLOCK_N)
+    for item in tl.range(tl.program_id(0).to(tl.int64), chunks * across, tl.num_programs(0)):
+        sum_parts(
+            words_ptr, ends_ptr, dweight_ptr, partial_ptr,
+            N, V, padding, item // across, item % across * BLOCK_N, BLOCK_M, 1, BLOCK_N,
+        )  # fmt: skip
+
+
+@library.kernel("embedding", "npu")
+def embedding(call: Any, y: Tensor, plan: Plan | None) -> None:
+    gather(call, y)
+
+
+@library.kernel("embedding_backward", "npu")
+def embedding_backward(call: Any, dweight: Tensor, plan: Plan | None) -> None:
+    dweight.zero_()
+    if call.dy.numel() == 0:
+        return
+    N = call.dy.shape[-1]
+    if plan is None:
+        plan = tiling.plan("embedding_backward", N, call.dy)
+        plan = replace(plan, BLOCK_M=chunk_length(call.indices.numel()))
+    runs = runs_of(call, plan.BLOCK_M)
+    V, n, across = dweight.shape[0], len(runs.dy), cdiv(N, plan.BLOCK_N)
+    launch(
+        _embedding_chunks_kernel, plan, runs.chunks * across,
+        runs.words, runs.order, runs.dy, dweight, runs.partial,
+        n, N, V, runs.padding, runs.chunks,
+    )  # fmt: skip
+    if len(runs.ends) > 0:
+        launch(
+            _embedding_parts_kernel, plan, len(runs.ends) * across,
+            runs.words, runs.ends, dweight, runs.partial,
+            N, V, runs.padding, len(runs.ends),
+        )  # fmt: skip

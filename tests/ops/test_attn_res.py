@@ -1,0 +1,112 @@
+"""attn_res against float64 truth, and against the code of models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from attn_res_cases import AttnResCase
+from op_table import OPS
+from op_under_test import FOLDERS
+
+OP = OPS["attn_res"]
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+KERNELS = kernel_tests.every_folder(OP)
+CASES = strategies.attention_residuals()
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@settings(max_examples=settings().max_examples // 3)
+@given(case=CASES.filter(strategies.has_rows))
+def test_properties(folder: str, case: AttnResCase) -> None:
+    op_checks.assert_deterministic(OP, folder, case)
+    op_checks.assert_tile_does_not_matter(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_rows_wider_than_a_tile_and_many_blocks(folder: str) -> None:
+    """By the host code's own plan."""
+    dtype = torch.bfloat16
+    for shape in ((3, 2, 17001), (70, 3, 40)):
+        case = AttnResCase(shape=shape, dtype=dtype, weight_dtype=dtype, layout="sliced")
+        op_checks.assert_forward_matches_truth(OP, folder, case)
+        op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_tokens_are_independent(folder: str) -> None:
+    case = AttnResCase(shape=(3, 7, 20), dtype=torch.float32, weight_dtype=torch.float32)
+    tensors = OP.tensors(case)
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(0)).to(tensors["x"].device)
+    permuted = {**tensors, "x": tensors["x"][:, order], "dy": tensors["dy"][order]}
+    y, of_permuted = (OP.kernel(folder)(*OP.forward_args(case, t)) for t in (tensors, permuted))
+    torch.testing.assert_close(y[order], of_permuted)
+    dx, dx_of_permuted = (
+        OP.kernel(folder, backward=True)(*OP.backward_args(case, t))[0] for t in (tensors, permuted)
+    )
+    torch.testing.assert_close(dx[:, order], dx_of_permuted)
+
+
+def written(x: torch.Tensor, query: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As in the paper."""
+    keys = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+    alpha = torch.einsum("d, n b t d -> n b t", query, keys).softmax(0)
+    return torch.einsum("n b t, n b t d -> b t d", alpha, x)
+
+
+def test_is_the_papers_code() -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(5, 2, 3, 16), torch.randn(16), torch.randn(16)]
+    ours, theirs = ([t.clone().requires_grad_() for t in values] for _ in range(2))
+    y, expected = liger_ops.attn_res(*ours, 1e-5), written(*theirs, 1e-5)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, ours, dy), torch.autograd.grad(expected, theirs, dy)
+    )
+
+
+def test_module_is_the_op() -> None:
+    torch.manual_seed(0)
+    module = liger_ops.nn.AttnRes(8, eps=1e-3)
+    blocks = [torch.randn(2, 3, 8) for _ in range(4)]
+    torch.testing.assert_close(module(blocks), torch.stack(blocks).mean(0))
+    torch.nn.init.normal_(module.query)
+    torch.nn.init.normal_(module.weight)
+    x = torch.stack(blocks)
+    expected = liger_ops.attn_res(x, module.query, module.weight, 1e-3)
+    assert torch.equal(module(blocks), expected) and torch.equal(module(x), expected)
+    assert repr(module) == "AttnRes(8, eps=0.001)"
+    with pytest.raises(ValueError, match="^AttnRes: hidden_size must be a positive int, got 0"):
+        liger_ops.nn.AttnRes(0)
+    with pytest.raises(ValueError, match="^AttnRes: eps must be a number of at least 0"):
+        liger_ops.nn.AttnRes(8, -1.0)
+
+
+def test_rejects() -> None:
+    x, query = torch.zeros(3, 2, 8), torch.zeros(8)
+    for args, message in (
+        ((query, query), "attn_res: x must be (N, ..., D), got shape (8,)"),
+        ((x[:0], query), "attn_res: x must have at least one block, got shape (0, 2, 8)"),
+        (
+            (x, torch.zeros(7)),
+            "attn_res: query must have the shape of x's last dimension, (8,), got (7,)",
+        ),
+        (
+            (x, query, torch.zeros(7)),
+            "attn_res: weight must have the shape of x's last dimension, (8,), got (7,)",
+        ),
+        ((x, query, None, -1.0), "attn_res: eps must be a number of at least 0, got -1.0"),
+    ):
+        op_checks.assert_rejects(OP, args, message)
