@@ -10,6 +10,7 @@ from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .linear_divergence import LinearDivergence
 from .log_prob import LinearLogProb, LogProb
+from .modulated_norms import ModulatedLayerNorm, ModulatedRMSNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -32,6 +33,8 @@ __all__ = [
     "LinearLogProb",
     "LogProb",
     "LogSoftmax",
+    "ModulatedLayerNorm",
+    "ModulatedRMSNorm",
     "RMSNorm",
     "ReLUSquared",
     "Rope",

@@ -28,6 +28,8 @@ from liger_ops.bench.workloads.losses import (
 TINY = {
     "group_norm": (2, 64, 3, 3),
     "rope": (2, 5, 4, 2, 8),
+    "modulated_rms_norm": (2, 3, 32),
+    "modulated_layer_norm": (2, 3, 32),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -71,7 +73,9 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
         assert entry.work(shape) == {"full": products * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)
-    trained = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > 1]
+    # The rows of scale and shift are for the tokens of a sample.
+    few = 2 if op.startswith("modulated") else 1
+    trained = [t.numel() for t in call.tensors if t.requires_grad and t.dim() > few]
     # The teacher's logits or probabilities have no gradient.
     taught = op in ("divergence", "kl_div", "jsd", "tvd")
     read = trained * 2 if taught else trained
@@ -168,6 +172,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
     modules = {
         "liger_kernel.transformers.functional": {
             "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
+            "liger_modulated_rms_norm": lambda x, w, scale, shift, eps, offset, mode, place: (
+                rms(x, w, eps, offset) * (1 + scale[:, None]) + shift[:, None]
+            ),
             "liger_fused_add_rms_norm": liger_add,
             "liger_layer_norm": lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps),
             "liger_group_norm": group,

@@ -42,6 +42,8 @@ Call = Callable[[Tensor, int], Any]
 CALLS: dict[str, Call] = {
     "rms_norm": lambda x, first: liger_ops.rms_norm(x, weights()[0]),
     "gated_rms_norm": lambda x, first: liger_ops.gated_rms_norm(x, x.detach(), weights()[0]),
+    "modulated_rms_norm": lambda x, first: liger_ops.modulated_rms_norm(x, *weights()),
+    "modulated_layer_norm": lambda x, first: liger_ops.modulated_layer_norm(x, x.detach()),
     "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
     "softmax": lambda x, first: liger_ops.softmax(x),
     "swiglu": lambda x, first: liger_ops.swiglu(x),

@@ -11,6 +11,7 @@ import linear_cross_entropy_cases
 import linear_divergence_cases
 import linear_log_prob_cases
 import log_prob_cases
+import modulated_norm_cases
 import norm_cases
 import rope_cases
 import softmax_cases
@@ -21,6 +22,7 @@ OPS: dict[str, OpUnderTest] = {
     for op in (
         *norm_cases.OPS,
         *gated_norm_cases.OPS,
+        *modulated_norm_cases.OPS,
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,
