@@ -331,7 +331,8 @@ def launch_modulated_backward(
     dbias: Tensor | None, plan: Plan | None,
 ) -> None:  # fmt: skip
     norm = modulated_backward(call, form, dx, dweight, dbias, 0.0)
-    _launch_backward("modulated_layer_norm_backward", norm, plan)
+    kernels = "statistics" if isinstance(form, PerToken) else "backward"
+    _launch_backward(f"modulated_layer_norm_{kernels}", norm, plan)
 
 
 def _launch_backward(op: str, norm: NormBackward, forced: Plan | None) -> None:

@@ -22,7 +22,10 @@ COSTS.update(
         "modulated_rms_norm_backward": Cost({2: 46.1, 4: 46.1}, {2: 86.2, 4: 86.2}),
         # whole (1, 2048): 75.1% | 71.0%. wide, the statistics, (1, 2048): 94.0%, (1, 1024): 51.3%.
         "modulated_layer_norm_backward": Cost({2: 86.2, 4: 86.2}, {2: 98.4, 4: 98.4}),
-        # With a modulation of each row, (1, 2048): 79.3% | 75.2%.
+        # With a modulation of each row, where the statistics are of rows of any width.
+        "modulated_rms_norm_statistics": Cost({}, {2: 86.2, 4: 86.2}),
+        "modulated_layer_norm_statistics": Cost({}, {2: 98.4, 4: 98.4}),
+        # (1, 2048): 79.3% | 75.2%.
         "modulated_columns": Cost({}, {2: 86.2, 4: 86.2}),
     }
 )

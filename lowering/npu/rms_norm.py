@@ -341,7 +341,8 @@ def launch_modulated_backward(
     plan: Plan | None,
 ) -> None:  # fmt: skip
     norm = modulated_backward(call, form, dx, dweight, None, call.offset)
-    _launch_backward("modulated_rms_norm_backward", norm, plan)
+    kernels = "statistics" if isinstance(form, PerToken) else "backward"
+    _launch_backward(f"modulated_rms_norm_{kernels}", norm, plan)
 
 
 def _launch_backward(op: str, norm: NormBackward, forced: Plan | None) -> None:
