@@ -11,6 +11,8 @@ from .ops.rms_norm import rms_norm
 from .ops.fused_add_rms_norm import fused_add_rms_norm
 from .ops.gated_rms_norm import gated_rms_norm
 from .ops.layer_norm import layer_norm
+from .ops.modulated_rms_norm import modulated_rms_norm
+from .ops.modulated_layer_norm import modulated_layer_norm
 from .ops.group_norm import group_norm
 from .ops.mhc_coeffs import mhc_coeffs, mhc_coeffs_forward
 from .ops.mhc_pre import mhc_pre

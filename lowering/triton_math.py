@@ -93,6 +93,26 @@ def rms_scaled(
 
 
 @triton.jit
+def modulated(y, scale, shift, dtype: tl.constexpr, ROUNDS: tl.constexpr):
+    """y * (1 + scale) + shift, for the result y of a norm of `dtype`. scale and shift have their
+    own dtypes; shift may be None.
+
+    If ROUNDS, every operation rounds to PyTorch's dtype for it: y and a sum or product of operands
+    of `dtype` to that, 1 + scale to the dtype of scale. Others are float32 in PyTorch too.
+    """
+    factor = 1.0 + scale.to(tl.float32)
+    if ROUNDS:
+        y = rounded(y, dtype) * rounded(factor, scale.dtype)
+        if scale.dtype == dtype:
+            y = rounded(y, dtype)
+    else:
+        y = y * factor
+    if shift is not None:
+        y += shift.to(tl.float32)
+    return y
+
+
+@triton.jit
 def folded(x, FOLD: tl.constexpr):
     """Flatten a tile and sum every FOLD neighbours.
 

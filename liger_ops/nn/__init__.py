@@ -14,6 +14,7 @@ from .linear_divergence import LinearDivergence
 from .linear_top_k_divergence import LinearTopKDivergence
 from .log_prob import LinearLogProb, LogProb
 from .mhc import MHC, MHCCoeffs, MHCPostRes, MHCPre
+from .modulated_norms import ModulatedLayerNorm, ModulatedRMSNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -44,6 +45,8 @@ __all__ = [
     "MHCCoeffs",
     "MHCPostRes",
     "MHCPre",
+    "ModulatedLayerNorm",
+    "ModulatedRMSNorm",
     "RMSNorm",
     "ReLUSquared",
     "Rope",

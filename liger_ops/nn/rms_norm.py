@@ -41,8 +41,8 @@ class OptionalWeight(nn.Module):
             )
 
 
-class _RMSNormBase(OptionalWeight):
-    """The options that RMSNorm and FusedAddRMSNorm share."""
+class RMSNormBase(OptionalWeight):
+    """The options that RMSNorm, FusedAddRMSNorm and ModulatedRMSNorm share."""
 
     def __init__(
         self, hidden_size: int | None, eps: float = 1e-6, offset: float = 0.0,
@@ -74,7 +74,7 @@ class _RMSNormBase(OptionalWeight):
         )
 
 
-class RMSNorm(_RMSNormBase):
+class RMSNorm(RMSNormBase):
     """Root-mean-square normalisation over the last dimension. Calls `liger_ops.rms_norm`.
 
         y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
@@ -110,7 +110,7 @@ class RMSNorm(_RMSNormBase):
         return rms_norm(x, self.weight, self.eps, self.offset, self.casting_mode)
 
 
-class FusedAddRMSNorm(_RMSNormBase):
+class FusedAddRMSNorm(RMSNormBase):
     """Residual addition, then root-mean-square normalisation. Calls `fused_add_rms_norm`.
 
         s = x + residual

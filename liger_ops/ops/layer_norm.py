@@ -45,12 +45,17 @@ def layer_norm(
         >>> liger_ops.layer_norm(torch.tensor([[1.0, 3.0]]))
         tensor([[-1.0000,  1.0000]])
     """
+    return affine(x, weight, bias, eps).to(x.dtype).contiguous()
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The result of `layer_norm` before it is rounded to x.dtype."""
     xhat, _ = standardised(widened(x), eps)
     if weight is not None:
         xhat = xhat * weight.to(xhat.dtype)
     if bias is not None:
         xhat = xhat + bias.to(xhat.dtype)
-    return xhat.to(x.dtype).contiguous()
+    return xhat
 
 
 @library.define()
@@ -78,6 +83,14 @@ def layer_norm_backward(
     Raises:
         TypeError, ValueError: as `layer_norm`; or dy does not have x's shape.
     """
+    return backward_definition(dy, x, weight, bias, eps, output_mask)
+
+
+def backward_definition(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    eps: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """`layer_norm_backward`; dy may have the dtype to compute in."""
     xhat, rstd = standardised(widened(x), eps)
     dy = dy.to(xhat.dtype)
     dx = dweight = dbias = None

@@ -59,16 +59,23 @@ def rms_norm(
         >>> liger_ops.rms_norm(torch.tensor([[3.0, 4.0]]))
         tensor([[0.8485, 1.1314]])
     """
+    return scaled(x, weight, eps, offset, casting_mode).to(x.dtype).contiguous()
+
+
+def scaled(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> Tensor:
+    """The result of `rms_norm` before it is rounded to x.dtype."""
     if casting_mode == "none":
         y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
-        return (y if weight is None else y * (widened(weight) + offset).to(x.dtype)).contiguous()
+        return y if weight is None else y * (widened(weight) + offset).to(x.dtype)
     wide = widened(x)
     y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     if weight is not None:
         if casting_mode == "llama":
             y = widened(y.to(x.dtype))
         y = y * (weight.to(y.dtype) + offset)
-    return y.to(x.dtype).contiguous()
+    return y
 
 
 @library.define()

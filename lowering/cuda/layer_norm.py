@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ... import library
+from ..layer_norm import register
+from ..modulation import PLAIN, Modulation, PerSample, PerToken
 from ..tensors import contiguous
-from .launch import TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
+from .launch import Plan, TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
 from .layer_norm_two_pass import launch_two_pass, plan_two_pass
 from .layer_norm_whole_row import launch_whole_rows_backward, layer_norm_kernel
-from .norm_backward import NormBackward, plan_whole_rows_backward
-from .norm_backward_two_kernel import TwoKernel, launch_two_kernels, plan_two_kernels
+from .norm_backward import NormBackward, modulated_backward, plan_whole_rows_backward
+from .norm_backward_launch import launch_backward
+from .norm_backward_two_kernel import TwoKernel, plan_two_kernels
 from .norm_backward_two_pass import (
     LAYER_NORM,
     TwoPassBackward,
-    launch_two_pass_backward,
     plan_two_pass_backward,
 )
 
@@ -39,25 +42,37 @@ def plan_backward(x: Tensor) -> WholeRow | TwoPassBackward | TwoKernel:
     return plan or plan_two_kernels(x)
 
 
-@library.kernel("layer_norm", "cuda")
-def layer_norm(call, y, plan):
+def launch_layer_norm(
+    call: Any, y: Tensor, plan: Plan | None, modulation: Modulation = PLAIN
+) -> None:
     x, weight, bias = rows(call.x), contiguous(call.weight), contiguous(call.bias)
     plan = plan or plan_forward(x)
-    arguments = (x, weight, bias, y, *x.shape, x.stride(0), call.eps)
+    tensors = (x, weight, bias, modulation.scale, modulation.shift, y)
+    strides = (x.stride(0), *modulation.strides)
+    arguments = (*tensors, *x.shape, modulation.tokens, *strides, call.eps)
     if isinstance(plan, WholeRow):
-        launch_whole_rows(layer_norm_kernel, plan, x, *arguments)
+        launch_whole_rows(layer_norm_kernel, plan, x, *arguments, ROUNDS=modulation.rounds)
     else:
-        launch_two_pass(plan, x, *arguments)
+        launch_two_pass(plan, x, *arguments, ROUNDS=modulation.rounds)
 
 
-@library.kernel("layer_norm_backward", "cuda")
-def layer_norm_backward(call, dx, dweight, dbias, plan):
+def launch_layer_norm_backward(
+    call: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, plan: Plan | None
+) -> None:
     x, dy, weight = rows(call.x), rows(call.dy), contiguous(call.weight)
-    norm = NormBackward(dy, None, x, weight, dx, dweight, dbias, call.eps, 0.0, has_mean=True)
-    plan = plan or plan_backward(x)
-    if isinstance(plan, WholeRow):
-        launch_whole_rows_backward(plan, norm)
-    elif isinstance(plan, TwoPassBackward):
-        launch_two_pass_backward(plan, norm)
-    else:
-        launch_two_kernels(plan, norm)
+    gradients = (dx, dweight, dbias)
+    _launch(NormBackward(dy, None, x, weight, *gradients, call.eps, 0.0, has_mean=True), plan)
+
+
+def launch_modulated_backward(
+    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
+    dbias: Tensor | None, plan: Plan | None,
+) -> None:  # fmt: skip
+    _launch(modulated_backward(call, form, dx, dweight, dbias, 0.0, has_mean=True), plan)
+
+
+def _launch(norm: NormBackward, plan: Plan | None) -> None:
+    launch_backward(norm, plan, lambda: plan_backward(norm.x), launch_whole_rows_backward)
+
+
+register("cuda", launch_layer_norm, launch_layer_norm_backward, launch_modulated_backward, rows)

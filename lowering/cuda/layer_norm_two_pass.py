@@ -12,15 +12,19 @@ from ..sizes import cdiv, next_power_of_2
 from ..triton_math import folded
 from .launch import TwoPass, launch
 from .layer_norm_whole_row import affine
+from .modulation import modulated_row
 from .row_sums import first_mean, mean_and_rstd
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def layer_norm_two_pass_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, stride_x, eps,
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, y_ptr,
+    M, N, tokens, stride_x, stride_scale, stride_shift, eps,
+    ROUNDS: tl.constexpr,
     BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, TRIPS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     # A program has one row. The first pass asks the caches to keep it, for the second.
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
     shift = first_mean(x_ptr, N, BLOCK_N)
@@ -42,7 +46,10 @@ def layer_norm_two_pass_kernel(
             x = tl.load(x_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first")
             xhat = (x.to(tl.float32) - mean) * rstd
             y = affine(xhat, weight_ptr, bias_ptr, cols, N)
-            tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+            if scale_ptr is not None:
+                modulation = (scale_ptr, shift_ptr, stride_scale, stride_shift)
+                y = modulated_row(y, modulation, row // tokens, cols, mask, dtype, ROUNDS)
+            tl.store(y_ptr + row * N + cols, y.to(dtype), mask=mask)
 
 
 def plan_two_pass(x: Tensor) -> TwoPass:

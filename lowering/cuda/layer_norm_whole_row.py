@@ -7,8 +7,9 @@ import triton.language as tl
 
 from ..triton_math import to_float32_again
 from .launch import WholeRow
+from .modulation import modulated_row, moved, own_sample
 from .norm_backward import NormBackward, launch_norm_backward
-from .row_sums import two_row_sums
+from .row_sums import store_column_sums, two_row_sums
 
 
 @triton.jit
@@ -20,10 +21,11 @@ def affine(xhat, weight_ptr, bias_ptr, cols, N):
     return xhat
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def layer_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, stride_x, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, y_ptr,
+    M, N, tokens, stride_x, stride_scale, stride_shift, eps,
+    ROUNDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
@@ -49,23 +51,31 @@ def layer_norm_kernel(
         variance = tl.sum(centred * centred, 1)[:, None] / N
     rstd = tl.rsqrt(variance + eps)
     y = affine(centred * rstd, weight_ptr, bias_ptr, cols, N)
-    tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    if scale_ptr is not None:
+        modulation = (scale_ptr, shift_ptr, stride_scale, stride_shift)
+        y = modulated_row(y, modulation, rows // tokens, cols, mask, dtype, ROUNDS)
+    tl.store(y_ptr + rows * N + cols, y.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "samples"])
 def layer_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, stride_dy, stride_x, eps,
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, samples, stride_dy, stride_x, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
+    part, program, programs, first = own_sample(samples, M)
+    if samples is not None:
+        dy_ptr += first * stride_dy
+        x_ptr += first * stride_x
+        weight_ptr += part % samples * N
+        dx_ptr = moved(dx_ptr, first * N)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(
-        program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES
-    ):
+    for start in tl.range(program * BLOCK_M, M, programs * BLOCK_M, num_stages=NUM_STAGES):
         rows = (start + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         dy = tl.load(dy_ptr + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
@@ -92,17 +102,15 @@ def layer_norm_backward_kernel(
                 dx = rstd * (g - mean_g - xhat * projection)
                 tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dweight_ptr is not None:
-        sums = tl.sum(dweight, 0)[None, :]
-        tl.store(dweight_ptr + program * N + cols, sums, mask=cols < N)
+        store_column_sums(dweight_ptr, dweight, part, cols, N)
     if dbias_ptr is not None:
-        sums = tl.sum(dbias, 0)[None, :]
-        tl.store(dbias_ptr + program * N + cols, sums, mask=cols < N)
+        store_column_sums(dbias_ptr, dbias, part, cols, N)
 
 
 def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
     stride_dy, _, stride_x = norm.strides
     launch_norm_backward(
-        layer_norm_backward_kernel, (plan.programs,), norm,
+        layer_norm_backward_kernel, plan.programs, norm,
         (norm.dy, norm.x, norm.weight), (stride_dy, stride_x, norm.eps),
         BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
         NUM_STAGES=plan.num_stages, num_warps=plan.num_warps,

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..modulation import PerSample, PerToken
 from ..sizes import cdiv, next_power_of_2
-from .launch import WholeRow, launch, pipeline_stages, processors
+from ..tensors import contiguous
+from .launch import WholeRow, launch, pipeline_stages, processors, rows
 from .partial_sums import partial_sums, summed
 
 
@@ -16,6 +18,9 @@ class NormBackward(NamedTuple):
 
     dy, ds and x are rows, (M, N), with unit stride in the last dimension; the others are
     contiguous. layer_norm has a mean, and rms_norm has none.
+
+    There are `samples` norms, one after the other, of as many rows each: weight, dweight and dbias
+    then have a row for each of them. `token` is a modulation of each row.
     """
 
     dy: Tensor
@@ -28,12 +33,42 @@ class NormBackward(NamedTuple):
     eps: float
     offset: float
     has_mean: bool
+    samples: int = 1
+    token: PerToken | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The rows of a sample."""
+        return self.x.shape[0] // self.samples
+
+    @property
+    def rows_of_weight(self) -> int | None:
+        """How many rows of x a row of weight is for, or None if there is one row of weight."""
+        return None if self.samples == 1 else self.tokens
 
     @property
     def strides(self) -> tuple[int, int, int]:
         """The distances between the rows of dy, ds and x."""
         ds = 0 if self.ds is None else self.ds.stride(0)
         return self.dy.stride(0), ds, self.x.stride(0)
+
+    @property
+    def stride_scale(self) -> int | None:
+        return None if self.token is None else self.token.scale.stride(0)
+
+
+def modulated_backward(
+    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
+    dbias: Tensor | None, offset: float, has_mean: bool,
+) -> NormBackward:  # fmt: skip
+    """The backward of a modulated norm."""
+    dy, x = rows(call.dy), rows(call.x)
+    if isinstance(form, PerToken):
+        tensors = (dy, None, x, contiguous(call.weight), dx, dweight, dbias)
+        token = form._replace(bias=contiguous(form.bias))
+        return NormBackward(*tensors, call.eps, offset, has_mean, token=token)
+    tensors = (dy, None, x, form.weights, dx, form.products, form.sums)
+    return NormBackward(*tensors, call.eps, 0.0, has_mean, samples=form.weights.shape[0])
 
 
 def plan_whole_rows_backward(x: Tensor, loads: int) -> WholeRow:
@@ -57,16 +92,21 @@ def plan_whole_rows_backward(x: Tensor, loads: int) -> WholeRow:
 
 
 def launch_norm_backward(
-    kernel: Any, grid: tuple[int, ...], norm: NormBackward, inputs: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...], has_dbias: bool = True, **constants: Any,
+    kernel: Any, programs: int, norm: NormBackward, inputs: tuple[Tensor | None, ...],
+    numbers: tuple[float | None, ...], chunks: int | None = None, **constants: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel that stores a part of the gradients of weight and bias in each row of the
-    grid's last dimension, and sum the parts.
+    """Launch a kernel whose programs store a part of the gradients of weight and bias each, and sum
+    the parts.
 
-    A kernel without `has_dbias` has no parameter for the gradient of a bias.
+    There are so many programs in all, or for each of `chunks` chunks of columns. The programs of a
+    sample share its rows.
     """
-    dweights, dbiases = partial_sums(norm.dweight, grid[-1]), partial_sums(norm.dbias, grid[-1])
-    sums = (dweights, dbiases) if has_dbias else (dweights,)
-    args = (*inputs, norm.dx, *sums, *norm.x.shape, *numbers)
+    samples = norm.samples
+    if samples > 1:
+        programs = max(1, min(cdiv(norm.tokens, constants.get("BLOCK_M", 1)), programs // samples))
+    dweights, dbiases = partial_sums(norm.dweight, programs), partial_sums(norm.dbias, programs)
+    sizes = (norm.tokens, norm.x.shape[1], None if samples == 1 else samples)
+    args = (*inputs, norm.dx, dweights, dbiases, *sizes, *numbers)
+    grid = (programs * samples,) if chunks is None else (chunks * samples, programs)
     launch(kernel, grid, norm.x, *args, **constants)
     summed((dweights, norm.dweight), (dbiases, norm.dbias))

@@ -16,17 +16,21 @@ from torch import Tensor
 from ..sizes import cdiv
 from ..triton_math import folded
 from .launch import Plan, launch, pipeline_stages, processors
+from .modulation import moved
 from .norm_backward import NormBackward, launch_norm_backward
-from .row_sums import first_mean, mean_and_rstd
+from .row_sums import first_mean, mean_and_rstd, store_column_sums
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def rms_norm_statistics_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr, M, N, stride_dy, stride_x, eps, offset,
+    dy_ptr, x_ptr, weight_ptr, scale_ptr, rstd_ptr, projection_ptr,
+    M, N, tokens, stride_dy, stride_x, stride_scale, eps, offset,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Each row's rstd and mean(g * xhat), the projection of g on xhat.
     row = tl.program_id(0).to(tl.int64)
+    if tokens is not None:
+        weight_ptr += row // tokens * N
     squares = tl.zeros((BLOCK_N,), tl.float32)
     products = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -36,6 +40,9 @@ def rms_norm_statistics_kernel(
         g = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32) + offset
+        if scale_ptr is not None:
+            place = scale_ptr + row * stride_scale + cols
+            g *= tl.load(place, mask=mask, other=0.0).to(tl.float32) + 1.0
         squares += x * x
         products += g * x
     rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
@@ -43,15 +50,18 @@ def rms_norm_statistics_kernel(
     tl.store(projection_ptr + row, tl.sum(products, 0) * rstd / N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def layer_norm_statistics_kernel(
-    dy_ptr, x_ptr, weight_ptr, statistics_ptr, M, N, stride_dy, stride_x, eps,
+    dy_ptr, x_ptr, weight_ptr, scale_ptr, statistics_ptr,
+    M, N, tokens, stride_dy, stride_x, stride_scale, eps,
     BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     # Each row's mean, rstd, mean(g) and mean(g * xhat), in one pass.
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
     dy_ptr += row * stride_dy
+    if tokens is not None:
+        weight_ptr += row // tokens * N
     shift = first_mean(x_ptr, N, BLOCK_N)
     sums = tl.zeros((BLOCK_N // FOLD,), tl.float32)
     squares = tl.zeros((BLOCK_N // FOLD,), tl.float32)
@@ -64,6 +74,9 @@ def layer_norm_statistics_kernel(
         g = tl.load(dy_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             g *= tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        if scale_ptr is not None:
+            place = scale_ptr + row * stride_scale + cols
+            g *= tl.load(place, mask=mask, other=0.0).to(tl.float32) + 1.0
         x = tl.where(mask, x - shift, 0.0)
         sums += folded(x, FOLD)
         squares += folded(x * x, FOLD)
@@ -78,17 +91,33 @@ def layer_norm_statistics_kernel(
     tl.store(statistics_ptr + 3 * M.to(tl.int64) + row, projection)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "samples"])
 def two_kernel_backward_kernel(
-    dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
-    mean_g_ptr, projection_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    M, N, stride_dy, stride_ds, stride_x, offset,
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr,
+    bias_ptr, scale_ptr, dscale_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, samples, stride_dy, stride_ds, stride_x, stride_scale, offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    chunk = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
+    part = group
+    if samples is not None:
+        sample = (chunk % samples).to(tl.int64)
+        chunk = chunk // samples
+        part = group * samples + sample
+        dy_ptr += sample * M * stride_dy
+        x_ptr += sample * M * stride_x
+        rstd_ptr += sample * M
+        projection_ptr += sample * M
+        mean_ptr = moved(mean_ptr, sample * M)
+        mean_g_ptr = moved(mean_g_ptr, sample * M)
+        weight_ptr += sample * N
+        dx_ptr = moved(dx_ptr, sample * M * N)
+    cols = chunk * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # The rows that the first kernel read last come first: they may still be in the L2 cache.
@@ -102,6 +131,17 @@ def two_kernel_backward_kernel(
         if mean_ptr is not None:
             x -= tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
         xhat = x * rstd
+        if dscale_ptr is not None:
+            y = xhat
+            if weight_ptr is not None:
+                y = y * weight
+            if bias_ptr is not None:
+                y = y + bias
+            dscale = (dy * y).to(dscale_ptr.dtype.element_ty)
+            tl.store(dscale_ptr + rows * N + cols, dscale, mask=mask)
+        if scale_ptr is not None:
+            place = scale_ptr + rows * stride_scale + cols
+            dy *= tl.load(place, mask=mask, other=0.0).to(tl.float32) + 1.0
         if dweight_ptr is not None:
             dweight += dy * xhat
         if dbias_ptr is not None:
@@ -117,11 +157,9 @@ def two_kernel_backward_kernel(
                 dx += tl.load(ds_ptr + rows * stride_ds + cols, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dweight_ptr is not None:
-        sums = tl.sum(dweight, 0)[None, :]
-        tl.store(dweight_ptr + group * N + cols, sums, mask=cols < N)
+        store_column_sums(dweight_ptr, dweight, part, cols, N)
     if dbias_ptr is not None:
-        sums = tl.sum(dbias, 0)[None, :]
-        tl.store(dbias_ptr + group * N + cols, sums, mask=cols < N)
+        store_column_sums(dbias_ptr, dbias, part, cols, N)
 
 
 # A program of the second kernel owns this many columns, and takes this many rows at a time. A
@@ -150,10 +188,12 @@ def plan_two_kernels(x: Tensor) -> TwoKernel:
 
 def launch_two_kernels(plan: TwoKernel, norm: NormBackward) -> None:
     columns = min(OWNED_COLUMNS, plan.BLOCK_N)
+    scale, dscale, bias = norm.token or (None, None, None)
     launch_norm_backward(
-        two_kernel_backward_kernel, (cdiv(norm.x.shape[1], columns), plan.programs), norm,
-        (norm.dy, norm.ds, norm.x, norm.weight, *_statistics(plan, norm)),
-        (*norm.strides, norm.offset),
+        two_kernel_backward_kernel, plan.programs, norm,
+        (norm.dy, norm.ds, norm.x, norm.weight, *_statistics(plan, norm), bias, scale, dscale),
+        (*norm.strides, norm.stride_scale, norm.offset),
+        chunks=cdiv(norm.x.shape[1], columns),
         BLOCK_M=plan.BLOCK_M, BLOCK_N=columns, NUM_STAGES=plan.num_stages, num_warps=4,
     )  # fmt: skip
 
@@ -162,8 +202,9 @@ def _statistics(plan: TwoKernel, norm: NormBackward) -> tuple[Tensor | None, ...
     """Each row's mean, rstd, mean(g) and mean(g * xhat): (M,) float32, or None if not used."""
     M, N = norm.x.shape
     stride_dy, _, stride_x = norm.strides
-    inputs = (norm.dy, norm.x, norm.weight)
-    sizes = (M, N, stride_dy, stride_x, norm.eps)
+    scale = None if norm.token is None else norm.token.scale
+    inputs = (norm.dy, norm.x, norm.weight, scale)
+    sizes = (M, N, norm.rows_of_weight, stride_dy, stride_x, norm.stride_scale, norm.eps)
     options = {"BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
     if norm.has_mean:
         statistics = norm.x.new_empty((4, M), dtype=torch.float32)

@@ -7,8 +7,9 @@ import triton.language as tl
 
 from ..triton_math import rms_rstd, rms_scaled, rms_square, to_float32_again
 from .launch import WholeRow
+from .modulation import modulated_row, moved, own_sample
 from .norm_backward import NormBackward, launch_norm_backward
-from .row_sums import two_row_sums
+from .row_sums import store_column_sums, two_row_sums
 
 
 @triton.jit
@@ -21,10 +22,12 @@ def load_sum(x_ptr, residual_ptr, cols, mask, dtype: tl.constexpr, EVICTION: tl.
     return x
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, stride_x, stride_residual, eps, offset,
-    CASTING_MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, scale_ptr, shift_ptr, y_ptr, s_ptr,
+    M, N, tokens, stride_x, stride_residual, stride_scale, stride_shift, eps, offset,
+    CASTING_MODE: tl.constexpr, ROUNDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -43,27 +46,34 @@ def rms_norm_kernel(
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
     y = rms_scaled(to_float32_again(x), rstd, weight, offset, dtype, CASTING_MODE)
+    if scale_ptr is not None:
+        modulation = (scale_ptr, shift_ptr, stride_scale, stride_shift)
+        y = modulated_row(y, modulation, rows // tokens, cols, mask, dtype, ROUNDS)
     tl.store(y_ptr + rows * N + cols, y.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "samples"])
 def rms_norm_backward_kernel(
-    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr,
-    M, N, stride_dy, stride_ds, stride_x, eps, offset,
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, samples, stride_dy, stride_ds, stride_x, eps, offset,
     KEEPS_WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # KEEPS_WEIGHT: weight stays in registers. A wide row needs those, and loads weight again with
     # every row. A float32 row needs more of them, and loads ds only when its sums are known.
     DS_EARLY: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
-    program = tl.program_id(0).to(tl.int64)
+    part, program, programs, first = own_sample(samples, M)
+    if samples is not None:
+        dy_ptr += first * stride_dy
+        x_ptr += first * stride_x
+        weight_ptr += part % samples * N
+        dx_ptr = moved(dx_ptr, first * N)
     cols = tl.arange(0, BLOCK_N)[None, :]
     if weight_ptr is not None and KEEPS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
     dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(
-        program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES
-    ):
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(program * BLOCK_M, M, programs * BLOCK_M, num_stages=NUM_STAGES):
         rows = (start + tl.arange(0, BLOCK_M))[:, None]
         mask = (rows < M) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=0.0)
@@ -98,6 +108,8 @@ def rms_norm_backward_kernel(
         g = to_float32_again(dy)
         if dweight_ptr is not None:
             dweight += g * xhat
+        if dbias_ptr is not None:
+            dbias += g
         if dx_ptr is not None:
             if weight_ptr is not None:
                 g *= to_float32_again(weight) + offset
@@ -108,15 +120,15 @@ def rms_norm_backward_kernel(
                 dx += ds.to(tl.float32)
             tl.store(dx_ptr + rows * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dweight_ptr is not None:
-        sums = tl.sum(dweight, 0)[None, :]
-        tl.store(dweight_ptr + program * N + cols, sums, mask=cols < N)
+        store_column_sums(dweight_ptr, dweight, part, cols, N)
+    if dbias_ptr is not None:
+        store_column_sums(dbias_ptr, dbias, part, cols, N)
 
 
 def launch_whole_rows_backward(plan: WholeRow, norm: NormBackward) -> None:
     launch_norm_backward(
-        rms_norm_backward_kernel, (plan.programs,), norm,
+        rms_norm_backward_kernel, plan.programs, norm,
         (norm.dy, norm.ds, norm.x, norm.weight), (*norm.strides, norm.eps, norm.offset),
-        has_dbias=False,
         KEEPS_WEIGHT=plan.BLOCK_N <= 8192, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N,
         NUM_STAGES=plan.num_stages, num_warps=plan.num_warps,
     )  # fmt: skip

@@ -78,3 +78,9 @@ def mean_and_rstd(sum, square, shift, length, eps):
     step = sum / length
     variance = tl.maximum(square / length - step * step, 0.0)
     return shift + step, tl.rsqrt(variance + eps), step
+
+
+@triton.jit
+def store_column_sums(ptr, tile, row, cols, N):
+    """Store the sums of a tile's columns as a row of (rows, N)."""
+    tl.store(ptr + row * N + cols, tl.sum(tile, 0)[None, :], mask=cols < N)

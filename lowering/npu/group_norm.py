@@ -146,7 +146,7 @@ def group_norm(call, y, plan):
     shape = tiling.Groups.of(x, call.num_groups)
     if plan is None and shape.a_row:
         x = x.view(shape.batch, shape.C_G)
-        layer_norm.layer_norm(call._replace(x=x), y, None)
+        layer_norm.launch_layer_norm(call._replace(x=x), y, None)
         return
     if plan is None:
         plan = tiling.group_plan("group_norm", shape, x)
@@ -172,7 +172,8 @@ def group_norm_backward(call, dx, dweight, dbias, plan):
     shape = tiling.Groups.of(x, call.num_groups)
     if plan is None and shape.a_row:
         dy, x = (tensor.view(shape.batch, shape.C_G) for tensor in (dy, x))
-        layer_norm.layer_norm_backward(call._replace(dy=dy, x=x), dx, dweight, dbias, None)
+        call = call._replace(dy=dy, x=x)
+        layer_norm.launch_layer_norm_backward(call, dx, dweight, dbias, None)
         return
     if plan is None:
         plan = tiling.group_plan("group_norm_backward", shape, x, dy)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ... import library
+from ..layer_norm import register
+from ..modulation import PLAIN, Modulation, PerSample, PerToken
 from ..sizes import cdiv
 from ..tensors import contiguous
 from . import tiling, wide_backward
 from .kept import kept_mean, kept_or_loaded, kept_row, piece
 from .kept_backward import launch_kept_backward
+from .modulation import by_row_of, modulated_tile, of_one_sample
+from .norm_backward import NormBackward, modulated_backward
 from .partial_sums import partial_sums, summed
 from .tile import (
     lane_counts,
@@ -22,7 +28,7 @@ from .tile import (
     tile_offsets,
     within,
 )
-from .tiling import COSTS, Cost, Kept, launch
+from .tiling import COSTS, Cost, Kept, Plan, launch
 
 COSTS.update(
     {
@@ -63,11 +69,13 @@ def _standardised(x, inside, N, eps, PADDED: tl.constexpr):
     return centred * rstd, rstd
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def _layer_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, eps,
-    PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, y_ptr, M, N, tokens, eps,
+    PADDED: tl.constexpr, ROUNDS: tl.constexpr, BY_ROW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     inside = within(cols, N)
     if weight_ptr is not None:
@@ -83,7 +91,13 @@ def _layer_norm_kernel(
             y = y * weight
         if bias_ptr is not None:
             y = y + bias
-        tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if scale_ptr is not None:
+            if BY_ROW:
+                y = modulated_tile(y, scale_ptr, shift_ptr, start + offsets, mask, dtype, ROUNDS)
+            else:
+                first = row // tokens * N + cols
+                y = modulated_tile(y, scale_ptr, shift_ptr, first, cols < N, dtype, ROUNDS)
+        tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -100,14 +114,16 @@ def _kept_statistics(x_row, N, eps, PADDED: tl.constexpr, SIZE: tl.constexpr):
     return mean, tl.rsqrt(tl.sum(squares, axis=1)[:, None] / N + eps)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def _layer_norm_wide_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, eps,
-    PADDED: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, y_ptr, M, N, tokens, eps,
+    PADDED: tl.constexpr, ROUNDS: tl.constexpr, BY_ROW: tl.constexpr,
+    ROW: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The last pass takes the rows from the buffer if they are kept, and else finds them in the L2
     # cache.
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     counts = lane_counts(cols, N, BLOCK_N)
     weight_row = None
@@ -145,15 +161,25 @@ def _layer_norm_wide_kernel(
                 y = y * kept_or_loaded(weight_row, weight_ptr, N, col, BLOCK_N)
             if bias_ptr is not None:
                 y = y + kept_or_loaded(bias_row, bias_ptr, N, col, BLOCK_N)
-            tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+            if scale_ptr is not None:
+                if BY_ROW:
+                    place = start + offsets
+                    y = modulated_tile(y, scale_ptr, shift_ptr, place, mask, dtype, ROUNDS)
+                else:
+                    place = row // tokens * N + col + cols
+                    left = cols < remaining(N, col, BLOCK_N)
+                    y = modulated_tile(y, scale_ptr, shift_ptr, place, left, dtype, ROUNDS)
+            tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _layer_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, eps,
+@triton.jit
+def _backward_of_rows(
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, first, split, splits, part, eps,
     PADDED: tl.constexpr, REUSES_PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # Every splits-th tile of the M rows from `first` on. The sums are the row `part` of dweight.
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     inside = within(cols, N)
     if weight_ptr is not None:
@@ -162,10 +188,9 @@ def _layer_norm_backward_kernel(
         dweight = tl.zeros((1, BLOCK_N), tl.float32)
     if dbias_ptr is not None:
         dbias = tl.zeros((1, BLOCK_N), tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(split, tl.cdiv(M, BLOCK_M), splits):
         row = tile * BLOCK_M
-        start = row * N
+        start = (first + row) * N
         left = remaining(M, row, BLOCK_M)
         mask = (rows < left) & (cols < N)
         dy = load(dy_ptr + start, offsets, mask)
@@ -194,16 +219,40 @@ def _layer_norm_backward_kernel(
                 projection = tl.sum(product, axis=1)[:, None] / N
                 dx = (g - mean_g - xhat * projection) * rstd
                 tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    sums = program * N
+    sums = part * N
     if dweight_ptr is not None:
         tl.store(dweight_ptr + sums + cols, dweight, mask=cols < N)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + sums + cols, dbias, mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "samples", "splits"])
+def _layer_norm_backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, samples, splits, eps,
+    PADDED: tl.constexpr, REUSES_PRODUCT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    if samples is None:
+        _backward_of_rows(
+            dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+            M, N, 0, program, tl.num_programs(0), program, eps,
+            PADDED, REUSES_PRODUCT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        for item in tl.range(program, samples * splits, tl.num_programs(0)):
+            sample = item % samples
+            _backward_of_rows(
+                dy_ptr, x_ptr, weight_ptr + sample * N, dx_ptr, dweight_ptr, dbias_ptr,
+                M, N, sample * M, item // samples, splits, item, eps,
+                PADDED, REUSES_PRODUCT, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "tokens"])
 def _layer_norm_statistics_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr, M, N, eps,
+    dy_ptr, x_ptr, weight_ptr, scale_ptr, mean_ptr, rstd_ptr, mean_g_ptr, projection_ptr,
+    M, N, tokens, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # One pass: each lane keeps the sum of g * (x - its running mean), and corrects it whenever that
@@ -213,6 +262,9 @@ def _layer_norm_statistics_kernel(
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
+        first = 0
+        if tokens is not None:
+            first = row // tokens * N
         lane_mean = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         m2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         sum_g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -225,7 +277,9 @@ def _layer_norm_statistics_kernel(
             x = load(x_ptr + start, offsets, mask)
             g = load(dy_ptr + start, offsets, mask)
             if weight_ptr is not None:
-                g = g * load(weight_ptr + col, cols, cols < left)
+                g = g * load(weight_ptr + first + col, cols, cols < left)
+            if scale_ptr is not None:
+                g = g * (load(scale_ptr + start, offsets, mask) + 1.0)
             before = lane_mean
             lane_mean, m2 = lanes_updated(x, within(cols, left), chunk + 1, lane_mean, m2)
             product += g * (x - lane_mean) - sum_g * (lane_mean - before)
@@ -241,54 +295,76 @@ def _layer_norm_statistics_kernel(
         tl.store(projection_ptr + row + rows, projection, mask=row_mask)
 
 
-@library.kernel("layer_norm", "npu")
-def layer_norm(call, y, plan):
+def launch_layer_norm(
+    call: Any, y: Tensor, plan: Plan | None, modulation: Modulation = PLAIN
+) -> None:
     x = tiling.rows(call.x)
     weight, bias = contiguous(call.weight), contiguous(call.bias)
     M, N = x.shape
     if plan is None:
-        plan = tiling.plan("layer_norm", N, x, weights=(weight, bias))
-    arguments = (plan, cdiv(M, plan.BLOCK_M), x, weight, bias, y, M, N, call.eps)
+        op = "layer_norm" if modulation.scale is None else "modulated_layer_norm"
+        plan = tiling.plan(op, N, x, *modulation[:2], weights=(weight, bias))
+    plan, by_row = by_row_of(plan, x, modulation)
+    arguments = (
+        plan, cdiv(M, plan.BLOCK_M),
+        x, weight, bias, modulation.scale, modulation.shift, y,
+        M, N, modulation.tokens, call.eps,
+    )  # fmt: skip
+    constants = {"ROUNDS": modulation.rounds, "BY_ROW": by_row}
     if plan.BLOCK_N >= N:
-        launch(_layer_norm_kernel, *arguments, PADDED=plan.BLOCK_N > N)
+        launch(_layer_norm_kernel, *arguments, PADDED=plan.BLOCK_N > N, **constants)
     else:
-        padded = N % plan.BLOCK_N != 0
-        launch(_layer_norm_wide_kernel, *arguments, PADDED=padded, ROW=plan.ROW, KEPT=plan.KEPT)
+        constants |= {"PADDED": N % plan.BLOCK_N != 0, "ROW": plan.ROW, "KEPT": plan.KEPT}
+        launch(_layer_norm_wide_kernel, *arguments, **constants)
 
 
-@library.kernel("layer_norm_backward", "npu")
-def layer_norm_backward(call, dx, dweight, dbias, plan):
+def launch_layer_norm_backward(
+    call: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, plan: Plan | None
+) -> None:
     dy, x, weight = tiling.rows(call.dy), tiling.rows(call.x), contiguous(call.weight)
+    norm = NormBackward(dy, None, x, weight, dx, dweight, dbias, call.eps, 0.0)
+    _launch_backward("layer_norm_backward", norm, plan)
+
+
+def launch_modulated_backward(
+    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
+    dbias: Tensor | None, plan: Plan | None,
+) -> None:  # fmt: skip
+    norm = modulated_backward(call, form, dx, dweight, dbias, 0.0)
+    kernels = "statistics" if isinstance(form, PerToken) else "backward"
+    _launch_backward(f"modulated_layer_norm_{kernels}", norm, plan)
+
+
+def _launch_backward(op: str, norm: NormBackward, forced: Plan | None) -> None:
+    dy, _, x, weight, dx, dweight, dbias, eps, _ = norm[:9]
     M, N = x.shape
-    forced = plan
-    if plan is None:
-        gradients = dweight, dbias
-        plan = tiling.plan("layer_norm_backward", N, x, dy, weights=(weight,), gradients=gradients)
+    plan = norm.plan(op, forced)
     if plan.KEPT:
-        launch_kept_backward(
-            dy, None, x, weight, dx, dweight, dbias, call.eps, 0.0, plan, centred=True
-        )
+        launch_kept_backward(*norm[:9], plan, centred=True)
         return
-    tiles = cdiv(M, plan.BLOCK_M)
-    if plan.BLOCK_N < N:
+    if plan.BLOCK_N < N or norm.token is not None:
         mean, rstd, mean_g, projection = x.new_empty((4, M), dtype=torch.float32)
+        plan = of_one_sample(plan, norm.samples > 1)
         launch(
-            _layer_norm_statistics_kernel, plan, tiles,
-            dy, x, weight, mean, rstd, mean_g, projection,
-            M, N, call.eps,
+            _layer_norm_statistics_kernel, plan, cdiv(M, plan.BLOCK_M),
+            dy, x, weight, norm.scale, mean, rstd, mean_g, projection,
+            M, N, norm.rows_of_weight, eps,
         )  # fmt: skip
         statistics = wide_backward.Statistics(rstd, projection, mean, mean_g)
-        wide_backward.launch_wide_backward(
-            dy, None, x, weight, dx, dweight, dbias, 0.0, statistics, forced
-        )
+        wide_backward.launch_wide_backward(norm, statistics, forced)
         return
-    dweights = partial_sums(dweight, plan.programs(tiles))
-    dbiases = partial_sums(dbias, plan.programs(tiles))
+    splits = norm.splits(plan)
+    dweights, dbiases = partial_sums(dweight, splits), partial_sums(dbias, splits)
     launch(
-        _layer_norm_backward_kernel, plan, tiles,
+        _layer_norm_backward_kernel, plan, splits * norm.samples,
         dy, x, weight, dx, dweights, dbiases,
-        M, N, call.eps,
+        norm.tokens, N, *norm.items(splits), eps,
         PADDED=plan.BLOCK_N > N, REUSES_PRODUCT=plan.BLOCK_N == N and x.element_size() > 2,
     )  # fmt: skip
     summed(dweights, dweight)
     summed(dbiases, dbias)
+
+
+register(
+    "npu", launch_layer_norm, launch_layer_norm_backward, launch_modulated_backward, tiling.rows
+)

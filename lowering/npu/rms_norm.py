@@ -9,13 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rms_norm import register
+from ..modulation import PLAIN, Modulation, PerSample, PerToken
+from ..rms_norm import register, rms_mode
 from ..sizes import cdiv
 from ..tensors import contiguous
 from ..triton_math import rms_rstd, rms_scaled, rms_square
 from . import tiling, wide_backward
 from .kept import kept_or_loaded, kept_row, piece
 from .kept_backward import launch_kept_backward
+from .modulation import by_row_of, modulated_tile, of_one_sample
+from .norm_backward import NormBackward, modulated_backward
 from .partial_sums import partial_sums, summed
 from .tile import load, remaining, tile_offsets, within
 from .tiling import COSTS, Cost, Kept, Plan, launch
@@ -96,10 +99,11 @@ def _piece(x_row, residual_row, col, dtype: tl.constexpr, SIZE: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, eps, offset,
-    CASTING_MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, scale_ptr, shift_ptr, y_ptr, s_ptr, M, N, tokens, eps, offset,
+    CASTING_MODE: tl.constexpr, ROUNDS: tl.constexpr, BY_ROW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
@@ -117,13 +121,20 @@ def _rms_norm_kernel(
         sum_of_squares = tl.sum(rms_square(x, dtype, CASTING_MODE), axis=1)[:, None]
         rstd = rms_rstd(sum_of_squares, N, eps, dtype, CASTING_MODE)
         y = rms_scaled(x, rstd, weight, offset, dtype, CASTING_MODE)
+        if scale_ptr is not None:
+            if BY_ROW:
+                y = modulated_tile(y, scale_ptr, shift_ptr, start + offsets, mask, dtype, ROUNDS)
+            else:
+                first = row // tokens * N + cols
+                y = modulated_tile(y, scale_ptr, shift_ptr, first, cols < N, dtype, ROUNDS)
         tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tokens"])
 def _rms_norm_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, M, N, eps, offset,
-    CASTING_MODE: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, scale_ptr, shift_ptr, y_ptr, s_ptr, M, N, tokens, eps, offset,
+    CASTING_MODE: tl.constexpr, ROUNDS: tl.constexpr, BY_ROW: tl.constexpr,
+    ROW: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The second pass takes the rows from the buffer if they are kept, and else finds them in the L2
@@ -165,23 +176,34 @@ def _rms_norm_wide_kernel(
             if weight_ptr is not None:
                 weight = kept_or_loaded(weight_row, weight_ptr, N, col, BLOCK_N)
             y = rms_scaled(x, rstd, weight, offset, dtype, CASTING_MODE)
+            if scale_ptr is not None:
+                if BY_ROW:
+                    place = start + offsets
+                    y = modulated_tile(y, scale_ptr, shift_ptr, place, mask, dtype, ROUNDS)
+                else:
+                    place = row // tokens * N + col + cols
+                    inside = cols < remaining(N, col, BLOCK_N)
+                    y = modulated_tile(y, scale_ptr, shift_ptr, place, inside, dtype, ROUNDS)
             tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _rms_norm_backward_kernel(
-    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, M, N, eps, offset,
+@triton.jit
+def _backward_of_rows(
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, first, split, splits, part, eps, offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    # Every splits-th tile of the M rows from `first` on. The sums are the row `part` of dweight.
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     if weight_ptr is not None:
         weight = load(weight_ptr, cols, cols < N) + offset
     if dweight_ptr is not None:
         dweight = tl.zeros((1, BLOCK_N), tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    if dbias_ptr is not None:
+        dbias = tl.zeros((1, BLOCK_N), tl.float32)
+    for tile in tl.range(split, tl.cdiv(M, BLOCK_M), splits):
         row = tile * BLOCK_M
-        start = row * N
+        start = (first + row) * N
         left = remaining(M, row, BLOCK_M)
         mask = (rows < left) & (cols < N)
         x = load(x_ptr + start, offsets, mask)
@@ -195,6 +217,8 @@ def _rms_norm_backward_kernel(
         product = dy * xhat
         if dweight_ptr is not None:
             dweight += tl.sum(product, axis=0)[None, :]
+        if dbias_ptr is not None:
+            dbias += tl.sum(dy, axis=0)[None, :]
         if dx_ptr is not None:
             g = dy
             if weight_ptr is not None:
@@ -211,20 +235,46 @@ def _rms_norm_backward_kernel(
             if ds_ptr is not None:
                 dx += load(ds_ptr + start, offsets, mask)
             tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    sums = part * N
     if dweight_ptr is not None:
-        sums = program * N
         tl.store(dweight_ptr + sums + cols, dweight, mask=cols < N)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + sums + cols, dbias, mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "samples", "splits"])
+def _rms_norm_backward_kernel(
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, samples, splits, eps, offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    if samples is None:
+        _backward_of_rows(
+            dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+            M, N, 0, program, tl.num_programs(0), program, eps, offset, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        for item in tl.range(program, samples * splits, tl.num_programs(0)):
+            sample = item % samples
+            _backward_of_rows(
+                dy_ptr, ds_ptr, x_ptr, weight_ptr + sample * N, dx_ptr, dweight_ptr, dbias_ptr,
+                M, N, sample * M, item // samples, splits, item, eps, offset, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "tokens"])
 def _rms_norm_statistics_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, projection_ptr, M, N, eps, offset,
+    dy_ptr, x_ptr, weight_ptr, scale_ptr, rstd_ptr, projection_ptr, M, N, tokens, eps, offset,
     NEEDS_DX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
     for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         row = tile * BLOCK_M
         row_mask = rows < remaining(M, row, BLOCK_M)
+        first = 0
+        if tokens is not None:
+            first = row // tokens * N
         squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for col in tl.range(0, N, BLOCK_N):
@@ -235,7 +285,9 @@ def _rms_norm_statistics_kernel(
             if NEEDS_DX:
                 g = load(dy_ptr + start, offsets, row_mask & col_mask)
                 if weight_ptr is not None:
-                    g *= load(weight_ptr + col, cols, col_mask) + offset
+                    g *= load(weight_ptr + first + col, cols, col_mask) + offset
+                if scale_ptr is not None:
+                    g *= load(scale_ptr + start, offsets, row_mask & col_mask) + 1.0
                 products += g * x
         rstd = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / N + eps)
         tl.store(rstd_ptr + row + rows, rstd, mask=row_mask)
@@ -245,25 +297,31 @@ def _rms_norm_statistics_kernel(
 
 
 def launch_rms_norm(
-    call: Any, residual: Tensor | None, y: Tensor, s: Tensor | None, plan: Plan | None
-) -> None:
+    call: Any, residual: Tensor | None, y: Tensor, s: Tensor | None, plan: Plan | None,
+    modulation: Modulation = PLAIN,
+) -> None:  # fmt: skip
     x, residual, weight = tiling.rows(call.x), tiling.rows(residual), contiguous(call.weight)
     M, N = x.shape
     if plan is None:
         op = "rms_norm_none" if call.casting_mode == "none" else "rms_norm"
         if residual is not None:
             op = "fused_add_rms_norm"
-        plan = tiling.plan(op, N, x, residual, weights=(weight,))
+        if modulation.scale is not None:
+            op = "modulated_rms_norm"
+        plan = tiling.plan(op, N, x, residual, *modulation[:2], weights=(weight,))
+    plan, by_row = by_row_of(plan, x, modulation)
     arguments = (
         plan, cdiv(M, plan.BLOCK_M),
-        x, residual, weight, y, s,
-        M, N, call.eps, call.offset,
+        x, residual, weight, modulation.scale, modulation.shift, y, s,
+        M, N, modulation.tokens, call.eps, call.offset,
     )  # fmt: skip
+    mode = rms_mode(call.casting_mode)
+    constants = {"CASTING_MODE": mode, "ROUNDS": modulation.rounds, "BY_ROW": by_row}
     if plan.whole(N):
-        launch(_rms_norm_kernel, *arguments, CASTING_MODE=call.casting_mode)
+        launch(_rms_norm_kernel, *arguments, **constants)
     else:
         kept = {"ROW": plan.ROW, "KEPT": plan.KEPT}
-        launch(_rms_norm_wide_kernel, *arguments, CASTING_MODE=call.casting_mode, **kept)
+        launch(_rms_norm_wide_kernel, *arguments, **constants, **kept)
 
 
 def launch_rms_norm_backward(
@@ -271,39 +329,50 @@ def launch_rms_norm_backward(
     dweight: Tensor | None, plan: Plan | None,
 ) -> None:  # fmt: skip
     dy, ds, x, weight = *map(tiling.rows, (call.dy, ds, x)), contiguous(call.weight)
+    op = "rms_norm_backward"
+    if ds is not None:
+        op = "add_rms_norm_backward" if dweight is not None else "add_rms_norm_backward_dx"
+    norm = NormBackward(dy, ds, x, weight, dx, dweight, None, call.eps, call.offset)
+    _launch_backward(op, norm, plan)
+
+
+def launch_modulated_backward(
+    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
+    plan: Plan | None,
+) -> None:  # fmt: skip
+    norm = modulated_backward(call, form, dx, dweight, None, call.offset)
+    kernels = "statistics" if isinstance(form, PerToken) else "backward"
+    _launch_backward(f"modulated_rms_norm_{kernels}", norm, plan)
+
+
+def _launch_backward(op: str, norm: NormBackward, forced: Plan | None) -> None:
+    dy, ds, x, weight, dx, dweight, dbias, eps, offset = norm[:9]
     M, N = x.shape
-    forced = plan
-    if plan is None:
-        op = "rms_norm_backward"
-        if ds is not None:
-            op = "add_rms_norm_backward" if dweight is not None else "add_rms_norm_backward_dx"
-        plan = tiling.plan(op, N, x, dy, weights=(weight,), gradients=(dweight,))
+    plan = norm.plan(op, forced)
     if plan.KEPT:
-        launch_kept_backward(
-            dy, ds, x, weight, dx, dweight, None, call.eps, call.offset, plan, centred=False
-        )
+        launch_kept_backward(*norm[:9], plan, centred=False)
         return
-    tiles = cdiv(M, plan.BLOCK_M)
-    if plan.BLOCK_N < N:
+    if plan.BLOCK_N < N or norm.token is not None:
         rstd, projection = x.new_empty((2, M), dtype=torch.float32)
+        plan = of_one_sample(plan, norm.samples > 1)
         launch(
-            _rms_norm_statistics_kernel, plan, tiles,
-            dy, x, weight, rstd, projection,
-            M, N, call.eps, call.offset,
+            _rms_norm_statistics_kernel, plan, cdiv(M, plan.BLOCK_M),
+            dy, x, weight, norm.scale, rstd, projection,
+            M, N, norm.rows_of_weight, eps, offset,
             NEEDS_DX=dx is not None,
         )  # fmt: skip
         statistics = wide_backward.Statistics(rstd=rstd, projection=projection)
-        wide_backward.launch_wide_backward(
-            dy, ds, x, weight, dx, dweight, None, call.offset, statistics, forced
-        )
+        wide_backward.launch_wide_backward(norm, statistics, forced)
         return
-    partial = partial_sums(dweight, plan.programs(tiles))
+    splits = norm.splits(plan)
+    dweights, dbiases = partial_sums(dweight, splits), partial_sums(dbias, splits)
     launch(
-        _rms_norm_backward_kernel, plan, tiles,
-        dy, ds, x, weight, dx, partial,
-        M, N, call.eps, call.offset,
+        _rms_norm_backward_kernel, plan, splits * norm.samples,
+        dy, ds, x, weight, dx, dweights, dbiases,
+        norm.tokens, N, *norm.items(splits), eps, offset,
     )  # fmt: skip
-    summed(partial, dweight)
+    summed(dweights, dweight)
+    summed(dbiases, dbias)
 
 
-register("npu", launch_rms_norm, launch_rms_norm_backward)
+register("npu", launch_rms_norm, launch_rms_norm_backward, launch_modulated_backward, tiling.rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..sizes import cdiv
 from . import tiling
+from .norm_backward import NormBackward
 from .partial_sums import partial_sums, summed
 from .tile import load, remaining, tile_offsets
 from .tiling import COSTS, Cost, Plan, launch
@@ -40,22 +41,34 @@ COSTS.update(
 )
 
 
-@triton.jit(do_not_specialize=["M", "splits"])
+@triton.jit(do_not_specialize=["M", "samples", "splits"])
 def _wide_backward_kernel(
-    dy_ptr, ds_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,
-    mean_g_ptr, projection_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    M, N, splits, offset,
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr,
+    mean_g_ptr, projection_ptr, dx_ptr, dscale_ptr, dweight_ptr, dbias_ptr,
+    M, N, samples, splits, offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
-    # A work item is a chunk of columns and a split: every splits-th tile of rows.
+    # A work item is a chunk of columns, a sample, and a split: every splits-th tile of its rows.
     program = tl.program_id(0).to(tl.int64)
-    for item in tl.range(program, tl.cdiv(N, BLOCK_N) * splits, tl.num_programs(0)):
-        split = item % splits
-        col = (item // splits) * BLOCK_N
+    parts = splits
+    if samples is not None:
+        parts = splits * samples
+    for item in tl.range(program, tl.cdiv(N, BLOCK_N) * parts, tl.num_programs(0)):
+        part = item % parts
+        split = part
+        first = 0
+        weight_row = 0
+        if samples is not None:
+            split = part // samples
+            first = part % samples * M
+            weight_row = part % samples * N
+        col = (item // parts) * BLOCK_N
         col_mask = cols < remaining(N, col, BLOCK_N)
         if weight_ptr is not None:
-            weight = load(weight_ptr + col, cols, col_mask) + offset
+            weight = load(weight_ptr + weight_row + col, cols, col_mask) + offset
+        if bias_ptr is not None:
+            bias = load(bias_ptr + col, cols, col_mask)
         if dweight_ptr is not None:
             dweight = tl.zeros((1, BLOCK_N), tl.float32)
         if dbias_ptr is not None:
@@ -64,13 +77,24 @@ def _wide_backward_kernel(
             row = tile * BLOCK_M
             row_mask = rows < remaining(M, row, BLOCK_M)
             mask = row_mask & col_mask
-            start = row * N + col
-            rstd = load(rstd_ptr + row, rows, row_mask)
+            place = first + row
+            start = place * N + col
+            rstd = load(rstd_ptr + place, rows, row_mask)
             x = load(x_ptr + start, offsets, mask)
             dy = load(dy_ptr + start, offsets, mask)
             if mean_ptr is not None:
-                x -= load(mean_ptr + row, rows, row_mask)
+                x -= load(mean_ptr + place, rows, row_mask)
             xhat = x * rstd
+            if dscale_ptr is not None:
+                y = xhat
+                if weight_ptr is not None:
+                    y = y * weight
+                if bias_ptr is not None:
+                    y = y + bias
+                dscale = (dy * y).to(dscale_ptr.dtype.element_ty)
+                tl.store(dscale_ptr + start + offsets, dscale, mask=mask)
+            if scale_ptr is not None:
+                dy *= load(scale_ptr + start, offsets, mask) + 1.0
             if dweight_ptr is not None:
                 dweight += tl.sum(dy * xhat, axis=0)[None, :]
             if dbias_ptr is not None:
@@ -80,34 +104,32 @@ def _wide_backward_kernel(
                 if weight_ptr is not None:
                     g = dy * weight
                 if mean_ptr is not None:
-                    g -= load(mean_g_ptr + row, rows, row_mask)
-                dx = rstd * (g - xhat * load(projection_ptr + row, rows, row_mask))
+                    g -= load(mean_g_ptr + place, rows, row_mask)
+                dx = rstd * (g - xhat * load(projection_ptr + place, rows, row_mask))
                 if ds_ptr is not None:
                     dx += load(ds_ptr + start, offsets, mask)
                 tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        sums = split * N + col
+        sums = part * N + col
         if dweight_ptr is not None:
             tl.store(dweight_ptr + sums + cols, dweight, mask=col_mask)
         if dbias_ptr is not None:
             tl.store(dbias_ptr + sums + cols, dbias, mask=col_mask)
 
 
-def launch_wide_backward(
-    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
-    dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
-    offset: float, statistics: Statistics, plan: Plan | None,
-) -> None:  # fmt: skip
-    M, N = x.shape
-    plan = plan or tiling.plan("wide_backward", N, x, dy)
-    chunks = cdiv(N, plan.BLOCK_N)
-    splits = plan.splits(cdiv(M, plan.BLOCK_M), chunks)
-    dweights = partial_sums(dweight, splits)
-    dbiases = partial_sums(dbias, splits)
+def launch_wide_backward(norm: NormBackward, statistics: Statistics, plan: Plan | None) -> None:
+    N = norm.x.shape[1]
+    op = "wide_backward" if norm.token is None else "modulated_columns"
+    plan = plan or tiling.plan(op, N, norm.x, norm.dy, norm.scale)
+    chunks = cdiv(N, plan.BLOCK_N) * norm.samples
+    splits = plan.splits(cdiv(norm.tokens, plan.BLOCK_M), chunks)
+    dweights = partial_sums(norm.dweight, splits)
+    dbiases = partial_sums(norm.dbias, splits)
+    scale, dscale, bias = norm.token or (None, None, None)
     launch(
         _wide_backward_kernel, plan, chunks * splits,
-        dy, ds, x, weight, statistics.mean, statistics.rstd,
-        statistics.mean_g, statistics.projection, dx, dweights, dbiases,
-        M, N, splits, offset,
+        norm.dy, norm.ds, norm.x, norm.weight, bias, scale, statistics.mean, statistics.rstd,
+        statistics.mean_g, statistics.projection, norm.dx, dscale, dweights, dbiases,
+        norm.tokens, N, norm.items(splits)[0], splits, norm.offset,
     )  # fmt: skip
-    summed(dweights, dweight)
-    summed(dbiases, dbias)
+    summed(dweights, norm.dweight)
+    summed(dbiases, norm.dbias)

@@ -22,6 +22,7 @@ from . import (
     linear_log_prob,
     log_prob,
     masked_attention,
+    modulated_norm,
     recompute,
     relu_squared,
     rms_norm,
@@ -56,7 +57,9 @@ REWRITES: dict[str, Rewrite] = {
     # Before rms_norm, which would match the part after the subtraction of the mean.
     "layer_norm": layer_norm.rewrite,
     "rms_norm": rms_norm.rewrite,
-    # After rms_norm, because it matches the op that rms_norm inserts.
+    # After layer_norm and rms_norm, whose ops they match, as fused_add_rms_norm does.
+    "modulated_layer_norm": modulated_norm.rewrite_layer_norm,
+    "modulated_rms_norm": modulated_norm.rewrite_rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,
     "group_norm": group_norm.rewrite,
     "clamped_swiglu": clamped_swiglu.rewrite,

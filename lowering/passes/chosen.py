@@ -20,6 +20,9 @@ KEPT_BY_INDUCTOR = frozenset(
         "rms_norm",
         "fused_add_rms_norm",
         "layer_norm",
+        # Not measured.
+        "modulated_layer_norm",
+        "modulated_rms_norm",
         "group_norm",
         "swiglu",
         "geglu",

@@ -22,8 +22,8 @@ from liger_ops.bench.workloads.hyper_connections import (
     deepseek_post_res,
     deepseek_pre,
 )
-from liger_ops.bench.workloads.listed_words import model_head_and_listed_words
 from liger_ops.bench.workloads.layers import model_attn_res
+from liger_ops.bench.workloads.listed_words import model_head_and_listed_words
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
     model_divergence,
@@ -41,6 +41,8 @@ TINY = {
     "embedding": (6, 6, 32),
     "attn_res": (3, 6, 32),
     "tiled_mlp": (7, 16, 50),
+    "modulated_rms_norm": (2, 3, 32),
+    "modulated_layer_norm": (2, 3, 32),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -90,9 +92,11 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
     call = call_of(op, "liger_ops", torch.float32)
 
     def large(tensors: Iterable[Tensor]) -> list[int]:
-        """The coefficients of a hyper-connection, and phi, are small: they have no channels."""
+        """The coefficients of a hyper-connection, and phi, are small: they have no channels. So are
+        the rows of scale and shift, which are for the tokens of a sample."""
         anywhere = not op.startswith("mhc_")
-        found = [t for t in tensors if t.dim() > 1 and (anywhere or t.shape[-1] == shape[-1])]
+        few = 2 if op.startswith("modulated") else 1
+        found = [t for t in tensors if t.dim() > few and (anywhere or t.shape[-1] == shape[-1])]
         return [t.numel() for t in found]
 
     trained = large(t for t in call.tensors if t.requires_grad)
@@ -210,10 +214,11 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         assert log_prob.exp().sum(-1).allclose(torch.tensor(0.9))
         return loss * len(x), None, None, None, None
 
-    distillation = "trl.experimental.async_distillation"
     class Embedding:
         def apply(embeddings: Any, indices: Any) -> Any:
             return F.embedding(indices, embeddings)
+
+    distillation = "trl.experimental.async_distillation"
     modules = {
         f"{distillation}.async_distillation_trainer": {
             "_chunked_jsd_loss": listed_words,
@@ -221,6 +226,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         },
         "liger_kernel.transformers.functional": {
             "liger_rms_norm": lambda x, w, eps, offset, mode, place: rms(x, w, eps, offset),
+            "liger_modulated_rms_norm": lambda x, w, scale, shift, eps, offset, mode, place: (
+                rms(x, w, eps, offset) * (1 + scale[:, None]) + shift[:, None]
+            ),
             "liger_fused_add_rms_norm": liger_add,
             "liger_layer_norm": lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps),
             "liger_group_norm": group,
@@ -263,11 +271,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             )
         },
     }
-    packages = ("liger_kernel", "liger_kernel.transformers", "trl", "trl.trainer", "trl.kernels")
-    for name in (*packages, "trl.experimental", distillation, *modules):
     packages = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.ops")
-    packages += ("liger_kernel.ops.experimental", "trl", "trl.trainer")
-    for name in (*packages, *modules):
+    packages += ("liger_kernel.ops.experimental", "trl", "trl.trainer", "trl.kernels")
+    for name in (*packages, "trl.experimental", distillation, *modules):
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)

@@ -55,6 +55,8 @@ CALLS: dict[str, Call] = {
     "mhc_post_res": lambda x, first: liger_ops.mhc_post_res(
         streams(x), streams(x.detach())[:, 0], *coefficients(x)
     ).reshape(x.shape),
+    "modulated_rms_norm": lambda x, first: liger_ops.modulated_rms_norm(x, *weights()),
+    "modulated_layer_norm": lambda x, first: liger_ops.modulated_layer_norm(x, x.detach()),
     "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
     "softmax": lambda x, first: liger_ops.softmax(x),
     "embedding": lambda x, first: liger_ops.embedding(x, torch.arange(len(x), device=DEVICE)),

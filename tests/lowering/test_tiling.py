@@ -163,6 +163,11 @@ def test_the_grid_stays_below_65536(
     kernel["rms_norm_backward"](x, x, row, 1e-6, 0.0, both)
     kernel["fused_add_rms_norm"](x, x, row)
     kernel["fused_add_rms_norm_backward"](x, x, x, row, 1e-6, 0.0, both)
+    for scale in (row, torch.empty(shape[0], shape[-1])):
+        kernel["modulated_rms_norm"](x, scale)
+        kernel["modulated_rms_norm_backward"](x, x, scale, None, row, 1e-6, 0.0, [True] * 4)
+        kernel["modulated_layer_norm"](x, scale)
+        kernel["modulated_layer_norm_backward"](x, x, scale, None, row, None, 1e-6, [True] * 5)
     groups = (1e-6, True, 1, "silu")
     kernel["gated_rms_norm"](x, x, row, *groups)
     kernel["gated_rms_norm_backward"](x, x, x, row, *groups, all_three)

@@ -80,6 +80,8 @@ def calls() -> Iterator[Callable[[], Any]]:
             for mode in ("llama", "none") if N == 4096 else ("llama",):
                 yield lambda x=x, row=row, mode=mode: kernel["rms_norm"](x, row, 1e-6, 0.0, mode)
             yield lambda x=x, row=row: kernel["fused_add_rms_norm"](x, x, row)
+            if N in (4096, 32768):
+                yield from modulated_calls(kernel, x, row)
             for first in (True, False):
                 args, options = (x, x, row), (1e-6, first, None, "silu")
                 yield lambda args=args, options=options: kernel["gated_rms_norm"](*args, *options)
@@ -160,6 +162,19 @@ def hyper_connection_calls(
         yield partial(kernel["mhc_post_res_backward"], x, x, f_out, h, h_res, [True] * 4)
         yield partial(kernel["mhc_coeffs_forward"], *mix)
         yield partial(kernel["mhc_coeffs_backward"], h, h, h_res, *mix, *saved)
+
+
+def modulated_calls(kernel: Any, x: Any, row: Any) -> Iterator[Callable[[], Any]]:
+    """A row of scale and shift for each sample, and for each row of x."""
+    for scale in (x[:2], x):
+        for op, weights, options in (
+            ("modulated_rms_norm", (row,), (1e-6, 0.0)),
+            ("modulated_layer_norm", (row, row), (1e-6,)),
+        ):
+            args = (x, scale, scale, *weights)
+            yield partial(kernel[op], *args)
+            mask = [True] * len(args)
+            yield partial(kernel[f"{op}_backward"], x, *args, *options, mask)
 
 
 def activation_calls(

@@ -269,6 +269,27 @@ GROUPED_NORM = Forms(
     ),
 )
 
+
+def modulated(*options: Fields, plain: Fields, gradients: int, counted: bool) -> Forms:
+    """Rows of three samples: narrow, as in DiT, Flux and Wan, and that fit no tile."""
+    widths = (100, 1152, 3072, 5120, 131072)
+    subsets = ((0,), (1,), (2,), tuple(range(1, gradients)))
+    return Forms(
+        shapes=tuple({"shape": (3, 1024, N)} for N in widths),
+        options=({**plain, "casting_mode": "float32", "scale_dtype": FP32}, plain, *options),
+        backward_options=tuple(
+            {**plain, "output_mask": tuple(i in subset for i in range(5))} for subset in subsets
+        ),
+        optional_at=(1, 2, 3),
+        counted={2: {"shape": (1, 3, 3072)}, 3: {"shape": (1, 2, 5120)}} if counted else {},
+        executed=(
+            {"shape": (3, 2, 300), "tile": (4, 64)},
+            {"shape": (2, 3, 100), "tile": (2, 128)},
+            {"shape": (2, 3, 5000)},
+        ),
+    )
+
+
 HEADS = {"k_heads": 8, "layout": "model", "k_layout": "model", "tables": "batch"}
 ROPES = tuple(
     {"shape": (2, heads, 2048, D), "rotary": R, **HEADS}
@@ -389,6 +410,16 @@ OWN_FORMS = {
     "layer_norm": rows(
         FP32_WEIGHTS, {"bias_dtype": None}, backward=({**PLAIN, **DX_ALONE}, *masks(3))
     ),
+    **{
+        f"modulated_rms_norm{form}": modulated(
+            *MODES, plain=WEIGHTLESS, gradients=4, counted=form == ""
+        )
+        for form in ("", "-sample", "-token")
+    },
+    **{
+        f"modulated_layer_norm{form}": modulated(plain=PLAIN, gradients=5, counted=form == "")
+        for form in ("", "-sample", "-token")
+    },
     "group_norm": Forms(
         shapes=GROUPS,
         options=(FP32_WEIGHTS,),

@@ -15,6 +15,7 @@ import linear_log_prob_cases
 import linear_top_k_divergence_cases
 import log_prob_cases
 import mhc_cases
+import modulated_norm_cases
 import norm_cases
 import rope_cases
 import softmax_cases
@@ -26,6 +27,7 @@ OPS: dict[str, OpUnderTest] = {
     for op in (
         *norm_cases.OPS,
         *gated_norm_cases.OPS,
+        *modulated_norm_cases.OPS,
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,

@@ -13,6 +13,7 @@ from divergence_cases import DivergenceCase
 from embedding_cases import EmbeddingCase
 from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
+from modulated_norm_cases import ModulatedCase, modulated
 from norm_cases import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
 from rope_cases import RopeCase
@@ -76,6 +77,18 @@ def fused_add_rms_norms() -> st.SearchStrategy[NormCase]:
 
 def layer_norms() -> st.SearchStrategy[NormCase]:
     return row_norms(has_offset=False, has_bias=True, has_residual=False, mask_length=3)
+
+
+@st.composite
+def modulated_norms(draw: st.DrawFn, norms: st.SearchStrategy[NormCase]) -> ModulatedCase:
+    case = draw(norms)
+    return modulated(
+        case,
+        casting_mode=draw(st.sampled_from((case.casting_mode, "float32"))),
+        scale_dtype=draw(st.sampled_from((case.dtype, torch.float32))),
+        shift_dtype=draw(st.sampled_from((case.dtype, torch.float32, None))),
+        output_mask=tuple(draw(st.booleans()) for _ in range(5)),
+    )
 
 
 @st.composite

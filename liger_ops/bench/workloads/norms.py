@@ -1,7 +1,8 @@
-"""rms_norm, fused_add_rms_norm, gated_rms_norm, layer_norm, group_norm."""
+"""rms_norm, fused_add_rms_norm, gated_rms_norm, the modulated norms, layer_norm, group_norm."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Entry, Function, leaves, moved, wide
+from .entry import Draw, Entry, Function, Shape, leaves, moved, wide
 from .models import HIDDEN, TOKENS
 
 EPS = 1e-6
@@ -30,6 +31,40 @@ def llama_add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Ten
 
 def qwen3_next_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return (llama_norm(x, weight) * F.silu(wide(gate))).to(x.dtype)
+
+
+def adaptive_rms_norm(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor) -> Tensor:
+    return llama_norm(x, weight) * (1 + scale[:, None]) + shift[:, None]
+
+
+def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], None, None, EPS) * (1 + scale[:, None]) + shift[:, None]
+
+
+def _samples(weights: int) -> Callable[[Draw, Shape], list[Tensor]]:
+    """x of (batch, tokens, N), scale and shift of (batch, N), and vectors."""
+
+    def inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+        batch, _, N = shape
+        return [draw.leaf(*size) for size in (shape, (batch, N), (batch, N), *[(N,)] * weights)]
+
+    return inputs
+
+
+# Images or latent frames of models, in a batch that fills a GPU.
+DIFFUSION = {
+    "dit-xl": (64, 256, 1152),
+    "sd3-medium": (8, 4096, 1536),
+    "flux-dev": (4, 4608, 3072),
+    "wan-14b": (1, 32760, 5120),
+}
+
+
+def _liger_modulated_rms_norm(liger: Any) -> Function:
+    function = liger.liger_modulated_rms_norm
+    return lambda x, scale, shift, weight: function(
+        x, weight, scale, shift, EPS, 0.0, "llama", False
+    )
 
 
 def _liger_rms_norm(liger: Any) -> Function:
@@ -84,6 +119,29 @@ ENTRIES = (
         # The heads of Qwen3-Next, and the widths of Mamba 2.
         figures=((TOKENS * 32, 128), (32768, 4096), (16384, 8192)),
         models={"qwen3-next-80b": (TOKENS * 32, 128), "mamba2-2.7b": (TOKENS, 5120)},
+    ),
+    Entry(
+        op="modulated_rms_norm",
+        ours=lambda x, scale, shift, weight: liger_ops.modulated_rms_norm(
+            x, scale, shift, weight, EPS
+        ),
+        eager=adaptive_rms_norm,
+        peers={"liger-kernel": _liger_modulated_rms_norm},
+        dims=("batch", "T", "N"),
+        inputs=_samples(1),
+        figures=((8, 4096, 1536), (4, 4608, 3072)),
+        models=DIFFUSION,
+        small=(2, 512, 3072),
+    ),
+    Entry(
+        op="modulated_layer_norm",
+        ours=lambda x, scale, shift: liger_ops.modulated_layer_norm(x, scale, shift, eps=EPS),
+        eager=adaptive_layer_norm,
+        dims=("batch", "T", "N"),
+        inputs=_samples(0),
+        figures=((8, 4096, 1536), (4, 4608, 3072)),
+        models=DIFFUSION,
+        small=(2, 512, 3072),
     ),
     Entry(
         op="layer_norm",

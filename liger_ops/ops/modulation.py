@@ -1,0 +1,50 @@
+"""Modulation of a norm's result: AdaLN's y * (1 + scale) + shift."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def samples_of(scale: Tensor) -> int:
+    """How many rows scale has: one for the tokens of each sample, in the order of x's rows."""
+    return math.prod(scale.shape[:-1])
+
+
+def by_sample(x: Tensor, scale: Tensor) -> Tensor:
+    """x as (samples, tokens of a sample, N)."""
+    samples = samples_of(scale)
+    tokens = math.prod(x.shape[:-1]) // samples if samples else 0
+    return x.reshape(samples, tokens, x.shape[-1])
+
+
+def _rows(scale: Tensor) -> Tensor:
+    """scale or shift as (samples, 1, N)."""
+    return scale.reshape(samples_of(scale), 1, scale.shape[-1])
+
+
+def modulated(y: Tensor, scale: Tensor, shift: Tensor | None, casting_mode: str) -> Tensor:
+    """y * (1 + scale) + shift, in the dtype that PyTorch's promotion gives; in the casting mode
+    "float32" y has the dtype to compute in."""
+    if casting_mode == "float32":
+        scale, shift = scale.to(y.dtype), None if shift is None else shift.to(y.dtype)
+    rows = by_sample(y, scale) * (1 + _rows(scale))
+    if shift is not None:
+        rows = rows + _rows(shift)
+    return rows.reshape(y.shape)
+
+
+def modulation_gradients(
+    dy: Tensor, y: Tensor, scale: Tensor, shift: Tensor | None, output_mask: list[bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dy * (1 + scale), the gradient of y, which is the norm's result; and those of scale and
+    shift, the second and third of output_mask. dy and y have the dtype to compute in."""
+    dy_rows = by_sample(dy, scale)
+    dscale = dshift = None
+    if output_mask[1]:
+        dscale = (dy_rows * by_sample(y, scale)).sum(1).reshape(scale.shape).to(scale.dtype)
+    if output_mask[2] and shift is not None:
+        dshift = dy_rows.sum(1).reshape(shift.shape).to(shift.dtype)
+    factor = 1 + _rows(scale).to(dy.dtype)
+    return (dy_rows * factor).reshape(dy.shape), dscale, dshift

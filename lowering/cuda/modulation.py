@@ -1,0 +1,40 @@
+"""@triton.jit helpers of norms with a modulation, and of norms of each sample by itself."""
+
+import triton
+import triton.language as tl
+
+from ..triton_math import modulated
+
+
+@triton.jit
+def modulated_row(
+    y, modulation, sample, cols, mask,
+    dtype: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """y * (1 + scale) + shift with the rows `sample` of scale and shift."""
+    scale_ptr, shift_ptr, stride_scale, stride_shift = modulation
+    scale = tl.load(scale_ptr + sample * stride_scale + cols, mask=mask, other=0.0)
+    shift = None
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + sample * stride_shift + cols, mask=mask, other=0.0)
+    return modulated(y, scale, shift, dtype, ROUNDS)
+
+
+@triton.jit
+def own_sample(samples, M):
+    """The program's index in the grid; its index among the programs of its sample and their number;
+    and the first of the M rows of the sample. There is one sample if `samples` is None."""
+    part = tl.program_id(0).to(tl.int64)
+    if samples is not None:
+        return part, part // samples, tl.num_programs(0) // samples, part % samples * M
+    else:
+        return part, part, tl.num_programs(0), part * 0
+
+
+@triton.jit
+def moved(ptr, distance):
+    """ptr + distance, or None."""
+    if ptr is not None:
+        return ptr + distance
+    else:
+        return ptr

@@ -1,0 +1,196 @@
+"""modulated_layer_norm against float64 truth, and the code of diffusion models that it replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kernel_tests
+import liger_ops
+import modulated_blocks as blocks
+import op_checks
+import strategies
+from modulated_norm_cases import ModulatedCase
+from op_table import OPS
+from op_under_test import FOLDERS
+
+OP = OPS["modulated_layer_norm-sample"]
+FORMS = kernel_tests.every_form("modulated_layer_norm")
+CASES = strategies.modulated_norms(strategies.layer_norms())
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(FORMS, CASES)
+test_backward_matches_truth = kernel_tests.backward_matches_truth(FORMS, CASES)
+test_properties = kernel_tests.properties(kernel_tests.every_folder(OP), CASES)
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_wide_rows_by_the_host_codes_own_plan(folder: str) -> None:
+    dtype = torch.bfloat16
+    case = ModulatedCase(
+        shape=(2, 2, 17001), dtype=dtype, weight_dtype=dtype, shift_dtype=dtype, layout="sliced"
+    )
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dit": (blocks.dit, {}),
+    "zero": (blocks.zero, {}),
+    "continuous": (blocks.continuous, {}),
+    "wan": (blocks.wan, {"casting_mode": "float32"}),
+}
+
+
+def inputs(name: str, dtype: torch.dtype, per_token: bool = False) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 64).to(dtype)
+    if name != "wan":
+        return x, *(torch.randn(3, 64).to(dtype) for _ in range(2))
+    return x, *torch.randn(2, 3, 5 if per_token else 1, 64)
+
+
+@pytest.mark.parametrize("affine", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_definition_is_the_blocks_code(name: str, dtype: torch.dtype, affine: bool) -> None:
+    """Half precision rounds where the blocks do. ATen sums a row in another order."""
+    block, options = BLOCKS[name]
+    for per_token in (False, True):
+        x, scale, shift = inputs(name, dtype, per_token)
+        kind = blocks.FP32LayerNorm if name == "wan" else nn.LayerNorm
+        norm = kind(64, 1e-6, elementwise_affine=affine)
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+        norm = norm if name == "wan" else norm.to(dtype)
+        expected = block(norm, x, scale, shift)
+        y = liger_ops.modulated_layer_norm(x, scale, shift, norm.weight, norm.bias, 1e-6, **options)
+        if dtype is torch.float32:
+            torch.testing.assert_close(y, expected)
+        else:
+            # A value beside the middle of two others may round to the other of them.
+            assert (y != expected).float().mean() < 0.005
+            torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+
+
+def test_each_casting_mode_rounds_in_its_own_places() -> None:
+    """The test above would fail with the other mode."""
+    x, scale, shift = inputs("wan", torch.bfloat16)
+    modes = [
+        liger_ops.modulated_layer_norm(x, scale, shift, casting_mode=mode)
+        for mode in ("torch", "float32")
+    ]
+    assert (modes[0] != modes[1]).float().mean() > 0.05
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("mode", ("torch", "float32"))
+@pytest.mark.parametrize("wide", (False, True))
+@pytest.mark.device_kernels
+def test_kernels_round_where_the_definition_does(folder: str, mode: str, wide: bool) -> None:
+    case = ModulatedCase(
+        shape=(2, 3, 300), dtype=torch.bfloat16, scale_dtype=torch.float32 if wide else None,
+        shift_dtype=torch.bfloat16, casting_mode="llama" if mode == "torch" else mode,
+    )  # fmt: skip
+    args = OP.forward_args(case, OP.tensors(case))
+    (y,) = op_checks.run_kernel(OP, folder, False, case, args)
+    assert (y != OP.definition(*args)).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradient_is_that_of_the_blocks_code(name: str) -> None:
+    block, options = BLOCKS[name]
+    tensors = inputs(name, torch.float32)
+    norm = nn.LayerNorm(64, 1e-6)
+    ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+    dy = torch.randn(3, 5, 64)
+    y = liger_ops.modulated_layer_norm(*ours, norm.weight, norm.bias, 1e-6, **options)
+    found = torch.autograd.grad(y, [*ours, *norm.parameters()], dy)
+    expected = torch.autograd.grad(block(norm, *theirs), [*theirs, *norm.parameters()], dy)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_a_flattened_batch() -> None:
+    """(M, N) with (B, N) is (B, M / B, N) with (B, N), and with (B, 1, N)."""
+    x, scale, shift = inputs("dit", torch.float32)
+    y = liger_ops.modulated_layer_norm(x, scale, shift)
+    assert torch.equal(liger_ops.modulated_layer_norm(x, scale[:, None], shift[:, None]), y)
+    assert torch.equal(
+        liger_ops.modulated_layer_norm(x.flatten(0, 1), scale, shift), y.flatten(0, 1)
+    )
+    frames = x[:, None].expand(3, 2, 5, 64)
+    per_frame = torch.stack((scale, scale), 1)
+    y = y[:, None].expand(3, 2, 5, 64)
+    assert torch.equal(
+        liger_ops.modulated_layer_norm(frames, per_frame, per_frame * 0 + shift[:, None]), y
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_rows(folder: str) -> None:
+    """scale has elements where x has none: its gradient is 0."""
+    x, scale = torch.empty(0, 5, 8), torch.ones(8)
+    kernel = OP.kernel(folder, backward=True)
+    assert OP.kernel(folder)(x, scale).shape == x.shape
+    _, dscale, dshift, dweight, dbias = kernel(
+        x, x, scale, scale, scale, scale, 1e-6, [True] * 5, plan=None
+    )
+    for gradient in (dscale, dshift, dweight, dbias):
+        assert torch.equal(gradient, torch.zeros(8))
+
+
+def test_module_is_the_op() -> None:
+    module = liger_ops.nn.ModulatedLayerNorm(64, 1e-3, "float32", True)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x, scale, shift = inputs("dit", torch.bfloat16)
+    expected = liger_ops.modulated_layer_norm(
+        x, scale, shift, module.weight, module.bias, 1e-3, "float32"
+    )
+    assert torch.equal(module(x, scale, shift), expected)
+    assert repr(module) == (
+        "ModulatedLayerNorm(64, eps=0.001, casting_mode='float32', elementwise_affine=True,"
+        " bias=True)"
+    )
+    module.reset_parameters()
+    bare = liger_ops.nn.ModulatedLayerNorm(64, 1e-3, "float32")
+    assert not list(bare.parameters())
+    assert torch.equal(module(x, scale), bare(x, scale))
+    assert liger_ops.nn.ModulatedLayerNorm(64, elementwise_affine=True, bias=False).bias is None
+    with pytest.raises(ValueError, match=r"^ModulatedLayerNorm: x must be \(\.\.\., 64\)"):
+        bare(x[..., :4], scale[..., :4])
+    with pytest.raises(ValueError, match="casting_mode must be one of 'torch', 'float32', got 'l'"):
+        liger_ops.nn.ModulatedLayerNorm(64, casting_mode="l")
+
+
+def test_rejects() -> None:
+    x = torch.zeros(2, 3, 8)
+    for args, message in (
+        (
+            (x, torch.zeros(3, 8)),
+            "modulated_layer_norm: scale must be (N,), or x's first dimensions and N, for x of"
+            " shape (2, 3, 8), got (3, 8)",
+        ),
+        (
+            (x, torch.zeros(1, 3, 8)),
+            "modulated_layer_norm: scale must be (N,), or x's first dimensions and N, for x of"
+            " shape (2, 3, 8), got (1, 3, 8)",
+        ),
+        (
+            (x[0], torch.zeros(2, 8)),
+            "modulated_layer_norm: scale must be (N,), or x's first dimensions and N, for x of"
+            " shape (3, 8), got (2, 8)",
+        ),
+        (
+            (x, torch.zeros(2, 8), torch.zeros(8)),
+            "modulated_layer_norm: shift must have the shape of scale, (2, 8), got (8,)",
+        ),
+        (
+            (x, torch.zeros(8), None, None, None, -1.0),
+            "modulated_layer_norm: eps must be a number of at least 0, got -1.0",
+        ),
+    ):
+        op_checks.assert_rejects(OP, args, message)

@@ -1,0 +1,94 @@
+"""modulated_rms_norm against float64 truth, and the code of diffusion models that it replaces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import kernel_tests
+import liger_ops
+import modulated_blocks as blocks
+import op_checks
+import strategies
+from modulated_norm_cases import ModulatedCase
+from op_table import OPS
+from op_under_test import FOLDERS
+
+OP = OPS["modulated_rms_norm-sample"]
+FORMS = kernel_tests.every_form("modulated_rms_norm")
+CASES = strategies.modulated_norms(strategies.rms_norms())
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(FORMS, CASES)
+test_backward_matches_truth = kernel_tests.backward_matches_truth(FORMS, CASES)
+test_properties = kernel_tests.properties(kernel_tests.every_folder(OP), CASES)
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("form", ("sample", "token"))
+def test_wide_rows_by_the_host_codes_own_plan(folder: str, form: str) -> None:
+    op, dtype = OPS[f"modulated_rms_norm-{form}"], torch.bfloat16
+    case = ModulatedCase(
+        shape=(2, 2, 17001), dtype=dtype, weight_dtype=dtype, shift_dtype=dtype, layout="sliced"
+    )
+    op_checks.assert_forward_matches_truth(op, folder, case)
+    op_checks.assert_backward_matches_truth(op, folder, case)
+
+
+@pytest.mark.parametrize("affine", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_definition_is_the_blocks_code(dtype: torch.dtype, affine: bool) -> None:
+    """Bit for bit. The norm without a weight is Mochi's, and that with one Lumina's."""
+    torch.manual_seed(0)
+    x, scale, shift = (torch.randn(3, *size).to(dtype) for size in ((5, 64), (64,), (64,)))
+    norm = blocks.RMSNorm(64, 1e-5, affine).to(dtype)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    y = liger_ops.modulated_rms_norm(x, scale, shift, norm.weight, 1e-5)
+    assert torch.equal(y, blocks.zero(norm, x, scale, shift))
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("mode", ("llama", "gemma", "float32"))
+def test_kernels_round_where_the_definition_does(folder: str, mode: str) -> None:
+    case = ModulatedCase(
+        shape=(2, 3, 300), dtype=torch.bfloat16, weight_dtype=torch.bfloat16,
+        shift_dtype=torch.bfloat16, casting_mode=mode,
+    )  # fmt: skip
+    args = OP.forward_args(case, OP.tensors(case))
+    (y,) = op_checks.run_kernel(OP, folder, False, case, args)
+    assert (y != OP.definition(*args)).float().mean() < 0.01
+
+
+def test_module_is_the_op() -> None:
+    module = liger_ops.nn.ModulatedRMSNorm(8, 1e-3, 1.0, "gemma")
+    torch.manual_seed(0)
+    x, scale = torch.randn(3, 8), torch.randn(3, 8)
+    assert torch.equal(module(x, scale, x), liger_ops.modulated_rms_norm(x, scale, x, eps=1e-3))
+    nn.init.normal_(module.weight)
+    expected = liger_ops.modulated_rms_norm(x, scale, None, module.weight, 1e-3, 1.0, "gemma")
+    assert torch.equal(module(x, scale), expected)
+    assert repr(module) == (
+        "ModulatedRMSNorm(8, eps=0.001, offset=1.0, casting_mode='gemma', elementwise_affine=True)"
+    )
+    liger_ops.nn.ModulatedRMSNorm(None, casting_mode="float32", elementwise_affine=False)
+    with pytest.raises(ValueError, match="must be one of 'llama', 'gemma', 'none', 'float32', got"):
+        liger_ops.nn.ModulatedRMSNorm(8, casting_mode="torch")
+
+
+def test_rejects() -> None:
+    x = torch.zeros(2, 3, 8)
+    for args, message in (
+        (
+            (x, torch.zeros(2, 7)),
+            "modulated_rms_norm: scale must be (N,), or x's first dimensions and N, for x of"
+            " shape (2, 3, 8), got (2, 7)",
+        ),
+        (
+            (x, torch.zeros(8), None, None, 1e-6, 1.0),
+            "modulated_rms_norm: offset must be 0 without a weight to add it to, got 1.0",
+        ),
+    ):
+        op_checks.assert_rejects(OP, args, message)
