@@ -12,6 +12,7 @@ from .ops.fused_add_rms_norm import fused_add_rms_norm
 from .ops.gated_rms_norm import gated_rms_norm
 from .ops.layer_norm import layer_norm
 from .ops.group_norm import group_norm
+from .ops.dyt import dyt
 from .ops.swiglu import swiglu
 from .ops.clamped_swiglu import clamped_swiglu
 from .ops.geglu import geglu

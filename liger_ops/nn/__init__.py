@@ -4,6 +4,7 @@ from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
 from .distribution_losses import JSD, TVD, KLDiv
 from .divergence import Divergence
+from .dyt import DyT
 from .gated_rms_norm import GatedRMSNorm
 from .group_norm import GroupNorm
 from .layer_norm import LayerNorm
@@ -22,6 +23,7 @@ __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyOutput",
     "Divergence",
+    "DyT",
     "FusedAddRMSNorm",
     "GatedRMSNorm",
     "GroupNorm",

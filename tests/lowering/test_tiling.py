@@ -166,6 +166,8 @@ def test_the_grid_stays_below_65536(
     groups = (1e-6, True, 1, "silu")
     kernel["gated_rms_norm"](x, x, row, *groups)
     kernel["gated_rms_norm_backward"](x, x, x, row, *groups, all_three)
+    kernel["dyt"](x, row[:1], row, row)
+    kernel["dyt_backward"](x, x, row[:1], row, row, [True] * 4)
     kernel["swiglu"](x, x)
     kernel["clamped_swiglu_backward"](x, x, x, 1.702, 7.0, 1.0, False, both)
     kernel["relu_squared_backward"](x, x)

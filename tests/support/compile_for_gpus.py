@@ -93,6 +93,10 @@ def calls() -> Iterator[Callable[[], Any]]:
             )
             yield lambda x=x, row=row: kernel["layer_norm_backward"](x, x, row, row, 1e-5, yes)
         for N in (100, 4096):
+            x, row = torch.empty(4, N, dtype=dtype), torch.empty(N, dtype=dtype)
+            args = (x, torch.empty(1, dtype=dtype), row, row)
+            yield lambda args=args: kernel["dyt"](*args)
+            yield lambda args=args: kernel["dyt_backward"](args[0], *args, [True] * 4)
             yield from activation_calls(kernel, torch.empty(4, N, dtype=dtype))
         for N in (100, 4096, 32768, 65536):
             x = torch.empty(4, N, dtype=dtype)

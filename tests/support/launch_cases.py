@@ -341,6 +341,18 @@ OWN_FORMS = {
     "layer_norm": rows(
         FP32_WEIGHTS, {"bias_dtype": None}, backward=({**PLAIN, **DX_ALONE}, *masks(3))
     ),
+    "dyt": rows(
+        {"gamma_dtype": FP32, "beta_dtype": None},
+        backward=tuple(
+            {"output_mask": mask}
+            for mask in (
+                (True, False, False, False),
+                (False, True, False, False),
+                (False, False, False, True),
+                (False, True, True, True),
+            )
+        ),
+    ),
     "group_norm": Forms(
         shapes=GROUPS,
         options=(FP32_WEIGHTS,),

@@ -6,6 +6,7 @@ import activation_cases
 import cross_entropy_cases
 import distribution_cases
 import divergence_cases
+import dyt_cases
 import gated_norm_cases
 import linear_cross_entropy_cases
 import linear_divergence_cases
@@ -21,6 +22,7 @@ OPS: dict[str, OpUnderTest] = {
     for op in (
         *norm_cases.OPS,
         *gated_norm_cases.OPS,
+        *dyt_cases.OPS,
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,

@@ -9,6 +9,7 @@ from activation_cases import ActivationCase
 from cross_entropy_cases import LossCase
 from distribution_cases import DistributionCase
 from divergence_cases import DivergenceCase
+from dyt_cases import DytCase
 from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
 from norm_cases import NormCase
@@ -95,6 +96,27 @@ def gated_rms_norms(draw: st.DrawFn) -> GatedNormCase:
         layout=draw(st.sampled_from(X_LAYOUTS)),
         dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
         output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def dyts(draw: st.DrawFn) -> DytCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    return DytCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        alpha=draw(st.sampled_from((0.5, -1.0, 0.01))),
+        alpha_shape=draw(st.sampled_from(((1,), ()))),
+        gamma_dtype=draw(st.sampled_from((None, torch.float32))),
+        beta_dtype=draw(st.sampled_from((dtype, torch.float32, None))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(4)),
         tile=tile,
         scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
         seed=draw(st.integers(0, 2**31)),

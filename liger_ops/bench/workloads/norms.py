@@ -1,4 +1,4 @@
-"""rms_norm, fused_add_rms_norm, gated_rms_norm, layer_norm, group_norm."""
+"""rms_norm, fused_add_rms_norm, gated_rms_norm, layer_norm, group_norm, dyt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Entry, Function, leaves, moved, wide
+from .entry import Draw, Entry, Function, Shape, leaves, moved, wide
 from .models import HIDDEN, TOKENS
 
 EPS = 1e-6
@@ -30,6 +30,14 @@ def llama_add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Ten
 
 def qwen3_next_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return (llama_norm(x, weight) * F.silu(wide(gate))).to(x.dtype)
+
+
+def model_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return torch.tanh(alpha * x) * gamma + beta
+
+
+def _dyt_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+    return [draw.leaf(*size) for size in (shape, (1,), shape[1:], shape[1:])]
 
 
 def _liger_rms_norm(liger: Any) -> Function:
@@ -84,6 +92,16 @@ ENTRIES = (
         # The heads of Qwen3-Next, and the widths of Mamba 2.
         figures=((TOKENS * 32, 128), (32768, 4096), (16384, 8192)),
         models={"qwen3-next-80b": (TOKENS * 32, 128), "mamba2-2.7b": (TOKENS, 5120)},
+    ),
+    Entry(
+        op="dyt",
+        ours=liger_ops.dyt,
+        eager=model_dyt,
+        peers={"liger-kernel": "liger_dyt"},
+        inputs=_dyt_inputs,
+        figures=((32768, 4096), (8192, 16384)),
+        # The widths of ViT-B and ViT-L, in which its authors use it, and of their LLaMA.
+        models={"vit-b": (TOKENS, 768), "vit-l": (TOKENS, 1024), "llama-7b": (TOKENS, 4096)},
     ),
     Entry(
         op="layer_norm",
