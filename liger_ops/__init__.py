@@ -13,6 +13,7 @@ from .ops.gated_rms_norm import gated_rms_norm
 from .ops.layer_norm import layer_norm
 from .ops.group_norm import group_norm
 from .ops.dyt import dyt
+from .ops.poly_norm import poly_norm
 from .ops.swiglu import swiglu
 from .ops.clamped_swiglu import clamped_swiglu
 from .ops.geglu import geglu

@@ -11,6 +11,7 @@ from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .linear_divergence import LinearDivergence
 from .log_prob import LinearLogProb, LogProb
+from .poly_norm import PolyNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -34,6 +35,7 @@ __all__ = [
     "LinearLogProb",
     "LogProb",
     "LogSoftmax",
+    "PolyNorm",
     "RMSNorm",
     "ReLUSquared",
     "Rope",

@@ -44,6 +44,7 @@ CALLS: dict[str, Call] = {
     "gated_rms_norm": lambda x, first: liger_ops.gated_rms_norm(x, x.detach(), weights()[0]),
     "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
     "dyt": lambda x, first: liger_ops.dyt(x, weights()[0][:1], *weights()),
+    "poly_norm": lambda x, first: liger_ops.poly_norm(x, weights()[0][:3], weights()[1][:1]),
     "softmax": lambda x, first: liger_ops.softmax(x),
     "swiglu": lambda x, first: liger_ops.swiglu(x),
     "relu_squared": lambda x, first: liger_ops.relu_squared(x),

@@ -168,6 +168,8 @@ def test_the_grid_stays_below_65536(
     kernel["gated_rms_norm_backward"](x, x, x, row, *groups, all_three)
     kernel["dyt"](x, row[:1], row, row)
     kernel["dyt_backward"](x, x, row[:1], row, row, [True] * 4)
+    kernel["poly_norm"](x, torch.empty(3))
+    kernel["poly_norm_backward"](x, x, torch.empty(3), torch.empty(1), 1e-6, all_three)
     kernel["swiglu"](x, x)
     kernel["clamped_swiglu_backward"](x, x, x, 1.702, 7.0, 1.0, False, both)
     kernel["relu_squared_backward"](x, x)

@@ -86,6 +86,10 @@ def calls() -> Iterator[Callable[[], Any]]:
                 yield lambda args=args, options=options: kernel["gated_rms_norm_backward"](
                     args[0], *args, *options, yes
                 )
+            yield lambda x=x, row=row: kernel["poly_norm"](x, row[:3], row[:1])
+            yield lambda x=x, row=row: kernel["poly_norm_backward"](
+                x, x, row[:3], row[:1], 1e-6, yes
+            )
             yield lambda x=x, row=row: kernel["layer_norm"](x, row, row)
             yield lambda x=x, row=row: kernel["rms_norm_backward"](x, x, row, 1e-6, 0.0, both)
             yield lambda x=x, row=row: kernel["fused_add_rms_norm_backward"](

@@ -353,6 +353,11 @@ OWN_FORMS = {
             )
         ),
     ),
+    # Rows of 9000 fit no tile, and are kept in the dtype that they are stored in.
+    "poly_norm": replace(
+        rows({"weight_dtype": FP32, "bias_dtype": None}, backward=(DX_ALONE, *masks(3))),
+        executed=(*EXECUTED_ROWS, {"shape": (3, 9000)}),
+    ),
     "group_norm": Forms(
         shapes=GROUPS,
         options=(FP32_WEIGHTS,),

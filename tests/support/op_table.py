@@ -13,6 +13,7 @@ import linear_divergence_cases
 import linear_log_prob_cases
 import log_prob_cases
 import norm_cases
+import poly_norm_cases
 import rope_cases
 import softmax_cases
 from op_under_test import OpUnderTest
@@ -23,6 +24,7 @@ OPS: dict[str, OpUnderTest] = {
         *norm_cases.OPS,
         *gated_norm_cases.OPS,
         *dyt_cases.OPS,
+        *poly_norm_cases.OPS,
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,

@@ -68,7 +68,7 @@ def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -
         return WholeRow(columns, BLOCK_M=rows, programs=2)
     if loss:
         return cross_entropy.Online(columns)
-    if "norm" in op and backward:
+    if "norm" in op and op != "poly_norm" and backward:
         two_pass = TwoPassBackward(columns, programs=2)
         if rows == 1 and op != "gated_rms_norm":
             return two_pass

@@ -14,6 +14,7 @@ from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
 from norm_cases import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
+from poly_norm_cases import PolyNormCase
 from rope_cases import RopeCase
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -117,6 +118,27 @@ def dyts(draw: st.DrawFn) -> DytCase:
         layout=draw(st.sampled_from(X_LAYOUTS)),
         dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
         output_mask=tuple(draw(st.booleans()) for _ in range(4)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def poly_norms(draw: st.DrawFn) -> PolyNormCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    return PolyNormCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        weight_dtype=draw(st.sampled_from((None, torch.float32))),
+        bias_dtype=draw(st.sampled_from((dtype, torch.float32, None))),
+        bias_shape=draw(st.sampled_from(((1,), ()))),
+        eps=draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
         tile=tile,
         scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
         seed=draw(st.integers(0, 2**31)),

@@ -1,4 +1,4 @@
-"""rms_norm, fused_add_rms_norm, gated_rms_norm, layer_norm, group_norm, dyt."""
+"""rms_norm, fused_add_rms_norm, gated_rms_norm, layer_norm, group_norm, dyt, poly_norm."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def qwen3_next_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 def model_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return torch.tanh(alpha * x) * gamma + beta
+
+
+def motif_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def norm(u: Tensor) -> Tensor:
+        return u / torch.sqrt(u.pow(2).mean(-1, keepdim=True) + EPS)
+
+    return weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
 
 
 def _dyt_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
@@ -102,6 +109,20 @@ ENTRIES = (
         figures=((32768, 4096), (8192, 16384)),
         # The widths of ViT-B and ViT-L, in which its authors use it, and of their LLaMA.
         models={"vit-b": (TOKENS, 768), "vit-l": (TOKENS, 1024), "llama-7b": (TOKENS, 4096)},
+    ),
+    Entry(
+        op="poly_norm",
+        ours=liger_ops.poly_norm,
+        eager=motif_poly_norm,
+        # Not in place: by default it writes dx over dy, which the other providers use too.
+        peers={
+            "liger-kernel": lambda liger: (
+                lambda x, weight, bias: liger.liger_poly_norm(x, weight, bias, EPS, False)
+            )
+        },
+        inputs=lambda draw, shape: [draw.leaf(*size) for size in (shape, (3,), (1,))],
+        figures=((32768, 4096), (8192, 16384)),
+        models={"motif-2.6b": (TOKENS, 8192)},
     ),
     Entry(
         op="layer_norm",
