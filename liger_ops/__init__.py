@@ -20,6 +20,7 @@ from .ops.geglu import geglu
 from .ops.relu_squared import relu_squared
 from .ops.softmax import softmax
 from .ops.log_softmax import log_softmax
+from .ops.sparsemax import sparsemax, sparsemax_forward
 from .ops.rope import rope
 from .ops.cross_entropy import cross_entropy, cross_entropy_forward
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward

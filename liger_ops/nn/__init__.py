@@ -14,7 +14,7 @@ from .log_prob import LinearLogProb, LogProb
 from .poly_norm import PolyNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
-from .softmax import LogSoftmax, Softmax
+from .softmax import LogSoftmax, Softmax, Sparsemax
 
 __all__ = [
     "GEGLU",
@@ -40,5 +40,6 @@ __all__ = [
     "ReLUSquared",
     "Rope",
     "Softmax",
+    "Sparsemax",
     "SwiGLU",
 ]

@@ -24,6 +24,7 @@ from liger_ops.bench.workloads.losses import (
     model_loss,
     truth_by_rows,
 )
+from liger_ops.bench.workloads.softmaxes import model_sparsemax
 
 TINY = {
     "group_norm": (2, 64, 3, 3),
@@ -175,6 +176,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_poly_norm": lambda x, w, b, eps, place: (
                 sum(w[3 - p] * rms(x**p, torch.ones_like(x[0]), eps) for p in (3, 2, 1)) + b
             ),
+            "liger_sparsemax": lambda x: model_sparsemax(x),
             "liger_swiglu": lambda a, b: F.silu(a) * b,
             "liger_geglu": lambda a, b: F.gelu(a, approximate="tanh") * b,
             "liger_jsd": lambda q, p: model_jsd(q, p),

@@ -46,6 +46,7 @@ CALLS: dict[str, Call] = {
     "dyt": lambda x, first: liger_ops.dyt(x, weights()[0][:1], *weights()),
     "poly_norm": lambda x, first: liger_ops.poly_norm(x, weights()[0][:3], weights()[1][:1]),
     "softmax": lambda x, first: liger_ops.softmax(x),
+    "sparsemax": lambda x, first: liger_ops.sparsemax(x),
     "swiglu": lambda x, first: liger_ops.swiglu(x),
     "relu_squared": lambda x, first: liger_ops.relu_squared(x),
     "cross_entropy": lambda x, first: liger_ops.cross_entropy(

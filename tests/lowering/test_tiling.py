@@ -178,6 +178,8 @@ def test_the_grid_stays_below_65536(
     for op in ("softmax", "log_softmax"):
         kernel[op](x)
         kernel[f"{op}_backward"](x, x)
+    kernel["sparsemax_forward"](x)
+    kernel["sparsemax_backward"](x, x)
     logits = x.reshape(-1, shape[-1])
     target = torch.zeros(logits.shape[0], dtype=torch.int64)
     loss = kernel["cross_entropy_forward"](logits, target)

@@ -107,6 +107,8 @@ def calls() -> Iterator[Callable[[], Any]]:
             for op in ("softmax", "log_softmax"):
                 yield lambda x=x, op=op: kernel[op](x)
                 yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
+            yield lambda x=x: kernel["sparsemax_forward"](x)
+            yield lambda x=x: kernel["sparsemax_backward"](x, x)
         for V in (100, 4096, 32768, 128256):
             yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
         yield from distribution_loss_calls(kernel, torch.empty(4, 128256, dtype=dtype))

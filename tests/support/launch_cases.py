@@ -387,6 +387,12 @@ OWN_FORMS = {
     # Rows of 9000 fit no tile, and are kept in the dtype that they are stored in.
     "softmax": replace(rows(), executed=(*EXECUTED_ROWS, {"shape": (3, 9000)})),
     "log_softmax": replace(rows(), executed=(*EXECUTED_ROWS, {"shape": (3, 9000)})),
+    # Rows that fit nowhere are read with every step of Newton's iteration, and are not counted.
+    "sparsemax_forward": replace(
+        rows(),
+        counted={i: rows for i, rows in COUNTED_ROWS.items() if i < 7},
+        executed=(*EXECUTED_ROWS, {"shape": (3, 9000)}),
+    ),
     "cross_entropy_forward-mean": loss(),
     "cross_entropy_forward-none": loss(),
     "linear_cross_entropy_forward-mean": head(),

@@ -62,7 +62,7 @@ def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -
     loss = op in ("cross_entropy_forward", "log_prob_forward", "divergence_forward")
     if loss and backward:
         return cross_entropy.SplitRows(columns, BLOCK_M=rows, programs=2)
-    if not loss and "norm" not in op and "softmax" not in op:
+    if not loss and "norm" not in op and "max" not in op:
         return Tile(columns, BLOCK_M=rows)
     if columns >= width:
         return WholeRow(columns, BLOCK_M=rows, programs=2)
