@@ -23,7 +23,7 @@ from .launch import (
 )
 from .norm_backward import plan_whole_rows_backward
 from .partial_sums import partial_sums, summed
-from .poly_norm_two_pass import two_pass_backward_kernel, two_pass_kernel
+from .poly_norm_two_pass import poly_norm_two_pass_backward_kernel, poly_norm_two_pass_kernel
 from .row_sums import two_row_sums
 
 
@@ -122,7 +122,7 @@ def poly_norm(call: Any, y: Tensor, plan: Plan | None) -> None:
         launch_whole_rows(poly_norm_kernel, plan, x, *arguments)
     else:
         sizes = {"BLOCK_N": plan.BLOCK_N, "num_warps": plan.num_warps}
-        launch(two_pass_kernel, (x.shape[0],), x, *arguments, **sizes, FOLD=_fold(plan))
+        launch(poly_norm_two_pass_kernel, (x.shape[0],), x, *arguments, **sizes, FOLD=_fold(plan))
 
 
 @library.kernel("poly_norm_backward", "cuda")
@@ -135,7 +135,7 @@ def poly_norm_backward(
         kernel, programs = poly_norm_backward_kernel, plan.programs
         options = {"BLOCK_M": plan.BLOCK_M, "NUM_STAGES": plan.num_stages}
     else:
-        kernel, programs = two_pass_backward_kernel, min(x.shape[0], 2 * processors(x))
+        kernel, programs = poly_norm_two_pass_backward_kernel, min(x.shape[0], 2 * processors(x))
         options = {"FOLD": _fold(plan)}
     dweights, dbiases = partial_sums(dweight, programs), partial_sums(dbias, programs)
     launch(

@@ -16,7 +16,7 @@ def _tile(row_ptr, cols, N, policy: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def two_pass_kernel(
+def poly_norm_two_pass_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, M, N, stride_x, eps,
     BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def two_pass_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def two_pass_backward_kernel(
+def poly_norm_two_pass_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr, M, N, stride_dy, stride_x, eps,
     BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
