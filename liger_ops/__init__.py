@@ -17,12 +17,15 @@ from .ops.group_norm import group_norm
 from .ops.mhc_coeffs import mhc_coeffs, mhc_coeffs_forward
 from .ops.mhc_pre import mhc_pre
 from .ops.mhc_post_res import mhc_post_res
+from .ops.dyt import dyt
+from .ops.poly_norm import poly_norm
 from .ops.swiglu import swiglu
 from .ops.clamped_swiglu import clamped_swiglu
 from .ops.geglu import geglu
 from .ops.relu_squared import relu_squared
 from .ops.softmax import softmax
 from .ops.log_softmax import log_softmax
+from .ops.sparsemax import sparsemax, sparsemax_forward
 from .ops.rope import rope
 from .ops.embedding import embedding
 from .ops.attn_res import attn_res

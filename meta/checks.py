@@ -83,14 +83,29 @@ def beta(call: Any) -> None:
         raise ValueError(f"{op(call)}: beta must be from 0 to 1, got {call.beta}")
 
 
-def norm(call: Any, x: str, *parameters: str) -> None:
-    """Check the arguments of a norm over the last dimension of the argument named `x`."""
-    parameters = parameters or ("weight",)
+def row_parameters(call: Any, x: str, *parameters: str) -> None:
+    """Check the argument named `x`, (..., N), and parameters with a value for each column."""
     floating(call, x, *parameters)
     at_least_dims(call, x, 1, "(..., N)")
     same_device(call, x, *parameters)
     for name in parameters:
         shape(call, name, getattr(call, x).shape[-1:], "x's last dimension")
+
+
+def one_element(call: Any, x: str, *names: str) -> None:
+    """Check floating point tensors of one element, on the device of the argument named `x`."""
+    floating(call, *names)
+    same_device(call, x, *names)
+    for name, tensor in given(call, names):
+        if tensor.numel() != 1:
+            raise ValueError(
+                f"{op(call)}: {name} must have one element, got shape {tuple(tensor.shape)}"
+            )
+
+
+def norm(call: Any, x: str, *parameters: str) -> None:
+    """Check the arguments of a norm over the last dimension of the argument named `x`."""
+    row_parameters(call, x, *(parameters or ("weight",)))
     epsilon(call)
 
 

@@ -1,4 +1,4 @@
-"""softmax and log_softmax: checks and outputs."""
+"""softmax, log_softmax and sparsemax: checks and outputs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from . import checks
 
 @library.fake("softmax")
 @library.fake("log_softmax")
+@library.fake("sparsemax_forward")
 def forward(call: Any) -> Tensor:
     checks.floating(call, "x")
     checks.at_least_dims(call, "x", 1, "(..., N)")
@@ -20,6 +21,7 @@ def forward(call: Any) -> Tensor:
 
 @library.fake("softmax_backward")
 @library.fake("log_softmax_backward")
+@library.fake("sparsemax_backward")
 def backward(call: Any) -> Tensor:
     checks.floating(call, "y")
     checks.at_least_dims(call, "y", 1, "(..., N)")

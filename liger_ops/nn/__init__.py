@@ -5,6 +5,7 @@ from .attn_res import AttnRes
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
 from .distribution_losses import JSD, TVD, KLDiv
 from .divergence import Divergence
+from .dyt import DyT
 from .embedding import Embedding
 from .gated_rms_norm import GatedRMSNorm
 from .group_norm import GroupNorm
@@ -15,9 +16,10 @@ from .linear_top_k_divergence import LinearTopKDivergence
 from .log_prob import LinearLogProb, LogProb
 from .mhc import MHC, MHCCoeffs, MHCPostRes, MHCPre
 from .modulated_norms import ModulatedLayerNorm, ModulatedRMSNorm
+from .poly_norm import PolyNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
-from .softmax import LogSoftmax, Softmax
+from .softmax import LogSoftmax, Softmax, Sparsemax
 from .tiled_mlp import Tiled, TiledMLP
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "CrossEntropyLoss",
     "CrossEntropyOutput",
     "Divergence",
+    "DyT",
     "Embedding",
     "FusedAddRMSNorm",
     "GatedRMSNorm",
@@ -47,10 +50,12 @@ __all__ = [
     "MHCPre",
     "ModulatedLayerNorm",
     "ModulatedRMSNorm",
+    "PolyNorm",
     "RMSNorm",
     "ReLUSquared",
     "Rope",
     "Softmax",
+    "Sparsemax",
     "SwiGLU",
     "Tiled",
     "TiledMLP",

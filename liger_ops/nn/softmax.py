@@ -1,14 +1,15 @@
-"""Softmax and its logarithm, as modules."""
+"""Softmax, its logarithm, and sparsemax, as modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from numbers import Integral
 
 from torch import Tensor, nn
 
+from ..ops.dimension import over_dim
 from ..ops.log_softmax import log_softmax
 from ..ops.softmax import softmax
+from ..ops.sparsemax import sparsemax
 
 
 class Softmax(nn.Softmax):
@@ -37,7 +38,7 @@ class Softmax(nn.Softmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _over_dim("Softmax", softmax, input, self.dim)
+        return over_dim("Softmax", "input", softmax, input, self.dim)
 
 
 class LogSoftmax(nn.LogSoftmax):
@@ -66,18 +67,41 @@ class LogSoftmax(nn.LogSoftmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _over_dim("LogSoftmax", log_softmax, input, self.dim)
+        return over_dim("LogSoftmax", "input", log_softmax, input, self.dim)
+
+
+class Sparsemax(nn.Module):
+    """The projection on the probability simplex. Calls `liger_ops.sparsemax`; see there for
+    precision and gradient.
+
+    Args:
+        dim: the dimension along which the result sums to 1. The last dimension is fast; another is
+            transposed to the last, and back.
+
+    Shape:
+        x: any with this dimension, floating point, any strides; y: the same.
+
+    Raises:
+        TypeError: dim is not an int, or x is not floating point.
+        ValueError: x has no such dimension.
+
+    Example:
+        >>> liger_ops.nn.Sparsemax()(torch.tensor([[0.5, 1.0, -1.0]]))
+        tensor([[0.2500, 0.7500, 0.0000]])
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        _check_dim("Sparsemax", dim)
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sparsemax(x, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
 
 
 def _check_dim(owner: str, dim: int) -> None:
     if not isinstance(dim, Integral):
         raise TypeError(f"{owner}: dim must be an int, got {type(dim).__name__}")
-
-
-def _over_dim(owner: str, op: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """Apply an op of the last dimension along dimension `dim`."""
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{owner}: dim must be one of input's {x.dim()} dimensions, got {dim}")
-    if dim in (-1, x.dim() - 1):
-        return op(x)
-    return op(x.transpose(dim, -1)).transpose(dim, -1)

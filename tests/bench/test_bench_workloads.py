@@ -33,6 +33,7 @@ from liger_ops.bench.workloads.losses import (
     model_loss,
     truth_by_rows,
 )
+from liger_ops.bench.workloads.softmaxes import model_sparsemax
 
 TINY = {
     "group_norm": (2, 64, 3, 3),
@@ -232,6 +233,11 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_fused_add_rms_norm": liger_add,
             "liger_layer_norm": lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps),
             "liger_group_norm": group,
+            "liger_dyt": lambda x, alpha, gamma, beta: gamma * torch.tanh(x * alpha) + beta,
+            "liger_poly_norm": lambda x, w, b, eps, place: (
+                sum(w[3 - p] * rms(x**p, torch.ones_like(x[0]), eps) for p in (3, 2, 1)) + b
+            ),
+            "liger_sparsemax": lambda x: model_sparsemax(x),
             "liger_swiglu": lambda a, b: F.silu(a) * b,
             "liger_geglu": lambda a, b: F.gelu(a, approximate="tanh") * b,
             "liger_jsd": lambda q, p: model_jsd(q, p),

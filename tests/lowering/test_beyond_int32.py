@@ -58,8 +58,11 @@ CALLS: dict[str, Call] = {
     "modulated_rms_norm": lambda x, first: liger_ops.modulated_rms_norm(x, *weights()),
     "modulated_layer_norm": lambda x, first: liger_ops.modulated_layer_norm(x, x.detach()),
     "layer_norm": lambda x, first: liger_ops.layer_norm(x, *weights()),
+    "dyt": lambda x, first: liger_ops.dyt(x, weights()[0][:1], *weights()),
+    "poly_norm": lambda x, first: liger_ops.poly_norm(x, weights()[0][:3], weights()[1][:1]),
     "softmax": lambda x, first: liger_ops.softmax(x),
     "embedding": lambda x, first: liger_ops.embedding(x, torch.arange(len(x), device=DEVICE)),
+    "sparsemax": lambda x, first: liger_ops.sparsemax(x),
     "swiglu": lambda x, first: liger_ops.swiglu(x),
     "relu_squared": lambda x, first: liger_ops.relu_squared(x),
     "cross_entropy": lambda x, first: liger_ops.cross_entropy(

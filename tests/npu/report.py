@@ -47,7 +47,8 @@ dtypes, and every option that changes the code.
    a rounding. A test changes the code and checks that this is detected.
 4. Memory traffic, in Triton's interpreter: a kernel whose row fits in the buffer, as float32 or in
    its own dtype, moves each input and output once; a backward kernel that keeps x alone reads dy
-   twice; a kernel whose row does not fit reads its inputs twice.
+   twice; a kernel whose row does not fit reads its inputs twice, except for sparsemax's, which
+   reads x with every step of its iteration and is not counted.
 
 This does not show: speed; races between cores; synchronisation within a core; the rounding of a
 device, in functions such as exp and where its compiler fuses casts.

@@ -88,6 +88,10 @@ def calls() -> Iterator[Callable[[], Any]]:
                 yield lambda args=args, options=options: kernel["gated_rms_norm_backward"](
                     args[0], *args, *options, yes
                 )
+            yield lambda x=x, row=row: kernel["poly_norm"](x, row[:3], row[:1])
+            yield lambda x=x, row=row: kernel["poly_norm_backward"](
+                x, x, row[:3], row[:1], 1e-6, yes
+            )
             yield lambda x=x, row=row: kernel["layer_norm"](x, row, row)
             yield lambda x=x, row=row: kernel["rms_norm_backward"](x, x, row, 1e-6, 0.0, both)
             yield lambda x=x, row=row: kernel["fused_add_rms_norm_backward"](
@@ -101,12 +105,18 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield lambda x=x, row=row: kernel["attn_res"](x, row, row)
             yield lambda x=x, row=row: kernel["attn_res_backward"](x[0], x, row, row, 1e-6, yes)
         for N in (100, 4096):
+            x, row = torch.empty(4, N, dtype=dtype), torch.empty(N, dtype=dtype)
+            args = (x, torch.empty(1, dtype=dtype), row, row)
+            yield lambda args=args: kernel["dyt"](*args)
+            yield lambda args=args: kernel["dyt_backward"](args[0], *args, [True] * 4)
             yield from activation_calls(kernel, torch.empty(4, N, dtype=dtype))
         for N in (100, 4096, 32768, 65536):
             x = torch.empty(4, N, dtype=dtype)
             for op in ("softmax", "log_softmax"):
                 yield lambda x=x, op=op: kernel[op](x)
                 yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
+            yield lambda x=x: kernel["sparsemax_forward"](x)
+            yield lambda x=x: kernel["sparsemax_backward"](x, x)
         for V in (100, 4096, 32768, 128256):
             yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
         yield from distribution_loss_calls(kernel, torch.empty(4, 128256, dtype=dtype))

@@ -420,6 +420,23 @@ OWN_FORMS = {
         f"modulated_layer_norm{form}": modulated(plain=PLAIN, gradients=5, counted=form == "")
         for form in ("", "-sample", "-token")
     },
+    "dyt": rows(
+        {"gamma_dtype": FP32, "beta_dtype": None},
+        backward=tuple(
+            {"output_mask": mask}
+            for mask in (
+                (True, False, False, False),
+                (False, True, False, False),
+                (False, False, False, True),
+                (False, True, True, True),
+            )
+        ),
+    ),
+    # Rows of 9000 fit no tile, and are kept in the dtype that they are stored in.
+    "poly_norm": replace(
+        rows({"weight_dtype": FP32, "bias_dtype": None}, backward=(DX_ALONE, *masks(3))),
+        executed=(*EXECUTED_ROWS, {"shape": (3, 9000)}),
+    ),
     "group_norm": Forms(
         shapes=GROUPS,
         options=(FP32_WEIGHTS,),
@@ -449,6 +466,12 @@ OWN_FORMS = {
     # Rows of 9000 fit no tile, and are kept in the dtype that they are stored in.
     "softmax": replace(rows(), executed=(*EXECUTED_ROWS, {"shape": (3, 9000)})),
     "log_softmax": replace(rows(), executed=(*EXECUTED_ROWS, {"shape": (3, 9000)})),
+    # Rows that fit nowhere are read with every step of Newton's iteration, and are not counted.
+    "sparsemax_forward": replace(
+        rows(),
+        counted={i: rows for i, rows in COUNTED_ROWS.items() if i < 7},
+        executed=(*EXECUTED_ROWS, {"shape": (3, 9000)}),
+    ),
     "cross_entropy_forward-mean": loss(),
     "cross_entropy_forward-none": loss(),
     "linear_cross_entropy_forward-mean": head(),

@@ -7,6 +7,7 @@ import attn_res_cases
 import cross_entropy_cases
 import distribution_cases
 import divergence_cases
+import dyt_cases
 import embedding_cases
 import gated_norm_cases
 import linear_cross_entropy_cases
@@ -17,6 +18,7 @@ import log_prob_cases
 import mhc_cases
 import modulated_norm_cases
 import norm_cases
+import poly_norm_cases
 import rope_cases
 import softmax_cases
 import tiled_mlp_cases
@@ -28,6 +30,8 @@ OPS: dict[str, OpUnderTest] = {
         *norm_cases.OPS,
         *gated_norm_cases.OPS,
         *modulated_norm_cases.OPS,
+        *dyt_cases.OPS,
+        *poly_norm_cases.OPS,
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,

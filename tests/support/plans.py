@@ -62,13 +62,13 @@ def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -
     loss = op in ("cross_entropy_forward", "log_prob_forward", "divergence_forward")
     if loss and backward:
         return cross_entropy.SplitRows(columns, BLOCK_M=rows, programs=2)
-    if not loss and "norm" not in op and "softmax" not in op:
+    if not loss and "norm" not in op and "max" not in op:
         return Tile(columns, BLOCK_M=rows)
     if columns >= width:
         return WholeRow(columns, BLOCK_M=rows, programs=2)
     if loss:
         return cross_entropy.Online(columns)
-    if "norm" in op and backward:
+    if "norm" in op and op != "poly_norm" and backward:
         two_pass = TwoPassBackward(columns, programs=2)
         if rows == 1 and op != "gated_rms_norm":
             return two_pass

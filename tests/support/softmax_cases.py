@@ -1,4 +1,4 @@
-"""softmax and log_softmax under test."""
+"""softmax, log_softmax and sparsemax under test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from liger_ops import library
-from op_under_test import Case, OpUnderTest, Tensors, Values, laid_out
+from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, laid_out
 
 
 def tensors(op: str, case: Case) -> Tensors:
@@ -21,10 +21,13 @@ def tensors(op: str, case: Case) -> Tensors:
     }
 
 
-def output_magnitudes(op: str, case: Case, tensors: Tensors) -> list[float]:
+def output_magnitudes(op: str, case: Case, tensors: Tensors) -> list[Magnitude]:
     x, y = tensors["x"].double(), tensors["y"].double()
     if x.numel() == 0:
         return [0.0]
+    if op == "sparsemax_forward":
+        # The distance of the largest element from tau. No element of the support is farther.
+        return [y.amax(-1, keepdim=True)]
     # The rounding error of x - max(x) is a relative error of its exponential.
     exponent = 1 + (x - x.amax(-1, keepdim=True)).abs()
     terms = y * exponent if op == "softmax" else y.abs() + exponent
@@ -37,6 +40,8 @@ def gradient_magnitudes(op: str, case: Case, tensors: Tensors) -> list[float]:
         return [0.0]
     if op == "softmax":
         terms = y * (dy + (dy * y).sum(-1, keepdim=True))
+    elif op == "sparsemax_forward":
+        terms = 2 * dy.amax(-1)
     else:
         terms = dy + y.exp() * dy.sum(-1, keepdim=True)
     return [float(terms.max())]
@@ -46,7 +51,7 @@ def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> Ca
     return Case(shape=(rows, 2, 7), dtype=dtype, **form)
 
 
-def softmax(name: str) -> OpUnderTest:
+def softmax(name: str, autocast_as: str) -> OpUnderTest:
     return OpUnderTest(
         name=name,
         tensors=partial(tensors, name),
@@ -59,8 +64,12 @@ def softmax(name: str) -> OpUnderTest:
         sample=sample,
         per_row=("x", "y", "dy"),
         leading=("x", "y"),
-        autocast_as=f"{name}.int",
+        autocast_as=autocast_as,
     )
 
 
-OPS = (softmax("softmax"), softmax("log_softmax"))
+OPS = (
+    softmax("softmax", "softmax.int"),
+    softmax("log_softmax", "log_softmax.int"),
+    softmax("sparsemax_forward", "cumsum"),
+)

@@ -10,12 +10,14 @@ from attn_res_cases import AttnResCase
 from cross_entropy_cases import LossCase
 from distribution_cases import DistributionCase
 from divergence_cases import DivergenceCase
+from dyt_cases import DytCase
 from embedding_cases import EmbeddingCase
 from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
 from modulated_norm_cases import ModulatedCase, modulated
 from norm_cases import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
+from poly_norm_cases import PolyNormCase
 from rope_cases import RopeCase
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -137,6 +139,27 @@ def embeddings(draw: st.DrawFn) -> EmbeddingCase:
 
 
 @st.composite
+def dyts(draw: st.DrawFn) -> DytCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    return DytCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        alpha=draw(st.sampled_from((0.5, -1.0, 0.01))),
+        alpha_shape=draw(st.sampled_from(((1,), ()))),
+        gamma_dtype=draw(st.sampled_from((None, torch.float32))),
+        beta_dtype=draw(st.sampled_from((dtype, torch.float32, None))),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(4)),
+        tile=tile,
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
 def attention_residuals(draw: st.DrawFn) -> AttnResCase:
     dtype = draw(st.sampled_from(DTYPES))
     tile = draw(st.sampled_from(TILES))
@@ -148,6 +171,22 @@ def attention_residuals(draw: st.DrawFn) -> AttnResCase:
         query_dtype=draw(st.sampled_from((dtype, torch.float32))),
         weight_dtype=draw(st.sampled_from((dtype, torch.float32, None))),
         eps=draw(st.sampled_from((1e-6, 1e-2))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def poly_norms(draw: st.DrawFn) -> PolyNormCase:
+    dtype = draw(st.sampled_from(DTYPES))
+    tile = draw(st.sampled_from(TILES))
+    sizes = [n for n in SIZES if tile is None or n <= 5 * tile[1]]
+    return PolyNormCase(
+        shape=(*draw(leading_shapes()), draw(st.sampled_from(sizes))),
+        dtype=dtype,
+        weight_dtype=draw(st.sampled_from((None, torch.float32))),
+        bias_dtype=draw(st.sampled_from((dtype, torch.float32, None))),
+        bias_shape=draw(st.sampled_from(((1,), ()))),
+        eps=draw(st.sampled_from((1e-6, 1e-5, 1e-2))),
         layout=draw(st.sampled_from(X_LAYOUTS)),
         dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
         output_mask=tuple(draw(st.booleans()) for _ in range(3)),

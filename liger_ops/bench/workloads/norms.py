@@ -1,4 +1,4 @@
-"""rms_norm, fused_add_rms_norm, gated_rms_norm, the modulated norms, layer_norm, group_norm."""
+"""rms_norm and its kin, modulated and gated norms, layer_norm, group_norm, dyt, poly_norm."""
 
 from __future__ import annotations
 
@@ -65,6 +65,21 @@ def _liger_modulated_rms_norm(liger: Any) -> Function:
     return lambda x, scale, shift, weight: function(
         x, weight, scale, shift, EPS, 0.0, "llama", False
     )
+
+
+def model_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return torch.tanh(alpha * x) * gamma + beta
+
+
+def motif_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def norm(u: Tensor) -> Tensor:
+        return u / torch.sqrt(u.pow(2).mean(-1, keepdim=True) + EPS)
+
+    return weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
+
+
+def _dyt_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+    return [draw.leaf(*size) for size in (shape, (1,), shape[1:], shape[1:])]
 
 
 def _liger_rms_norm(liger: Any) -> Function:
@@ -142,6 +157,30 @@ ENTRIES = (
         figures=((8, 4096, 1536), (4, 4608, 3072)),
         models=DIFFUSION,
         small=(2, 512, 3072),
+    ),
+    Entry(
+        op="dyt",
+        ours=liger_ops.dyt,
+        eager=model_dyt,
+        peers={"liger-kernel": "liger_dyt"},
+        inputs=_dyt_inputs,
+        figures=((32768, 4096), (8192, 16384)),
+        # The widths of ViT-B and ViT-L, in which its authors use it, and of their LLaMA.
+        models={"vit-b": (TOKENS, 768), "vit-l": (TOKENS, 1024), "llama-7b": (TOKENS, 4096)},
+    ),
+    Entry(
+        op="poly_norm",
+        ours=liger_ops.poly_norm,
+        eager=motif_poly_norm,
+        # Not in place: by default it writes dx over dy, which the other providers use too.
+        peers={
+            "liger-kernel": lambda liger: (
+                lambda x, weight, bias: liger.liger_poly_norm(x, weight, bias, EPS, False)
+            )
+        },
+        inputs=lambda draw, shape: [draw.leaf(*size) for size in (shape, (3,), (1,))],
+        figures=((32768, 4096), (8192, 16384)),
+        models={"motif-2.6b": (TOKENS, 8192)},
     ),
     Entry(
         op="layer_norm",

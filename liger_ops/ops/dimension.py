@@ -1,0 +1,23 @@
+"""Ops of the last dimension, along another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+def over_dim(
+    owner: str, argument: str, op: Callable[[Tensor], Tensor], x: Tensor, dim: int
+) -> Tensor:
+    """Apply an op of the last dimension along dimension `dim`.
+
+    An error names `owner`, and x as its `argument`.
+    """
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"{owner}: dim must be one of {argument}'s {x.dim()} dimensions, got {dim}"
+        )
+    if dim in (-1, x.dim() - 1):
+        return op(x)
+    return op(x.transpose(dim, -1)).transpose(dim, -1)

@@ -1,0 +1,115 @@
+"""dyt against float64 truth, and against the code of Dynamic Tanh's authors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from dyt_cases import DytCase
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS
+
+OP = OPS["dyt"]
+KERNELS = kernel_tests.every_folder(OP)
+CASES = strategies.dyts()
+BF16 = torch.bfloat16
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
+test_properties = kernel_tests.properties(KERNELS, CASES)
+test_wide_rows_by_the_host_codes_own_plan = kernel_tests.cases_match_truth(
+    KERNELS, {"17001": DytCase(shape=(3, 17001), dtype=BF16, beta_dtype=BF16, layout="sliced")}
+)
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_tanh_and_its_slope_at_every_scale(folder: str) -> None:
+    """The relative error is a few float32 roundings where tanh is linear, curved and flat; the
+    slope has no cancellation where tanh is nearly 1."""
+    x = torch.logspace(-30, 1.6, 1000, dtype=torch.float64).float()
+    x = torch.cat((-x, torch.linspace(-0.7, 0.7, 1000), x, torch.tensor([0.0])))[None].to(DEVICE)
+    alpha, gamma = x.new_ones(()), x.new_ones(x.shape[-1])
+    (y,) = op_checks.as_tuple(OP.kernel(folder)(x, alpha, gamma, None))
+    truth = torch.tanh(x.double())
+    assert y is not None
+    assert ((y - truth).abs() <= 4 * 2**-23 * truth.abs()).all()
+    mask = [True, False, False, False]
+    dx, *_ = OP.kernel(folder, backward=True)(x.new_ones(x.shape), x, alpha, gamma, None, mask)
+    slope = 1 / torch.cosh(x.double()).square()
+    # exp(2 * x) multiplies the rounding error of its exponent.
+    assert ((dx - slope).abs() <= (8 + 4 * x.abs()) * 2**-23 * slope).all()
+
+
+@pytest.mark.device_kernels
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_infinities(folder: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 0.0, 50.0]]).to(DEVICE, dtype)
+    alpha, gamma = x.new_full((1,), 2.0), x.new_ones(7)
+    y = OP.kernel(folder)(x, alpha, gamma, gamma)
+    torch.testing.assert_close(y, torch.tanh(2 * x) + 1, equal_nan=True)
+    mask = [True, False, False, False]
+    dx, *_ = OP.kernel(folder, backward=True)(x, x, alpha, gamma, gamma, mask)
+    assert dx.isnan().tolist() == [[True, True, True, False, False, False, False]]
+
+
+def authors_code(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.tanh(alpha * x) * weight
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("has_beta", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+def test_agrees_with_the_authors_code(dtype: torch.dtype, has_beta: bool) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(3, 5, 33), torch.randn(1), torch.randn(33), torch.randn(33)]
+    given = [tensor.to(dtype).requires_grad_() for tensor in given[: 3 + has_beta]]
+    arguments = (*given, *[None] * (not has_beta))
+    ours, theirs = liger_ops.dyt(*arguments), authors_code(*arguments)
+    dy = torch.randn(3, 5, 33).to(dtype)
+    # In bfloat16 the authors' code rounds every operation.
+    bounds = {} if dtype.itemsize > 2 else {"rtol": 0.05, "atol": 0.1}
+    torch.testing.assert_close(ours, theirs, **bounds)
+    found, expected = (torch.autograd.grad(y, given, dy) for y in (ours, theirs))
+    torch.testing.assert_close(found, expected, **bounds)
+
+
+def test_module_is_the_op() -> None:
+    module = liger_ops.nn.DyT(8, init_alpha=0.8, dtype=torch.float64)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    assert torch.equal(module(x), torch.tanh(module.alpha * x))
+    assert repr(module) == "DyT(8, beta=True, init_alpha=0.8)"
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    assert torch.equal(module(x), liger_ops.dyt(x, module.alpha, module.gamma, module.beta))
+    bare = liger_ops.nn.DyT(8, beta=False, device="meta", dtype=torch.float16)
+    assert [(name, p.is_meta, p.dtype) for name, p in bare.named_parameters()] == [
+        ("alpha", True, torch.float16),
+        ("gamma", True, torch.float16),
+    ]
+    with pytest.raises(ValueError, match="^DyT: hidden_size must be at least 1, got 0"):
+        liger_ops.nn.DyT(0)
+
+
+def test_rejects() -> None:
+    x, alpha, gamma = torch.zeros(2, 8), torch.zeros(1), torch.zeros(8)
+    for args, message in (
+        ((torch.tensor(1.0), alpha, gamma), "dyt: x must be (..., N), got shape ()"),
+        ((x, torch.zeros(2), gamma), "dyt: alpha must have one element, got shape (2,)"),
+        (
+            (x, alpha, torch.zeros(7)),
+            "dyt: gamma must have the shape of x's last dimension, (8,), got (7,)",
+        ),
+        (
+            (x, alpha, gamma, torch.zeros(1, 8)),
+            "dyt: beta must have the shape of x's last dimension, (8,), got (1, 8)",
+        ),
+    ):
+        op_checks.assert_rejects(OP, args, message)

@@ -1,0 +1,103 @@
+"""poly_norm against float64 truth, and against the code of its authors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS
+from poly_norm_cases import PolyNormCase
+
+OP = OPS["poly_norm"]
+KERNELS = kernel_tests.every_folder(OP)
+CASES = strategies.poly_norms()
+BF16, FP32 = torch.bfloat16, torch.float32
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
+test_properties = kernel_tests.properties(KERNELS, CASES)
+test_cases_match_truth = kernel_tests.cases_match_truth(
+    KERNELS,
+    {
+        "wide": PolyNormCase(shape=(3, 17001), dtype=BF16, bias_dtype=BF16, layout="sliced"),
+        # A tile is padded with rows of zeros, whose 1 / rms is infinite without an eps.
+        "zero-eps": PolyNormCase(shape=(3, 13), dtype=FP32, bias_dtype=FP32, eps=0.0, tile=(4, 64)),
+        # x**6 is 1e30.
+        "large": PolyNormCase(shape=(3, 100), dtype=FP32, bias_dtype=FP32, scale=1e5),
+    },
+)
+
+
+class AuthorsPolyNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3) / 3)
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weight[0] * self.normalised(x**3) + self.weight[1] * self.normalised(x**2)
+        return y + self.weight[2] * self.normalised(x) + self.bias
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+def test_module_is_the_authors(dtype: torch.dtype) -> None:
+    """Same initial values, state dict, results and gradients."""
+    ours, theirs = liger_ops.nn.PolyNorm(dtype=dtype), AuthorsPolyNorm().to(dtype)
+    for (name, ours_), (their_name, theirs_) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        assert name == their_name
+        torch.testing.assert_close(ours_, theirs_)
+    torch.manual_seed(0)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 5, 33).to(dtype).requires_grad_()
+    dy = torch.randn(3, 5, 33).to(dtype)
+    # In bfloat16 the authors' code rounds every operation.
+    bounds = {} if dtype.itemsize > 2 else {"rtol": 0.05, "atol": 0.3}
+    torch.testing.assert_close(ours(x), theirs(x), **bounds)
+    found, expected = (
+        torch.autograd.grad(module(x), [x, *module.parameters()], dy) for module in (ours, theirs)
+    )
+    torch.testing.assert_close(found, expected, **bounds)
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_half_precision_does_not_overflow(folder: str) -> None:
+    """Elements from 41 on, whose cube float16 cannot hold."""
+    x = torch.full((2, 16), 300.0, dtype=torch.float16, device=DEVICE)
+    weight = x.new_tensor((1.0, 2.0, 4.0))
+    assert torch.equal(OP.kernel(folder)(x, weight), torch.full_like(x, 7.0))
+
+
+def test_module_checks_its_options() -> None:
+    assert repr(liger_ops.nn.PolyNorm(1e-3)) == "PolyNorm(eps=0.001)"
+    module = liger_ops.nn.PolyNorm(device="meta", dtype=torch.float16)
+    assert all(p.is_meta and p.dtype is torch.float16 for p in module.parameters())
+    with pytest.raises(ValueError, match="eps must be a number of at least 0, got -1.0"):
+        liger_ops.nn.PolyNorm(-1.0)
+
+
+def test_rejects() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(3)
+    for args, message in (
+        ((torch.tensor(1.0), weight), "poly_norm: x must be (..., N), got shape ()"),
+        (
+            (x, torch.zeros(8)),
+            "poly_norm: weight must have the shape of the three powers, (3,), got (8,)",
+        ),
+        ((x, weight, torch.zeros(2)), "poly_norm: bias must have one element, got shape (2,)"),
+        ((x, weight, None, -1.0), "poly_norm: eps must be a number of at least 0, got -1.0"),
+    ):
+        op_checks.assert_rejects(OP, args, message)
