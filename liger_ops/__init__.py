@@ -19,6 +19,7 @@ from .ops.relu_squared import relu_squared
 from .ops.softmax import softmax
 from .ops.log_softmax import log_softmax
 from .ops.rope import rope
+from .ops.neighborhood_attention import neighborhood_attention, neighborhood_attention_forward
 from .ops.cross_entropy import cross_entropy, cross_entropy_forward
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from .ops.kl_div import kl_div

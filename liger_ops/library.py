@@ -205,14 +205,15 @@ def gradient(
     setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
 ) -> None:
     """Register the autograd formula of op `name`, by default the one that is derived from the
-    schema of `<name>_backward`.
+    schema of `<name>_backward`, where <name> is without `_forward`.
 
     `backward(ctx, *grads)` can read `ctx.needs`, one bool for every argument of the schema.
     PyTorch's `ctx.needs_input_grad` lacks trailing arguments that have their default value.
     """
     op = OPS[name]
     if backward is None:
-        backward, setup_context = autograd.formula(op, OPS[f"{name}_backward"])
+        gradient_op = OPS[f"{name.removesuffix('_forward')}_backward"]
+        backward, setup_context = autograd.formula(op, gradient_op)
     op.backward, op.setup_context = backward, setup_context
 
 

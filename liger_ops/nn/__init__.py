@@ -10,6 +10,7 @@ from .layer_norm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropyLoss
 from .linear_divergence import LinearDivergence
 from .log_prob import LinearLogProb, LogProb
+from .neighborhood_attention import NeighborhoodAttention
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax
@@ -32,6 +33,7 @@ __all__ = [
     "LinearLogProb",
     "LogProb",
     "LogSoftmax",
+    "NeighborhoodAttention",
     "RMSNorm",
     "ReLUSquared",
     "Rope",

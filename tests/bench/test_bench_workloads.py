@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
+from liger_ops.bench.workloads.attention import masked_attention
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
 from liger_ops.bench.workloads.losses import (
     LOGITS_AT_ONCE,
@@ -28,6 +29,7 @@ from liger_ops.bench.workloads.losses import (
 TINY = {
     "group_norm": (2, 64, 3, 3),
     "rope": (2, 5, 4, 2, 8),
+    "neighborhood_attention": (2, 140, 2, 8),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -180,6 +182,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
                 x @ weight.T, teacher_x @ teacher_weight.T
             ),
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
+            "liger_fused_neighborhood_attention": lambda q, k, v, kernel_size: masked_attention(
+                q, k, v
+            ),
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,
             "liger_cross_entropy": lambda input, target: F.cross_entropy(input, target),

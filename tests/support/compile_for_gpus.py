@@ -123,6 +123,7 @@ def calls() -> Iterator[Callable[[], Any]]:
                 (q, k, three, three, False, False, [R // 2 - 8, 8, 0]),
             ):
                 yield lambda args=args: kernel["rope"](*args)
+        yield from window_calls(kernel, dtype)
         for shape, groups in (
             ((2, 64, 8, 8), 32),
             ((2, 320, 64, 64), 32),
@@ -135,6 +136,24 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield lambda x=x, row=row, groups=groups: kernel["group_norm_backward"](
                 x, x, groups, row, row, 1e-5, yes
             )
+
+
+def window_calls(
+    kernel: dict[str, Callable[..., Any]], dtype: torch.dtype
+) -> Iterator[Callable[[], Any]]:
+    """neighborhood_attention, in one and two dimensions."""
+    for shape, options in (
+        ((1, 4, 512, 64), ([129], [1], [False], "clipped", None)),
+        ((1, 4, 512, 256), ([129], [1], [False], "shifted", None)),
+        ((1, 4, 32, 32, 80), ([7, 7], [1, 1], [False, True], "shifted", None)),
+    ):
+        query, lse = torch.empty(shape, dtype=dtype), torch.empty(shape[:-1])
+        key = torch.empty((1, 2, *shape[2:]), dtype=dtype)
+        args, back = (query, key, key, *options), (query, lse, query, key, key, query, lse)
+        yield lambda args=args: kernel["neighborhood_attention_forward"](*args)
+        yield lambda args=(*back, *options): kernel["neighborhood_attention_backward"](
+            *args, [True] * 3
+        )
 
 
 def activation_calls(

@@ -11,6 +11,7 @@ import linear_cross_entropy_cases
 import linear_divergence_cases
 import linear_log_prob_cases
 import log_prob_cases
+import neighborhood_cases
 import norm_cases
 import rope_cases
 import softmax_cases
@@ -24,6 +25,7 @@ OPS: dict[str, OpUnderTest] = {
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,
+        *neighborhood_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,

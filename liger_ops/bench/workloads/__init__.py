@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from . import activations, distribution_losses, losses, norms, rope, softmaxes
+from . import activations, attention, distribution_losses, losses, norms, rope, softmaxes
 from .entry import Entry, Shape, Workload
 
 ENTRIES: dict[str, Entry] = {
     entry.op: entry
-    for family in (norms, activations, rope, softmaxes, losses, distribution_losses)
+    for family in (norms, activations, rope, attention, softmaxes, losses, distribution_losses)
     for entry in family.ENTRIES
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
