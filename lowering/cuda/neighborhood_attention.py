@@ -301,15 +301,18 @@ def _neighborhood_key_gradient_kernel(
         _store_rows(dv_ptr, at_y * dv_y + at_x * dv_x, exists, cols, D, dv)
 
 
-def plan_tiles(problem: Problem, itemsize: int) -> Tiles:
-    """A rule that no GPU has timed yet: 64 positions a tile, or fewer whose rows take 16 KiB of
-    shared memory together, but the 16 that a matrix product takes at least."""
-    row = next_power_of_2(max(16, problem.D)) * itemsize
-    block = min(64, max(16, 16384 // row))
+def plan_tiles(problem: Problem, itemsize: int, elements: int = 8192, num_warps: int = 4) -> Tiles:
+    """A rule that no GPU has timed yet: 64 positions a tile, or fewer whose rows have `elements`
+    together, but the 16 that a matrix product takes at least. Exact products of float32 take more
+    registers, and fit with 2048 elements."""
+    row = next_power_of_2(max(16, problem.D))
+    if itemsize == 4:
+        elements = 2048
+    block = min(64, max(16, elements // row))
     width = block
     if problem.Y > 1:
         width = 1 << (block.bit_length() // 2)
-    return Tiles(block // width, width, num_warps=4, num_stages=2 if row <= 256 else 1)
+    return Tiles(block // width, width, num_warps, num_stages=2 if row * itemsize <= 256 else 1)
 
 
 def _launch(
@@ -345,7 +348,6 @@ def neighborhood_attention_forward(call, y, lse, plan):
 @library.kernel("neighborhood_attention_backward", "cuda")
 def neighborhood_attention_backward(call, dquery, dkey, dvalue, plan):
     problem = Problem.of(call)
-    plan = plan or plan_tiles(problem, call.query.element_size())
     dy, query, key, value, y = map(plane, (call.dy, call.query, call.key, call.value, call.y))
     dlse, lse = call.dlse.contiguous(), call.lse.contiguous()
     dq, dk, dv = map(optional_plane, (dquery, dkey, dvalue))
@@ -353,10 +355,15 @@ def neighborhood_attention_backward(call, dquery, dkey, dvalue, plan):
     strided = (dy, query, key, value, y, dq)
     tensors = (dy, dlse, query, key, value, y, lse, dq, delta)
     if dq is not None or dk is not None:
-        _launch(_neighborhood_query_gradient_kernel, problem, problem.heads, tensors, strided, plan)
+        tiles = plan or plan_tiles(problem, query.element_size())
+        _launch(
+            _neighborhood_query_gradient_kernel, problem, problem.heads, tensors, strided, tiles
+        )
     if dk is not None or dv is not None:
         strided = (dy, query, key, value, dk, dv)
         tensors = (dy, query, key, value, lse, delta, dk, dv)
-        _launch(
-            _neighborhood_key_gradient_kernel, problem, problem.key_heads, tensors, strided, plan
-        )
+        # With 4 warps heads of 64 spill registers on an H200, and with twice the elements heads of
+        # 128 on an MI300.
+        tiles = plan or plan_tiles(problem, query.element_size(), elements=4096, num_warps=8)
+        heads = problem.key_heads
+        _launch(_neighborhood_key_gradient_kernel, problem, heads, tensors, strided, tiles)
