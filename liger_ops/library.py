@@ -212,9 +212,8 @@ def gradient(
     """
     op = OPS[name]
     if backward is None:
-        backward, setup_context = autograd.formula(
-            op, OPS[f"{name.removesuffix('_forward')}_backward"]
-        )
+        gradient_op = OPS[f"{name.removesuffix('_forward')}_backward"]
+        backward, setup_context = autograd.formula(op, gradient_op)
     op.backward, op.setup_context = backward, setup_context
 
 

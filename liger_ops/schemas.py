@@ -20,6 +20,10 @@ TYPES: dict[Any, str] = {
     int | torch.SymInt | None: "SymInt?",
     int | None: "int?",
     bool: "bool",
+    # One value for every dimension, or a list of one for each. PyTorch takes a single value for a
+    # list of ints alone.
+    int | list[int]: "int[1]",
+    bool | list[bool]: "int[1]",
     str: "str",
     list[int] | None: "int[]?",
     torch.dtype | None: "ScalarType?",
@@ -47,6 +51,8 @@ def schema_of(function: Callable[..., Any], returns: str = "") -> str:
         default = ""
         if has_default:
             value = parameter.default
+            if kind == "int[1]":
+                value = int(value)
             default = f"={list(value) if isinstance(value, tuple) else value!r}"
         parameters.append(f"{kind} {name}{default}")
     outputs = [f"{TYPES[hint]} {name}".strip() for hint, name in zip(results, names, strict=True)]

@@ -16,6 +16,7 @@ from .linear_top_k_divergence import LinearTopKDivergence
 from .log_prob import LinearLogProb, LogProb
 from .mhc import MHC, MHCCoeffs, MHCPostRes, MHCPre
 from .modulated_norms import ModulatedLayerNorm, ModulatedRMSNorm
+from .neighborhood_attention import NeighborhoodAttention
 from .poly_norm import PolyNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
 from .rope import Rope
@@ -50,6 +51,7 @@ __all__ = [
     "MHCPre",
     "ModulatedLayerNorm",
     "ModulatedRMSNorm",
+    "NeighborhoodAttention",
     "PolyNorm",
     "RMSNorm",
     "ReLUSquared",

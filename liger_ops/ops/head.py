@@ -17,23 +17,30 @@ from .precision import widened
 Value = TypeVar("Value")
 
 
-def cast_as_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast x, weight and bias as autocast, if it is on, casts the inputs of a linear layer."""
-    device = x.device.type
+def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors as autocast, if it is on, casts the inputs of matrix products."""
+    device = tensors[0].device.type
     # Dynamo of torch 2.11 does not trace is_autocast_available; every device it compiles for has
     # autocast.
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
     if not (known and torch.is_autocast_enabled(device)):
-        return x, weight, bias
+        return tensors
     dtype = torch.get_autocast_dtype(device)
 
     def cast(tensor: Tensor) -> Tensor:
         lower = tensor.is_floating_point() and tensor.dtype is not torch.float64
         return tensor.to(dtype) if lower else tensor
 
-    return cast(x), cast(weight), None if bias is None else cast(bias)
+    return tuple(map(cast, tensors))
+
+
+def cast_as_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast x, weight and bias as autocast, if it is on, casts the inputs of a linear layer."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    cast = cast_for_products(*tensors)
+    return cast[0], cast[1], cast[2] if len(cast) > 2 else None
 
 
 def needed_gradients(

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
+from liger_ops.bench.workloads.attention import masked_attention
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
 from liger_ops.bench.workloads.hyper_connections import (
     deepseek_coeffs,
@@ -44,6 +45,7 @@ TINY = {
     "tiled_mlp": (7, 16, 50),
     "modulated_rms_norm": (2, 3, 32),
     "modulated_layer_norm": (2, 3, 32),
+    "neighborhood_attention": (2, 140, 2, 8),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -251,6 +253,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_mhc_post_res": deepseek_post_res,
             "liger_attn_res": lambda x, query, weight, eps: model_attn_res(x, query, weight),
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
+            "liger_fused_neighborhood_attention": lambda q, k, v, kernel_size: masked_attention(
+                q, k, v
+            ),
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,
             "liger_cross_entropy": lambda input, target: F.cross_entropy(input, target),

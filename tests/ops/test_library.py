@@ -68,6 +68,11 @@ def test_an_op_that_is_made_of_others_refuses_what_they_do(name: str) -> None:
     op = getattr(liger_ops, name)
     schema = getattr(torch.ops.liger, name).default._schema
     first, *others = (a.name for a in schema.arguments if str(a.type) == "Tensor")
+    sizes = {
+        a.name: 1
+        for a in schema.arguments
+        if str(a.type) == "List[int]" and not a.has_default_value()
+    }
     x = torch.randn(2, 8)
     for wrong, got in (
         (None, "a tensor, got None"),
@@ -75,7 +80,7 @@ def test_an_op_that_is_made_of_others_refuses_what_they_do(name: str) -> None:
         (x.to_sparse(), "a dense tensor, .* got a tensor of layout torch.sparse_coo"),
     ):
         with pytest.raises(TypeError, match=f"^{name}: {first} must be {got}"):
-            op(wrong, *(x for _ in others))
+            op(wrong, *(x for _ in others), **sizes)
 
 
 def test_an_unknown_argument_is_a_type_error() -> None:

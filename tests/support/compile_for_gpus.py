@@ -143,6 +143,7 @@ def calls() -> Iterator[Callable[[], Any]]:
             ):
                 yield lambda args=args: kernel["rope"](*args)
         yield from hyper_connection_calls(kernel, dtype)
+        yield from window_calls(kernel, dtype)
         for shape, groups in (
             ((2, 64, 8, 8), 32),
             ((2, 320, 64, 64), 32),
@@ -185,6 +186,24 @@ def modulated_calls(kernel: Any, x: Any, row: Any) -> Iterator[Callable[[], Any]
             yield partial(kernel[op], *args)
             mask = [True] * len(args)
             yield partial(kernel[f"{op}_backward"], x, *args, *options, mask)
+
+
+def window_calls(
+    kernel: dict[str, Callable[..., Any]], dtype: torch.dtype
+) -> Iterator[Callable[[], Any]]:
+    """neighborhood_attention, in one and two dimensions."""
+    for shape, options in (
+        ((1, 4, 512, 64), ([129], [1], [False], "clipped", None)),
+        ((1, 4, 512, 256), ([129], [1], [False], "shifted", None)),
+        ((1, 4, 32, 32, 80), ([7, 7], [1, 1], [False, True], "shifted", None)),
+    ):
+        query, lse = torch.empty(shape, dtype=dtype), torch.empty(shape[:-1])
+        key = torch.empty((1, 2, *shape[2:]), dtype=dtype)
+        args, back = (query, key, key, *options), (query, lse, query, key, key, query, lse)
+        yield lambda args=args: kernel["neighborhood_attention_forward"](*args)
+        yield lambda args=(*back, *options): kernel["neighborhood_attention_backward"](
+            *args, [True] * 3
+        )
 
 
 def activation_calls(

@@ -223,6 +223,44 @@ def two_heads() -> Forms:
     )
 
 
+def windows(*shapes: Fields, executed: tuple[Fields, ...], option: Fields, **options: Any) -> Forms:
+    def form(fields: Fields) -> Fields:
+        return {"softmax_scale": None, **options, **fields}
+
+    return Forms(
+        shapes=tuple(map(form, shapes)),
+        options=(option,),
+        backward_options=masks(3),
+        optional_at=(0,),
+        counted={},
+        executed=tuple(map(form, executed)),
+    )
+
+
+LINE = windows(
+    *(
+        {"shape": (1, 8, 32768, D), "key_heads": 2, "layout": "model", "key_layout": "model"}
+        for D in (64, 80, 128, 256)
+    ),
+    executed=(
+        {"shape": (1, 4, 70, 20), "key_heads": 2, "kernel_size": (9,)},
+        {"shape": (1, 2, 40, 16), "kernel_size": (5,), "dilation": (3,), "tile": (1, 16)},
+    ),
+    option={"border": "shifted"},
+    kernel_size=(129,),
+    dilation=(1,),
+)
+PLANE = windows(
+    {"shape": (2, 4, 56, 56, 64), "key_heads": 4},
+    {"shape": (2, 4, 56, 56, 64), "key_heads": 4, "dilation": (2, 4)},
+    executed=({"shape": (1, 2, 9, 20, 16), "kernel_size": (3, 5), "dilation": (2, 1)},),
+    option={"border": "clipped"},
+    kernel_size=(7, 7),
+    dilation=(1, 1),
+    is_causal=(False, False),
+    border="shifted",
+)
+
 WEIGHTLESS = {"weight_dtype": None}
 PLAIN = {"weight_dtype": None, "bias_dtype": None}
 MODES = ({"casting_mode": "gemma", "offset": 1.0}, {"casting_mode": "none"})
@@ -472,6 +510,8 @@ OWN_FORMS = {
         counted={i: rows for i, rows in COUNTED_ROWS.items() if i < 7},
         executed=(*EXECUTED_ROWS, {"shape": (3, 9000)}),
     ),
+    "neighborhood_attention_forward-line": LINE,
+    "neighborhood_attention_forward-plane": PLANE,
     "cross_entropy_forward-mean": loss(),
     "cross_entropy_forward-none": loss(),
     "linear_cross_entropy_forward-mean": head(),

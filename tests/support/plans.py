@@ -14,6 +14,8 @@ def plan(folder: str, op: OpUnderTest, case: Case, backward: bool = False) -> An
     if case.tile is None:
         return None
     rows, columns = case.tile
+    if op.name == "neighborhood_attention_forward":
+        return plan_of_windows(folder, case, rows, columns)
     if folder == "npu":
         from liger_ops.lowering.npu.tiling import Plan
 
@@ -35,6 +37,16 @@ def plan(folder: str, op: OpUnderTest, case: Case, backward: bool = False) -> An
 
         return RopePlan(rows, 2, columns)
     return plan_of_rows(op.name, rows, columns, case.shape[-1], backward)
+
+
+def plan_of_windows(folder: str, case: Case, rows: int, columns: int) -> Any:
+    if folder == "npu":
+        from liger_ops.lowering.npu.tiling import Plan
+
+        return Plan(rows * columns, next_power_of_2(max(16, case.shape[-1])), cores=2)
+    from liger_ops.lowering.cuda.neighborhood_attention import Tiles
+
+    return Tiles(rows, columns)
 
 
 def plan_of_groups(case: Case, rows: int, columns: int) -> Any:

@@ -15,6 +15,7 @@ from embedding_cases import EmbeddingCase
 from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
 from modulated_norm_cases import ModulatedCase, modulated
+from neighborhood_cases import NeighborhoodCase
 from norm_cases import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
 from poly_norm_cases import PolyNormCase
@@ -309,6 +310,55 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
         # The tile has positions and pairs.
         tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),
         scale=draw(st.sampled_from((1.0, 0.05, 100.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def neighborhoods(draw: st.DrawFn) -> NeighborhoodCase:
+    """A case of neighborhood_attention."""
+    # The interpreter's time grows with the number of tiles, by a few milliseconds each.
+    line = draw(st.booleans())
+    lengths = (draw(st.sampled_from((1, 2, 5, 17, 40))),)
+    if not line:
+        side = st.sampled_from((1, 2, 3, 6))
+        lengths = (draw(side), draw(side))
+    border = draw(st.sampled_from(("clipped", "shifted")))
+    sizes, dilations, causal = [], [], []
+    for length in lengths:
+        is_causal = draw(st.booleans())
+        size = draw(st.sampled_from((1, 2, 3, 4, 9, 33) if line else (1, 2, 3, 4)))
+        dilation = draw(st.sampled_from((1, 1, 2, 3, 50)))
+        if not is_causal and border == "clipped":
+            size -= 1 - size % 2
+        if not is_causal and border == "shifted":
+            size = min(size, length)
+            dilation = min(dilation, length // size)
+        sizes.append(size)
+        dilations.append(dilation)
+        causal.append(is_causal)
+    layouts = st.sampled_from((*X_LAYOUTS, "model"))
+    batch, key_heads, group = draw(
+        st.sampled_from(
+            ((1, 1, 1), (1, 1, 3), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 1, 2), (0, 1, 1))
+        )
+    )
+    D = draw(st.sampled_from((1, 3, 8, 16, 20, 33)))
+    return NeighborhoodCase(
+        shape=(batch, key_heads * group, *lengths, D),
+        dtype=draw(st.sampled_from(DTYPES)),
+        key_heads=key_heads,
+        kernel_size=tuple(sizes),
+        dilation=tuple(dilations),
+        is_causal=tuple(causal),
+        border=border,
+        softmax_scale=draw(st.sampled_from((None, 1.0, -0.3))),
+        layout=draw(layouts),
+        key_layout=draw(layouts),
+        dy_layout=draw(st.sampled_from((*DY_LAYOUTS, "model"))),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        tile=draw(st.sampled_from((None, (1, 16) if line else (2, 8), (4, 4)))),
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
         seed=draw(st.integers(0, 2**31)),
     )
 

@@ -8,6 +8,7 @@ import torch
 
 from . import (
     activations,
+    attention,
     distribution_losses,
     hyper_connections,
     layers,
@@ -25,13 +26,14 @@ ENTRIES: dict[str, Entry] = {
         norms,
         activations,
         rope,
+        attention,
         softmaxes,
+        layers,
         losses,
         listed_words,
         distribution_losses,
         hyper_connections,
-    )  # fmt: skip
-    for family in (norms, activations, rope, softmaxes, layers, losses, distribution_losses)
+    )
     for entry in family.ENTRIES
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -1,0 +1,65 @@
+"""neighborhood_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import liger_ops
+
+from .entry import Draw, Entry, Function, Shape, moved
+
+# The window of the figures. Every model here has one dimension.
+WINDOW = 129
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention with the mask of the windows, L x L."""
+    positions = torch.arange(query.shape[2], device=query.device)
+    mask = (positions[:, None] - positions).abs() <= WINDOW // 2
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def windowed_truth(
+    definition: Function, tensors: Sequence[Tensor], dys: Sequence[Tensor]
+) -> list[Tensor]:
+    """The op's definition in float64: the mask of 32768 tokens, and its scores, fit no device."""
+    query, key, value = (tensor.detach().double().requires_grad_() for tensor in tensors)
+    y = liger_ops.neighborhood_attention(query, key, value, WINDOW)
+    grads = torch.autograd.grad(y, (query, key, value), dys[0].double())
+    return [y.detach(), *grads]
+
+
+def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+    """Queries, keys and values as attention gets them from a projection: transposed views."""
+    batch, length, heads, width = shape
+    return [
+        draw.normal(batch, length, heads, width).transpose(1, 2).requires_grad_() for _ in range(3)
+    ]
+
+
+ENTRIES = (
+    Entry(
+        op="neighborhood_attention",
+        ours=lambda query, key, value: liger_ops.neighborhood_attention(query, key, value, WINDOW),
+        eager=masked_attention,
+        peers={
+            "liger-kernel": lambda package: (
+                lambda query, key, value: package.liger_fused_neighborhood_attention(
+                    query, key, value, WINDOW
+                )
+            )
+        },
+        dims=("batch", "L", "heads", "D"),
+        inputs=_inputs,
+        # A query takes part in fewer operations than a GPU does while it moves the tensors once.
+        passes=moved(4, 7),
+        figures=((1, 4096, 8, 64), (1, 32768, 8, 64)),
+        models={},
+        small=(1, 512, 8, 64),
+        truth=windowed_truth,
+    ),
+)
