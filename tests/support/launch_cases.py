@@ -14,12 +14,15 @@ import torch
 
 import mhc_forms
 from launch_forms import (
+    ATTENTION_RESIDUALS,
     BF16,
     COUNTED_ROWS,
     DTYPES,
+    EMBEDDING,
     EXECUTED_ROWS,
     FP32,
     ROWS,
+    TILED_MLP,
     WIDTHS,
     Fields,
     Forms,
@@ -334,50 +337,6 @@ ROPES = tuple(
     for heads, D, R in ((32, 128, 128), (32, 96, 24), (8, 256, 256), (8, 64, 64), (8, 8192, 8190))
 )
 
-
-def tiled_mlp() -> Forms:
-    plain = {"bias": False, "activation": "silu", "tile_rows": None}
-    return Forms(
-        shapes=tuple(
-            {"shape": (ROWS, D), "out": D, "intermediate": width, **plain}
-            for D, width in ((512, 1023), (4096, 14336))
-        ),
-        options=({"activation": "gelu"}, {"activation": "gelu_tanh"}),
-        counted={},
-        # It uses the kernels of swiglu and geglu; the products between them are not Triton's.
-        executed=(),
-    )
-
-
-ATTENTION_RESIDUALS = Forms(
-    shapes=tuple({"shape": (8, ROWS, N)} for N in (1, 100, 1023, 4096, 8192, 131072)),
-    options=({"weight_dtype": None},),
-    backward_options=masks(3),
-    optional_at=(2, 3, 5),
-    # Its rows are in the second dimension.
-    counted={},
-    executed=(
-        {"shape": (3, 7, 300), "tile": (4, 64)},
-        {"shape": (3, 5, 100), "tile": (2, 128)},
-        {"shape": (2, 3, 300), "tile": (1, 64)},
-        {"shape": (2, 3, 5000)},
-    ),
-)
-
-# Each word occurs twice or so, or all the time; narrow and wide rows.
-EMBEDDING = Forms(
-    shapes=tuple({"shape": (ROWS, N), "words": 2000} for N in (1, 100, 1023, 4096, 131072)),
-    options=({"padding_idx": 3}, {"index_dtype": torch.int32}, {"words": 1}),
-    optional_at=(1, 3),
-    # Its rows are those of the indices, and it moves them in sorted order.
-    counted={},
-    executed=(
-        {"shape": (9, 100), "words": 5, "tile": (2, 64)},
-        {"shape": (40, 70), "words": 2},
-        {"shape": (3, 5000), "words": 5},
-    ),
-)
-
 # 5 x 4096 x 131072 elements exceed int32.
 ACTIVATIONS = (*({"shape": (ROWS, N)} for N in WIDTHS), {"shape": (5 * ROWS, 131072)})
 
@@ -535,7 +494,7 @@ OWN_FORMS = {
     "clamped_swiglu-interleaved": activation(),
     "embedding": EMBEDDING,
     "attn_res": ATTENTION_RESIDUALS,
-    "tiled_mlp_forward": tiled_mlp(),
+    "tiled_mlp_forward": TILED_MLP,
     "rope": rope(
         {"interleaved": True},
         {"tables": "one"},
