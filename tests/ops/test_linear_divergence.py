@@ -111,6 +111,7 @@ def written(case: TwoHeadsCase, z: Tensor, teacher_z: Tensor) -> Tensor:
 
 def reduced(case: TwoHeadsCase, tensors: Tensors, values: Tensor) -> Tensor:
     target, weights = tensors["target"], tensors["token_weight"]
+    values = values.to(tensors["student_x"].device)
     weights = torch.ones_like(values) if weights is None else weights.double()
     if target is not None:
         weights = weights * (target != -100)
@@ -259,7 +260,9 @@ def test_a_missing_class_has_probability_zero(folder: str, classes: tuple[int, i
         tensors = OP.tensors(case)
         outputs = FORWARD.kernels[folder](*OP.forward_args(case, tensors))
         assert bool((outputs[0] == INF).all())
-        tensors.update(zip(("dloss", "statistics"), (torch.ones(3), outputs[3]), strict=True))
+        tensors.update(
+            zip(("dloss", "statistics"), (torch.ones_like(outputs[0]), outputs[3]), strict=True)
+        )
         tensors["ddivergence"] = None
         found = BACKWARD.kernels[folder](*OP.backward_args(case, tensors))
         if W > V:

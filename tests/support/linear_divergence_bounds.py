@@ -116,7 +116,7 @@ class Bounds:
 
 def upstream(case: TwoHeadsCase, tensors: Tensors, in_forward: bool) -> tuple[Tensor, Tensor]:
     """The gradients of each token's divergence and cross-entropy, in float64."""
-    one = torch.ones(case.shape, dtype=torch.float64)
+    one = torch.ones(case.shape, dtype=torch.float64, device=tensors["student_x"].device)
     weights = one if tensors["token_weight"] is None else tensors["token_weight"].double()
     if case.has_target:
         weights = weights * (tensors["target"] != -100)
