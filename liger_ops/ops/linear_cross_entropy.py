@@ -51,10 +51,11 @@ def linear_cross_entropy(
     If a gradient is needed and the reduction is "mean" or "sum", the forward computes it: the
     gradient of a chunk's logits overwrites them, and its products with weight and x are those of an
     ordinary backward. Forward and backward together take three products of M, V and D, as without
-    this op. The backward then multiplies by the loss's own gradient and the reduction's factor. A
-    gradient that is not required is neither computed nor allocated; under `torch.no_grad()` none
-    is. For the reduction "none", and for a second derivative, the backward recomputes the logits,
-    a chunk at a time, which makes four products.
+    this op. The backward then multiplies by the loss's own gradient and the reduction's factor, the
+    weight's in place: a second backward, with `retain_graph=True`, computes it again. A gradient
+    that is not required is neither computed nor allocated; under `torch.no_grad()` none is. For the
+    reduction "none", and for a second derivative, the backward recomputes the logits, a chunk at a
+    time, which makes four products.
 
     The gradient of weight is summed over the chunks in accum_dtype, float32 by default, and the sum
     is rounded to weight's dtype. For float16 it stays in float32 until it is multiplied, so that

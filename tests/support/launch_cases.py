@@ -29,6 +29,19 @@ from launch_forms import (
     masks,
     rows,
 )
+from launch_forms_of_losses import (
+    PLAIN_DISTRIBUTIONS,
+    PLAIN_DIVERGENCE,
+    PLAIN_LOG_PROB,
+    PLAIN_LOSS,
+    distributions,
+    divergence,
+    head,
+    log_prob,
+    log_prob_head,
+    loss,
+    two_heads,
+)
 from op_table import OPS
 from op_under_test import Case, OpUnderTest
 
@@ -41,189 +54,6 @@ class LaunchCase:
     directions: tuple[bool, ...] = (False, True)
     # Whether it is one of `shapes` without options.
     plain: bool = True
-
-
-# Turns off the options that the samples of the losses use.
-PLAIN_LOSS = {
-    "weight_dtype": None,
-    "token_weight_dtype": None,
-    "has_items": False,
-    "label_smoothing": 0.0,
-    "lse_square_scale": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "return_predicted": False,
-    "return_entropy": False,
-}
-SMOOTHED = {"label_smoothing": 0.1, "lse_square_scale": 0.01}
-VOCABULARIES = (2, 100, 1023, 4096, 32000, 128256, 151937)
-
-
-def loss() -> Forms:
-    def form(V: int, M: int = ROWS, **fields: Any) -> Fields:
-        return {"shape": (M, V), **PLAIN_LOSS, **fields}
-
-    return Forms(
-        shapes=tuple(form(V) for V in VOCABULARIES),
-        options=(
-            SMOOTHED,
-            {**SMOOTHED, "weight_dtype": FP32},
-            {"softcap": 30.0},
-            {"logit_scale": 0.5},
-            {"return_predicted": True},
-            {"return_entropy": True},
-            {
-                **SMOOTHED,
-                "weight_dtype": FP32,
-                "token_weight_dtype": FP32,
-                "softcap": 30.0,
-                "logit_scale": 0.5,
-                "return_predicted": True,
-                "return_entropy": True,
-            },
-        ),
-        optional_at=(1, 2, 3, 5),
-        counted={i: {"shape": (rows, VOCABULARIES[i])} for i, rows in {3: 3, 4: 2, 5: 1}.items()},
-        executed=(
-            form(300, M=7, tile=(4, 64)),
-            form(100, M=5, tile=(2, 128)),
-            form(300, M=7, tile=(1, 64)),
-            form(5000, M=3),
-        ),
-    )
-
-
-PLAIN_LOG_PROB = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0}
-ASKED = ("return_mean_logits", "return_log_sum_sq_probs", "return_predicted")
-PLAIN_LOG_PROB |= dict.fromkeys(ASKED, False)
-
-
-def log_prob() -> Forms:
-    def form(V: int, M: int = ROWS, **fields: Any) -> Fields:
-        return {"shape": (M, V), **PLAIN_LOG_PROB, **fields}
-
-    return Forms(
-        shapes=tuple(form(V) for V in VOCABULARIES),
-        options=(
-            {"temperature": 0.7},
-            {"temperature": 0.7, "softcap": 30.0},
-            {"return_predicted": True},
-            {"temperature": 0.7, "softcap": 30.0, **dict.fromkeys(ASKED, True)},
-        ),
-        backward_options=({"output_mask": (True, False, False)},),
-        optional_at=(1, 2, 3, 5),
-        # The logits of ignored tokens are not read.
-        counted={
-            i: {"shape": (rows, VOCABULARIES[i]), "ignored": 0}
-            for i, rows in {3: 3, 4: 2, 5: 1}.items()
-        },
-        executed=(
-            form(300, M=7, tile=(4, 64)),
-            form(100, M=5, tile=(2, 128)),
-            form(300, M=7, tile=(1, 64)),
-            form(5000, M=3),
-        ),
-    )
-
-
-PLAIN_DIVERGENCE = {"beta": 0.5, "temperature": 1.0, "teacher_temperature": None, "ignored": None}
-
-
-def divergence(*options: Fields) -> Forms:
-    def form(V: int, M: int = ROWS, **fields: Any) -> Fields:
-        return {"shape": (M, V), **PLAIN_DIVERGENCE, **fields}
-
-    return Forms(
-        shapes=tuple(form(V) for V in VOCABULARIES),
-        options=options,
-        backward_options=({"output_mask": (True, False, False)},),
-        optional_at=(1, 3, 5),
-        counted={i: {"shape": (rows, VOCABULARIES[i])} for i, rows in {3: 3, 4: 2, 5: 1}.items()},
-        executed=(
-            form(300, M=7, tile=(4, 64)),
-            form(100, M=5, tile=(2, 128)),
-            form(300, M=7, tile=(1, 64)),
-            form(5000, M=3),
-            form(300, M=7, tile=(2, 128), kind="cosine"),
-        ),
-    )
-
-
-PLAIN_DISTRIBUTIONS = {"ignored": None, "zeros": False, "reduction": "batchmean"}
-
-
-def distributions(*options: Fields) -> Forms:
-    def form(V: int, M: int = ROWS, **fields: Any) -> Fields:
-        return {"shape": (M, V), **PLAIN_DISTRIBUTIONS, **fields}
-
-    return Forms(
-        shapes=tuple(form(V) for V in VOCABULARIES),
-        options=options,
-        backward_options=({"output_mask": (True, False, False)},),
-        optional_at=(1, 3, 5),
-        counted={i: {"shape": (rows, VOCABULARIES[i])} for i, rows in {3: 3, 4: 2, 5: 1}.items()},
-        executed=(
-            form(300, M=7, tile=(4, 64)),
-            form(100, M=5, tile=(2, 128)),
-            form(300, M=7, tile=(1, 64)),
-            form(5000, M=3),
-        ),
-    )
-
-
-def head() -> Forms:
-    plain = {"class_weight": False, "token_weight": False, "num_items": False, "rows": None}
-    plain |= {"label_smoothing": 0.0, "lse_square_scale": 0.0, "softcap": None, "logit_scale": 1.0}
-    return Forms(
-        shapes=tuple(
-            {"shape": (ROWS,), "D": D, "V": V, **plain} for D, V in ((512, 1023), (4096, 128256))
-        ),
-        options=({**SMOOTHED, "class_weight": True, "softcap": 30.0, "logit_scale": 0.5},),
-        optional_at=(0, 1),
-        counted={},
-        # It uses the kernels of cross_entropy; the products between them are not Triton's.
-        executed=(),
-    )
-
-
-def log_prob_head(**plain: Any) -> Forms:
-    plain = {"bias": False, "mask": (True, True, False), "chunk_bytes": None, **plain}
-    return Forms(
-        shapes=tuple(
-            {"shape": (ROWS,), "D": D, "V": V, **plain} for D, V in ((512, 1023), (3584, 151936))
-        ),
-        options=({"temperature": 0.7, "softcap": 30.0},),
-        # Without the gradients of the head, the backward takes chunks of tokens.
-        backward_options=({"mask": (True, False, False)},),
-        optional_at=(0, 1),
-        counted={},
-        # It uses the kernels of cross_entropy; the products between them are not Triton's.
-        executed=(),
-    )
-
-
-def two_heads() -> Forms:
-    plain = {
-        **PLAIN_DIVERGENCE, "ignored": "some", "bias": False, "teacher_bias": False,
-        "mask": (True, True, False), "token_weight": False, "chunk_bytes": None,
-        "softcap": None, "teacher_softcap": None, "logit_scale": 1.0, "teacher_logit_scale": 1.0,
-        "soft_weight": 1.0, "hard_weight": 0.0, "rank": None, "teacher_rank": None,
-        "return_entropy": False,
-    }  # fmt: skip
-    hard = {"hard_weight": 0.5, "temperature": 0.7}
-    capped = {**hard, "softcap": 30.0, "teacher_softcap": 20.0}
-    cosine = {**capped, "W": 1500, "kind": "cosine"}
-    return Forms(
-        shapes=tuple(
-            {"shape": (ROWS,), "D": D, "V": V, "E": E, "W": V, **plain}
-            for D, E, V in ((512, 256, 100), (512, 256, 1023), (3584, 5120, 151936))
-        ),
-        options=(hard, capped, {**capped, "W": 1500}, {**capped, "kind": "tvd"}, cosine),
-        optional_at=(0, 1, 2),
-        counted={},
-        # The lowered code of divergence runs; the products between are not Triton's.
-        executed=(),
-    )
 
 
 def windows(*shapes: Fields, executed: tuple[Fields, ...], option: Fields, **options: Any) -> Forms:
@@ -311,10 +141,12 @@ GROUPED_NORM = Forms(
 )
 
 
-def modulated(*options: Fields, plain: Fields, gradients: int, counted: bool) -> Forms:
+def modulated(*options: Fields, plain: Fields, gradients: int, form: str) -> Forms:
     """Rows of three samples: narrow, as in DiT, Flux and Wan, and that fit no tile."""
-    widths = (100, 1152, 3072, 5120, 131072)
-    subsets = ((0,), (1,), (2,), tuple(range(1, gradients)))
+    widths, counted = (100, 1152, 3072, 5120, 131072), form == ""
+    # The gradient of each token's shift is dy, without a launch.
+    alone = ((0,), (1,)) if form == "-token" else ((0,), (1,), (2,))
+    subsets = (*alone, tuple(range(1, gradients)))
     return Forms(
         shapes=tuple({"shape": (3, 1024, N)} for N in widths),
         options=({**plain, "casting_mode": "float32", "scale_dtype": FP32}, plain, *options),
@@ -408,13 +240,11 @@ OWN_FORMS = {
         FP32_WEIGHTS, {"bias_dtype": None}, backward=({**PLAIN, **DX_ALONE}, *masks(3))
     ),
     **{
-        f"modulated_rms_norm{form}": modulated(
-            *MODES, plain=WEIGHTLESS, gradients=4, counted=form == ""
-        )
+        f"modulated_rms_norm{form}": modulated(*MODES, plain=WEIGHTLESS, gradients=4, form=form)
         for form in ("", "-sample", "-token")
     },
     **{
-        f"modulated_layer_norm{form}": modulated(plain=PLAIN, gradients=5, counted=form == "")
+        f"modulated_layer_norm{form}": modulated(plain=PLAIN, gradients=5, form=form)
         for form in ("", "-sample", "-token")
     },
     "dyt": rows(
