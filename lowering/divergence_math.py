@@ -43,7 +43,7 @@ def shares(log_p, log_q, p, q, beta, KIND: tl.constexpr, BY_POLYNOMIAL: tl.const
         larger = tl.where(ratio >= 0.0, beta, 1.0 - beta)
         sum_ = larger + (1.0 - larger) * tl.exp(-tl.abs(ratio))
         if BY_POLYNOMIAL:
-            # Of NaN it is a number: above and below have the NaN.
+            # The polynomial of NaN is a number: above and below have the NaN.
             log_sum = log_of_normal(sum_)
             above = tl.maximum(ratio, 0.0, propagate_nan=tl.PropagateNan.ALL)
             below = tl.minimum(ratio, 0.0, propagate_nan=tl.PropagateNan.ALL)

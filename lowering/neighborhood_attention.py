@@ -56,14 +56,14 @@ class Problem:
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """Of every kernel: sizes, dilations and windows."""
+        """Arguments of every kernel: sizes, dilations and windows."""
         y, x = self.y, self.x
         sizes = (self.heads, self.heads // self.key_heads, self.Y, self.X, self.D)
         return (*sizes, y.dilation, x.dilation, y.left, y.right, x.left, x.right)
 
     @property
     def constants(self) -> dict[str, bool]:
-        """Of every kernel: which windows are shifted."""
+        """Constants of every kernel: which windows are shifted."""
         return {"SHIFTED_Y": self.y.shifted, "SHIFTED_X": self.x.shifted}
 
 

@@ -13,7 +13,7 @@ from . import cosine
 from .cross_entropy import logsumexp
 from .precision import widened
 
-# Of probabilities, and of logits.
+# The kinds of probabilities, and those of logits.
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 KINDS = (*DISTRIBUTION_KINDS, "cosine")
 RESULTS = "divergence student_share student_lse teacher_lse"
@@ -112,8 +112,8 @@ def divergence_forward(
         divergence: the result of `divergence`, which alone is differentiable.
         student_share: the part of the divergence that is a mean over the student's classes:
             (1 - beta) * sum(q * log(q / m)) of jsd, sum(q * sign(q - p)) / 2 of tvd, all of
-            reverse_kl and nothing of forward_kl. Of cosine it is the cosine.
-        student_lse, teacher_lse: log(sum(exp(logits / temperature))). Of cosine they are the norms
+            reverse_kl and nothing of forward_kl. For cosine it is the cosine.
+        student_lse, teacher_lse: log(sum(exp(logits / temperature))). For cosine they are the norms
             of logits / temperature, and inf for a row of zeros.
         All are of the same shape and dtype, and 0 for an ignored token.
 

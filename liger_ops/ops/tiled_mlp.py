@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "gelu_tanh": ("geglu", ("tanh",)),
     "gelu": ("geglu", ("none",)),
 }
-# Of the gate of a tile: not timed. Products of fewer than some thousand rows are slower.
+# A tile's gate, not timed. Products of fewer than some thousand rows are slower.
 DEFAULT_BYTES = 128 * 2**20
 
 
@@ -147,7 +147,7 @@ def tiled_mlp_backward(
     rows, upstream = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     given = (gate_bias, up_bias, down_bias)
     drows: list[Tensor] = []
-    # Of gate, up and down; sums over the tiles.
+    # The weights' gradients: gate, up and down; sums over the tiles.
     weights: list[Tensor | None] = [None] * 3
     biases: list[Tensor | None] = [None] * 3
     for tile in tiles_of(rows, gate_weight, tile_rows):

@@ -128,7 +128,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest_tensor(folder: str | None, length: int) -> int:
-    """Of forward and backward, in float32 numbers, with 8 heads of 64 and a window of 129."""
+    """Numbers of the largest float32 tensor, forward and backward: 8 heads of 64, window 129."""
     forward, backward = (
         library.OPS[f"neighborhood_attention_{way}"] for way in ("forward", "backward")
     )

@@ -61,7 +61,7 @@ def slow_row() -> Tensor:
     row, tau, distance = [0.0, -0.5], -0.75, 1e-6
     for k in range(3, 11):
         row.append(tau - distance)
-        # Of the step after: it must lie between this element and the one before.
+        # The threshold of the step after: it must lie between this element and the one before.
         tau -= distance / k
         distance *= 1.05 * (k * k - 1) / k
     return torch.tensor(row)

@@ -58,7 +58,7 @@ class Bounds:
         caps = (case.softcap or 0, case.teacher_softcap or 0)
         self.log_q, self.log_p = z / case.temperature, teacher_z / teacher_temperature
         eps32 = torch.finfo(torch.float32).eps
-        # Of the logits at temperature 1, and of both logarithms of probabilities.
+        # The error of the logits at temperature 1, and of both logarithms of probabilities.
         self.logit, self.logarithm, size = 0.0, 0.0, 0.0
         for x, dtype, temperature, cap in zip(
             (z, teacher_z), dtypes, temperatures, caps, strict=True
@@ -72,12 +72,12 @@ class Bounds:
         self.ratio = 1 + 2 * size
 
     def outputs(self) -> list[float]:
-        """Of each token's divergence, its cross-entropy, and the statistics."""
+        """The errors of each token's divergence, its cross-entropy, and the statistics."""
         divergence = 2 * self.logarithm * self.ratio
         return [divergence, 2 * self.logit, divergence + 2 * self.logarithm + 2 * self.logit]
 
     def dlogits(self, soft: Tensor, hard: Tensor) -> Tensor:
-        """Of the gradient of the student's logits, given the gradients of the tokens' values."""
+        """The error of dlogits of the student, given the gradients of the tokens' values."""
         case, V = self.case, self.case.V
         q, p = (x.softmax(-1) for x in (self.log_q, self.log_p))
         log_q, log_p = (

@@ -15,7 +15,7 @@ from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, max_abs
 class MHCCase(Case):
     """A drawn use of an op of hyper-connections. shape is that of x, (..., hc, C)."""
 
-    # Of h_pre, h_post and h_res, or of phi, b and the alphas; None for x's.
+    # The dtype of h_pre, h_post and h_res, or of phi, b and the alphas; None for x's.
     other_dtype: torch.dtype | None = torch.float32
     f_dtype: torch.dtype | None = None
     output_mask: tuple[bool, ...] = (True,) * 6

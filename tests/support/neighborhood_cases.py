@@ -19,7 +19,7 @@ class NeighborhoodCase(Case):
     dimensions."""
 
     key_heads: int = 1
-    # Of key and value.
+    # The layout of key and value.
     key_layout: str = "contiguous"
     kernel_size: tuple[int, ...] = (3,)
     dilation: tuple[int, ...] = (1,)

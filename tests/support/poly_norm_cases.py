@@ -30,7 +30,7 @@ def tensors(case: PolyNormCase) -> Tensors:
 
 
 def powers(case: PolyNormCase, tensors: Tensors) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of x**3, x**2 and x, the absolute values: the weight, the norm, and the norm's slope in x."""
+    """The absolute values for x**3, x**2 and x: the weight, the norm, and the norm's slope in x."""
     x = tensors["x"].double().abs()
     found = []
     for p, weight in zip((3, 2, 1), tensors["weight"].double().abs(), strict=True):
