@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..ops.rope import rotated_columns
+from ..ops.rope import holds_matrices, rotated_columns
 from . import checks
 
 
@@ -41,24 +41,28 @@ def _check(call: Any, q_name: str, k_name: str) -> None:
             f"{op}: {k_name} must have the shape of {q_name} but for the heads,"
             f" {(B, 'heads', S, D)}, got {tuple(k.shape)}"
         )
-    per_pair = call.per_pair or cos.is_complex()
+    # A table per pair or element is one per matrix without the two dimensions of a matrix.
+    of_matrices = holds_matrices(cos, call.sin)
+    per_pair = call.per_pair or call.sin is None
     columns = "R/2" if per_pair else "R"
+    last = ", 2, 2)" if of_matrices else ")"
+    shape = cos.shape[:-2] if of_matrices else cos.shape
     if sections is None:
-        accepted = f"(S, {columns}), (1, S, {columns}) or (B, S, {columns})"
-        leading_is_right = cos.dim() == 2 or (cos.dim() == 3 and cos.shape[0] in (1, B))
+        accepted = f"(S, {columns}{last}, (1, S, {columns}{last} or (B, S, {columns}{last}"
+        leading_is_right = len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, B))
     else:
         accepted = f"(3, 1, S, {columns}) or (3, B, S, {columns}), with sections,"
-        leading_is_right = cos.dim() == 4 and cos.shape[0] == 3 and cos.shape[1] in (1, B)
-    if not leading_is_right or cos.shape[-2] != S:
+        leading_is_right = len(shape) == 4 and shape[0] == 3 and shape[1] in (1, B)
+    if not leading_is_right or shape[-2] != S:
         raise ValueError(
             f"{op}: cos must be {accepted} for {q_name}'s S of {S} and B of {B},"
             f" got shape {tuple(cos.shape)}"
         )
-    R = rotated_columns(cos, per_pair)
+    R = rotated_columns(cos, call.sin, per_pair)
     if per_pair and not 2 <= R <= D:
         raise ValueError(
             f"{op}: cos must have from 1 column to half of {q_name}'s D of {D}, one for each pair,"
-            f" got {cos.shape[-1]}"
+            f" got {shape[-1]}"
         )
     if not 2 <= R <= D or R % 2 != 0:
         raise ValueError(
@@ -70,14 +74,26 @@ def _check(call: Any, q_name: str, k_name: str) -> None:
             f" got {list(sections)}"
         )
     checks.shape(call, "sin", cos.shape, "cos")
+    if call.deinterleave and not (call.interleaved or call.sin is None):
+        raise ValueError(
+            f"{op}: deinterleave must be False with interleaved=False, for pairs in halves, got"
+            " True"
+        )
 
 
 def _check_table_dtypes(call: Any) -> None:
     op, cos, sin = checks.op(call), call.cos, call.sin
     if not cos.is_complex():
         checks.floating(call, "cos", "sin")
-        if sin is None:
-            raise ValueError(f"{op}: sin must be given with a real cos, got None")
+        if sin is None and (cos.dim() < 4 or cos.shape[-2:] != (2, 2)):
+            raise ValueError(
+                f"{op}: sin must be given with a real cos, except matrices (..., S, R/2, 2, 2),"
+                f" got None and a cos of shape {tuple(cos.shape)}"
+            )
+        if sin is None and call.sections is not None:
+            raise ValueError(
+                f"{op}: sections must be None with matrices, got {list(call.sections)}"
+            )
         return
     if cos.dtype not in (torch.complex64, torch.complex128):
         raise TypeError(

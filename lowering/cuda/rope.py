@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library
-from ...ops.rope import rotated_columns
+from ...ops.rope import holds_matrices, pairs_of, rotated_columns
 from ..sizes import cdiv, next_power_of_2
 from .launch import WARP_SIZE, launch
 
@@ -98,6 +98,17 @@ def _load_table(
     return a, b
 
 
+@triton.jit
+def _load_column(ptrs, inside, first, HALF, stride_n, stride_t, BLOCK_N: tl.constexpr):
+    # A column of the matrices of BLOCK_N pairs; stride_t is from the first row to the second.
+    cols = first + tl.arange(0, BLOCK_N)[None, None, :]
+    mask = inside & (cols < HALF)
+    offsets = cols * stride_n
+    upper = tl.load(ptrs + offsets, mask=mask, other=0.0).to(tl.float32)
+    lower = tl.load(ptrs + (offsets + stride_t), mask=mask, other=0.0).to(tl.float32)
+    return upper, lower
+
+
 @triton.jit(do_not_specialize=["S", "SECTION_0", "SECTION_1"])
 def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
@@ -106,16 +117,17 @@ def _rope_kernel(
     q_out_stride_b, q_out_stride_h, q_out_stride_s, k_out_stride_b, k_out_stride_h, k_out_stride_s,
     cos_stride_t, cos_stride_b, cos_stride_s, cos_stride_n,
     sin_stride_t, sin_stride_b, sin_stride_s, sin_stride_n,
-    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr,
-    COMPLEX: tl.constexpr, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr,
+    X_INTERLEAVED: tl.constexpr, Y_INTERLEAVED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PER_PAIR: tl.constexpr, COMPLEX: tl.constexpr, MATRICES: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_COPIED: tl.constexpr, ALIGNED: tl.constexpr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, PAIR_TILES: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     # HALF is the number of pairs, COPIED that of the elements behind them, SECTION_0 and SECTION_1
-    # the pairs at which the second and the third table begin. The heads of k follow those of q, in
-    # one tile of HEADS of them: its loads are under way together, and the tables loaded once for
-    # all.
+    # the pairs at which the second and the third table begin. INTERLEAVED says how the tables are
+    # read. The heads of k follow those of q, in one tile of HEADS of them: its loads are under way
+    # together, and the tables loaded once for all.
     program = tl.program_id(0)
     pair_tile = program % PAIR_TILES
     group = (program // PAIR_TILES) % GROUPS
@@ -144,23 +156,32 @@ def _rope_kernel(
         # Triton 3.9 does not see it through tl.where, and would load element by element.
         x_ptrs = tl.multiple_of(x_ptrs, [1, 1, 16])
         y_ptrs = tl.multiple_of(y_ptrs, [1, 1, 16])
-    a, b = _load_pairs(x_ptrs, inside, first, HALF, INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_N)
-    cos_a, cos_b = _load_table(
-        cos_ptr + (batch * cos_stride_b + s * cos_stride_s), s < S,
-        first, HALF, cos_stride_n, cos_stride_t, SECTION_0, SECTION_1,
-        INTERLEAVED, PER_PAIR, HAS_SECTIONS, EIGHTS, BLOCK_S, BLOCK_N,
-    )  # fmt: skip
-    if COMPLEX:
-        # The real and the imaginary part lie as the elements of an interleaved pair.
-        sin_a = cos_b
-        sin_b = cos_b
-        cos_b = cos_a
+    a, b = _load_pairs(x_ptrs, inside, first, HALF, X_INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_N)
+    cos_ptrs = cos_ptr + (batch * cos_stride_b + s * cos_stride_s)
+    sin_ptrs = sin_ptr + (batch * sin_stride_b + s * sin_stride_s)
+    if MATRICES:
+        cos_a, sin_b = _load_column(
+            cos_ptrs, s < S, first, HALF, cos_stride_n, cos_stride_t, BLOCK_N
+        )
+        minus_sin_a, cos_b = _load_column(
+            sin_ptrs, s < S, first, HALF, sin_stride_n, sin_stride_t, BLOCK_N
+        )
+        sin_a = -minus_sin_a
     else:
-        sin_a, sin_b = _load_table(
-            sin_ptr + (batch * sin_stride_b + s * sin_stride_s), s < S,
-            first, HALF, sin_stride_n, sin_stride_t, SECTION_0, SECTION_1,
+        cos_a, cos_b = _load_table(
+            cos_ptrs, s < S, first, HALF, cos_stride_n, cos_stride_t, SECTION_0, SECTION_1,
             INTERLEAVED, PER_PAIR, HAS_SECTIONS, EIGHTS, BLOCK_S, BLOCK_N,
         )  # fmt: skip
+        if COMPLEX:
+            # The real and the imaginary part lie as the elements of an interleaved pair.
+            sin_a = cos_b
+            sin_b = cos_b
+            cos_b = cos_a
+        else:
+            sin_a, sin_b = _load_table(
+                sin_ptrs, s < S, first, HALF, sin_stride_n, sin_stride_t, SECTION_0, SECTION_1,
+                INTERLEAVED, PER_PAIR, HAS_SECTIONS, EIGHTS, BLOCK_S, BLOCK_N,
+            )  # fmt: skip
     if BACKWARD:
         # The transpose of the rotation: that by -sin, of each other's element of the pair.
         swapped = sin_a
@@ -168,7 +189,7 @@ def _rope_kernel(
         sin_b = -swapped
     y_a = a * cos_a - b * sin_a
     y_b = b * cos_b + a * sin_b
-    _store_pairs(y_ptrs, inside, first, HALF, y_a, y_b, INTERLEAVED, BLOCK_N)
+    _store_pairs(y_ptrs, inside, first, HALF, y_a, y_b, Y_INTERLEAVED, BLOCK_N)
     if HAS_COPIED:
         for start in range(pair_tile * BLOCK_C, COPIED, PAIR_TILES * BLOCK_C):
             cols = start + tl.arange(0, BLOCK_C)[None, None, :]
@@ -211,27 +232,38 @@ def aligned(x: Tensor) -> bool:
     )
 
 
+def _of_batch(table: Tensor, B: int) -> Tensor:
+    """A table, or several of equal shape, as (tables, B, S, columns)."""
+    return table.expand(-1 if table.dim() == 4 else 3, B, *table.shape[-2:])
+
+
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, q_out: Tensor | None,
-    k_out: Tensor | None, interleaved: bool, per_pair: bool,
-    sections: list[int] | None, backward: bool, plan: RopePlan | None,
+    k_out: Tensor | None, interleaved: bool, per_pair: bool, sections: list[int] | None,
+    deinterleave: bool, backward: bool, plan: RopePlan | None,
 ) -> None:  # fmt: skip
     """Launch the rotation, or for backward the rotation back, of what has an output."""
     B, _, S, D = q.shape
     given = [(x, out) for x, out in ((q, q_out), (k, k_out)) if out is not None and x.numel() > 0]
     if not given:
         return
-    half = rotated_columns(cos, per_pair) // 2
+    half = rotated_columns(cos, sin, per_pair) // 2
     heads = sum(x.shape[1] for x, _ in given)
-    is_complex = cos.is_complex()
+    pairs = pairs_of(sin, interleaved, deinterleave, backward)
+    per_pair = per_pair or sin is None
+    of_matrices = holds_matrices(cos, sin)
     # Complex numbers side by side are read as the elements of interleaved pairs.
-    packed = is_complex and cos.stride(-1) == 1
+    packed = cos.is_complex() and cos.stride(-1) == 1
     if packed:
         cos = sin = torch.view_as_real(cos).flatten(-2)
-    elif is_complex:
+    elif cos.is_complex():
         cos, sin = cos.real, cos.imag
+    elif of_matrices:
+        # The columns, each as two tables: of its first and of its second number.
+        columns = (cos if cos.dim() == 5 else cos.unsqueeze(0)).unbind(-1)
+        cos, sin = (column.movedim(-1, 0) for column in columns)
+    interleaved_table = packed or (pairs.tables and not per_pair)
     if plan is None:
-        interleaved_table = packed or (interleaved and not per_pair)
         plan = plan_tile(heads, half, q.element_size(), 2 if interleaved_table else 1)
     groups, pair_tiles = cdiv(heads, plan.heads), cdiv(half, plan.pairs)
     first, second, _ = sections or (0, 0, 0)
@@ -247,9 +279,10 @@ def rotate(
         q, k, cos, sin, q_out, k_out,
         S, q_heads, k_heads, half, copied, *ends,
         *(stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]),
-        *(stride for x in (cos, sin) for stride in x.expand(3, B, *x.shape[-2:]).stride()),
-        INTERLEAVED=interleaved or is_complex, PER_PAIR=not packed and (per_pair or is_complex),
-        COMPLEX=packed, HAS_SECTIONS=sections is not None,
+        *(stride for x in (cos, sin) for stride in _of_batch(x, B).stride()),
+        X_INTERLEAVED=pairs.x, Y_INTERLEAVED=pairs.y, INTERLEAVED=interleaved_table,
+        PER_PAIR=per_pair and not packed, COMPLEX=packed, MATRICES=of_matrices,
+        HAS_SECTIONS=sections is not None,
         EIGHTS=all(size % 8 == 0 for size in (*ends, plan.pairs)), BACKWARD=backward,
         HAS_COPIED=copied > 0, ALIGNED=all(map(aligned, (q, k, q_out, k_out))),
         HEADS=cdiv(heads, groups), GROUPS=groups, PAIR_TILES=pair_tiles, BLOCK_S=plan.positions,
@@ -261,11 +294,11 @@ def rotate(
 
 @library.kernel("rope", "cuda")
 def rope(call, q_out, k_out, plan):
-    options = (call.interleaved, call.per_pair, call.sections)
+    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave)
     rotate(call.q, call.k, call.cos, call.sin, q_out, k_out, *options, False, plan)
 
 
 @library.kernel("rope_backward", "cuda")
 def rope_backward(call, q_out, k_out, plan):
-    options = (call.interleaved, call.per_pair, call.sections)
+    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave)
     rotate(call.dq, call.dk, call.cos, call.sin, q_out, k_out, *options, True, plan)

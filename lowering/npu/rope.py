@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library
-from ...ops.rope import rotated_columns
+from ...ops.rope import holds_matrices, pairs_of, rotated_columns
 from ..sizes import cdiv, next_power_of_2
 from . import tiling
 from .tile import load, remaining
@@ -129,13 +129,14 @@ def _rope_kernel(
     B, S, heads, HALF, COPIED, SECTION_0, SECTION_1,
     x_stride_b, x_stride_h, x_stride_s, y_stride_b, y_stride_h, y_stride_s,
     cos_stride_t, cos_stride_b, cos_stride_s, sin_stride_t, sin_stride_b, sin_stride_s,
-    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, COMPLEX: tl.constexpr,
-    HAS_SECTIONS: tl.constexpr, BACKWARD: tl.constexpr, HAS_COPIED: tl.constexpr,
+    X_INTERLEAVED: tl.constexpr, Y_INTERLEAVED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PER_PAIR: tl.constexpr, COMPLEX: tl.constexpr, HAS_SECTIONS: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_COPIED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # HALF is the number of pairs, COPIED the number of elements after them. SECTION_0 and SECTION_1
-    # are the pairs at which the second and the third table begin. The tables of a tile of positions
-    # stay in the Unified Buffer for all heads.
+    # are the pairs at which the second and the third table begin. INTERLEAVED says how the tables
+    # are read; those of a tile of positions stay in the Unified Buffer for all heads.
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     chunks = tl.cdiv(HALF, BLOCK_N)
@@ -174,12 +175,12 @@ def _rope_kernel(
             x_head = x_ptr + x_start + tl.cast(head, tl.int64) * x_stride_h
             y_head = y_ptr + y_start + tl.cast(head, tl.int64) * y_stride_h
             a, b = _load_pairs(
-                x_head, x_stride_s, first, row_mask, HALF, INTERLEAVED, BLOCK_M, BLOCK_N
+                x_head, x_stride_s, first, row_mask, HALF, X_INTERLEAVED, BLOCK_M, BLOCK_N
             )
             y_a = a * cos_a - b * sin_a
             y_b = b * cos_b + a * sin_b
             _store_pairs(
-                y_head, y_stride_s, first, row_mask, HALF, y_a, y_b, INTERLEAVED, BLOCK_M, BLOCK_N
+                y_head, y_stride_s, first, row_mask, HALF, y_a, y_b, Y_INTERLEAVED, BLOCK_M, BLOCK_N
             )
             if HAS_COPIED:
                 for col in tl.range(first, COPIED, step):
@@ -202,23 +203,38 @@ def _table_strides(table: Tensor) -> list[int]:
     return [0] * (3 - len(strides)) + strides
 
 
+def _tables_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables of cos and sin with a number for each element of interleaved pairs.
+
+    The kernel would load the numbers of a matrix element by element.
+    """
+    cos = torch.stack((matrices[..., 0, 0], matrices[..., 1, 1]), -1)
+    sin = torch.stack((-matrices[..., 0, 1], matrices[..., 1, 0]), -1)
+    return cos.flatten(-2), sin.flatten(-2)
+
+
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor | None, y: Tensor | None, interleaved: bool,
-    per_pair: bool, sections: list[int] | None, backward: bool, plan: Plan | None,
+    per_pair: bool, sections: list[int] | None, deinterleave: bool, backward: bool,
+    plan: Plan | None,
 ) -> None:  # fmt: skip
     """Launch the rotation of x, or for backward the inverse rotation, into y unless it is None."""
     if y is None or y.numel() == 0:
         return
     B, heads, S, D = x.shape
-    half = rotated_columns(cos, per_pair) // 2
+    half = rotated_columns(cos, sin, per_pair) // 2
+    pairs = pairs_of(sin, interleaved, deinterleave, backward)
     is_complex = cos.is_complex()
-    interleaved = interleaved or is_complex
+    # What is read as a number for each element of interleaved pairs.
+    interleaved_table = sin is None or (pairs.tables and not per_pair)
     if is_complex:
         cos = sin = torch.view_as_real(unit_stride(cos)).flatten(-2)
+    elif holds_matrices(cos, sin):
+        cos, sin = _tables_of(cos)
     x, cos, sin = map(unit_stride, (x, cos, sin))
     if plan is None:
         furthest = max(tensor.stride(-2) for tensor in (x, y, cos, sin))
-        op = "rope_interleaved" if interleaved else "rope"
+        op = "rope_interleaved" if any((*pairs[:2], interleaved_table)) else "rope"
         op += "" if sections is None else "_sections"
         plan = plan_tile(op, half, x.element_size(), B * S, furthest)
     first, second, _ = sections or (0, 0, 0)
@@ -227,7 +243,8 @@ def rotate(
         x, cos, sin, y,
         B, S, heads, half, D - 2 * half, first, first + second,
         *x.stride()[:3], *y.stride()[:3], *_table_strides(cos), *_table_strides(sin),
-        INTERLEAVED=interleaved, PER_PAIR=per_pair and not is_complex, COMPLEX=is_complex,
+        X_INTERLEAVED=pairs.x, Y_INTERLEAVED=pairs.y, INTERLEAVED=interleaved_table,
+        PER_PAIR=per_pair and not interleaved_table, COMPLEX=is_complex,
         HAS_SECTIONS=sections is not None, BACKWARD=backward, HAS_COPIED=2 * half < D,
     )  # fmt: skip
 
@@ -252,13 +269,13 @@ def plan_tile(op: str, pairs: int, itemsize: int, positions: int, furthest: int)
 
 @library.kernel("rope", "npu")
 def rope(call, q_out, k_out, plan):
-    options = (call.interleaved, call.per_pair, call.sections)
+    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave)
     for x, y in ((call.q, q_out), (call.k, k_out)):
         rotate(x, call.cos, call.sin, y, *options, False, plan)
 
 
 @library.kernel("rope_backward", "npu")
 def rope_backward(call, q_out, k_out, plan):
-    options = (call.interleaved, call.per_pair, call.sections)
+    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave)
     for dy, dx in ((call.dq, q_out), (call.dk, k_out)):
         rotate(dy, call.cos, call.sin, dx, *options, True, plan)

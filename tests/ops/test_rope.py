@@ -89,6 +89,11 @@ TABLE_FORMS = {
         "table_dtype": torch.float32,
         "sections": (16, 24, 24),
     },
+    "matrices": {"of_matrices": True, "table_dtype": torch.float32},
+    "matrices-strided": {"of_matrices": True, "table_layout": "strided"},
+    "deinterleave": {"interleaved": True, "deinterleave": True},
+    "deinterleave-per-pair": {"interleaved": True, "per_pair": True, "deinterleave": True},
+    "deinterleave-matrices": {"of_matrices": True, "deinterleave": True},
 }
 
 

@@ -36,7 +36,8 @@ def test_module() -> None:
     for interleaved in (False, True):
         tables = rotary_tables(torch.float32, interleaved)
         module = liger_ops.nn.Rope(interleaved)
-        assert repr(module) == f"Rope(interleaved={interleaved}, per_pair=False, sections=None)"
+        options = f"interleaved={interleaved}, per_pair=False, sections=None, deinterleave=False"
+        assert repr(module) == f"Rope({options})"
         expected = liger_ops.rope(q, k, *tables, interleaved)
         for a, b in zip(module(q, k, *tables), expected, strict=True):
             assert torch.equal(a, b)
@@ -48,6 +49,7 @@ def test_module() -> None:
         (liger_ops.nn.Rope(per_pair=True), tables, (False, True)),
         (liger_ops.nn.Rope(), (freqs_cis,), ()),
         (liger_ops.nn.Rope(True, True, (2, 3, 3)), three, (True, True, [2, 3, 3])),
+        (liger_ops.nn.Rope(True, True, None, True), tables, (True, True, None, True)),
     ):
         expected = liger_ops.rope(q, k, *args, *options)
         for a, b in zip(module(q, k, *args), expected, strict=True):
@@ -86,7 +88,28 @@ def test_rejects() -> None:
             "cos must have from 1 column to half of q's D of 8, one for each pair, got 8",
         ),
         ((q, k, table, table[:, :4]), "sin must have the shape of cos, (3, 8), got (3, 4)"),
-        ((q, k, table), "sin must be given with a real cos, got None"),
+        (
+            (q, k, table),
+            "sin must be given with a real cos, except matrices (..., S, R/2, 2, 2), got None and a"
+            " cos of shape (3, 8)",
+        ),
+        (
+            (q, k, torch.zeros(4, 4, 2, 2)),
+            "cos must be (S, R/2, 2, 2), (1, S, R/2, 2, 2) or (B, S, R/2, 2, 2)"
+            f" {sizes} (4, 4, 2, 2)",
+        ),
+        (
+            (q, k, torch.zeros(3, 5, 2, 2)),
+            "cos must have from 1 column to half of q's D of 8, one for each pair, got 5",
+        ),
+        (
+            (q, k, torch.zeros(3, 3, 4, 2, 2), None, False, False, [1, 1, 2]),
+            "sections must be None with matrices, got [1, 1, 2]",
+        ),
+        (
+            (q, k, table, table, False, False, None, True),
+            "deinterleave must be False with interleaved=False, for pairs in halves, got True",
+        ),
         (
             (q, k, freqs_cis, table),
             "sin must be None with a complex cos, which holds it, got a tensor of shape (3, 8)",

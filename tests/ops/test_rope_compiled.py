@@ -9,11 +9,15 @@ import liger_ops
 from graphs import Recorder
 
 
-@pytest.mark.parametrize("form", ("elements", "pairs", "complex", "sections"))
+@pytest.mark.parametrize("form", ("elements", "pairs", "complex", "sections", "matrices", "halves"))
 def test_batch_and_length_never_recompile(form: str) -> None:
     """One compilation serves every batch and length of the heads of a projection. The graph does
     not copy them, and results have the layout of eager's."""
-    options = {"pairs": (False, True), "sections": (False, False, [2, 3, 3])}.get(form, ())
+    options = {
+        "pairs": (False, True),
+        "sections": (False, False, [2, 3, 3]),
+        "halves": (True, False, None, True),
+    }.get(form, ())
 
     def model(x: torch.Tensor, *tables: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         q, k = x.view(*x.shape[:2], -1, 16).transpose(1, 2).split((4, 2), 1)
@@ -22,6 +26,8 @@ def test_batch_and_length_never_recompile(form: str) -> None:
     def tables(B: int, S: int) -> tuple[torch.Tensor | None, ...]:
         if form == "complex":
             return torch.randn(B, S, 8, dtype=torch.complex64), None
+        if form == "matrices":
+            return torch.randn(B, S, 8, 2, 2), None
         shape = (B, S, 8 if form == "pairs" else 16)
         shape = (3, *shape) if form == "sections" else shape
         return torch.randn(shape), torch.randn(shape)
@@ -29,8 +35,9 @@ def test_batch_and_length_never_recompile(form: str) -> None:
     recorder = Recorder()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
-    # No size is 3, the number of tables, which Dynamo would take to be the same size.
-    for B, S in ((2, 6), (5, 7), (4, 64)):
+    # No size is 3, the number of tables, or 2, the size of a matrix, which Dynamo would take to be
+    # the same size.
+    for B, S in ((7, 6), (5, 7), (4, 64)):
         x = torch.randn(B, S, 96, requires_grad=True)
         args = tables(B, S)
         expected = model(x, *args)

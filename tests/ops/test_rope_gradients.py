@@ -61,6 +61,29 @@ def test_gradients_of_learned_complex_frequencies(
     torch.testing.assert_close(grad[0], torch.complex(dcos, dsin))
 
 
+@pytest.mark.parametrize("tables", ("none", "one", "batch"))
+@pytest.mark.parametrize("deinterleave", (False, True))
+def test_gradients_of_learned_matrices(tables: str, deinterleave: bool) -> None:
+    """The numbers of a matrix are independent, though those of a rotation are not."""
+    case = replace(LEARNED, tables=tables, of_matrices=True, deinterleave=deinterleave)
+    q, k, matrices, _, *options = OP.forward_args(case, OP.tensors(case))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, matrices)]
+    assert torch.autograd.gradcheck(lambda *t: liger_ops.rope(*t, None, *options), leaves)
+
+
+@pytest.mark.parametrize("per_pair", (False, True))
+@pytest.mark.parametrize("sections", (None, (1, 0, 1)))
+def test_gradients_of_learned_tables_of_deinterleaved_pairs(
+    per_pair: bool, sections: tuple[int, ...] | None
+) -> None:
+    case = replace(
+        LEARNED, interleaved=True, deinterleave=True, per_pair=per_pair, sections=sections
+    )
+    q, k, cos, sin, *options = OP.forward_args(case, OP.tensors(case))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, cos, sin)]
+    assert torch.autograd.gradcheck(lambda *t: liger_ops.rope(*t, *options), leaves)
+
+
 def test_fixed_tables_save_neither_q_nor_k() -> None:
     q, k = (x.requires_grad_() for x in heads(torch.float32))
     cos, sin = rotary_tables(torch.float32)

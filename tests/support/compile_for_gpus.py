@@ -131,17 +131,20 @@ def calls() -> Iterator[Callable[[], Any]]:
             table = torch.empty(2, 3, R, dtype=dtype)
             q, k = q.transpose(1, 2), k.transpose(1, 2)
             for interleaved in (False, True):
-                args = (q, k, table, table, interleaved, False, None)
+                args = (q, k, table, table, interleaved, False, None, False)
                 yield lambda args=args: kernel["rope"](*args)
                 yield lambda args=args: kernel["rope_backward"](*args, both)
             pairs = table[..., : R // 2]
             three = torch.stack((table, table, table))
             for args in (
-                (q, k, pairs, pairs, False, True, None),
-                (q, k, torch.complex(pairs.float(), pairs.float()), None, True, True, None),
-                (q, k, three, three, False, False, [R // 2 - 8, 8, 0]),
+                (q, k, pairs, pairs, False, True, None, False),
+                (q, k, torch.complex(pairs.float(), pairs.float()), None, True, True, None, False),
+                (q, k, three, three, False, False, [R // 2 - 8, 8, 0], False),
+                (q, k, torch.empty(2, 3, R // 2, 2, 2), None, False, False, None, False),
+                (q, k, pairs, pairs, True, True, None, True),
             ):
                 yield lambda args=args: kernel["rope"](*args)
+                yield lambda args=args: kernel["rope_backward"](*args, both)
         yield from hyper_connection_calls(kernel, dtype)
         yield from window_calls(kernel, dtype)
         for shape, groups in (

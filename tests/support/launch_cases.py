@@ -336,6 +336,8 @@ OWN_FORMS = {
     "rope-complex": rope({"interleaved": True}, table_dtype=FP32),
     "rope-sections": rope(sections=True),
     "rope-sections-per-pair": rope({"interleaved": False}, sections=True),
+    "rope-matrices": rope(table_dtype=FP32),
+    "rope-deinterleave": rope({"per_pair": True}),
     **mhc_forms.FORMS,
 }
 

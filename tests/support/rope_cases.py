@@ -28,6 +28,10 @@ class RopeCase(Case):
     is_complex: bool = False
     # Pairs of each section: cos and sin then have three tables each; with None, one.
     sections: tuple[int, int, int] | None = None
+    # Whether cos holds a 2 x 2 matrix for each pair, and sin is None.
+    of_matrices: bool = False
+    # Whether interleaved pairs are written in halves.
+    deinterleave: bool = False
 
 
 def tensors(case: RopeCase) -> Tensors:
@@ -37,8 +41,10 @@ def tensors(case: RopeCase) -> Tensors:
     leading = {"none": (), "one": (1,), "batch": (B,)}[case.tables]
     if case.sections is not None:
         leading = (3, *(leading or (1,)))
-    halved = case.per_pair or case.is_complex
+    halved = case.per_pair or case.is_complex or case.of_matrices
     table_shape = (*leading, S, case.rotary // 2 if halved else case.rotary)
+    if case.of_matrices:
+        table_shape = (*table_shape, 2, 2)
     return {
         "q": values.draw(case.shape, case.dtype, case.layout, case.scale),
         "k": values.draw(k_shape, case.dtype, case.k_layout, case.scale),
@@ -53,11 +59,12 @@ def tables(case: RopeCase, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
     cos, sin = tensors["cos"], tensors["sin"]
     if case.is_complex:
         return laid_out(torch.complex(cos, sin), case.table_layout), None
-    return cos, sin
+    return cos, None if case.of_matrices else sin
 
 
 def options(case: RopeCase) -> tuple[Any, ...]:
-    return (case.interleaved, case.per_pair, case.sections and list(case.sections))
+    sections = case.sections and list(case.sections)
+    return (case.interleaved, case.per_pair, sections, case.deinterleave)
 
 
 def magnitudes(names: tuple[str, str], tensors: Tensors) -> list[float]:
@@ -115,4 +122,6 @@ OPS = (
     rope("complex", 3, is_complex=True),
     rope("sections", 7, sections=(1, 1, 0)),
     rope("sections-per-pair", 7, sections=(1, 0, 1), interleaved=True, per_pair=True),
+    rope("matrices", 3, of_matrices=True),
+    rope("deinterleave", 8, interleaved=True, deinterleave=True),
 )

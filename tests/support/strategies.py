@@ -284,13 +284,15 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
     whole = D - D % 2
     positions, heads = st.sampled_from((1, 2, 3, 5, 0)), st.sampled_from((1, 2, 3, 0))
     rotary = draw(st.sampled_from((whole, 2 * (whole // 4) or whole)))
-    is_complex = draw(st.sampled_from((False, False, True)))
+    kind = draw(st.sampled_from(("real", "real", "real", "complex", "matrices")))
+    is_complex, of_matrices = kind == "complex", kind == "matrices"
     sections = None
-    if draw(st.booleans()):
+    if draw(st.booleans()) and not of_matrices:
         # The cuda kernel loads vectors of the tables if sections end at multiples of 8.
         ends = st.sampled_from(sorted({0, 1, 8, 16, 24, rotary // 2}))
         first, second = sorted(min(draw(ends), rotary // 2) for _ in range(2))
         sections = (first, second - first, rotary // 2 - second)
+    interleaved = draw(st.booleans())
     return RopeCase(
         shape=(draw(st.sampled_from((1, 2, 0))), draw(heads), draw(positions), D),
         dtype=dtype,
@@ -302,10 +304,12 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
         k_layout=draw(st.sampled_from(layouts)),
         table_layout=draw(st.sampled_from((*X_LAYOUTS, "strided"))),
         dy_layout=draw(st.sampled_from((*DY_LAYOUTS, "model"))),
-        interleaved=draw(st.booleans()),
+        interleaved=interleaved,
         per_pair=draw(st.booleans()),
         is_complex=is_complex,
         sections=sections,
+        of_matrices=of_matrices,
+        deinterleave=draw(st.booleans()) and (interleaved or is_complex or of_matrices),
         output_mask=(draw(st.booleans()), draw(st.booleans())),
         # The tile has positions and pairs.
         tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),
