@@ -56,7 +56,8 @@ class Form:
 
     table_width: the width of the tables, in terms of `table_width`. half_tables: whether only the
     first half of each row of the tables is used. back: whether the function rotates in the other
-    direction, by -sin.
+    direction, by -sin. heads_in_tables: whether the tables are (S, 1, width), with a dimension for
+    the heads and none for the batch.
     """
 
     unsqueeze_dim: int | None
@@ -65,6 +66,7 @@ class Form:
     half_tables: bool
     options: tuple[tuple[str, Any], ...]
     back: bool = False
+    heads_in_tables: bool = False
 
     def fits(self, q: Tensor, k: Tensor, tables: Sequence[Tensor], has_sections: bool) -> bool:
         """Whether tensors have this form, and only the batch dimension is broadcast."""
@@ -77,7 +79,11 @@ class Form:
         D, S = q.shape[-1], q.shape[self.layout.index("s")]
         if k.shape[-1] != D or k.shape[self.layout.index("s")] != S:
             return False
-        if cos.dim() != rank - 1 + has_sections or cos.shape[-2] != S:
+        if self.heads_in_tables:
+            if has_sections or cos.dim() != 3 or cos.shape[:2] != (S, 1):
+                return False
+            cos = cos.transpose(0, 1)
+        elif cos.dim() != rank - 1 + has_sections or cos.shape[-2] != S:
             return False
         if self.table_width != table_width(cos.shape[-1], D):
             return False
@@ -92,6 +98,8 @@ class Form:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Call `op`, rope or another function with its arguments, on tensors of this form."""
         inward, outward = LAYOUTS[self.layout]
+        if self.heads_in_tables:
+            tables = [table.squeeze(1) for table in tables]
         if self.half_tables:
             half = tables[0].shape[-1] // 2
             tables = [table[..., :half] for table in tables]
@@ -145,6 +153,9 @@ class Rotary:
             if not isinstance(given.get(name), Tensor):
                 return None
         q, k, *tables = (given[name] for name in names)
+        if self.tables == 1 and not tables[0].is_complex():
+            # After model.to(torch.bfloat16), which drops the imaginary parts.
+            return None
         if tables[0].dtype is not q.dtype and not self.takes(tables[0].dtype, q.dtype):
             return None
         unsqueeze_dim = given.get(UNSQUEEZE_DIM, self.unsqueeze_dim)

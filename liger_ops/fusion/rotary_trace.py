@@ -103,6 +103,8 @@ class _Function:
             for dim in dims:
                 for width in TABLE_WIDTHS:
                     yield Form(dim, layout, width, False, ())
+                    if self.tables == 1:
+                        yield Form(dim, layout, width, False, (), heads_in_tables=True)
 
     def compare(self, forms: Sequence[Form], dtype: torch.dtype, table_dtype: torch.dtype) -> None:
         """Raise NotAnOp if the function is something else in other dtypes."""
@@ -154,6 +156,8 @@ class _Function:
             tuple({**SIZES, "h": heads}[name] for name in call.layout) for heads in (HEADS, K_HEADS)
         ]
         rows = [SIZES[name] for name in call.layout if name in "bs"]
+        if call.heads_in_tables:
+            rows = [SIZES["s"], 1]
         table = (*((3,) if self.sections else ()), *rows, TABLE_WIDTHS[call.table_width])
         if self.tables == 1:
             table_dtype = torch.complex64
@@ -220,8 +224,7 @@ class _Function:
         if (cos, sin, is_back, how[0]) != (*self.parameters[2:4], False, is_half):
             raise NotAnOp(f"{self.name} is rope of other tables than its own")
         options: dict[str, Any] = {"interleaved": arguments["interleaved"]}
-        if arguments["per_pair"]:
-            options["per_pair"] = True
+        options |= {name: True for name in ("per_pair", "deinterleave") if arguments[name]}
         return replace(call, half_tables=is_half, back=how[1], options=tuple(options.items()))
 
     def viewed(self, node: fx.Node, dtypes: set[torch.dtype]) -> fx.Node:
@@ -243,8 +246,15 @@ class _Function:
             half = (-1, 0, value(call.args[0]).shape[-1] // 2, 1)
             if call.op == "neg":
                 is_back = not is_back
+            elif call.op == "view" and _without_ones(node) == _without_ones(call.args[0]):
+                pass
             elif call.op == "slice" and call.args[1:] == half:
                 is_half = True
             else:
                 return None, is_half, is_back
             node = call.args[0]
+
+
+def _without_ones(node: fx.Node) -> list[int]:
+    """The sizes of a tensor; views between shapes with the same ones keep the order of elements."""
+    return [size for size in value(node).shape if size != 1]

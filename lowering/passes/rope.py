@@ -7,139 +7,17 @@ The op computes in float32 and rounds once, wherever the code rounds.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .canonical import calls, canonical, same, value
-from .pattern import Match, Pattern
+from .pattern import Match
 from .report import Report
 from .rewrite import Refused, Search, attempt, derive, emit, items
-
-
-def turned_halves(x: Tensor) -> Tensor:
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-
-
-def turned_back_halves(x: Tensor) -> Tensor:
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((x2, -x1), dim=-1)
-
-
-def turned_neighbours(x: Tensor) -> Tensor:
-    x1 = x[..., 0::2]
-    x2 = x[..., 1::2]
-    return torch.stack((-x2, x1), dim=-1).flatten(-2)
-
-
-def llama(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    return (x * cos) + (turned_halves(x) * sin)
-
-
-def nanochat(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    return (x * cos) + (turned_back_halves(x) * sin)
-
-
-def phi3(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([(rotated * cos) + (turned_halves(rotated) * sin), passed], dim=-1)
-
-
-def glm4(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
-    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
-    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    rotated = (rotated * cos) + (turned_neighbours(rotated) * sin)
-    return torch.cat([rotated, passed], dim=-1)
-
-
-def glm(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1)
-    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1)
-    return (x * cos) + (turned_neighbours(x) * sin)
-
-
-def cohere(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    return (x * cos) + (turned_neighbours(x) * sin)
-
-
-def glm4v(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([(rotated * cos) + (turned_neighbours(rotated) * sin), passed], dim=-1)
-
-
-def gptj(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads).repeat_interleave(2, dim=-1)
-    sin = sin.unsqueeze(heads).repeat_interleave(2, dim=-1)
-    return (x * cos) + (turned_neighbours(x) * sin)
-
-
-def gptj_partly(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads).repeat_interleave(2, dim=-1)
-    sin = sin.unsqueeze(heads).repeat_interleave(2, dim=-1)
-    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([(rotated * cos) + (turned_neighbours(rotated) * sin), passed], dim=-1)
-
-
-def gpt_oss(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    first, second = torch.chunk(x, 2, dim=-1)[0], torch.chunk(x, 2, dim=-1)[1]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def privacy_filter(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    cos = cos.unsqueeze(heads)
-    sin = sin.unsqueeze(heads)
-    first, second = x[..., 0::2], x[..., 1::2]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.stack(turned, dim=-1).flatten(-2)
-
-
-def pe_audio(
-    x: Tensor, cos: Tensor, sin: Tensor, heads: int, pairs: list[int], matrices: list[int]
-) -> Tensor:
-    rotations = torch.stack((cos, -sin, sin, cos), dim=-1).view(matrices).unsqueeze(heads)
-    return (x.reshape(pairs) * rotations).sum(-1).flatten(3)
-
-
-def llama4(x: Tensor, cos: Tensor, heads: int, shape: list[int]) -> Tensor:
-    pairs = torch.view_as_complex(x.float().reshape(shape))
-    return torch.view_as_real(pairs * cos.unsqueeze(heads)).flatten(3).type_as(x)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a spelling pairs elements, and the layout of its tables."""
-
-    interleaved: bool = False
-    per_pair: bool = False
-    # Whether the spelling reads only the first half of its tables.
-    half_tables: bool = False
-    # Whether it rotates in the other direction, by -sin.
-    back: bool = False
-    # How many dimensions its tables have after the elements of a row when `heads` is added.
-    inner: int = 0
+from .rope_spellings import SPELLINGS, VIEWS, Form
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -148,7 +26,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     alone: list[tuple[Match, Form]] = []
     for match, form in search.matches(SPELLINGS):
         search.set_aside(match)
-        key = (form, _table(match["cos"]), _table(match.values.get("sin")), match["heads"])
+        key = (form, _table(match["cos"]), _table(match.values.get("sin")), _heads(match, form))
         if key not in waiting:
             waiting[key] = match
             continue
@@ -187,20 +65,25 @@ def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search
         none = derive(at, torch.Tensor.detach, tensors[0])
         tensors.append(derive(at, torch.narrow, none, 1, 0, 0))
     tables = [matches[0]["cos"], matches[0].values.get("sin")]
+    if "heads" not in matches[0].values:
+        tables[0] = derive(at, torch.squeeze, tables[0], _heads(matches[0], form))
     if form.half_tables:
         tables = [
             derive(at, operator.getitem, derive(at, torch.chunk, t, 2, -1), 0) for t in tables
         ]
     if form.back:
         tables[1] = derive(at, torch.neg, tables[1])
-    target = torch.ops.liger.rope.default
-    args: tuple[Any, ...] = (*tensors, *tables, form.interleaved, form.per_pair)
+    sections = None
     if (parts := _sections(tables, form)) is not None:
         *tables, sections, combined = parts
-        args = (*tensors, *tables, form.interleaved, form.per_pair, sections)
         matches = tuple(replace(match, nodes=match.nodes | combined) for match in matches)
+    args: tuple[Any, ...] = (*tensors, *tables, form.interleaved, form.per_pair)
+    if form.deinterleave:
+        args = (*args, None, True)
+    elif sections is not None:
+        args = (*args, sections)
     with search.state.modes_of(at):
-        op = emit(at, target, args)
+        op = emit(at, torch.ops.liger.rope.default, args)
     # The op's results have the strides of x; those of torch.cat do not.
     results = [_seen(at, new, back) for new in items(op, len(matches))]
     search.replace(*zip(matches, results, strict=True))
@@ -274,52 +157,49 @@ View = tuple[Any, ...]
 
 def _views(match: Match, form: Form) -> tuple[list[View], list[View]]:
     """The views from x to (B, heads, S, D), and those from the op's result back."""
-    rank, heads = value(match["x"]).dim(), match["heads"]
-    heads += form.inner if heads < 0 else 0
+    rank, heads = value(match["x"]).dim(), _heads(match, form)
     if rank not in (3, 4):
         raise Refused(f"the rotated tensor has {rank} dimensions, not 4")
+    if any(name in match.values and not _is_view(match, name) for name in VIEWS):
+        raise Refused("its views put together elements that are not pairs")
+    if heads is None:
+        raise Refused("its table is not one for all heads, with a dimension of size 1 for them")
     there: list[View] = []
     back: list[View] = []
     if rank == 3:
         there, back = [(torch.unsqueeze, 0)], [(torch.squeeze, 0)]
-    # `heads` is the dimension that unsqueeze adds to the tables; negative counts from the end.
     if heads in (2, -2) if rank == 4 else heads in (1, -2):
         there, back = [*there, (torch.transpose, 1, 2)], [(torch.transpose, 1, 2), *back]
     return there, back
+
+
+def _is_view(match: Match, name: str) -> bool:
+    """Whether a parameter is the shape that it must be; one size may be written as -1."""
+    expected = VIEWS[name](value(match["x"]).shape, value(match["cos"]).shape)
+    given = match[name]
+    return len(given) == len(expected) and all(
+        same(a, b) or same(a, -1) for a, b in zip(given, expected, strict=True)
+    )
+
+
+def _heads(match: Match, form: Form) -> Any:
+    """The dimension of the tables that stands for the heads; negative counts from the end."""
+    if "heads" in match.values:
+        # The dimension that unsqueeze adds.
+        heads = match["heads"]
+        return heads + form.inner if heads < 0 else heads
+    x, cos = value(match["x"]).shape, value(match["cos"]).shape
+    for heads, positions in ((1, 2), (2, 1)):
+        if (
+            len(x) == 4 == len(cos) - form.inner
+            and same(cos[heads], 1)
+            and same(cos[positions], x[positions])
+        ):
+            return heads
+    return None
 
 
 def _seen(at: fx.Node, of: fx.Node, views: list[View]) -> fx.Node:
     for view, *arguments in views:
         of = derive(at, view, of, *arguments)
     return of
-
-
-def _pattern(function: Callable[..., Tensor], elements: int, **sizes: list[int]) -> Pattern:
-    tables = {"cos": (1, 3, elements), "sin": (1, 3, elements)}
-    return Pattern(function, any_casts=True, x=(2, 5, 3, 8), **tables, heads=1, **sizes)
-
-
-_PE_AUDIO = _pattern(pe_audio, 4, pairs=[2, 5, 3, 4, 1, 2], matrices=[1, 3, 4, 2, 2])
-_LLAMA4 = Pattern(
-    llama4,
-    any_casts=True,
-    x=(2, 3, 5, 8),
-    cos=torch.empty(1, 3, 4, dtype=torch.complex64, device="meta"),
-    heads=2,
-    shape=[2, 3, 5, 4, 2],
-)
-SPELLINGS = [
-    (_pattern(llama, 8), Form()),
-    (_pattern(phi3, 4), Form()),
-    (_pattern(glm4, 4), Form(interleaved=True, per_pair=True, half_tables=True)),
-    (_pattern(glm, 8), Form(interleaved=True, per_pair=True, half_tables=True)),
-    (_pattern(glm4v, 4), Form(interleaved=True)),
-    (_pattern(gptj_partly, 2), Form(interleaved=True, per_pair=True)),
-    (_pattern(gptj, 4), Form(interleaved=True, per_pair=True)),
-    (_pattern(nanochat, 8), Form(back=True)),
-    (_pattern(cohere, 8), Form(interleaved=True)),
-    (_pattern(gpt_oss, 4), Form(per_pair=True)),
-    (_pattern(privacy_filter, 4), Form(interleaved=True, per_pair=True)),
-    (_PE_AUDIO, Form(interleaved=True, per_pair=True, inner=2)),
-    (_LLAMA4, Form()),
-]

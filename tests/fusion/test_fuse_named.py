@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama4.configuration_llama4 import Llama4TextConfig, Llama4VisionConfig
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4VisionAttention
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 import fuse_rules
 from liger_ops import fuse
@@ -84,10 +84,6 @@ def llama4_experts() -> nn.Module:
     return Llama4TextExperts(Llama4TextConfig(**sizes))
 
 
-def llama4_vision() -> nn.Module:
-    return Llama4VisionAttention(Llama4VisionConfig(hidden_size=16, num_attention_heads=2))
-
-
 class TwoInputsRMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * scale
@@ -100,7 +96,6 @@ LEFT = [
     (GEGLU(), "gated activation", "it has 1 child that may be projections"),
     (PackedFeedForward(), "gated activation", "it computes none of swiglu, geglu"),
     (llama4_experts(), "gated activation", "it has no _apply_gate"),
-    (llama4_vision(), "rotary embedding", "vision_apply_rotary_emb computes no rope"),
     (FluxAttention(), "rotary embedding", "apply_rotary_emb is called by its Processor"),
     (OneByOneAttention(), "rotary embedding", "apply_rotary_emb takes (x, freqs_cis), not"),
 ]

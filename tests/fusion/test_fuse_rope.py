@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    apply_rotary_pos_emb_interleave as deepseek,
+)
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as glm4
 from transformers.models.glm4v.modeling_glm4v import apply_rotary_pos_emb as glm4v
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss
 from transformers.models.llama.modeling_llama import rotate_half
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb as llama4
+from transformers.models.llama4.modeling_llama4 import vision_apply_rotary_emb as llama4_vision
 from transformers.models.nanochat.modeling_nanochat import apply_rotary_pos_emb as nanochat
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import (
@@ -77,12 +81,19 @@ def last_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     return y, k * cos + rotate_half(k) * sin
 
 
+def de_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """DeepSeek's rotation: pairs are adjacent in the input, and in halves in the output."""
+    q, k = (torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in (q, k))
+    return llama(q, k, cos, sin)
+
+
 def complex_table(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     return q, k, torch.complex(cos[..., : D // 2].float(), sin[..., : D // 2].float())
 
 
 LLAMA = {"interleaved": False}
 PAIRS = {"interleaved": False, "per_pair": True}
+DEEPSEEK = {"interleaved": True, "per_pair": True, "deinterleave": True}
 
 # A function, its non-tensor arguments, the arguments of `tensors`, and the op's options.
 FORMS = [
@@ -106,6 +117,9 @@ FORMS = [
     (pe_audio, {}, {}, {**PAIRS, "interleaved": True}),
     (pe_audio, {"unsqueeze_dim": 2}, {"layout": "bshd"}, {**PAIRS, "interleaved": True}),
     (last_positions, {}, {}, LLAMA),
+    (deepseek, {}, {}, DEEPSEEK),
+    (deepseek, {"unsqueeze_dim": 2}, {"layout": "bshd"}, DEEPSEEK),
+    (de_interleaved, {}, {}, {"interleaved": True, "deinterleave": True}),
     (multimodal, {"mrope_section": [2, 3, 3]}, {"leading": (3,)}, LLAMA),
 ]
 FORM_IDS = [f"{form[0].__module__.rpartition('.')[2]}-{i}" for i, form in enumerate(FORMS)]
@@ -151,6 +165,34 @@ def test_complex_frequencies(calling: Any, dtype: torch.dtype) -> None:
     for ours, theirs in zip(module(*args), llama4(*args), strict=True):
         # Both compute in float32 and round once.
         torch.testing.assert_close(ours, theirs, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_complex_frequencies_of_an_image(calling: Any, dtype: torch.dtype) -> None:
+    """Tables (S, 1, D/2), shared by the batch; those of another length are the function's."""
+    module = calling(llama4_vision)
+    q, k, table = complex_table(*tensors("bshd", dtype=dtype))
+    table = table[0].unsqueeze(1)
+    assert ops_of(module, (q, k, table)) == ["rope"]
+    for ours, theirs in zip(module(q, k, table), llama4_vision(q, k, table), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    with pytest.raises(RuntimeError):
+        module(q, k, table[1:])
+
+
+@pytest.mark.parametrize("function", [llama4, llama4_vision])
+def test_frequencies_without_imaginary_parts_reach_the_function(
+    calling: Any, function: Callable[..., Any]
+) -> None:
+    """model.to(torch.bfloat16) drops the imaginary parts of a buffer, as transformers has it."""
+    module = calling(function)
+    q, k, table = complex_table(*tensors("bshd", dtype=torch.bfloat16))
+    if function is llama4_vision:
+        table = table[0].unsqueeze(1)
+    args = (q, k, table.real.to(torch.bfloat16))
+    assert ops_of(module, args) == []
+    for ours, theirs in zip(module(*args), function(*args), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # Calls that the op does not handle, of functions that are rope in other calls.

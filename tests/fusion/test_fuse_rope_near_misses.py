@@ -29,9 +29,9 @@ def queries_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
     return llama(q, k, cos, sin)[0], k
 
 
-def de_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As in DeepSeek-V3: pairs are adjacent in the input, and in halves in the output."""
-    q, k = (torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in (q, k))
+def interleaved_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of DeepSeek's: halves become neighbours, which are rotated as halves are."""
+    q, k = (torch.stack(x.chunk(2, -1), -1).flatten(-2) for x in (q, k))
     return llama(q, k, cos, sin)
 
 
@@ -124,7 +124,7 @@ NEAR_MISSES = [
     (exchanged_tables, "rotate is rope of other tables than its own"),
     (half_of_cosines, "rotate is rope of other tables than its own"),
     (queries_alone, "rotate is rope and more"),
-    (de_interleaved, "rotate is rope of other tensors than its queries and keys"),
+    (interleaved_first, "rotate is rope of other tensors than its queries and keys"),
     (detached, "rotate is rope and more"),
     (exchanged, "rotate is rope and more"),
     (without_gradient, "rotate computes no rope"),

@@ -308,13 +308,6 @@ ARCHITECTURES = [
     text(
         "DeepseekV3",
         places(rms_norm=5, swiglu=3, grouped_attention=0),
-        missed={
-            "rope": Missed(
-                0,
-                "it takes pairs that are next to each other and puts their results half a head"
-                " apart; the op leaves them where they are",
-            )
-        },
         **EXPERTS,
         without=("num_key_value_heads",),
         num_key_value_heads=4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -40,6 +41,16 @@ def _view(input: Any, *shape: Any, **named: Any) -> Call | None:
         return None
     if len(shape) == 1 and isinstance(value(shape[0]), (tuple, list)):
         return Call("view", (input, as_tuple(shape[0])))
+    return Call("view", (input, tuple(shape)))
+
+
+@spelled(torch.unflatten, "unflatten")
+def _unflatten(input: Any, dim: Any, sizes: Any) -> Call | None:
+    tensor = value(input)
+    if not isinstance(dim, int) or not isinstance(tensor, Tensor):
+        return None
+    shape = list(tensor.shape)
+    shape[dim : dim + 1 or None] = sizes
     return Call("view", (input, tuple(shape)))
 
 
@@ -192,10 +203,12 @@ def _getitem(input: Any, index: Any) -> Call | None:
                 stop = _from_start(part.stop, stop)
             step = 1 if part.step is None else part.step
             return Call("slice", (input, dim, start, stop, step))
-    if sum(part is None for part in parts) == 1 and all(
-        part is None or (isinstance(part, slice) and part == slice(None)) for part in parts
-    ):
-        return Call("unsqueeze", (input, parts.index(None) - tensor.dim() - 1))
+    if all(part is None or (isinstance(part, slice) and part == slice(None)) for part in parts):
+        # Each unsqueeze is in the result of those before it.
+        added = [i for i, part in enumerate(parts) if part is None]
+        for dim, rank in zip(added, itertools.count(tensor.dim() + 1), strict=False):
+            input = Call("unsqueeze", (input, dim - rank))
+        return input
     return Call("getitem", (input, tuple(parts)))
 
 
@@ -213,16 +226,21 @@ def _part(parts: Any, index: Any) -> Call | None:
 
 
 def _of_groups(unbound: Call, parts: fx.Node, index: Any) -> Call | None:
-    """x.view(*, n, s).unbind(-1)[index], which is every s-th element of x's rows, as a slice."""
+    """x.view(*, n, s).unbind(-1)[index], which is every s-th element of x's rows, as a slice, and
+    x.view(*, s, n).unbind(-2)[index], which is the elements from index * n on."""
     grouped, dim = unbound.args
     view = calls(grouped, "view")
-    if view is None or dim != -1 or not isinstance(index, int):
+    if view is None or dim not in (-1, -2) or not isinstance(index, int):
         return None
-    *rows, _, step = value(grouped).shape
-    size = value(view.args[0]).shape[-1]
-    if not same((*rows, size), tuple(value(view.args[0]).shape)):
+    *rows, groups, step = value(grouped).shape
+    x = view.args[0]
+    size = value(x).shape[-1]
+    if not same((*rows, size), tuple(value(x).shape)):
         return None
-    return Call("slice", (view.args[0], -1, index % step, size, step), (parts, grouped))
+    if dim == -1:
+        return Call("slice", (x, -1, index % step, size, step), (parts, grouped))
+    start = index % groups * step
+    return Call("slice", (x, -1, start, start + step, 1), (parts, grouped))
 
 
 def _from_start(bound: Any, size: Any) -> Any:
