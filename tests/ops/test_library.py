@@ -173,6 +173,11 @@ SHARED = {
     "linear_log_prob": "cross_entropy",
     "linear_divergence": "divergence",
     "linear_top_k_divergence": "cross_entropy",
+    "modulated_rms_norm": "rms_norm",
+    "modulated_layer_norm": "layer_norm",
+    "mhc_coeffs": "mhc_coeffs_kernels",
+    "mhc_pre": "mhc_streams",
+    "mhc_post_res": "mhc_streams",
 }
 
 

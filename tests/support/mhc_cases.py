@@ -189,7 +189,7 @@ OPS = (
         per_row=("x", "f_out", "h_post", "h_res", "dy"),
         leading=("x",),
         multiplies=True,
-        autocast_as="mul.Tensor",
+        autocast_as="bmm",
     ),
     OpUnderTest(
         name="mhc_coeffs_forward",
@@ -204,6 +204,6 @@ OPS = (
         per_row=("x", "product", "rstd", *(f"d{name}" for name in RESULTS)),
         leading=("x",),
         multiplies=True,
-        autocast_as="mul.Tensor",
+        autocast_as="linear",
     ),
 )
