@@ -20,7 +20,7 @@ REWRITES = ("swiglu", "geglu", "clamped_swiglu", "relu_squared")
 
 @dataclass(frozen=True)
 class Activation:
-    """An op, its options, and which of two projections is the gate."""
+    """An op, its options, and which of two projections, or halves of one, is the gate."""
 
     op: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -75,7 +75,7 @@ def _recognised(
     options = {name: one for name, one in found.arguments.items() if name not in ("gate", "up")}
     if len(projections) == 2:
         return _of(found, [gate, up], projections, options)
-    packed, is_interleaved = _packed(found, gate, up)
+    packed, is_interleaved, gate_first = _packed(found, gate, up)
     if is_interleaved and found.op == "swiglu" and options["gate_multiplier"] == 1.0:
         found = Recognised("clamped_swiglu", {}, found.result)
         options = {"alpha": 1.0, "limit": math.inf, "up_offset": 0.0}
@@ -83,30 +83,33 @@ def _recognised(
         raise NotAnOp(f"it is {found.op} of neighbours, which the op does not take in one tensor")
     if found.op == "clamped_swiglu":
         options["interleaved"] = is_interleaved
-    return _of(found, [packed], projections, options)
+    return _of(found, [packed], projections, options, gate_first)
 
 
 def _of(
-    found: Recognised, given: Sequence[Any], projections: Sequence[str], options: dict[str, Any]
-) -> Activation:
+    found: Recognised, given: Sequence[Any], projections: Sequence[str], options: dict[str, Any],
+    gate_first: bool = True,
+) -> Activation:  # fmt: skip
     """The recognised op, whose inputs have to be the projections themselves."""
     names = [getattr(node, "target", None) for node in given]
     if sorted(map(str, names)) != sorted(projections):
         raise NotAnOp(f"it is {found.op}, and of other tensors than the projections")
     if options == {"gate_multiplier": 1.0, "down_multiplier": 1.0}:
         options = {}
-    return Activation(found.op, tuple(options.items()), names[0] == projections[0])
+    return Activation(found.op, tuple(options.items()), gate_first and names[0] == projections[0])
 
 
-def _packed(found: Recognised, gate: Any, up: Any) -> tuple[Any, bool]:
-    """The tensor that gate and up are parts of, and whether they are interleaved in it."""
+def _packed(found: Recognised, gate: Any, up: Any) -> tuple[Any, bool, bool]:
+    """The tensor that gate and up are parts of, whether they are interleaved in it, and whether the
+    gate is first."""
     first, second = calls(gate, "slice"), calls(up, "slice")
     if first is not None and second is not None and first.args[0] is second.args[0]:
         packed = first.args[0]
         width = value(packed).shape[-1]
         parts = first.args[1:], second.args[1:]
-        if parts == ((-1, 0, width // 2, 1), (-1, width // 2, width, 1)):
-            return packed, False
+        halves = (-1, 0, width // 2, 1), (-1, width // 2, width, 1)
+        if parts in (halves, halves[::-1]):
+            return packed, False, parts == halves
         if parts == ((-1, 0, width, 2), (-1, 1, width, 2)):
-            return packed, True
+            return packed, True, True
     raise NotAnOp(f"it is {found.op}, and of other parts of its projection than gate and up")

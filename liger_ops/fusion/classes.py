@@ -92,7 +92,12 @@ def _is_sharded(cls: type) -> bool:
 
 def in_place_of(original: Any, forward: Any) -> Any:
     """`forward`, a function of self and tensors, with the name and argument names of `original`."""
-    arguments = ", ".join(list(inspect.signature(original).parameters)[1:])
+    stars: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    parameters = list(inspect.signature(original).parameters.values())[1:]
+    arguments = ", ".join(stars.get(one.kind, "") + one.name for one in parameters)
     source = f"lambda self, {arguments}: forward(self, {arguments})"
     return functools.wraps(original)(eval(source, {"forward": forward}))
 

@@ -1,6 +1,7 @@
 """Gated MLPs: the activation between the projections becomes one op.
 
-A gated MLP computes down(act(gate(x), up(x))), or the same with one projection. Its class is
+A gated MLP computes down(act(gate(x), up(x))), or the same with one projection of both. A gated
+activation of diffusers (GEGLU, SwiGLU) has that one projection, and none after it. The class is
 overridden with a forward that calls the same children and the op. The children may be anything:
 linear layers, quantised or with adapters, wrapped before or after.
 """
@@ -49,12 +50,12 @@ ANY_WIDTH = 48
 class MLP:
     """The children that a gated MLP calls, in order, and its activation.
 
-    down(activation(*projections(x))) * multiplier
+    down(activation(*projections(x))) * multiplier, or without down
     """
 
     projections: tuple[str, ...]
     activation: Activation
-    down: str
+    down: str | None
     multiplier: float
 
 
@@ -94,15 +95,21 @@ def methods(base: Any, mlp: MLP) -> dict[str, Callable[..., Any]]:
     first, second = mlp.projections[0], mlp.projections[-1]
     is_packed = len(mlp.projections) == 1
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:
+            return base.forward(self, x, *args, **kwargs)
         projection = getattr(self, first)(x)
-        if is_packed:
+        if is_packed and gate_first:
             y = activation(projection)
+        elif is_packed:
+            up, gate = projection.chunk(2, -1)
+            y = activation(gate, up)
         elif gate_first:
             y = activation(projection, getattr(self, second)(x))
         else:
             y = activation(getattr(self, second)(x), projection)
-        y = getattr(self, down)(y)
+        if down is not None:
+            y = getattr(self, down)(y)
         return y if multiplier == 1.0 else y * multiplier
 
     return {"forward": classes.in_place_of(base.forward, forward)}
@@ -164,8 +171,8 @@ def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
 def _obstacle(module: nn.Module) -> str | None:
     """Reason that a forward cannot be overridden, or probed in a copy, or None."""
     count = len(_projections(module))
-    if count not in (2, 3):
-        return f"it has {count} {'child' if count == 1 else 'children'} that may be projections"
+    if count not in (1, 2, 3):
+        return f"it has {count} children that may be projections"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if parametrize.is_parametrized(module):
@@ -181,6 +188,9 @@ def _obstacle(module: nn.Module) -> str | None:
         if has_hooks(child) or "forward" in vars(child):
             return f"{name}, which would not be called, has hooks or a forward of its own"
     arguments = list(inspect.signature(module.forward).parameters.values())
+    # diffusers' GEGLU takes any further arguments; a call with some reaches the original forward.
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    arguments = [argument for argument in arguments if argument.kind not in rest]
     if len(arguments) != 1 or arguments[0].kind is not arguments[0].POSITIONAL_OR_KEYWORD:
         names = (str(argument.replace(annotation=argument.empty)) for argument in arguments)
         return f"its forward takes ({', '.join(names)})"
@@ -208,6 +218,7 @@ class _Copy:
 
     def __init__(self, module: nn.Module) -> None:
         self.width, self.widths = _widths(_projections(module))
+        self.is_alone = len(self.widths) == 1
         self.calls: list[tuple[str, Tensor]] = []
         self.copy = object.__new__(classes.class_of(module))
         try:
@@ -221,8 +232,8 @@ class _Copy:
 
     def mlp(self) -> MLP:
         self.traced(torch.bfloat16, False)
-        names = [name for name, _ in self.calls]
-        *projections, down = names
+        projections = [name for name, _ in self.calls]
+        down = None if self.is_alone else projections.pop()
         activation = find(self.traced, projections)
         return MLP(tuple(projections), activation, down, self.multiplier)
 
@@ -247,13 +258,18 @@ class _Copy:
         if not isinstance(result, Tensor):
             raise NotAnOp(f"it returns {type(result).__name__}, not a tensor")
         names = [name for name, _ in self.calls]
-        if len(names) not in (2, 3) or len(set(names)) < len(names):
-            raise NotAnOp(
-                f"it calls {', '.join(names) or 'nothing'}, not one or two projections and a third"
+        if len(names) not in ((1,) if self.is_alone else (2, 3)) or len(set(names)) < len(names):
+            wanted = (
+                "its projection once" if self.is_alone else "one or two projections and a third"
             )
-        *projections, (down, y) = self.calls
+            raise NotAnOp(f"it calls {', '.join(names) or 'nothing'}, not {wanted}")
+        projections = self.calls if self.is_alone else self.calls[:-1]
         if any(unchanged(trace.node(given)) is not trace.node(x) for _, given in projections):
             raise NotAnOp("it changes its input before it projects it")
+        if self.is_alone:
+            self.multiplier = 1.0
+            return trace.module(result)
+        down, y = self.calls[-1]
         multiplier = _taken_off(trace, result, getattr(self.copy, down).value)
         if multiplier is None:
             raise NotAnOp(f"it changes what {down} returns")

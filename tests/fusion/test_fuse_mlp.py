@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from gated_modules import (
     HIDDEN,
+    Adapted,
     Gated,
     GateSecond,
     Limited,
@@ -31,6 +32,37 @@ class InPairs(Packed):
     def forward(self, hidden: Tensor) -> Tensor:
         packed = self.a(hidden)
         return self.out(self.gated(packed[..., ::2], packed[..., 1::2]))
+
+
+class PackedUpFirst(Packed):
+    """As in the decoder of Moonshine."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        up, gate = self.a(hidden).chunk(2, dim=-1)
+        return self.out(self.activation(gate) * up)
+
+
+class GEGLU(nn.Module):
+    """The activation of diffusers with its projection alone, whose second half is the gate."""
+
+    def __init__(self, activation: Any = F.gelu) -> None:
+        super().__init__()
+        self.proj = nn.Linear(HIDDEN, 48)
+        self.activation = activation
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs.get("scale") is not None:
+            raise RuntimeError("scale is no longer accepted")
+        hidden, gate = self.proj(hidden).chunk(2, dim=-1)
+        return hidden * self.activation(gate)
+
+
+class SwiGLU(GEGLU):
+    def __init__(self) -> None:
+        super().__init__(nn.SiLU())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
 
 
 class Plain(Gated):
@@ -68,6 +100,11 @@ class LimitedInPairs(InPairs):
     offset = 1.0
 
 
+def adapted_projection(module: GEGLU) -> nn.Module:
+    module.proj = Adapted(module.proj)
+    return module
+
+
 def clamped(alpha: float, limit: float, up_offset: float, interleaved: bool) -> dict[str, Any]:
     return {"alpha": alpha, "limit": limit, "up_offset": up_offset, "interleaved": interleaved}
 
@@ -79,6 +116,11 @@ COMPUTES = [
     (adapted(Gated()), "swiglu", {}),
     (activated(F.silu), "swiglu", {}),
     (Packed(), "swiglu", {}),
+    (PackedUpFirst(), "swiglu", {}),
+    (activated("gelu", PackedUpFirst()), "geglu", {"approximate": "none"}),
+    (GEGLU(), "geglu", {"approximate": "none"}),
+    (adapted_projection(GEGLU()), "geglu", {"approximate": "none"}),
+    (SwiGLU(), "swiglu", {}),
     (Multiplied(), "swiglu", {"gate_multiplier": 0.7, "down_multiplier": 1.0}),
     (activated("gelu_pytorch_tanh"), "geglu", {"approximate": "tanh"}),
     (activated("gelu_pytorch_tanh", Packed()), "geglu", {"approximate": "tanh"}),
@@ -115,6 +157,16 @@ def test_op_and_options_are_found(module: nn.Module, op: str, options: dict[str,
         assert ours.dtype is torch.bfloat16
         error, error_before = ((y.double() - true).norm() for y in (ours, theirs))
         assert error <= 1.5 * error_before + 2**-8 * true.norm()
+
+
+def test_further_arguments_reach_the_original_forward() -> None:
+    module = GEGLU()
+    assert fuse(nn.Sequential(module)).fused
+    x = torch.randn(2, 3, HIDDEN)
+    torch.testing.assert_close(module(x, scale=None), GEGLU.forward(module, x))
+    for args, kwargs in (((0.5,), {}), ((), {"scale": 0.5})):
+        with pytest.raises(RuntimeError, match="scale is no longer accepted"):
+            module(x, *args, **kwargs)
 
 
 def test_equal_modules_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

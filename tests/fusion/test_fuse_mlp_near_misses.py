@@ -22,6 +22,27 @@ class WrongHalf(Packed):
         return self.activation(gate) * gate
 
 
+class Thirds(Packed):
+    """A projection alone, of which a part is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.out
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up, _ = self.a(hidden).chunk(3, -1)
+        return self.gated(gate, up)
+
+
+class Again(Packed):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.out
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.gated(self.a(hidden), self.a(hidden))
+
+
 class Shifted(Gated):
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return super().gated(gate, up) + 1e-3
@@ -112,6 +133,8 @@ NEAR_MISSES = [
     (activated("gelu_10"), NO_OP),
     (activated(nn.Sigmoid(), Packed()), NO_OP),
     (WrongHalf(), "it is swiglu, and of other parts of its projection than gate and up"),
+    (Thirds(), "it is swiglu, and of other parts of its projection than gate and up"),
+    (Again(), "it calls a, a, not its projection once"),
     (Shifted(), "it is swiglu and more"),
     (ClampedAfter(), NO_OP),
     (Dropping(), "it is swiglu in evaluation, and something else in training"),

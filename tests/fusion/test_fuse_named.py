@@ -16,8 +16,8 @@ from liger_ops import fuse
 from liger_ops.fusion import FuseReport
 
 
-class GEGLU(nn.Module):
-    """As in diffusers: the activation with its projection, without one after it."""
+class ReGLU(nn.Module):
+    """A gated activation with its projection alone, which is not an op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +25,14 @@ class GEGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, gate = self.proj(x).chunk(2, dim=-1)
+        return x * F.relu(gate)
+
+
+class UnprojectedGEGLU(nn.Module):
+    """The activation alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = x.chunk(2, dim=-1)
         return x * F.gelu(gate)
 
 
@@ -93,7 +101,8 @@ class TwoInputsRMSNorm(nn.RMSNorm):
 LEFT = [
     (TwoInputsRMSNorm(8), "norm", "its forward takes (x, scale)"),
     (AdaLayerNorm(), "norm", "it holds other modules"),
-    (GEGLU(), "gated activation", "it has 1 child that may be projections"),
+    (ReGLU(), "gated activation", "it computes none of swiglu, geglu"),
+    (UnprojectedGEGLU(), "gated activation", "it has 0 children that may be projections"),
     (PackedFeedForward(), "gated activation", "it computes none of swiglu, geglu"),
     (llama4_experts(), "gated activation", "it has no _apply_gate"),
     (FluxAttention(), "rotary embedding", "apply_rotary_emb is called by its Processor"),
