@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gated_spellings import PACKED, halves, origin
 from rewriting import check, each_dtype, refused, values
@@ -47,6 +47,29 @@ def test_geglu_of_packed_halves(unpack):
         return up * F.gelu(gate)
 
     check(function, values(2, 3, 16, dtype=torch.bfloat16), counts={"geglu": 1})
+
+
+class Diffusers(nn.Module):
+    """The activation of diffusers, whose projection has the gate in its second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 32)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x, gate = self.proj(x).chunk(2, dim=-1)
+        return x * F.gelu(gate)
+
+
+def test_geglu_of_diffusers():
+    """The halves are read where they lie: nothing is copied."""
+    torch.manual_seed(0)
+    found = check(Diffusers(), values(2, 3, 8), counts={"geglu": 1})
+    (call,) = found.calls("geglu")
+    assert call["approximate"] == "none"
+    halves = [call[name].meta["example_value"] for name in ("gate", "up")]
+    assert [half.stride(-2) for half in halves] == [32, 32]
+    assert [half.storage_offset() for half in halves] == [16, 0]
 
 
 @pytest.mark.parametrize("function", [f for f, _ in GEGLUS.values()], ids=GEGLUS)
