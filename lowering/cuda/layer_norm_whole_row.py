@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..triton_math import to_float32_again
 from .launch import WholeRow
-from .modulation import modulated_row, moved, own_sample
+from .modulation import modulated_row, own_sample
 from .norm_backward import NormBackward, launch_norm_backward
 from .row_sums import store_column_sums, two_row_sums
 
@@ -69,7 +69,8 @@ def layer_norm_backward_kernel(
         dy_ptr += first * stride_dy
         x_ptr += first * stride_x
         weight_ptr += part % samples * N
-        dx_ptr = moved(dx_ptr, first * N)
+        if dx_ptr is not None:
+            dx_ptr += first * N
     cols = tl.arange(0, BLOCK_N)[None, :]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)

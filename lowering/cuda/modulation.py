@@ -29,12 +29,3 @@ def own_sample(samples, M):
         return part, part // samples, tl.num_programs(0) // samples, part % samples * M
     else:
         return part, part, tl.num_programs(0), part * 0
-
-
-@triton.jit
-def moved(ptr, distance):
-    """ptr + distance, or None."""
-    if ptr is not None:
-        return ptr + distance
-    else:
-        return ptr

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..sizes import cdiv
 from ..triton_math import folded
 from .launch import Plan, launch, pipeline_stages, processors
-from .modulation import moved
 from .norm_backward import NormBackward, launch_norm_backward
 from .row_sums import first_mean, mean_and_rstd, store_column_sums
 
@@ -109,10 +108,13 @@ def two_kernel_backward_kernel(
         x_ptr += sample * M * stride_x
         rstd_ptr += sample * M
         projection_ptr += sample * M
-        mean_ptr = moved(mean_ptr, sample * M)
-        mean_g_ptr = moved(mean_g_ptr, sample * M)
+        if mean_ptr is not None:
+            mean_ptr += sample * M
+        if mean_g_ptr is not None:
+            mean_g_ptr += sample * M
         weight_ptr += sample * N
-        dx_ptr = moved(dx_ptr, sample * M * N)
+        if dx_ptr is not None:
+            dx_ptr += sample * M * N
     cols = chunk * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..sizes import cdiv, next_power_of_2
 from ..triton_math import folded, to_float32_again
 from .launch import Plan, Table, on_nvidia, plan_for, processors
-from .modulation import moved, own_sample
+from .modulation import own_sample
 from .norm_backward import NormBackward, launch_norm_backward
 from .prefetch import prefetch_row
 from .row_sums import four_totals, mean_and_rstd, near_mean, two_totals
@@ -36,7 +36,8 @@ def two_pass_backward_kernel(
         dy_ptr += first * stride_dy
         x_ptr += first * stride_x
         weight_ptr += part % samples * N
-        dx_ptr = moved(dx_ptr, first * N)
+        if dx_ptr is not None:
+            dx_ptr += first * N
     lanes = tl.arange(0, BLOCK_N)
     dweight = ()
     dbias = ()
