@@ -12,6 +12,7 @@ from ..tensors import contiguous
 from .launch import Plan, TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
 from .layer_norm_two_pass import launch_two_pass, plan_two_pass
 from .layer_norm_whole_row import launch_whole_rows_backward, layer_norm_kernel
+from .modulation import constants_of
 from .norm_backward import NormBackward, modulated_backward, plan_whole_rows_backward
 from .norm_backward_launch import launch_backward
 from .norm_backward_two_kernel import TwoKernel, plan_two_kernels
@@ -51,9 +52,9 @@ def launch_layer_norm(
     strides = (x.stride(0), *modulation.strides)
     arguments = (*tensors, *x.shape, modulation.tokens, *strides, call.eps)
     if isinstance(plan, WholeRow):
-        launch_whole_rows(layer_norm_kernel, plan, x, *arguments, ROUNDS=modulation.rounds)
+        launch_whole_rows(layer_norm_kernel, plan, x, *arguments, **constants_of(modulation))
     else:
-        launch_two_pass(plan, x, *arguments, ROUNDS=modulation.rounds)
+        launch_two_pass(plan, x, *arguments, **constants_of(modulation))
 
 
 def launch_layer_norm_backward(

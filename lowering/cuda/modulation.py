@@ -1,9 +1,26 @@
-"""@triton.jit helpers of norms with a modulation, and of norms of each sample by itself."""
+"""Kernels of norms with a modulation, and of norms of each sample by itself: what they share."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
+from ..modulation import Modulation
 from ..triton_math import modulated
+
+
+def constants_of(modulation: Modulation) -> dict[str, Any]:
+    """The constants and options of a forward kernel.
+
+    The compiler would make one operation, which rounds once, of the product that is rounded to
+    bfloat16 or float16 and the sum with shift.
+    """
+    constants: dict[str, Any] = {"ROUNDS": modulation.rounds}
+    if modulation.rounds and modulation.shift is not None:
+        constants["enable_fp_fusion"] = False
+    return constants
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from ..sizes import next_power_of_2
 from ..tensors import contiguous
 from .launch import Plan, TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
 from .layer_norm import plan_backward as layer_norm_plan
+from .modulation import constants_of
 from .norm_backward import NormBackward, modulated_backward, plan_whole_rows_backward
 from .norm_backward_launch import launch_backward
 from .norm_backward_two_kernel import TwoKernel, plan_two_kernels
@@ -61,7 +62,7 @@ def launch_rms_norm(
     strides = (x.stride(0), 0 if residual is None else residual.stride(0), *modulation.strides)
     tensors = (x, residual, weight, modulation.scale, modulation.shift, y, s)
     arguments = (*tensors, *x.shape, modulation.tokens, *strides, call.eps, call.offset)
-    constants = {"CASTING_MODE": rms_mode(call.casting_mode), "ROUNDS": modulation.rounds}
+    constants = {"CASTING_MODE": rms_mode(call.casting_mode), **constants_of(modulation)}
     if isinstance(plan, WholeRow):
         launch_whole_rows(rms_norm_kernel, plan, x, *arguments, **constants)
     else:

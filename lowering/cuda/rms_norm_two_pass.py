@@ -18,11 +18,12 @@ from .rms_norm_whole_row import load_sum
 
 @triton.jit
 def _store_tile(
-    x, rstd, pointers, modulation, sample, cols, N, offset,
+    x, rstd, pointers, place, cols, N, offset,
     CASTING_MODE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     # The pointers are at the start of the row. .cs: this kernel does not read the output again.
     weight_ptr, y_ptr, s_ptr = pointers
+    modulation, row, tokens = place
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     mask = cols < N
     if s_ptr is not None:
@@ -31,8 +32,8 @@ def _store_tile(
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     y = rms_scaled(to_float32_again(x), rstd, weight, offset, dtype, CASTING_MODE)
-    if modulation is not None:
-        y = modulated_row(y, modulation, sample, cols, mask, dtype, ROUNDS)
+    if tokens is not None:
+        y = modulated_row(y, modulation, row // tokens, cols, mask, dtype, ROUNDS)
     tl.store(y_ptr + cols, y.to(dtype), mask=mask, cache_modifier=".cs")
 
 
@@ -65,16 +66,14 @@ def rms_norm_two_pass_kernel(
     sums += folded(rms_square(x.to(tl.float32), dtype, CASTING_MODE), FOLD)
     rstd = rms_rstd(tl.sum(sums, 0), N, eps, dtype, CASTING_MODE)
     pointers = (weight_ptr, y_ptr, s_ptr)
-    modulation = None
-    sample = None
-    if scale_ptr is not None:
-        modulation = (scale_ptr, shift_ptr, stride_scale, stride_shift)
-        sample = row // tokens
-    _store_tile(x, rstd, pointers, modulation, sample, cols, N, offset, CASTING_MODE, ROUNDS)
+    # A norm without a modulation has no tokens of a sample either.
+    modulation = (scale_ptr, shift_ptr, stride_scale, stride_shift)
+    place = (modulation, row, tokens)
+    _store_tile(x, rstd, pointers, place, cols, N, offset, CASTING_MODE, ROUNDS)
     for stored in tl.range(1, TILES, num_stages=1, loop_unroll_factor=3):
         cols = (TILES - 1 - stored) * BLOCK_N + tl.arange(0, BLOCK_N)
         x = load_sum(x_ptr, residual_ptr, cols, cols < N, dtype, "evict_first")
-        _store_tile(x, rstd, pointers, modulation, sample, cols, N, offset, CASTING_MODE, ROUNDS)
+        _store_tile(x, rstd, pointers, place, cols, N, offset, CASTING_MODE, ROUNDS)
 
 
 # Shares of the H200's copy rate.

@@ -151,7 +151,7 @@ def gradient_roundings(case: TopKCase, tensors: Tensors) -> dict[str, float]:
     p = logits.masked_fill(listed > 0, -INF).log_softmax(-1).exp().nan_to_num()
     p = p * (ids >= 0).any(-1, keepdim=True)
     dlogits, drest = (
-        torch.zeros(shape, dtype=torch.double)
+        torch.zeros(shape, dtype=torch.double, device=p.device)
         if tensors[name] is None
         else tensors[name].double().abs().reshape(shape)
         for name, shape in zip(UPSTREAM, (ids.shape, (len(ids), 1)), strict=True)

@@ -179,7 +179,7 @@ def hyper_connection_calls(
 
 
 def modulated_calls(kernel: Any, x: Any, row: Any) -> Iterator[Callable[[], Any]]:
-    """A row of scale and shift for each sample, and for each row of x."""
+    """A row of scale and shift for each sample, and for each row of x; and a scale alone."""
     for scale in (x[:2], x):
         for op, weights, options in (
             ("modulated_rms_norm", (row,), (1e-6, 0.0)),
@@ -187,6 +187,7 @@ def modulated_calls(kernel: Any, x: Any, row: Any) -> Iterator[Callable[[], Any]
         ):
             args = (x, scale, scale, *weights)
             yield partial(kernel[op], *args)
+            yield partial(kernel[op], x, scale)
             mask = [True] * len(args)
             yield partial(kernel[f"{op}_backward"], x, *args, *options, mask)
 
