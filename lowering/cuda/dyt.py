@@ -69,9 +69,18 @@ def dyt_backward_kernel(
         tl.store(dbeta_ptr + group * N + cols, tl.sum(dbeta, 0)[None, :], mask=cols < N)
 
 
+def plan_forward(N: int) -> Tile:
+    """32 elements a thread. 32768 x 4096 in bfloat16 take 0.137 ms on an H200, of which a copy takes
+    0.128; with 8 elements a thread 0.165.
+    """
+    BLOCK_N = min(1024, next_power_of_2(N))
+    return Tile(BLOCK_N, BLOCK_M=4096 // BLOCK_N)
+
+
 def plan_backward(N: int) -> Tile:
     """4 rows of 1024 columns a tile, as in the second kernel of rms_norm's wide backward. With 128
-    threads, each takes 255 registers on sm_90.
+    threads, each takes 255 registers on sm_90. 32768 x 4096 in bfloat16 take 0.324 ms on an H200,
+    and with 512 columns 0.331.
     """
     BLOCK_N = min(1024, next_power_of_2(N))
     return Tile(BLOCK_N, 256, BLOCK_M=4096 // max(256, BLOCK_N))
@@ -81,6 +90,7 @@ def plan_backward(N: int) -> Tile:
 def dyt(call, y, plan):
     x = rows(call.x)
     gamma, beta = contiguous(call.gamma), contiguous(call.beta)
+    plan = plan or plan_forward(x.shape[1])
     launch_tiles(dyt_kernel, plan, x, x, call.alpha, gamma, beta, y, *x.shape, x.stride(0))
 
 
