@@ -104,7 +104,13 @@ def kernel_options(query: Tensor) -> dict[str, Any]:
 
     Inside of a region that Dynamo traces, the GPU is a constant.
     """
-    if query.is_cuda and query.shape[-1] == 256 and _is_hopper(query.device.index):
+    if not query.is_cuda or not _is_hopper(query.device.index):
+        return {}
+    if query.shape[-1] == 64 and query.dtype in (torch.bfloat16, torch.float16):
+        # Instead of tiles of 128 x 128 in 4 warps. 16 x 1219 tokens, 32 heads and 8 of keys, causal
+        # with padding: the forward takes 0.57 ms instead of 5.18 on an H200.
+        return {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 3, "fwd_num_warps": 4}
+    if query.shape[-1] == 256:
         # 8 warps instead of 4. 2 x 4096 tokens, 8 heads and 4 of keys, causal with a soft cap: the
         # backward takes 2.5 ms instead of 3.4 on an H200.
         return {"bwd_num_warps": 8}
