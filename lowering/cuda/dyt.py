@@ -70,8 +70,8 @@ def dyt_backward_kernel(
 
 
 def plan_forward(N: int) -> Tile:
-    """32 elements a thread. 32768 x 4096 in bfloat16 take 0.137 ms on an H200, of which a copy takes
-    0.128; with 8 elements a thread 0.165.
+    """32 elements a thread. 32768 x 4096 in bfloat16 take 0.137 ms on an H200, a copy 0.128, and 8
+    elements a thread 0.165.
     """
     BLOCK_N = min(1024, next_power_of_2(N))
     return Tile(BLOCK_N, BLOCK_M=4096 // BLOCK_N)
