@@ -31,6 +31,7 @@ from .ops.embedding import embedding
 from .ops.attn_res import attn_res
 from .ops.tiled_mlp import tiled_mlp, tiled_mlp_forward
 from .ops.neighborhood_attention import neighborhood_attention, neighborhood_attention_forward
+from .ops.multi_token_attention import multi_token_attention, multi_token_attention_forward
 from .ops.cross_entropy import cross_entropy, cross_entropy_forward
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from .ops.kl_div import kl_div

@@ -16,6 +16,7 @@ from .linear_top_k_divergence import LinearTopKDivergence
 from .log_prob import LinearLogProb, LogProb
 from .mhc import MHC, MHCCoeffs, MHCPostRes, MHCPre
 from .modulated_norms import ModulatedLayerNorm, ModulatedRMSNorm
+from .multi_token_attention import MultiTokenAttention
 from .neighborhood_attention import NeighborhoodAttention
 from .poly_norm import PolyNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
@@ -51,6 +52,7 @@ __all__ = [
     "MHCPre",
     "ModulatedLayerNorm",
     "ModulatedRMSNorm",
+    "MultiTokenAttention",
     "NeighborhoodAttention",
     "PolyNorm",
     "RMSNorm",

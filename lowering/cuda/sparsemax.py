@@ -20,15 +20,9 @@ from .launch import TwoPass, WholeRow, launch, launch_whole_rows, plan_whole_row
 from .row_sums import two_row_sums, two_totals
 
 
-@triton.jit(do_not_specialize=["M"])
-def sparsemax_kernel(
-    x_ptr, y_ptr, M, N, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    # The row stays in registers while Newton's iteration goes over it.
-    rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    cols = tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < M) & (cols < N)
-    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=-float("inf")).to(tl.float32)
+@triton.jit
+def whole_sparsemax(x, BLOCK_M: tl.constexpr):
+    """The sparsemax of each row of a tile. Elements of -inf give 0."""
     below = below_maximum(x, tl.max(x, 1)[:, None])
     tau = tl.full((BLOCK_M, 1), -1.0, tl.float32)
     count = tl.full((BLOCK_M, 1), float("inf"), tl.float32)
@@ -38,29 +32,42 @@ def sparsemax_kernel(
         sum, higher = two_row_sums(above(below, tau), is_above(below, tau))
         tau, count, active = newton_step(tau, count, active, sum, higher)
         going = tl.max(tl.max(active, 1), 0)
-    y = above(below, tau)
+    return above(below, tau)
+
+
+@triton.jit(do_not_specialize=["M"])
+def sparsemax_kernel(
+    x_ptr, y_ptr, M, N, stride_x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    # The row stays in registers while Newton's iteration goes over it.
+    rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    y = whole_sparsemax(x, BLOCK_M)
     tl.store(y_ptr + rows * N + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _row_tile(row_ptr, cols, N, other):
+def row_tile(row_ptr, cols, N, other):
     return tl.load(row_ptr + cols, mask=cols < N, other=other, eviction_policy="evict_last").to(
         tl.float32
     )
 
 
-@triton.jit(do_not_specialize=["M"])
-def sparsemax_wide_kernel(
-    x_ptr, y_ptr, M, N, stride_x, BLOCK_N: tl.constexpr, FOLD: tl.constexpr
-):  # fmt: skip
-    # A program has one row. Every step reads it again, from the L2 cache.
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_x
+@triton.jit
+def row_maximum(x_ptr, N, BLOCK_N: tl.constexpr):
+    """The maximum of a row that fits no tile."""
     lowest = -float("inf")
     maxima = tl.full((BLOCK_N,), lowest, tl.float32)
     for start in tl.range(0, N, BLOCK_N, num_stages=1):
-        maxima = tl.maximum(maxima, _row_tile(x_ptr, start + tl.arange(0, BLOCK_N), N, lowest))
-    maximum = tl.max(maxima, 0)
+        maxima = tl.maximum(maxima, row_tile(x_ptr, start + tl.arange(0, BLOCK_N), N, lowest))
+    return tl.max(maxima, 0)
+
+
+@triton.jit
+def wide_threshold(x_ptr, N, maximum, BLOCK_N: tl.constexpr, FOLD: tl.constexpr):
+    """tau of a row that fits no tile. Every step reads it again, from the L2 cache."""
     tau = -1.0
     count = float("inf")
     active = 1.0
@@ -68,15 +75,28 @@ def sparsemax_wide_kernel(
         sums = tl.zeros((BLOCK_N // FOLD,), tl.float32)
         counts = tl.zeros((BLOCK_N // FOLD,), tl.float32)
         for start in tl.range(0, N, BLOCK_N, num_stages=1):
-            x = _row_tile(x_ptr, start + tl.arange(0, BLOCK_N), N, lowest)
+            x = row_tile(x_ptr, start + tl.arange(0, BLOCK_N), N, -float("inf"))
             below = below_maximum(x, maximum)
             sums += folded(above(below, tau), FOLD)
             counts += folded(is_above(below, tau), FOLD)
         sum, higher = two_totals(sums, counts)
         tau, count, active = newton_step(tau, count, active, sum, higher)
+    return tau
+
+
+@triton.jit(do_not_specialize=["M"])
+def sparsemax_wide_kernel(
+    x_ptr, y_ptr, M, N, stride_x, BLOCK_N: tl.constexpr, FOLD: tl.constexpr
+):  # fmt: skip
+    # A program has one row.
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    maximum = row_maximum(x_ptr, N, BLOCK_N)
+    tau = wide_threshold(x_ptr, N, maximum, BLOCK_N, FOLD)
     for start in tl.range(0, N, BLOCK_N, num_stages=1):
         cols = start + tl.arange(0, BLOCK_N)
-        y = above(below_maximum(_row_tile(x_ptr, cols, N, lowest), maximum), tau)
+        x = row_tile(x_ptr, cols, N, -float("inf"))
+        y = above(below_maximum(x, maximum), tau)
         tl.store(y_ptr + row * N + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
@@ -108,14 +128,14 @@ def sparsemax_wide_backward_kernel(
     counts = tl.zeros((BLOCK_N // FOLD,), tl.float32)
     for start in tl.range(0, N, BLOCK_N, num_stages=1):
         cols = start + tl.arange(0, BLOCK_N)
-        y = _row_tile(y_ptr, cols, N, 0.0)
-        sums += folded(supported(_row_tile(dy_ptr, cols, N, 0.0), y), FOLD)
+        y = row_tile(y_ptr, cols, N, 0.0)
+        sums += folded(supported(row_tile(dy_ptr, cols, N, 0.0), y), FOLD)
         counts += folded(is_above(y, 0.0), FOLD)
     sum, count = two_totals(sums, counts)
     for start in tl.range(0, N, BLOCK_N, num_stages=1):
         cols = start + tl.arange(0, BLOCK_N)
-        dy = _row_tile(dy_ptr, cols, N, 0.0)
-        dx = sparsemax_gradient(dy, _row_tile(y_ptr, cols, N, 0.0), sum / count)
+        dy = row_tile(dy_ptr, cols, N, 0.0)
+        dx = sparsemax_gradient(dy, row_tile(y_ptr, cols, N, 0.0), sum / count)
         tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
@@ -135,7 +155,7 @@ def plan_backward(N: int) -> WholeRow | TwoPass:
     return plan_whole_rows(N, 1024) if N <= WIDEST else TwoPass(8192, 512)
 
 
-def _wide_options(plan: TwoPass, x: Tensor) -> dict[str, int]:
+def wide_options(plan: TwoPass, x: Tensor) -> dict[str, int]:
     # A thread loads 16 bytes at once.
     fold = min(plan.BLOCK_N, 16 // x.element_size())
     return {"BLOCK_N": plan.BLOCK_N, "FOLD": fold, "num_warps": plan.num_warps}
@@ -150,7 +170,7 @@ def sparsemax_forward(call, y, plan):
     if isinstance(plan, WholeRow):
         launch_whole_rows(sparsemax_kernel, plan, x, *arguments)
     else:
-        launch(sparsemax_wide_kernel, (M,), x, *arguments, **_wide_options(plan, x))
+        launch(sparsemax_wide_kernel, (M,), x, *arguments, **wide_options(plan, x))
 
 
 @library.kernel("sparsemax_backward", "cuda")
@@ -162,4 +182,4 @@ def sparsemax_backward(call, dx, plan):
     if isinstance(plan, WholeRow):
         launch_whole_rows(sparsemax_backward_kernel, plan, y, *arguments)
     else:
-        launch(sparsemax_wide_backward_kernel, (M,), y, *arguments, **_wide_options(plan, y))
+        launch(sparsemax_wide_backward_kernel, (M,), y, *arguments, **wide_options(plan, y))

@@ -48,6 +48,22 @@ def _sum(x):
     return tl.sum(x, axis=1)[:, None]
 
 
+@triton.jit
+def whole_sparsemax(x, steps, BLOCK_M: tl.constexpr):
+    """The sparsemax of each row of a tile, in at most `steps`. Elements of -inf give 0."""
+    below = below_maximum(x, tl.max(x, axis=1)[:, None])
+    tau = tl.full((BLOCK_M, 1), -1.0, tl.float32)
+    count = tl.full((BLOCK_M, 1), float("inf"), tl.float32)
+    active = tl.full((BLOCK_M, 1), 1.0, tl.float32)
+    going = 1.0
+    for _ in tl.range(0, steps):
+        if going > 0:
+            sum, higher = _sum(above(below, tau)), _sum(is_above(below, tau))
+            tau, count, active = newton_step(tau, count, active, sum, higher)
+            going = tl.max(tl.max(active, axis=1), axis=0)
+    return above(below, tau)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _sparsemax_kernel(x_ptr, y_ptr, M, N, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     rows, cols, offsets = tile_offsets(N, BLOCK_M, BLOCK_N)
@@ -56,17 +72,7 @@ def _sparsemax_kernel(x_ptr, y_ptr, M, N, steps, BLOCK_M: tl.constexpr, BLOCK_N:
         start = row * N
         mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
         x = load_logits(x_ptr + start, offsets, mask)
-        below = below_maximum(x, tl.max(x, axis=1)[:, None])
-        tau = tl.full((BLOCK_M, 1), -1.0, tl.float32)
-        count = tl.full((BLOCK_M, 1), float("inf"), tl.float32)
-        active = tl.full((BLOCK_M, 1), 1.0, tl.float32)
-        going = 1.0
-        for _ in tl.range(0, steps):
-            if going > 0:
-                sum, higher = _sum(above(below, tau)), _sum(is_above(below, tau))
-                tau, count, active = newton_step(tau, count, active, sum, higher)
-                going = tl.max(tl.max(active, axis=1), axis=0)
-        y = above(below, tau)
+        y = whole_sparsemax(x, steps, BLOCK_M)
         tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -175,12 +181,17 @@ def _sparsemax_wide_backward_kernel(
             tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+def most_steps(N: int) -> int:
+    """More steps than Newton's iteration takes for N elements."""
+    return N.bit_length() + 14
+
+
 @library.kernel("sparsemax_forward", "npu")
 def sparsemax_forward(call, y, plan):
     x = tiling.rows(call.x)
     plan = plan or tiling.plan("sparsemax", x.shape[1], x)
     kernels = (_sparsemax_kernel, _sparsemax_wide_kernel)
-    _launch(kernels, plan, x, y, *x.shape, x.shape[1].bit_length() + 14)
+    _launch(kernels, plan, x, y, *x.shape, most_steps(x.shape[1]))
 
 
 @library.kernel("sparsemax_backward", "npu")

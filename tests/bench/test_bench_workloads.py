@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
-from liger_ops.bench.workloads.attention import masked_attention
+from liger_ops.bench.workloads.attention import masked_attention, model_multi_token
 from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
 from liger_ops.bench.workloads.hyper_connections import (
     deepseek_coeffs,
@@ -46,6 +46,7 @@ TINY = {
     "modulated_rms_norm": (2, 3, 32),
     "modulated_layer_norm": (2, 3, 32),
     "neighborhood_attention": (2, 140, 2, 8),
+    "multi_token_attention": (2, 3, 9),
     "linear_cross_entropy": (7, 16, 50),
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
@@ -252,6 +253,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             "liger_relu_squared": lambda x: F.relu(x) ** 2,
             "liger_fused_neighborhood_attention": lambda q, k, v, kernel_size: masked_attention(
                 q, k, v
+            ),
+            "liger_multi_token_attention": lambda scores, weight, padding: model_multi_token(
+                scores, weight
             ),
             "liger_softmax": lambda x: F.softmax(x, -1),
             "liger_rope": liger_rope,

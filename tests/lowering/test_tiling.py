@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import liger_ops.lowering.npu as npu
 from liger_ops import library
-from liger_ops.lowering.npu import tiling
+from liger_ops.lowering.npu import multi_token_attention, tiling
 from liger_ops.lowering.npu.tiling import COSTS, MIN_BLOCK_N, Groups, Plan
 
 UB_BYTES = st.sampled_from((65536, 131072, 196608, 262144))
@@ -189,6 +189,8 @@ def test_the_grid_stays_below_65536(
         kernel[f"{op}_backward"](x, x)
     kernel["sparsemax_forward"](x)
     kernel["sparsemax_backward"](x, x)
+    multi_token_attention.launch_forward(x, x, False)
+    multi_token_attention.launch_backward(x, x, x, False)
     logits = x.reshape(-1, shape[-1])
     target = torch.zeros(logits.shape[0], dtype=torch.int64)
     loss = kernel["cross_entropy_forward"](logits, target)

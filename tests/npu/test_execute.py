@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from execute import executing
+from execute import CORES, executing
 from launch_cases import LaunchCase, executed
 from liger_ops import library
+from liger_ops.lowering.npu import multi_token_attention
+from liger_ops.lowering.npu.tiling import Plan
 from op_checks import assert_backward_matches_truth, assert_forward_matches_truth, widened
 from op_table import OPS
 from toolchain import missing_cpu_tools
@@ -36,6 +38,27 @@ def test_executed(label, needs):
     with executing() as launched:
         check(*CASES[label])
     assert launched
+
+
+@pytest.mark.parametrize("sparse", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_wide_causal_rows_executed(dtype, sparse, needs):
+    """multi_token_attention's kernels of rows that fit no tile, beside those of rows that do."""
+    needs(missing_cpu_tools())
+    scores, dp = torch.randn(2, 2, 3, 70, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    results = []
+    for block in (16, 128):
+        tile, p, dscores = Plan(1, block, CORES), torch.empty_like(scores), dp.clone()
+        with executing() as launched:
+            multi_token_attention.launch_forward(scores, p, sparse, tile)
+            multi_token_attention.launch_backward(dscores, scores, dscores, sparse, tile)
+        assert ["wide" in launch.kernel for launch in launched] == [block == 16] * 2
+        results.append((p, dscores))
+    torch.testing.assert_close(*results)
+    assert results[0][0].triu(1).count_nonzero() == 0
+    torch.testing.assert_close(
+        results[0][0].float().sum(-1), torch.ones(2, 3, 70), atol=1e-2, rtol=0
+    )
 
 
 @pytest.mark.parametrize("classes", ((300, 300), (70, 300), (300, 70)))

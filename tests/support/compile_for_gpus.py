@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 import liger_ops.lowering.cuda as cuda
 from liger_ops import library
 from liger_ops.lowering.cross_entropy import Tokens
-from liger_ops.lowering.cuda import cross_entropy
+from liger_ops.lowering.cuda import cross_entropy, multi_token_attention
 from liger_ops.lowering.cuda.launch import WARP_SIZE
 
 TARGETS = {
@@ -117,6 +117,9 @@ def calls() -> Iterator[Callable[[], Any]]:
                 yield lambda x=x, op=op: kernel[f"{op}_backward"](x, x)
             yield lambda x=x: kernel["sparsemax_forward"](x)
             yield lambda x=x: kernel["sparsemax_backward"](x, x)
+            for sparse in (False, True):
+                yield partial(multi_token_attention.launch_forward, x, x, sparse)
+                yield partial(multi_token_attention.launch_backward, x, x, x, sparse)
         for V in (100, 4096, 32768, 128256):
             yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
         yield from distribution_loss_calls(kernel, torch.empty(4, 128256, dtype=dtype))

@@ -21,6 +21,7 @@ from launch_forms import (
     EMBEDDING,
     EXECUTED_ROWS,
     FP32,
+    MULTI_TOKEN,
     ROWS,
     TILED_MLP,
     WIDTHS,
@@ -325,6 +326,7 @@ OWN_FORMS = {
     "embedding": EMBEDDING,
     "attn_res": ATTENTION_RESIDUALS,
     "tiled_mlp_forward": TILED_MLP,
+    "multi_token_attention_forward": MULTI_TOKEN,
     "rope": rope(
         {"interleaved": True},
         {"tables": "one"},

@@ -84,6 +84,21 @@ TILED_MLP = Forms(
     executed=(),
 )
 
+# Rows that fit a tile, and rows that do not, which a test of their own runs. The convolution is not
+# Triton's, and so the gradient of bias alone has no launch.
+MULTI_TOKEN = Forms(
+    shapes=tuple({"shape": (2, 2, L, L)} for L in (1, 100, 1023, 2048, 4096, 8192, 16384)),
+    options=({"sparse": True}, {"weight_dtype": FP32}, {"layout": "sliced"}),
+    backward_options=(
+        {"sparse": True, "weight_dtype": BF16},
+        {"output_mask": (True, False, False)},
+        {"output_mask": (False, True, False)},
+    ),
+    optional_at=(2, 3, 4, 6),
+    counted={},
+    executed=({"shape": (2, 2, 70, 70)}, {"shape": (1, 4, 33, 33), "bias": False}),
+)
+
 ATTENTION_RESIDUALS = Forms(
     shapes=tuple({"shape": (8, ROWS, N)} for N in (1, 100, 1023, 4096, 8192, 131072)),
     options=({"weight_dtype": None},),

@@ -17,6 +17,7 @@ import linear_top_k_divergence_cases
 import log_prob_cases
 import mhc_cases
 import modulated_norm_cases
+import multi_token_cases
 import neighborhood_cases
 import norm_cases
 import poly_norm_cases
@@ -40,6 +41,7 @@ OPS: dict[str, OpUnderTest] = {
         *attn_res_cases.OPS,
         *tiled_mlp_cases.OPS,
         *neighborhood_cases.OPS,
+        *multi_token_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,

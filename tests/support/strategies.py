@@ -15,6 +15,7 @@ from embedding_cases import EmbeddingCase
 from gated_norm_cases import GatedNormCase
 from log_prob_cases import LogProbCase
 from modulated_norm_cases import ModulatedCase, modulated
+from multi_token_cases import MultiTokenCase
 from neighborhood_cases import NeighborhoodCase
 from norm_cases import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
@@ -476,6 +477,43 @@ def distribution_losses(draw: st.DrawFn) -> DistributionCase:
         output_mask=tuple(draw(st.booleans()) for _ in range(3)),
         tile=tile,
         scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def multi_token_attentions(draw: st.DrawFn) -> MultiTokenCase:
+    """A case of multi_token_attention. A call takes no tile."""
+    # The interpreter's time grows with the rows.
+    L = draw(st.sampled_from((1, 2, 7, 16, 37)))
+    groups = draw(st.sampled_from((1, 2)))
+    kernel, dilation = (draw(st.sampled_from(((1, 1), (3, 3), (3, 1), (2, 4)))) for _ in range(2))
+    # What each dimension loses without padding. The result must be square: its size is L less
+    # `smaller` or, for an even kernel, more than L.
+    lost = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    if sum(lost) % 2:
+        kernel, dilation, lost = (3, 3), (1, 1), [2, 2]
+    whole = 0 if all(n % 2 == 0 for n in lost) else max(lost)
+    smaller = draw(st.sampled_from((0, 0, 1))) if min(lost) > 1 and L > 2 else 0
+    padding = tuple((whole + n) // 2 - smaller for n in lost)
+    dtype = draw(st.sampled_from(DTYPES))
+    return MultiTokenCase(
+        shape=(draw(st.sampled_from((0, 1, 2, 3))), groups * draw(st.sampled_from((1, 3))), L, L),
+        dtype=dtype,
+        weight_dtype=draw(st.sampled_from((None, None, torch.float32, torch.bfloat16))),
+        out=groups * draw(st.sampled_from((1, 2))),
+        kernel=kernel,
+        stride=(draw(st.sampled_from((1, 1, 2))),),
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=draw(st.booleans()),
+        sparse=draw(st.booleans()),
+        layout=draw(st.sampled_from(X_LAYOUTS)),
+        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
+        output_mask=tuple(draw(st.booleans()) for _ in range(3)),
+        scale=draw(st.sampled_from((1.0, 0.05, 10.0))),
+        shift=draw(st.sampled_from((0.0, 30.0))),
         seed=draw(st.integers(0, 2**31)),
     )
 

@@ -1,4 +1,4 @@
-"""neighborhood_attention."""
+"""neighborhood_attention and multi_token_attention."""
 
 from __future__ import annotations
 
@@ -53,6 +53,27 @@ def _liger_attention(package: Any) -> Function:
     return attention
 
 
+def model_multi_token(scores: Tensor, weight: Tensor) -> Tensor:
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    p = F.softmax(scores.masked_fill(future, -torch.inf), -1)
+    return F.conv2d(p, weight, padding=1).masked_fill(future, 0.0)
+
+
+def _scores(draw: Draw, shape: Shape) -> list[Tensor]:
+    """Scores, and a kernel that mixes all heads over 3 queries and 3 keys."""
+    batch, heads, length = shape
+    scale = (9 * heads) ** -0.5
+    return [draw.leaf(batch, heads, length, length), draw.leaf(heads, heads, 3, 3, scale=scale)]
+
+
+def _moved_scores(shape: Shape) -> dict[str, int]:
+    """Scores and the result, and their gradients; and the kernel."""
+    batch, heads, length = shape
+    scores, kernel = batch * heads * length**2, 9 * heads**2
+    forward, backward = 2 * scores + kernel, 3 * scores + 2 * kernel
+    return {"forward": forward, "backward": backward, "full": forward + backward}
+
+
 ENTRIES = (
     Entry(
         op="neighborhood_attention",
@@ -67,5 +88,24 @@ ENTRIES = (
         models={},
         small=(1, 512, 8, 64),
         truth=windowed_truth,
+    ),
+    Entry(
+        op="multi_token_attention",
+        ours=lambda scores, weight: liger_ops.multi_token_attention(scores, weight, padding=1),
+        eager=model_multi_token,
+        peers={
+            "liger-kernel": lambda package: (
+                lambda scores, weight: package.liger_multi_token_attention(
+                    scores, weight, padding=1
+                )
+            )
+        },
+        dims=("batch", "heads", "L"),
+        inputs=_scores,
+        counts=_moved_scores,
+        # Liger-Kernel's own figures have a batch of 2 and 4 heads.
+        figures=((2, 4, 2048), (2, 4, 8192), (1, 16, 4096)),
+        models={},
+        small=(2, 4, 256),
     ),
 )
