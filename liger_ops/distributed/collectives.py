@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from .derivatives import once
 
 # torch 2.11 has these names alone, and later versions warn of them.
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -17,7 +18,12 @@ _scatter = getattr(functional, "reduce_scatter_single", None) or functional.redu
 
 def gathered(tensor: Tensor, dim: int, group: Any) -> Tensor:
     """The ranks' tensors, of one shape, concatenated along a dimension."""
-    return wait(_gather(tensor.contiguous(), dim, group))
+    return wait(start_gather(tensor, dim, group))
+
+
+def start_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    """The ranks' tensors, for which `wait` waits."""
+    return _gather(tensor.contiguous(), dim, group)
 
 
 def summed(tensor: Tensor, group: Any) -> Tensor:
@@ -51,7 +57,7 @@ class Replicated(Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return summed(grad, ctx.group), None
 
@@ -66,6 +72,6 @@ class Gathered(Function):
         return gathered(x, dim, group)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return scattered_sum(grad, ctx.dim, ctx.group), None, None

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..ops.cross_entropy import REDUCTIONS, reduced, token_losses, token_weights
+from ..ops.cross_entropy import REDUCTIONS, reduced, token_weights
 from ..ops.head import cast_as_linear
+from .collectives import Replicated
+from .loss_of_tokens import Terms, Tokens, losses
+from .summed_loss import summed_loss
 from .token_statistics import Options, TokenStatistics, class_sum
 from .words import Arguments, arguments, check_target
 
@@ -41,8 +44,8 @@ def cross_entropy(
 
     No host waits for a device. torch.compile traces the function with its collectives, which are
     `torch.distributed._functional_collectives`, and the ops of a rank stay whole. Within
-    `torch.distributed.tensor.parallel.loss_parallel` it does the same as without. Results have no
-    second derivative, and `torch.func` transforms raise.
+    `torch.distributed.tensor.parallel.loss_parallel` it does the same as without. There is no
+    second derivative: `create_graph=True` and `torch.func` transforms raise.
 
     Args:
         logits: (..., V / ranks), floating point, the logits of the rank's words; or a DTensor
@@ -97,15 +100,21 @@ def linear_cross_entropy(
     and the bias, and no other argument, are sharded over words.
 
     x is whole on every rank, or its rows are sharded over the same ranks (sequence parallelism). If
-    it is whole, the backward sums its gradients with an all-reduce; give the x that the ranks share
-    before any function that does that itself. If it is sharded, the forward gathers it, and the
-    backward reduce-scatters its gradient. Both are in x's dtype.
+    it is whole, its gradient is all-reduced; give the x that the ranks share before any function
+    that does that itself. If it is sharded, the forward gathers it, and the backward reduce-scatters
+    its gradient. Both are in x's dtype, but for the float32 gradient of a float16 x.
 
-    The backward computes the logits again, a chunk at a time: forward and backward together take
-    four products of M, V / ranks and D.
+    If a gradient is needed and the reduction is "mean" or "sum", the forward computes it, a chunk of
+    tokens at a time, with one all-gather a chunk: forward and backward together take three products
+    of M, V / ranks and D. The next chunk's logits are computed while the numbers of a chunk are
+    gathered, and the gradient of weight while that of x is all-reduced. For the reduction "none",
+    there is one all-gather, and the backward recomputes the logits and then all-reduces: four
+    products. Sums over the chunks are in accum_dtype, as for `liger_ops.linear_cross_entropy`; a
+    second backward computes the gradient of weight again.
 
-    Memory, beside the result and the gradients: x whole, and one chunk of logits, as for
-    `liger_ops.linear_cross_entropy` with the reduction "none".
+    Memory, beside the result and the gradients: x whole; three chunks of logits, the next chunk's
+    and a chunk with its gradient, for the reduction "none" one; and the accum_dtype sum of weight's
+    gradient, unless all tokens are one bfloat16 chunk.
 
     Args:
         x: (..., D), floating point: the whole, or the rank's part along `sequence_dim`, of which
@@ -116,8 +125,10 @@ def linear_cross_entropy(
         bias: (V / ranks,); or a DTensor (V,) with the placement Shard(0).
         class_weight: (V,), the weight of every word.
         token_weight, num_items_in_batch, ignore_index, reduction, label_smoothing,
-            lse_square_scale, softcap, logit_scale, accum_dtype, chunk_bytes: as for
+            lse_square_scale, softcap, logit_scale, accum_dtype: as for
             `liger_ops.linear_cross_entropy`.
+        chunk_bytes: the size of a chunk of the logits of the rank with most words, in x's dtype;
+            None takes LIGER_OPS_LOGITS_BYTES, or 384 MiB. It must be the same on every rank.
         group, vocab_size: as for `cross_entropy`; None if weight is a DTensor.
         sequence_dim: the dimension along which x is sharded, or None if it is whole; None if weight
             is a DTensor: then x's placement says it, and an x that is no DTensor is whole.
@@ -163,17 +174,25 @@ def _loss(
         raise ValueError(f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if weight is not None:
         x, weight, bias = cast_as_linear(x, weight, bias)
-    lse, target_logit, total = TokenStatistics.apply(
-        x, weight, bias, words.local(target, ignore_index), words.here(target),
-        words.of(class_weight), words, options,
-    )  # fmt: skip
     within = target != ignore_index
-    target_logit = torch.where(words.valid(target, ignore_index), target_logit, float("nan"))
-    weights, counts = token_weights(target, within, class_weight, token_weight, lse.dtype)
-    smooth = None
-    if total is not None:
-        smooth = (lse * class_sum(class_weight, words.V, lse) - total) / words.V
-    loss, z_loss = token_losses(
-        lse, target_logit, smooth, weights, counts, within, label_smoothing, lse_square_scale
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    weights, counts = token_weights(target, within, class_weight, token_weight, dtype)
+    tokens = Tokens(
+        words.local(target, ignore_index), words.here(target), words.valid(target, ignore_index),
+        within, weights, counts, words.of(class_weight), class_sum(class_weight, words.V, weights),
+    )  # fmt: skip
+    terms = Terms(label_smoothing, lse_square_scale, words.V)
+    needed = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    in_forward = torch.is_grad_enabled() and reduction != "none" and any(needed)
+    if weight is not None and in_forward:
+        summed = summed_loss(x, weight, bias, tokens, terms, words, options, given.sums_x)
+        if reduction == "sum":
+            return summed
+        return summed / (counts.sum() if num_items_in_batch is None else num_items_in_batch)
+    if given.sums_x:
+        x = Replicated.apply(x, words.group)
+    lse, target_logit, total = TokenStatistics.apply(
+        x, weight, bias, tokens.target, tokens.here, tokens.class_weight, words, options
     )
+    loss, z_loss = losses(lse, target_logit, total, tokens, terms)
     return reduced(loss, z_loss, counts.sum(), num_items_in_batch, reduction)[0]

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..ops.head import cast_as_linear
+from .collectives import Replicated
 from .token_log_probs import Options, TokenLogProbs
 from .words import Arguments, arguments, check_target
 
@@ -57,7 +58,7 @@ def linear_log_prob(
 
     The equations, options, results, chunks and products are those of `liger_ops.linear_log_prob`,
     of the rank's words. The collectives are one all-gather of three numbers a token in the forward,
-    and for x those of `linear_cross_entropy`.
+    and for x those of `linear_cross_entropy` with the reduction "none".
 
     Sharding, errors and what else differs are as for `linear_cross_entropy`.
 
@@ -93,6 +94,8 @@ def _log_prob(
     check_target(op, target, x)
     if weight is not None:
         x, weight, bias = cast_as_linear(x, weight, bias)
+    if given.sums_x:
+        x = Replicated.apply(x, words.group)
     local, here = words.local(target, ignore_index), words.here(target)
     log_prob, entropy, _ = TokenLogProbs.apply(x, weight, bias, local, here, words, options)
     valid = words.valid(target, ignore_index)

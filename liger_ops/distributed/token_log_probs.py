@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..ops.cross_entropy import logsumexp
 from ..ops.linear_log_prob import linear_log_prob_backward, linear_log_prob_forward
 from ..ops.log_prob import log_prob_backward, log_prob_forward
 from .collectives import gathered
+from .derivatives import once
 from .words import IGNORED, Words, zeros_of
 
 
@@ -58,7 +58,7 @@ class TokenLogProbs(Function):
         return log_prob, entropy, lse
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(
         ctx: Any, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -109,7 +109,7 @@ def _of_all_ranks(local: Tensor, words: Words) -> tuple[Tensor, Tensor, Tensor]:
     With w_r = exp(lse_r - lse), the probability of the words of rank r, the entropy is
     sum_r w_r * (entropy_r - log(w_r)): all of these summands are at least 0.
     """
-    ranks = gathered(local, 0, words.group).reshape(-1, *local.shape)
+    ranks = gathered(local, 0, words.group).unflatten(0, (-1, local.shape[0]))
     lses, target_logits, entropies = ranks.unbind(1)
     lse = logsumexp(lses.movedim(0, -1))
     log_w = lses - lse

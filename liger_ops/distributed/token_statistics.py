@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..ops.cross_entropy import cross_entropy_backward, cross_entropy_forward, logsumexp
 from ..ops.linear_cross_entropy import linear_cross_entropy_backward, linear_cross_entropy_forward
 from .collectives import gathered
+from .derivatives import once
 from .words import IGNORED, Words, zeros_of
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -53,22 +53,23 @@ class TokenStatistics(Function):
         """x is the logits if weight, that of a linear layer, is None; `target` counts from the
         rank's first word, and is to be read where `here` is True."""
         local = local_statistics(x, weight, bias, target, here, class_weight, words, options)
-        lse, target_logit, total = of_all_ranks(local, words)
+        lse, target_logit, total = of_all_ranks(gathered(local, 0, words.group), local)
         ctx.save_for_backward(x, weight, bias, target, here, class_weight, lse)
         ctx.words, ctx.options = words, options
         ctx.set_materialize_grads(False)
         return lse, target_logit, total
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(
         ctx: Any, dlse: Tensor | None, dtarget_logit: Tensor | None, dtotal: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, weight, bias, target, here, class_weight, lse = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
         grads = upstream_here(dlse, dtarget_logit, dtotal, here, class_weight, ctx.words)
-        tokens = (target, class_weight)
-        dx, dweight, dbias = _gradients(x, weight, bias, *tokens, lse, grads, ctx, wanted)
+        dx, dweight, dbias = gradients(
+            x, weight, bias, target, class_weight, lse, grads, ctx.words, ctx.options, wanted
+        )
         return dx, dweight, dbias, None, None, None, None, None
 
 
@@ -94,9 +95,9 @@ def local_statistics(
     return torch.stack(parts)
 
 
-def of_all_ranks(local: Tensor, words: Words) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The statistics of all words, from those of the rank's."""
-    ranks = gathered(local, 0, words.group).reshape(-1, *local.shape).unbind(1)
+def of_all_ranks(gathered: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The statistics of all words, from the gathered ones of the ranks; `local` are one rank's."""
+    ranks = gathered.unflatten(0, (-1, local.shape[0])).unbind(1)
     lse = logsumexp(ranks[0].movedim(0, -1))
     return lse, ranks[1].sum(0), ranks[2].sum(0) if len(ranks) > 2 else None
 
@@ -119,22 +120,25 @@ def class_sum(class_weight: Tensor | None, count: int, like: Tensor) -> Tensor |
     return count if class_weight is None else class_weight.to(like.dtype).sum()
 
 
-def _gradients(
+def gradients(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor,
-    class_weight: Tensor | None, lse: Tensor, grads: Gradients, ctx: Any, wanted: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    if ctx.words.held == 0:
+    class_weight: Tensor | None, lse: Tensor, grads: Gradients,
+    words: Words, options: Options, wanted: list[bool],
+) -> Gradients:  # fmt: skip
+    """The gradients of x, weight and bias, by the backward op of the rank's words, which is given
+    the lse of all words."""
+    if words.held == 0:
         return zeros_of((x, weight, bias), wanted)
     dloss, dlse, dtarget_logit = grads
     # The reduction "none" does not read the sum of the weights.
     of_tokens: tuple[Any, ...] = (class_weight, None, None, lse, lse.new_ones(()))
-    options: tuple[Any, ...] = ctx.options.of_op
     if weight is None:
         dlogits = cross_entropy_backward(
-            dloss, None, dlse, dtarget_logit, x, target, *of_tokens, *options
+            dloss, None, dlse, dtarget_logit, x, target, *of_tokens, *options.of_op
         )
         return dlogits, None, None
-    options = (None, None, None, *options, *ctx.options.of_chunks, [*wanted, False, False])
+    of_op = (*options.of_op, *options.of_chunks, [*wanted, False, False])
+    of_tokens = (*of_tokens, None, None, None, *of_op)
     return linear_cross_entropy_backward(
-        dloss, None, dlse, dtarget_logit, x, weight, target, bias, *of_tokens, *options
+        dloss, None, dlse, dtarget_logit, x, weight, target, bias, *of_tokens
     )[:3]

@@ -10,19 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .collectives import Gathered, Replicated
+from .collectives import Gathered
 
 # The mark of a token that does not count. It is no word's index, as the user's may be of a shard.
 IGNORED = -100
 
 
 class Words(NamedTuple):
-    """Words first to first + held - 1 of V, on one rank of the group of this name."""
+    """Words first to first + held - 1 of V, on one rank of the group of this name, of which no rank
+    has more than `most`."""
 
     group: str
     first: int
     held: int
     V: int
+    most: int
 
     def here(self, target: Tensor) -> Tensor:
         return (target >= self.first) & (target < self.first + self.held)
@@ -49,13 +51,14 @@ class Words(NamedTuple):
 
 class Arguments(NamedTuple):
     """A call's tensors as one rank has them: sharded and bias are of its words, x and the others
-    whole."""
+    whole. Whether x's gradient is still to be summed over the ranks is `sums_x`."""
 
     words: Words
     sharded: Tensor
     bias: Tensor | None
     x: Tensor | None
     others: list[Tensor | None]
+    sums_x: bool
 
 
 def arguments(
@@ -92,7 +95,7 @@ def arguments(
     most = -(-V // ranks)
     first = min(rank * most, V)
     count = min(first + most, V) - first
-    words = Words(name_of_group, first, count, V)
+    words = Words(name_of_group, first, count, V, most)
     local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
     _check_size(op, name, local, dim, words, ranks, rank)
     if bias is not None:
@@ -101,10 +104,11 @@ def arguments(
             _check_placement(op, "bias", bias, 0)
             bias = bias.to_local()
         _check_size(op, "bias", bias, 0, words, ranks, rank)
+    sums_x = False
     if x is not None:
-        x = _whole_x(op, x, mesh, words, sequence_dim)
+        x, sums_x = _whole_x(op, x, mesh, words, sequence_dim)
     wholes = [_whole(op, key, value, mesh) for key, value in others.items()]
-    return Arguments(words, local, bias, x, wholes)
+    return Arguments(words, local, bias, x, wholes, sums_x)
 
 
 def zeros_of(
@@ -116,7 +120,10 @@ def zeros_of(
     return x, weight, bias
 
 
-def _whole_x(op: str, x: Tensor, mesh: object, words: Words, sequence_dim: int | None) -> Tensor:
+def _whole_x(
+    op: str, x: Tensor, mesh: object, words: Words, sequence_dim: int | None
+) -> tuple[Tensor, bool]:
+    """The whole x, and whether its gradient is still to be summed over the ranks."""
     if isinstance(x, DTensor):
         _check_mesh(op, "x", x, mesh)
         placement = x.placements[0]
@@ -124,16 +131,19 @@ def _whole_x(op: str, x: Tensor, mesh: object, words: Words, sequence_dim: int |
             raise ValueError(
                 f"{op}: x must be replicated, or sharded over its rows, got {placement}"
             )
+        if placement.is_replicate():
+            return x.to_local(), True
         # Each rank's gradient is a part of the sum, which the mesh's collectives compute.
-        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        whole = x.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()]), False
     if sequence_dim is None:
-        return Replicated.apply(x, words.group)
+        return x, True
     if not -x.dim() <= sequence_dim < x.dim() or sequence_dim % x.dim() == x.dim() - 1:
         raise ValueError(
             f"{op}: sequence_dim must be a dimension of x but its last, got {sequence_dim} for"
             f" shape {tuple(x.shape)}"
         )
-    return Gathered.apply(x, sequence_dim % x.dim(), words.group)
+    return Gathered.apply(x, sequence_dim % x.dim(), words.group), False
 
 
 def _whole(op: str, name: str, tensor: Tensor | None, mesh: object) -> Tensor | None:

@@ -31,11 +31,13 @@ def leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
-def tokens(V: int, dtype: torch.dtype, ignored: int = -100) -> tuple[dict[str, Tensor], Tensor]:
+def tokens(
+    V: int, dtype: torch.dtype, ignored: int = -100, rows: int = 4
+) -> tuple[dict[str, Tensor], Tensor]:
     """x, weight and bias by name, and target; all tokens of the first row are ignored, so that one
     rank may have no others, and one more is."""
-    x, weight, bias = torch.randn(4, 3, D), torch.randn(V, D), torch.randn(V)
-    target = torch.randint(0, V, (4, 3))
+    x, weight, bias = torch.randn(rows, 3, D), torch.randn(V, D), torch.randn(V)
+    target = torch.randint(0, V, (rows, 3))
     target[0] = ignored
     target[2, 1] = ignored
     head = {"x": x, "weight": weight, "bias": bias}
