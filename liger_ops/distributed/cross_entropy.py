@@ -101,12 +101,13 @@ def linear_cross_entropy(
 
     x is whole on every rank, or its rows are sharded over the same ranks (sequence parallelism). If
     it is whole, its gradient is all-reduced; give the x that the ranks share before any function
-    that does that itself. If it is sharded, the forward gathers it, and the backward reduce-scatters
-    its gradient. Both are in x's dtype, but for the float32 gradient of a float16 x.
+    that does that itself. If it is sharded, the forward gathers it, and the backward
+    reduce-scatters its gradient. Both are in x's dtype, but for the float32 gradient of a float16
+    x that is computed in the forward.
 
-    If a gradient is needed and the reduction is "mean" or "sum", the forward computes it, a chunk of
-    tokens at a time, with one all-gather a chunk: forward and backward together take three products
-    of M, V / ranks and D. The next chunk's logits are computed while the numbers of a chunk are
+    If a gradient is needed and the reduction is "mean" or "sum", the forward computes it, a chunk
+    of tokens at a time, with one all-gather a chunk: forward and backward together take three
+    products of M, V / ranks and D. The next chunk's logits are computed while the numbers of a chunk are
     gathered, and the gradient of weight while that of x is all-reduced. For the reduction "none",
     there is one all-gather, and the backward recomputes the logits and then all-reduces: four
     products. Sums over the chunks are in accum_dtype, as for `liger_ops.linear_cross_entropy`; a
