@@ -58,10 +58,11 @@ if TYPE_CHECKING:
     from .lowering.passes.explain import explain
     from .lowering.passes.graph_pass import graph_pass
 
-# Names that load Dynamo: they are imported at first use.
+# Names that load Dynamo or DTensor: they are imported at first use.
 _COMPILER = {
     "backend": "lowering.passes.backend:liger",
     "disable": "lowering.passes.enable:disable",
+    "distributed": "distributed",
     "enable": "lowering.passes.enable:enable",
     "explain": "lowering.passes.explain:explain",
     "fuse": "fusion:fuse",

@@ -1,0 +1,77 @@
+"""The collectives between the parts of a sharded loss: PyTorch's functional ones, which
+torch.compile traces, and the gradients of a tensor that every rank uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.autograd import Function
+
+from .derivatives import once
+
+# torch 2.11 has these names alone, and later versions warn of them.
+_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def gathered(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    """The ranks' tensors, of one shape, concatenated along a dimension."""
+    return wait(start_gather(tensor, dim, group))
+
+
+def start_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    """The ranks' tensors, for which `wait` waits."""
+    return _gather(tensor.contiguous(), dim, group)
+
+
+def summed(tensor: Tensor, group: Any) -> Tensor:
+    return wait(start_sum(tensor, group))
+
+
+def start_sum(tensor: Tensor, group: Any) -> Tensor:
+    """The sum over the ranks, for which `wait` waits."""
+    return functional.all_reduce(tensor.contiguous(), "sum", group)
+
+
+def scattered_sum(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    """The rank's part, along a dimension, of the sum over the ranks."""
+    return wait(_scatter(tensor.contiguous(), "sum", dim, group))
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """Wait for a collective: the stream does, the host does not."""
+    if isinstance(tensor, functional.AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor
+
+
+class Replicated(Function):
+    """A tensor that every rank has: each rank's gradient is a part of the whole one, which is their
+    sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return summed(grad, ctx.group), None
+
+
+class Gathered(Function):
+    """A tensor of which each rank has an equal part along a dimension: the gradient of a part is
+    that part of the ranks' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gathered(x, dim, group)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scattered_sum(grad, ctx.dim, ctx.group), None, None

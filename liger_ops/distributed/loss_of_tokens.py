@@ -1,0 +1,78 @@
+"""The loss of each token, from the statistics of all words, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.cross_entropy import token_losses
+
+
+class Tokens(NamedTuple):
+    """The tokens of a loss over a sharded vocabulary, each tensor of target's shape."""
+
+    # Counted from the rank's first word, and to be read where `here` is True.
+    target: Tensor
+    here: Tensor
+    # Whether the target is a word or is ignored, and whether it is not ignored.
+    valid: Tensor
+    within: Tensor
+    # The weight of each token, and its product with the weight of its class: 0 if it is ignored.
+    weights: Tensor
+    counts: Tensor
+    # (held,): the weights of the rank's words; and the sum of all words' weights.
+    class_weight: Tensor | None
+    class_sum: Tensor | int
+
+    @staticmethod
+    def of_flat(
+        parts: Sequence[Tensor], class_weight: Tensor | None, class_sum: Tensor | int
+    ) -> Tokens:
+        target, here, valid, within, weights, counts = parts
+        return Tokens(target, here, valid, within, weights, counts, class_weight, class_sum)
+
+    def split(self, size: int) -> list[Tokens]:
+        chunks = zip(*(value.split(size) for value in self[:6]), strict=True)
+        return [Tokens.of_flat(parts, self.class_weight, self.class_sum) for parts in chunks]
+
+    def flat(self) -> Tokens:
+        parts = [value.reshape(-1) for value in self[:6]]
+        return Tokens.of_flat(parts, self.class_weight, self.class_sum)
+
+
+class Terms(NamedTuple):
+    """The terms of a loss over V words."""
+
+    label_smoothing: float
+    lse_square_scale: float
+    V: int
+
+
+def losses(
+    lse: Tensor, target_logit: Tensor, total: Tensor | None, tokens: Tokens, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """Each token's loss and z-loss; total is None without label smoothing."""
+    target_logit = torch.where(tokens.valid, target_logit, float("nan"))
+    smooth = None if total is None else (lse * tokens.class_sum - total) / terms.V
+    return token_losses(
+        lse, target_logit, smooth, tokens.weights, tokens.counts, tokens.within,
+        terms.label_smoothing, terms.lse_square_scale,
+    )  # fmt: skip
+
+
+def gradients_of_sum(
+    lse: Tensor, tokens: Tokens, terms: Terms, dsum: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of lse, target_logit and total, from that of the sum of the losses."""
+    weights, counts = dsum * tokens.weights, dsum * tokens.counts
+    hard = (1 - terms.label_smoothing) * counts
+    # The lse of an ignored token may be NaN.
+    lse = torch.where(tokens.within, lse, 0.0)
+    dlse = hard + 2 * terms.lse_square_scale * counts * lse
+    if terms.label_smoothing == 0:
+        return dlse, -hard, None
+    smoothed = terms.label_smoothing / terms.V * weights
+    return dlse + smoothed * tokens.class_sum, -hard, -smoothed

@@ -1,0 +1,119 @@
+"""Log-probabilities and entropies of tokens, over a sharded vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..ops.cross_entropy import logsumexp
+from ..ops.linear_log_prob import linear_log_prob_backward, linear_log_prob_forward
+from ..ops.log_prob import log_prob_backward, log_prob_forward
+from .collectives import gathered
+from .derivatives import once
+from .words import IGNORED, Words, zeros_of
+
+
+class Options(NamedTuple):
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    accum_dtype: torch.dtype | None = None
+    chunk_bytes: int | None = None
+
+    @property
+    def of_op(self) -> tuple[Any, ...]:
+        """temperature to ignore_index of the ops."""
+        return self.temperature, self.softcap, self.logit_scale, IGNORED
+
+    @property
+    def of_chunks(self) -> tuple[Any, ...]:
+        return self.accum_dtype, self.chunk_bytes
+
+
+class TokenLogProbs(Function):
+    """log_prob, entropy and lse of `log_prob_forward`, for all ranks' words.
+
+    One all-gather of three numbers a token. The results are the same on every rank, to the last
+    bit, and their gradients have to be the same too. The backward computes the rank's part of the
+    gradients by the ops' own backward, from the rank's logits and the whole lse and entropy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor,
+        here: Tensor, words: Words, options: Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """x is the logits if weight, that of a linear layer, is None; `target` counts from the
+        rank's first word, and is to be read where `here` is True."""
+        local = _of_this_rank(x, weight, bias, target, here, words, options)
+        results = _of_all_ranks(local, words)
+        # The ops have no numbers of ignored tokens.
+        log_prob, entropy, lse = (value.masked_fill(target == IGNORED, 0.0) for value in results)
+        ctx.save_for_backward(x, weight, bias, target, here, entropy, lse)
+        ctx.words, ctx.options = words, options
+        ctx.set_materialize_grads(False)
+        return log_prob, entropy, lse
+
+    @staticmethod
+    @once
+    def backward(
+        ctx: Any, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, bias, target, here, entropy, lse = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:3])
+        if dlog_prob is not None:
+            # log_prob = x_target - lse: without the target, its gradient is that of -lse.
+            of_lse = torch.where(here, 0.0, -dlog_prob)
+            dlse = of_lse if dlse is None else dlse + of_lse
+            dlog_prob = torch.where(here, dlog_prob, 0.0)
+        given = (dlog_prob, dentropy, dlse, x)
+        dweight = dbias = None
+        if ctx.words.held == 0:
+            dx, dweight, dbias = zeros_of((x, weight, bias), wanted)
+        elif weight is None:
+            dx = log_prob_backward(*given, target, entropy, lse, *ctx.options.of_op)
+        else:
+            options = (*ctx.options.of_op, *ctx.options.of_chunks, [*wanted, False, False])
+            dx, dweight, dbias, _, _ = linear_log_prob_backward(
+                *given, weight, target, bias, entropy, lse, *options
+            )
+        return dx, dweight, dbias, None, None, None, None
+
+
+def _of_this_rank(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, here: Tensor,
+    words: Words, options: Options,
+) -> Tensor:  # fmt: skip
+    """(3, ...): lse, the target's logit and the entropy, of the rank's words."""
+    if words.held == 0:
+        return words.no_statistics(x, target, 3)
+    results: tuple[Any, ...]
+    if weight is None:
+        results = log_prob_forward(x, target, *options.of_op)
+    else:
+        results = linear_log_prob_forward(
+            x, weight, target, bias, *options.of_op, *options.of_chunks
+        )
+    log_prob, entropy, lse, *_ = results
+    # If all of the rank's words have -inf, so has the target, and log_prob is NaN.
+    target_logit = torch.where(lse == float("-inf"), lse, log_prob + lse)
+    return torch.stack([lse, torch.where(here, target_logit, 0.0), entropy])
+
+
+def _of_all_ranks(local: Tensor, words: Words) -> tuple[Tensor, Tensor, Tensor]:
+    """log_prob, entropy and lse of all words, from the statistics of the rank's words.
+
+    With w_r = exp(lse_r - lse), the probability of the words of rank r, the entropy is
+    sum_r w_r * (entropy_r - log(w_r)): all of these summands are at least 0.
+    """
+    ranks = gathered(local, 0, words.group).unflatten(0, (-1, local.shape[0]))
+    lses, target_logits, entropies = ranks.unbind(1)
+    lse = logsumexp(lses.movedim(0, -1))
+    log_w = lses - lse
+    w = torch.exp(log_w)
+    # A rank of probability 0 adds nothing, though log(w) is -inf.
+    entropy = torch.where(w == 0, 0.0, w * (entropies - log_w)).sum(0)
+    return target_logits.sum(0) - lse, entropy, lse

@@ -1,0 +1,199 @@
+"""The words of a vocabulary that a rank has, from a DTensor or from a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .collectives import Gathered
+
+# The mark of a token that does not count. It is no word's index, as the user's may be of a shard.
+IGNORED = -100
+
+
+class Words(NamedTuple):
+    """Words first to first + held - 1 of V, on one rank of the group of this name, of which no rank
+    has more than `most`."""
+
+    group: str
+    first: int
+    held: int
+    V: int
+    most: int
+
+    def here(self, target: Tensor) -> Tensor:
+        return (target >= self.first) & (target < self.first + self.held)
+
+    def local(self, target: Tensor, ignore_index: int) -> Tensor:
+        """Targets counted from the rank's first word. A target of another rank is some word of this
+        one, because an op treats an ignored token in another way."""
+        word = (target - self.first).clamp(0, max(self.held - 1, 0))
+        return torch.where(target == ignore_index, IGNORED, word)
+
+    def valid(self, target: Tensor, ignore_index: int) -> Tensor:
+        return (target == ignore_index) | ((target >= 0) & (target < self.V))
+
+    def of(self, whole: Tensor | None) -> Tensor | None:
+        """The rank's part of a tensor with an element for each word."""
+        return None if whole is None else whole[self.first : self.first + self.held]
+
+    def no_statistics(self, x: Tensor, target: Tensor, count: int) -> Tensor:
+        """The statistics of a rank without words: lse, which is -inf, and zeros."""
+        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+        zeros = x.new_zeros((count, *target.shape), dtype=dtype)
+        return torch.cat([torch.full_like(zeros[:1], float("-inf")), zeros[1:]])
+
+
+class Arguments(NamedTuple):
+    """A call's tensors as one rank has them: sharded and bias are of its words, x and the others
+    whole. Whether x's gradient is still to be summed over the ranks is `sums_x`."""
+
+    words: Words
+    sharded: Tensor
+    bias: Tensor | None
+    x: Tensor | None
+    others: list[Tensor | None]
+    sums_x: bool
+
+
+def arguments(
+    op: str, name: str, sharded: Tensor, dim: int, others: dict[str, Tensor | None],
+    group: dist.ProcessGroup | None, vocab_size: int | None,
+    bias: Tensor | None = None, x: Tensor | None = None, sequence_dim: int | None = None,
+) -> Arguments:  # fmt: skip
+    """Read the arguments of the op of this name. `sharded`, the argument `name`, is sharded over
+    words along `dim`. `others` are arguments of which every rank has the whole."""
+    if not isinstance(sharded, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(sharded).__name__}")
+    if isinstance(sharded, DTensor):
+        if group is not None or vocab_size is not None or sequence_dim is not None:
+            raise ValueError(
+                f"{op}: group, vocab_size and sequence_dim must be None for a DTensor {name}, whose"
+                " mesh and shape say them"
+            )
+        mesh = sharded.device_mesh
+        _check_placement(op, name, sharded, dim)
+        V, ranks, rank = sharded.shape[dim], mesh.size(), mesh.get_local_rank()
+        name_of_group = mesh.get_group().group_name
+    else:
+        mesh = None
+        if group is None or vocab_size is None:
+            missing = "group" if group is None else "vocab_size"
+            raise ValueError(
+                f"{op}: {name} must be a DTensor, or group and vocab_size be given; {missing} is"
+                " None"
+            )
+        V, ranks, rank = vocab_size, dist.get_world_size(group), dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(f"{op}: group must have this process as a member")
+        name_of_group = group.group_name
+    most = -(-V // ranks)
+    first = min(rank * most, V)
+    count = min(first + most, V) - first
+    words = Words(name_of_group, first, count, V, most)
+    local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
+    _check_size(op, name, local, dim, words, ranks, rank)
+    if bias is not None:
+        if isinstance(bias, DTensor):
+            _check_mesh(op, "bias", bias, mesh)
+            _check_placement(op, "bias", bias, 0)
+            bias = bias.to_local()
+        _check_size(op, "bias", bias, 0, words, ranks, rank)
+    sums_x = False
+    if x is not None:
+        x, sums_x = _whole_x(op, x, mesh, words, sequence_dim)
+    wholes = [_whole(op, key, value, mesh) for key, value in others.items()]
+    return Arguments(words, local, bias, x, wholes, sums_x)
+
+
+def zeros_of(
+    tensors: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias of a rank without words."""
+    pairs = zip(tensors, wanted, strict=True)
+    x, weight, bias = (torch.zeros_like(t) if w and t is not None else None for t, w in pairs)
+    return x, weight, bias
+
+
+def _whole_x(
+    op: str, x: Tensor, mesh: object, words: Words, sequence_dim: int | None
+) -> tuple[Tensor, bool]:
+    """The whole x, and whether its gradient is still to be summed over the ranks."""
+    if isinstance(x, DTensor):
+        _check_mesh(op, "x", x, mesh)
+        placement = x.placements[0]
+        if placement.is_shard(x.dim() - 1):
+            raise ValueError(
+                f"{op}: x must be replicated, or sharded over its rows, got {placement}"
+            )
+        if placement.is_replicate():
+            return x.to_local(), True
+        # Each rank's gradient is a part of the sum, which the mesh's collectives compute.
+        whole = x.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()]), False
+    if sequence_dim is None:
+        return x, True
+    if not -x.dim() <= sequence_dim < x.dim() or sequence_dim % x.dim() == x.dim() - 1:
+        raise ValueError(
+            f"{op}: sequence_dim must be a dimension of x but its last, got {sequence_dim} for"
+            f" shape {tuple(x.shape)}"
+        )
+    return Gathered.apply(x, sequence_dim % x.dim(), words.group), False
+
+
+def _whole(op: str, name: str, tensor: Tensor | None, mesh: object) -> Tensor | None:
+    """An argument without a gradient, of which every rank needs the whole."""
+    if tensor is None:
+        return None
+    if tensor.requires_grad:
+        raise ValueError(
+            f"{op}: {name} must not require a gradient, which the result does not give"
+        )
+    if isinstance(tensor, DTensor):
+        _check_mesh(op, name, tensor, mesh)
+        tensor = tensor.redistribute(placements=[Replicate()]).to_local()
+    return tensor
+
+
+def check_target(op: str, target: Tensor, x: Tensor) -> None:
+    """Check what the op of a rank without words would not: it is not called."""
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: target must be int64 or int32, got {target.dtype}")
+    if target.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: target must have the shape of the whole input but for its last dimension,"
+            f" {tuple(x.shape[:-1])}, got {tuple(target.shape)}"
+        )
+
+
+def _check_mesh(op: str, name: str, tensor: DTensor, mesh: object) -> None:
+    if tensor.device_mesh != mesh:
+        raise ValueError(
+            f"{op}: {name} must be on the mesh of the sharded argument, {mesh}, or a plain tensor,"
+            f" got {tensor.device_mesh}"
+        )
+
+
+def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:
+    accepted = Shard(dim % tensor.dim())
+    placements = tuple(tensor.placements)
+    if len(placements) != 1 or type(placements[0]) is not Shard or placements[0] != accepted:
+        raise ValueError(
+            f"{op}: {name} must be sharded over words on a mesh of one dimension, ({accepted},),"
+            f" such as a submesh, got {placements}"
+        )
+
+
+def _check_size(
+    op: str, name: str, local: Tensor, dim: int, words: Words, ranks: int, rank: int
+) -> None:
+    if local.dim() == 0 or local.shape[dim] != words.held:
+        raise ValueError(
+            f"{op}: {name} must have {words.held} words on rank {rank} of {ranks}, as torch.chunk"
+            f" splits {words.V}, got shape {tuple(local.shape)}"
+        )

@@ -1,0 +1,356 @@
+"""The losses over a sharded vocabulary, on 2 and 4 ranks, against one process with the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger_ops
+from liger_ops import distributed
+from ranks import failures
+from sharded_heads import check_gradients, compare, here, leaf, part, scalar, tokens
+
+FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
+FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
+TOLERANCE = {torch.float64: FLOAT64, torch.float32: FLOAT32}
+# 13 divides by no number of ranks; of 5 words, four ranks have 2, 2, 1 and 0.
+SIZES = (13, 5)
+LOSSES: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "label_smoothing": 0.1, "softcap": 2.0, "logit_scale": 0.5},
+    {"reduction": "none", "lse_square_scale": 0.1, "ignore_index": 2},
+    {"label_smoothing": 1.0, "lse_square_scale": 0.01, "num_items_in_batch": torch.tensor(7)},
+]
+LOGITS: dict[str, int | None] = {"logits": -1}
+LOG_PROBS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "softcap": 2.0, "ignore_index": 2}]
+
+
+def group_of(V: int) -> dict[str, Any]:
+    return {"group": dist.group.WORLD, "vocab_size": V}
+
+
+def weights(V: int, target: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.rand(V), torch.rand(target.shape)
+
+
+def sharded_x(dim: int | None) -> dict[str, int | None]:
+    return {"x": dim, "weight": 0, "bias": 0}
+
+
+def linear_losses() -> None:
+    for i, options in enumerate(LOSSES * 2):
+        V, dtype = SIZES[i % 2], (torch.float64, torch.float32)[i // 4]
+        head, target = tokens(V, dtype, options.get("ignore_index", -100))
+        class_weight, token_weight = weights(V, target) if i % 2 else (None, None)
+        # A chunk is smaller than the rank's logits.
+        given = {**options, "target": target, "chunk_bytes": 64}
+        given |= {"class_weight": class_weight, "token_weight": token_weight}
+        for dim in (None, 0):
+            sharding = {**group_of(V), "sequence_dim": dim}
+            compare(
+                "linear_cross_entropy", head, sharded_x(dim), given, sharding, **TOLERANCE[dtype]
+            )
+
+
+def losses_of_logits() -> None:
+    for i, options in enumerate(LOSSES):
+        V, dtype = SIZES[i % 2], (torch.float64, torch.float32)[i // 2]
+        _, target = tokens(V, dtype, options.get("ignore_index", -100))
+        weight, token_weight = weights(V, target) if i % 2 else (None, None)
+        given = {**options, "target": target, "weight": weight, "token_weight": token_weight}
+        logits = {"logits": leaf(3 * torch.randn(4, 3, V, dtype=dtype))}
+        compare("cross_entropy", logits, LOGITS, given, group_of(V), **TOLERANCE[dtype])
+
+
+def log_probs() -> None:
+    for i, options in enumerate(LOG_PROBS * 2):
+        V, dtype = SIZES[i % 2], (torch.float64, torch.float32)[i // 2]
+        head, target = tokens(V, dtype, options.get("ignore_index", -100))
+        dim, given = (None, 0)[i // 2], {**options, "target": target}
+        sharding = {**group_of(V), "sequence_dim": dim}
+        chunked = {**given, "chunk_bytes": 64}
+        compare("linear_log_prob", head, sharded_x(dim), chunked, sharding, **TOLERANCE[dtype])
+        logits = {"logits": leaf(torch.randn(4, 3, V, dtype=dtype))}
+        compare("log_prob", logits, LOGITS, given, group_of(V), **TOLERANCE[dtype])
+
+
+def words_of_probability_0() -> None:
+    """All of the last rank's words are -inf, as those that pad a vocabulary are."""
+    logits = torch.randn(2, 8, dtype=torch.float64)
+    logits[:, 8 - 8 // dist.get_world_size() :] = float("-inf")
+    given = {"target": torch.tensor([1, 3])}
+    for loss in ("cross_entropy", "log_prob"):
+        compare(loss, {"logits": leaf(logits)}, LOGITS, given, group_of(8), **FLOAT64)
+
+
+def a_target_that_no_rank_has() -> None:
+    logits = part(torch.randn(3, 8), -1)
+    for target in (8, -1):
+        given = torch.tensor([1, target, -100])
+        losses = distributed.cross_entropy(logits, given, reduction="none", **group_of(8))
+        log_prob, _ = distributed.log_prob(logits, given, **group_of(8))
+        assert losses.isnan().tolist() == log_prob.isnan().tolist() == [False, True, False]
+
+
+def dtensors() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    V, options = 13, LOSSES[1]
+    head, target = tokens(V, torch.float64)
+    # Rows that do not divide.
+    x, weight, bias, target = leaf(head["x"][:3]), head["weight"], head["bias"], target[:3]
+    expected = liger_ops.linear_cross_entropy(x, weight, target, bias, **options)
+    grads = torch.autograd.grad(expected, (x, weight, bias))
+    for placement in (Replicate(), Shard(0)):
+        inputs = [
+            distribute_tensor(tensor.detach(), mesh, [how]).requires_grad_()
+            for tensor, how in ((x, placement), (weight, Shard(0)), (bias, Shard(0)))
+        ]
+        targets = distribute_tensor(target, mesh, [Shard(0)])
+        loss = distributed.linear_cross_entropy(inputs[0], inputs[1], targets, inputs[2], **options)
+        assert type(loss) is Tensor
+        torch.testing.assert_close(loss, expected, **FLOAT64)
+        got = torch.autograd.grad(loss, inputs)
+        for grad, whole, given in zip(got, grads, inputs, strict=True):
+            assert grad.placements == given.placements
+            torch.testing.assert_close(grad.full_tensor(), whole, **FLOAT64)
+    plain = leaf(x)
+    values = distributed.linear_log_prob(plain, inputs[1], target, inputs[2])
+    torch.testing.assert_close(
+        values, liger_ops.linear_log_prob(x, weight, target, bias), **FLOAT64
+    )
+    ours = torch.autograd.grad(values[0].sum(), plain)
+    theirs = torch.autograd.grad(liger_ops.linear_log_prob(x, weight, target, bias)[0].sum(), x)
+    torch.testing.assert_close(ours, theirs, **FLOAT64)
+
+
+def within_loss_parallel() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, target = torch.randn(5, 8, dtype=torch.float64), torch.randint(0, 8, (5,))
+    results = []
+    for f in (torch.nn.functional.cross_entropy, distributed.cross_entropy):
+        logits = distribute_tensor(whole, mesh, [Shard(-1)]).requires_grad_()
+        with loss_parallel():
+            loss = f(logits, target)
+            loss.backward()
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        results.append((loss, logits.grad.full_tensor()))
+    torch.testing.assert_close(*results, **FLOAT64)
+
+
+class Traffic(TorchDispatchMode):
+    """The name and the input's bytes of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if func.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
+            self.seen.append((name, args[0].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_and_bytes() -> None:
+    V, ranks = 16, dist.get_world_size()
+    head, target = tokens(V, torch.float32)
+    M, all_of_x = target.numel(), head["x"].nbytes
+    for dim in (None, 0):
+        gather = "all_gather_into_tensor"
+        of_x = [] if dim is None else [(gather, all_of_x // ranks)]
+        of_dx = [("all_reduce" if dim is None else "reduce_scatter_tensor", all_of_x)]
+        for loss, numbers in (("linear_cross_entropy", 2), ("linear_log_prob", 3)):
+            parts = {name: here(tensor, sharded_x(dim)[name]) for name, tensor in head.items()}
+            with CommDebugMode() as counted, Traffic() as forward:
+                results = getattr(distributed, loss)(
+                    **parts, target=target, **group_of(V), sequence_dim=dim
+                )
+            with Traffic() as backward:
+                scalar(results).backward()
+            # The mean's gradient of x is computed, and summed over the ranks, in the forward.
+            early = dim is None and loss == "linear_cross_entropy"
+            of_forward = [*of_x, (gather, numbers * M * 4), *(of_dx if early else [])]
+            assert forward.seen == of_forward, forward.seen
+            assert backward.seen == ([] if early else of_dx), backward.seen
+            assert counted.get_total_counts() == len(forward.seen)
+    with Traffic() as traffic:
+        logits = part(torch.randn(4, 3, V), -1)
+        distributed.cross_entropy(logits, target, label_smoothing=0.1, **group_of(V)).backward()
+    assert traffic.seen == [("all_gather_into_tensor", 3 * M * 4)], traffic.seen
+
+
+def both_losses(x: Tensor, weight: Tensor, bias: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    namespace = distributed if "group" in given else liger_ops
+    target = given.pop("target")
+    loss = namespace.linear_cross_entropy(x, weight, target, bias, label_smoothing=0.1, **given)
+    return loss, *namespace.linear_log_prob(x, weight, target, bias, **given)
+
+
+def checkpointed() -> None:
+    head, target = tokens(13, torch.float64)
+    parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+    got = torch.utils.checkpoint.checkpoint(
+        both_losses, *parts.values(), target=target, **group_of(13), use_reentrant=False
+    )
+    expected = both_losses(**head, target=target)
+    check_gradients(expected, got, head, parts, sharded_x(None), **FLOAT64)
+
+
+def compiled() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    losses = torch.compile(both_losses, backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
+    for rows in (4, 8):
+        head, target = tokens(13, torch.float64, rows=rows)
+        parts = {name: here(tensor, sharded_x(0)[name]) for name, tensor in head.items()}
+        got = losses(*parts.values(), target=target, **group_of(13), sequence_dim=0)
+        expected = both_losses(**head, target=target)
+        check_gradients(expected, got, head, parts, sharded_x(0), **FLOAT64)
+        graphs.append(counter.frame_count)
+    # Another number of tokens takes the same graph.
+    assert graphs[0] == graphs[1], graphs
+
+
+def a_second_backward() -> None:
+    """The first takes the gradient of weight that the forward computed."""
+    head, target = tokens(13, torch.float32)
+    parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+    loss = distributed.linear_cross_entropy(
+        **parts, target=target, **group_of(13), label_smoothing=0.1, lse_square_scale=0.1
+    )
+    first, second = (
+        torch.autograd.grad(3 * loss, list(parts.values()), retain_graph=True) for _ in range(2)
+    )
+    torch.testing.assert_close(first, second, **FLOAT32)
+
+
+def no_token_counts() -> None:
+    head, target = tokens(13, torch.float32)
+    parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+    ignored = torch.full_like(target, -100)
+    loss = distributed.linear_cross_entropy(**parts, target=ignored, **group_of(13))
+    assert loss.isnan()
+    for grad in torch.autograd.grad(loss, list(parts.values())):
+        assert not grad.count_nonzero()
+    empty = {"x": leaf(head["x"][:0]), "weight": parts["weight"], "target": target[:0]}
+    loss = distributed.linear_cross_entropy(**empty, **group_of(13), reduction="sum")
+    assert loss == 0
+    assert not torch.autograd.grad(loss, parts["weight"])[0].count_nonzero()
+
+
+def chunks_of_tokens() -> None:
+    """Chunks in bfloat16 are summed in float32; every rank has as many of them."""
+    V, ranks = 5, dist.get_world_size()
+    head, target = tokens(V, torch.bfloat16)
+    given = {"target": target, "chunk_bytes": 2 * 2 * -(-V // ranks)}
+    with Traffic() as traffic:
+        parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+        loss = distributed.linear_cross_entropy(**parts, **given, **group_of(V))
+        grads = torch.autograd.grad(loss, list(parts.values()))
+    assert [name for name, _ in traffic.seen].count("all_reduce") == target.numel() // 2
+    wide = {name: leaf(tensor.double()) for name, tensor in head.items()}
+    whole = liger_ops.linear_cross_entropy(**wide, target=target)
+    expected = torch.autograd.grad(whole, list(wide.values()))
+    torch.testing.assert_close(loss.double(), whole, rtol=1e-2, atol=1e-2)
+    for name, grad, of_whole in zip(head, grads, expected, strict=True):
+        part_of_whole = here(of_whole, sharded_x(None)[name]).detach()
+        torch.testing.assert_close(grad.double(), part_of_whole, rtol=2e-2, atol=2e-3)
+
+
+def low_precision_and_autocast() -> None:
+    V = 13
+    head, target = tokens(V, torch.float32)
+    x, weight, bias = head.values()
+    half = [leaf(t.to(torch.bfloat16)) for t in (x, part(weight), part(bias))]
+    loss = distributed.linear_cross_entropy(*half[:2], target, half[2], **group_of(V))
+    assert loss.dtype is torch.float32
+    assert [g.dtype for g in torch.autograd.grad(loss, half)] == [torch.bfloat16] * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = distributed.linear_cross_entropy(
+            leaf(x), part(weight), target, part(bias), **group_of(V)
+        )
+    torch.testing.assert_close(cast, loss, rtol=0, atol=0)
+
+
+def results_are_those_of_every_rank() -> None:
+    V = 13
+    head, target = tokens(V, torch.float32)
+    x, weight, bias = head.values()
+    loss = distributed.linear_cross_entropy(x, part(weight), target, **group_of(V))
+    log_prob, entropy = distributed.linear_log_prob(x, part(weight), target, **group_of(V))
+    for result in (loss, log_prob, entropy):
+        others = [torch.empty_like(result) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, result.detach())
+        assert all(torch.equal(other, result) for other in others)
+
+
+def refused() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    V = 8
+    head, target = tokens(V, torch.float32)
+    x, weight, bias = head.values()
+    rows = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+    columns = distribute_tensor(weight.detach(), mesh, [Replicate()])
+    shard, given, f = part(weight), group_of(V), distributed.linear_cross_entropy
+    columns_of_x = distribute_tensor(x.detach(), mesh, [Shard(2)])
+    learned = leaf(torch.ones(4, 3))
+    of_16 = {**given, "vocab_size": 16}
+    for message, call in (
+        ("group is None", lambda: f(x, shard, target)),
+        ("vocab_size is None", lambda: f(x, shard, target, group=given["group"])),
+        ("must have .* words on rank", lambda: f(x, shard, target, **of_16)),
+        ("must be None for a DTensor weight", lambda: f(x, rows, target, **given)),
+        ("weight must be sharded over words", lambda: f(x, columns, target)),
+        ("x must be replicated", lambda: f(columns_of_x, rows, target)),
+        ("sequence_dim must be a", lambda: f(x, shard, target, **given, sequence_dim=-1)),
+        ("target must have the shape", lambda: f(x, shard, target[:1], **given)),
+        ("class weight must", lambda: f(x, shard, target, None, torch.ones(3), **given)),
+        ("token_weight must", lambda: f(x, shard, target, token_weight=learned, **given)),
+        ("reduction must be one of", lambda: f(x, shard, target, reduction="all", **given)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="target must be int64 or int32"):
+        f(x, shard, target.float(), **given)
+    for reduction in ("mean", "none"):
+        loss = f(leaf(x), shard, target, reduction=reduction, **given).sum()
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(loss, shard, create_graph=True)
+
+
+CHECKS = (
+    linear_losses, losses_of_logits, log_probs, words_of_probability_0, a_target_that_no_rank_has,
+    dtensors, within_loss_parallel, collectives_and_bytes, checkpointed, a_second_backward,
+    no_token_counts, chunks_of_tokens, low_precision_and_autocast, results_are_those_of_every_rank,
+    refused,
+)  # fmt: skip
+# Compilation takes a rank ten seconds.
+EVERY_CHECK = {2: (*CHECKS, compiled), 4: CHECKS}
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """What the checks raised that failed, by the number of ranks."""
+    return {
+        ranks: failures(checks, ranks, tmp_path_factory.mktemp("ranks"), 120)
+        for ranks, checks in EVERY_CHECK.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "check"),
+    [(ranks, check.__name__) for ranks, checks in EVERY_CHECK.items() for check in checks],
+)
+def test_sharded_vocabulary(failed, check, ranks):
+    assert check not in failed[ranks], failed[ranks][check]

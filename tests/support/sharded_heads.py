@@ -1,0 +1,75 @@
+"""A head and its tokens, whole and as one rank has them, and losses of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import liger_ops
+from liger_ops import distributed
+
+D = 6
+
+
+def here(tensor: Tensor, dim: int | None) -> Tensor:
+    return leaf(tensor) if dim is None else part(tensor, dim)
+
+
+def part(tensor: Tensor, dim: int = 0) -> Tensor:
+    """This rank's part, of which there may be none, as a leaf."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    size = -(-tensor.shape[dim] // ranks)
+    first = min(rank * size, tensor.shape[dim])
+    count = min(size, tensor.shape[dim] - first)
+    return leaf(tensor.narrow(dim, first, count))
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def tokens(
+    V: int, dtype: torch.dtype, ignored: int = -100, rows: int = 4
+) -> tuple[dict[str, Tensor], Tensor]:
+    """x, weight and bias by name, and target; all tokens of the first row are ignored, so that one
+    rank may have no others, and one more is."""
+    x, weight, bias = torch.randn(rows, 3, D), torch.randn(V, D), torch.randn(V)
+    target = torch.randint(0, V, (rows, 3))
+    target[0] = ignored
+    target[2, 1] = ignored
+    head = {"x": x, "weight": weight, "bias": bias}
+    return {name: leaf(tensor.to(dtype)) for name, tensor in head.items()}, target
+
+
+def scalar(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """A number of which every result has another gradient for each of its elements."""
+    results = results if isinstance(results, tuple) else (results,)
+    factors = (torch.arange(1, r.numel() + 1, dtype=r.dtype).reshape(r.shape) for r in results)
+    return sum((r * f / r.numel()).sum() for r, f in zip(results, factors, strict=True))
+
+
+def compare(
+    loss: str, inputs: dict[str, Tensor], dims: dict[str, int | None], options: dict[str, Any],
+    sharding: dict[str, Any], **tolerance: float,
+) -> None:  # fmt: skip
+    """Compare the results and gradients of the loss of this name of whole inputs with those of the
+    distributed one of parts of them: along a dimension, or the whole for None."""
+    parts = {name: here(tensor, dims[name]) for name, tensor in inputs.items()}
+    expected = getattr(liger_ops, loss)(**inputs, **options)
+    got = getattr(distributed, loss)(**parts, **options, **sharding)
+    check_gradients(expected, got, inputs, parts, dims, **tolerance)
+
+
+def check_gradients(
+    expected: Any, got: Any, inputs: dict[str, Tensor], parts: dict[str, Tensor],
+    dims: dict[str, int | None], **tolerance: float,
+) -> None:  # fmt: skip
+    torch.testing.assert_close(got, expected, **tolerance)
+    of_whole = torch.autograd.grad(scalar(expected), list(inputs.values()))
+    of_parts = torch.autograd.grad(scalar(got), list(parts.values()))
+    for name, whole, grad in zip(inputs, of_whole, of_parts, strict=True):
+        assert type(grad) is Tensor
+        torch.testing.assert_close(grad, here(whole, dims[name]).detach(), **tolerance)
