@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -140,6 +140,19 @@ def the_head_is_gathered_once_and_freed() -> None:
     assert collectives(fuse) == collectives(lambda model: None)
 
 
+def the_head_is_sharded_with_the_last_norm() -> None:
+    """As accelerate does; or by itself."""
+    for together in (True, False):
+        model = made()
+        fuse(model)
+        fully_shard([model.model.norm, model.lm_head] if together else model.lm_head)
+        shard(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="liger_ops")
+            check(trained(model, parts=1 if together else 2))
+        assert isinstance(model.lm_head.weight, DTensor)
+
+
 def a_policy_of_bfloat16() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     runs = []
@@ -177,6 +190,7 @@ CHECKS = [
     activations_are_checkpointed,
     whole_parameters_stay_after_the_forward,
     the_head_is_gathered_once_and_freed,
+    the_head_is_sharded_with_the_last_norm,
     a_policy_of_bfloat16,
 ]
 WITH_FOUR = [fused_after_it_is_sharded]
