@@ -38,13 +38,14 @@ def called(head: Any, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Te
     """compute(hidden), between the hooks that a call of the head would run."""
     if not gathers(head):
         return compute(hidden)
+    # A hook may return None, which changes nothing.
     args: Any = (hidden,)
-    for key, hook in head._forward_pre_hooks.items():
-        if key in head._forward_pre_hooks_with_kwargs:
-            args, _ = hook(head, args, {})
-        else:
-            args = hook(head, args)
+    for hook in head._forward_pre_hooks.values():
+        # FSDP2's take keyword arguments too.
+        changed = hook(head, args, {})
+        args = args if changed is None else changed[0]
     loss = compute(*args)
     for hook in head._forward_hooks.values():
-        loss = hook(head, args, loss)
+        changed = hook(head, args, loss)
+        loss = loss if changed is None else changed
     return loss

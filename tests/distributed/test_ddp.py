@@ -24,7 +24,7 @@ from sharded_training import (
     trained,
 )
 
-SECONDS = 150
+SECONDS = 400
 PARTS = {"rope": 2, "fused_add_rms_norm": 4, "linear_cross_entropy": 1}
 
 

@@ -20,7 +20,7 @@ import ranks
 from liger_ops import backend, fuse
 from sharded_training import BOUND, PRELOADED, Graphs, batch, full, made
 
-SECONDS = 150
+SECONDS = 400
 STEPS = 2
 FSDP = {
     "version": 2,

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from causal_models import assert_same_gradients, batch, gradients
 from fused_families import text
+from liger_ops import explain
 from liger_ops.fusion import loss
 
 FAMILY = text("Llama", 3, num_hidden_layers=1)
@@ -110,3 +111,11 @@ def test_head_with_another_hook(mesh: Any) -> None:
     with pytest.warns(UserWarning, match="from all logits, as it did before fuse: its head has"):
         output = fused(**batch())
     torch.testing.assert_close(output.loss, model(**batch()).loss)
+
+
+def test_explain_says_where_the_logits_go(mesh: Any) -> None:
+    """The graph ends at FSDP2's hooks of the model, and its output holds the logits."""
+    model = sharded(FAMILY.model(), mesh)
+    report = explain(lambda **given: model(**given).loss, **batch())
+    (finding,) = [one for one in report.left if one.op == "linear_cross_entropy"]
+    assert "the logits are returned, to the code after the hooks of FSDP2 or DDP" in finding.reason
