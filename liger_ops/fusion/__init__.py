@@ -110,8 +110,9 @@ def fuse(
     or quantised, if the logits are used for anything else, and for classifiers.
 
     A model can be fused before or after FSDP2's `fully_shard`. After it, norms whose parameters
-    FSDP2 holds stay in place too, and their classes become subclasses. Parameters that are DTensors
-    for another reason, such as tensor parallelism, are left.
+    FSDP2 holds stay in place too, and their classes become subclasses. Where FSDP2 shards the head
+    by itself or with other modules, its hooks of the head run around the loss. Parameters that are
+    DTensors for another reason, such as tensor parallelism, are left.
 
     Modules that are already fused are skipped: a second call changes nothing. A call in autocast
     has the same result.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import classes, loss_output, loss_written
+from . import classes, fsdp_hooks, loss_output, loss_written
 from .loss_head import head_of
 from .loss_lora import LoraHead
 from .loss_options import CHECKS, DEFAULTS, LossOptions, taken_from
@@ -115,6 +115,8 @@ def _obstacle(
     # The loss may have been replaced or the head wrapped after fuse.
     if not _has_its_loss(model, loss):
         return "its loss_function was replaced after liger_ops.fuse"
+    if loss.written and fsdp_hooks.gathers(head):
+        return "its head is sharded by itself, and its forward calls CrossEntropyLoss"
     if loss.adds_to_logits and torch.compiler.is_compiling():
         return "torch.compile does not trace what its forward adds to skipped logits"
     return head if isinstance(head, str) else None

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from . import classes, fsdp_hooks
 from .loss_lora import LAYER, LoraHead, adapters_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -33,11 +34,13 @@ def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | L
 
 def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     while True:
-        reason = _what_it_does_beside(head, "its head")
+        gathers = fsdp_hooks.gathers(head)
+        reason = _what_it_does_beside(head, "its head", but_gather=gathers)
         if reason is not None:
             return reason
-        if type(head) is nn.Linear:
-            return _with_plain_tensors(head, sharded)
+        if isinstance(head, nn.Module) and classes.class_of(head) is nn.Linear:
+            reason = fsdp_hooks.obstacle(head) if gathers else None
+            return reason or _with_plain_tensors(head, sharded or gathers)
         held = _held_by_peft(head)
         if held is not None:
             head = held
@@ -78,7 +81,7 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
 
 
-def _what_it_does_beside(module: Any, what: str) -> str | None:
+def _what_it_does_beside(module: Any, what: str, but_gather: bool = False) -> str | None:
     if not isinstance(module, nn.Module):
         return None
     if "forward" in vars(module):
@@ -86,7 +89,7 @@ def _what_it_does_beside(module: Any, what: str) -> str | None:
     if module._compiled_call_impl is not None:
         return f"{what} is compiled by itself"
     for hooks in HOOKS:
-        if getattr(module, hooks):
+        if getattr(module, hooks) and not but_gather:
             return f"{what} has hooks"
     return None
 

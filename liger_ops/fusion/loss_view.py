@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops.head import cast_as_linear
-from . import classes
+from . import classes, fsdp_hooks
 from .loss_head import child_of
 from .loss_lora import LoraHead
 from .loss_options import DEFAULTS, LossOptions
@@ -207,7 +207,12 @@ class DeferredHead(_Head):
         self.logits = logits
         hidden, self.hidden = self.hidden, None
         head: Any = self.head
-        return self.fused_loss(OfHidden(hidden, head, self.loss, self.options), *args, **kwargs)
+
+        def compute(hidden: Tensor) -> Tensor:
+            source = OfHidden(hidden, head, self.loss, self.options)
+            return self.fused_loss(source, *args, **kwargs)
+
+        return fsdp_hooks.called(head, compute, hidden)
 
 
 class WrittenHead(DeferredHead):

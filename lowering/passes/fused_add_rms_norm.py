@@ -23,7 +23,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     for norm in report.visiting(OP, list(graph.nodes)):
         if norm.op != "call_function" or norm.target is not torch.ops.liger.rms_norm.default:
             continue
-        total: Any = norm.args[0]
+        total, *options = _arguments(norm)
         call = canonical(total)
         if call is None or call.op != "add" or not all(map(is_tensor, call.args)):
             continue
@@ -31,14 +31,22 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
             continue
         try:
             with attempt(graph):
-                _fuse(norm, total, call.args, state, report)
+                _fuse(norm, total, options, call.args, state, report)
         except Refused as refused:
             report.refused(OP, norm, str(refused))
 
 
+def _arguments(norm: fx.Node) -> list[Any]:
+    """The arguments of a call of an op, in the order of its schema."""
+    parameters = norm.target._schema.arguments  # type: ignore[union-attr]
+    given = {**dict(zip([one.name for one in parameters], norm.args, strict=False)), **norm.kwargs}
+    return [given.get(one.name, one.default_value) for one in parameters]
+
+
 def _fuse(
-    norm: fx.Node, total: fx.Node, terms: tuple[Any, ...], state: GraphState, report: Report
-) -> None:
+    norm: fx.Node, total: fx.Node, options: list[Any], terms: tuple[Any, ...],
+    state: GraphState, report: Report,
+) -> None:  # fmt: skip
     if not all(same(tuple(value(term).shape), tuple(value(total).shape)) for term in terms):
         raise Refused("the residual is broadcast")
     # The op goes before the first use of the sum, so all its arguments must be computed by then.
@@ -56,7 +64,7 @@ def _fuse(
         raise Refused("the sum and the norm run in different gradient or autocast modes")
     if state.written([total, *terms, *norm.all_input_nodes], total, norm):
         raise Refused("a tensor is written in place between the sum and the norm")
-    target, args = torch.ops.liger.fused_add_rms_norm.default, (*terms, *norm.args[1:])
+    target, args = torch.ops.liger.fused_add_rms_norm.default, (*terms, *options)
     with state.modes_of(norm):
         results = run(target, args)
     fused = insert(first, target, args, results)

@@ -12,7 +12,7 @@ from torch import fx
 from .canonical import Call, canonical, is_tensor, same, value
 from .losses import used_by
 from .rewrite import Refused, derive
-from .unfused_loss import OTHER, RETURNED, Apart
+from .unfused_loss import OTHER, Apart, returned
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ def check_users(nodes: Collection[fx.Node], matched: Collection[fx.Node]) -> Non
         for user in node.users:
             if user not in matched:
                 use = used_by(user)
-                raise Apart(f"the logits {use}", RETURNED if "returned" in use else OTHER)
+                if "returned" in use:
+                    raise returned(use)
+                raise Apart(f"the logits {use}", OTHER)
 
 
 def bias_of(head: Head, at: fx.Node) -> fx.Node | None:

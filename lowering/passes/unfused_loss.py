@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
 from .canonical import value
@@ -19,6 +20,11 @@ LEAST_CLASSES = 1024
 RETURNED = (
     "Compile a step that returns the loss alone, torch.compile(lambda **batch:"
     ' model(**batch).loss, backend="liger"), or call liger_ops.fuse(model).'
+)
+WRAPPED = (
+    "FSDP2 and DDP make a graph of the model's forward, which returns the logits: call"
+    " liger_ops.fuse(model), or fuse(model, norms=False, activations=False, rope=False) to leave"
+    " the layers to the backend."
 )
 ELSEWHERE = (
     "Compile the head and the loss as one function, without a graph break between them, or call"
@@ -44,6 +50,17 @@ class Apart(Refused):
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
         self.advice = advice
+
+
+def returned(use: str) -> Apart:
+    """The error for logits that the graph returns."""
+    # A process that is one of several has a model with hooks of FSDP2 or DDP, where graphs end.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        reason = (
+            f"the logits {use}, to the code after the hooks of FSDP2 or DDP if the model has them"
+        )
+        return Apart(reason, WRAPPED)
+    return Apart(f"the logits {use}", RETURNED)
 
 
 def check_made_here(logits: fx.Node) -> None:

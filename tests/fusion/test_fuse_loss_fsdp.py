@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from causal_models import assert_same_gradients, batch, gradients
 from fused_families import text
+from liger_ops import explain
 from liger_ops.fusion import loss
 
 FAMILY = text("Llama", 3, num_hidden_layers=1)
@@ -66,14 +68,54 @@ def test_mixed_precision(mesh: Any) -> None:
     assert_same_gradients(actual, expected_grads, bound=2e-2)
 
 
-def test_head_sharded_by_itself(mesh: Any) -> None:
-    """The head's hooks gather its weight, so it has to be called."""
+@pytest.mark.parametrize("group", [["lm_head"], ["model.norm", "lm_head"]], ids=str)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_head_sharded_by_itself(mesh: Any, group: list[str], when: str) -> None:
+    """accelerate shards the head and the last norm as one group. FSDP2's hooks of the head gather
+    its weight and reduce its gradient, and run around the loss."""
+    model, fused = FAMILY.model(), FAMILY.model()
+    if when == "before":
+        loss.fuse(fused)
+    fully_shard(
+        [fused.get_submodule(name) for name in group], mesh=mesh, reshard_after_forward=True
+    )
+    sharded(fused, mesh)
+    if when == "after":
+        assert len(loss.fuse(fused)) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = fused(**batch())
+    assert output.logits is None
+    expected = model(**batch())
+    torch.testing.assert_close(output.loss, expected.loss)
+    assert isinstance(fused.lm_head.weight, DTensor)
+    actual = {name: grad.full_tensor() for name, grad in gradients(fused, output.loss).items()}
+    assert_same_gradients(actual, gradients(model, expected.loss))
+    assert isinstance(fused.lm_head.weight, DTensor)
+
+
+def test_head_whose_policy_rounds_its_output(mesh: Any) -> None:
+    """It would round the loss in the place of the logits."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    report = loss.fuse(sharded(FAMILY.model(), mesh, head=True, mp_policy=policy))
+    assert not report
+    assert "with the output_dtype torch.bfloat16" in report.left[0].reason
+
+
+def test_head_with_another_hook(mesh: Any) -> None:
+    """It has to be called."""
     model, fused = FAMILY.model(), FAMILY.model()
     loss.fuse(fused)
     sharded(fused, mesh, head=True)
+    fused.lm_head.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="from all logits, as it did before fuse: its head has"):
         output = fused(**batch())
     torch.testing.assert_close(output.loss, model(**batch()).loss)
-    report = loss.fuse(sharded(FAMILY.model(), mesh, head=True))
-    assert not report
-    assert report.left[0].reason == "its head has hooks"
+
+
+def test_explain_says_where_the_logits_go(mesh: Any) -> None:
+    """The graph ends at FSDP2's hooks of the model, and its output holds the logits."""
+    model = sharded(FAMILY.model(), mesh)
+    report = explain(lambda **given: model(**given).loss, **batch())
+    (finding,) = [one for one in report.left if one.op == "linear_cross_entropy"]
+    assert "the logits are returned, to the code after the hooks of FSDP2 or DDP" in finding.reason

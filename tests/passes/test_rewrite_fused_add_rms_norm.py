@@ -51,6 +51,20 @@ def test_fused_add_rms_norm_of_a_sum_that_nothing_else_uses():
     )
 
 
+def test_fused_add_rms_norm_of_an_op_called_with_keywords():
+    """`fuse` calls the op so in a norm whose parameters FSDP2 holds."""
+
+    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.liger.rms_norm.default(
+            x + residual, casting_mode="gemma", offset=1.0, weight=weight
+        )
+
+    inputs = values(2, 3, 8), values(2, 3, 8, seed=1), values(8)
+    found = check(function, *inputs, counts={"fused_add_rms_norm": 1})
+    (call,) = found.calls("fused_add_rms_norm")
+    assert (call["offset"], call["casting_mode"]) == (1.0, "gemma")
+
+
 def test_fused_add_rms_norms_along_a_residual_stream():
     def function(x: Tensor, weight: Tensor) -> Tensor:
         for _ in range(3):

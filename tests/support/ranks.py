@@ -15,16 +15,21 @@ import torch.distributed as dist
 Check = Callable[[], None]
 
 
-def failures(checks: Sequence[Check], ranks: int, folder: Path, seconds: float) -> dict[str, str]:
+def failures(
+    checks: Sequence[Check], ranks: int, folder: Path, seconds: float,
+    preloaded: Sequence[str] = (),
+) -> dict[str, str]:  # fmt: skip
     """Run checks, functions of a module, on so many ranks, and return what each one that failed
     raised on its first rank, by the check's name.
 
     After a failure the ranks are not in step, and the checks after it fail too. Processes that take
     longer than `seconds` are killed.
     """
-    # The server imports torch and liger_ops once, for all processes.
+    # The server imports these once, for all processes.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "liger_ops.distributed"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.tensor", "liger_ops.distributed", *preloaded]
+    )
     processes = [
         context.Process(target=_run, args=(rank, ranks, checks, folder)) for rank in range(ranks)
     ]

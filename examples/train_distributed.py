@@ -1,0 +1,208 @@
+"""Train a Llama with random weights on several devices, and time its steps.
+
+    torchrun --nproc-per-node 2 examples/train_distributed.py [--help]
+
+The model is sharded by FSDP2, layer by layer, with float32 weights and a policy of bfloat16, or
+replicated by DDP with float32 weights under autocast. Every rank has its own rows. A step is
+forward, backward and AdamW. Each way trains a model of its own from the same weights:
+
+    eager           the model as it is
+    fuse            after liger_ops.fuse(), eager
+    compile         each layer by torch.compile, or the whole model with --whole
+    liger           liger_ops.fuse() of loss and attention, and each layer by
+                    torch.compile(backend="liger"), or the whole model with --whole
+    liger-kernel    patched by Liger-Kernel, eager; it patches the process, so it has to be the last
+
+The first rank prints a line for each way: the losses of the first steps, averaged over the ranks,
+and on GPUs the median step with the 20th and 80th percentile and the most memory that a rank
+allocated. The exit status is 1 if the losses of a way differ from those of the first. Without GPUs
+the ranks are CPU processes (gloo), and nothing is timed.
+
+Needs transformers beside liger_ops. docs/distributed.md says which way to take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import liger_ops
+from liger_ops.bench.step_models import BATCHES, text_batch
+
+# hidden_size, intermediate_size, layers, heads, heads of keys, words.
+SHAPES = {
+    "llama-8b-8-layers": (4096, 14336, 8, 32, 8, 128256),
+    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256),
+    "tiny": (64, 128, 2, 4, 2, 257),
+}
+WAYS = ("eager", "fuse", "compile", "liger", "liger-kernel")
+COMPARED = 4
+# The ways round in different places.
+BOUNDS = {"bf16": 2e-2, "float32": 1e-4}
+
+Loss = Callable[[dict[str, Tensor]], Tensor]
+
+
+def main() -> int:
+    options = parsed()
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    options.shape = options.shape or ("llama-3.2-1b" if on_gpu else "tiny")
+    first, failed = None, False
+    for way in options.way:
+        losses, measured = trained(way, device, options)
+        first = first or losses
+        differ = [
+            abs(a - b) > BOUNDS[options.precision] for a, b in zip(losses, first, strict=True)
+        ]
+        failed |= any(differ)
+        if dist.get_rank() == 0:
+            numbers = " ".join(f"{loss:.5f}" for loss in losses)
+            what = f", not those of {options.way[0]}" if any(differ) else ""
+            print(f"{way:13} losses {numbers}{what}{measured}", flush=True)
+    dist.destroy_process_group()
+    return int(failed)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=["eager", "fuse"])
+    parser.add_argument("--parallel", choices=("fsdp2", "ddp"), default="fsdp2")
+    parser.add_argument("--shape", choices=SHAPES, help="default: llama-3.2-1b, tiny on CPUs")
+    parser.add_argument("--batch", choices=BATCHES, default="ones", help="what it masks")
+    parser.add_argument("--batch-size", type=int, default=1, help="rows of a rank")
+    parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=COMPARED + 12, help="default: %(default)s")
+    parser.add_argument("--precision", choices=BOUNDS, default="bf16")
+    parser.add_argument("--whole", action="store_true", help="compile the model, not its layers")
+    parser.add_argument("--checkpoint", action="store_true", help="checkpoint each layer")
+    parser.add_argument("--inner-backend", default="inductor", help="of backend='liger'")
+    options = parser.parse_args()
+    if "liger-kernel" in options.way[:-1]:
+        parser.error("liger-kernel patches the process, and has to be the last way")
+    if options.steps < COMPARED:
+        parser.error(f"--steps must be at least {COMPARED}")
+    return options
+
+
+def trained(way: str, device: torch.device, options: argparse.Namespace) -> tuple[list[float], str]:
+    """The losses of the first steps, and the time and memory as text."""
+    torch._dynamo.reset()
+    model, vocabulary = made(way, device, options)
+    loss_of = prepared(model, way, device, options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    # Every rank has its own rows, the same in each step.
+    torch.manual_seed(1 + dist.get_rank())
+    size = options.batch_size, options.sequence_length
+    batch = text_batch(options.batch, size, vocabulary, str(device))
+
+    def step() -> Tensor:
+        loss = loss_of(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses = []
+    for _ in range(COMPARED):
+        loss = step()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    if device.type != "cuda":
+        return losses, ""
+    return losses, timed(step, options.steps - COMPARED, device)
+
+
+def made(way: str, device: torch.device, options: argparse.Namespace) -> tuple[Any, int]:
+    if way == "liger-kernel":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    hidden, intermediate, layers, heads, key_heads, words = SHAPES[options.shape]
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, vocab_size=words,
+        max_position_embeddings=max(8192, options.sequence_length), use_cache=False,
+    )  # fmt: skip
+    # Every rank makes the same weights.
+    torch.manual_seed(0)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if options.checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train(), words
+
+
+def prepared(model: Any, way: str, device: torch.device, options: argparse.Namespace) -> Loss:
+    """Fuse, compile and distribute a model, and return its loss as a function of a batch."""
+    if way == "fuse":
+        liger_ops.fuse(model)
+    if way == "liger":
+        # The loss and the masks, which reach across layers; the backend rewrites the layers.
+        liger_ops.fuse(model, norms=False, activations=False, rope=False)
+    how: dict[str, Any] = {}
+    if way == "liger":
+        how = {"backend": "liger", "options": {"inner_backend": options.inner_backend}}
+    compiles = way in ("compile", "liger")
+    if compiles and not options.whole:
+        for layer in model.model.layers:
+            layer.compile(**how)
+    wrapped = distributed(model, device, options)
+    autocast = options.parallel == "ddp" and options.precision == "bf16"
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            return wrapped(**batch).loss
+
+    return torch.compile(loss_of, **how) if compiles and options.whole else loss_of
+
+
+def distributed(model: Any, device: torch.device, options: argparse.Namespace) -> nn.Module:
+    if options.parallel == "ddp":
+        ids = [device.index] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+    policy = MixedPrecisionPolicy()
+    if options.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    # The head is in the model's own group, which stays gathered from the forward to the backward.
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def timed(step: Callable[[], Tensor], steps: int, device: torch.device) -> str:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    if steps < 2:
+        return f"; {peak.item():.1f} GiB"
+    low, *_, high = statistics.quantiles(times, n=5)
+    middle = statistics.median(times)
+    return f"; {middle:.1f} ms ({low:.1f} to {high:.1f}), {peak.item():.1f} GiB"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,122 @@
+"""DDP: fused and compiled models train as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ranks
+from liger_ops import backend, fuse
+from sharded_training import (
+    MIXTURE,
+    PRELOADED,
+    TRAINED,
+    Graphs,
+    batch,
+    check,
+    loss_of,
+    made,
+    trained,
+)
+
+SECONDS = 400
+PARTS = {"rope": 2, "fused_add_rms_norm": 4, "linear_cross_entropy": 1}
+
+
+def replicated(model: Any, **options: Any) -> Any:
+    return DistributedDataParallel(model, **options)
+
+
+def fused() -> None:
+    for family in TRAINED:
+        model = made(family)
+        assert len(fuse(model)) > 5
+        check(trained(replicated(model)), family)
+
+
+def with_a_static_graph() -> None:
+    model = made()
+    fuse(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check(trained(replicated(model, static_graph=True)))
+
+
+def with_parameters_that_may_be_unused() -> None:
+    model = made(MIXTURE)
+    fuse(model)
+    check(trained(replicated(model, find_unused_parameters=True)), MIXTURE)
+
+
+def with_a_parameter_that_is_unused() -> None:
+    """A fused norm and a fused head do not hide from DDP that a layer is not used."""
+    model, plain = made(), made()
+    fuse(model)
+    for one in (model, plain):
+        one.model.layers[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+    rows = batch(0, 1)
+    wrapped = replicated(model, find_unused_parameters=True)
+    loss_of(wrapped)(**rows).backward()
+    loss_of(plain)(**rows).backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def accumulated() -> None:
+    model = made()
+    fuse(model)
+    model = replicated(model)
+    rows = batch(0, 1)
+    with model.no_sync():
+        loss_of(model)(**rows).backward()
+    loss_of(model)(**rows).backward()
+    plain = made()
+    (2 * loss_of(plain)(**rows)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def each_graph_of_a_bucket_is_rewritten() -> None:
+    """Dynamo splits the graph of the model at the bounds of DDP's buckets."""
+    first_bucket = dist._DEFAULT_FIRST_BUCKET_BYTES
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 8000
+    try:
+        graphs, model = Graphs(), made()
+        fuse(model, norms=False, activations=False, rope=False)
+        model = replicated(model, bucket_cap_mb=0.01)
+        options = {"inner_backend": graphs, "strict": True}
+        step = torch.compile(loss_of(model), backend=backend, options=options)
+        check(trained(model, step))
+    finally:
+        dist._DEFAULT_FIRST_BUCKET_BYTES = first_bucket
+    assert len(graphs) > 2
+    assert {name: len(graphs.nodes(name)) for name in PARTS} == PARTS
+    # A bound between the projections of gate and up cuts one of them.
+    assert len(graphs.nodes("swiglu")) >= 1
+
+
+CHECKS = [
+    fused,
+    with_a_static_graph,
+    with_parameters_that_may_be_unused,
+    with_a_parameter_that_is_unused,
+    accumulated,
+    each_graph_of_a_bucket_is_rewritten,
+]
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("ddp"), SECONDS, PRELOADED)
+
+
+@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
+def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None:
+    if failure := failed.get(one.__name__):
+        pytest.fail(failure, pytrace=False)

@@ -1,0 +1,211 @@
+"""FSDP2: fused and compiled models train as in one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import ranks
+from liger_ops import backend, fuse
+from sharded_training import (
+    MIXTURE,
+    PRELOADED,
+    TRAINED,
+    Graphs,
+    batch,
+    check,
+    full,
+    loss_of,
+    made,
+    shard,
+    trained,
+)
+
+SECONDS = 400
+
+
+def compiled_layers(model: Any, graphs: Graphs) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend=backend, options={"inner_backend": graphs, "strict": True})
+    return model
+
+
+def parts_left_to_eager(model: Any) -> Any:
+    """Fuse what is outside of the layers, or reaches across them."""
+    fuse(model, norms=False, activations=False, rope=False)
+    return model
+
+
+def fused_before_it_is_sharded() -> None:
+    for family in TRAINED:
+        model = made(family)
+        assert len(fuse(model)) > 5
+        check(trained(shard(model)), family)
+
+
+def fused_after_it_is_sharded() -> None:
+    for family in TRAINED:
+        model = shard(made(family))
+        assert len(fuse(model)) > 5
+        check(trained(model), family)
+
+
+def no_logits_are_computed() -> None:
+    model = shard(made())
+    fuse(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model(**batch(0, 1)).logits is None
+
+
+def layers_are_rewritten() -> None:
+    graphs, family = Graphs(), MIXTURE
+    model = shard(compiled_layers(parts_left_to_eager(made(family)), graphs))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="liger_ops")
+        check(trained(model), family)
+    # All layers share one compilation.
+    for name, count in {"rope": 1, "swiglu": 1, "fused_add_rms_norm": 1, "rms_norm": 3}.items():
+        assert len(graphs.nodes(name)) == count, name
+    (attention,) = graphs.nodes("scaled_dot_product_attention")
+    assert attention.kwargs["is_causal"] and attention.kwargs["attn_mask"] is None
+
+
+def layers_of_fused_norms_are_rewritten() -> None:
+    """The norms that FSDP2 holds call the op by name, which is a part of fused_add_rms_norm."""
+    graphs, model = Graphs(), shard(made())
+    fuse(model)
+    compiled_layers(model, graphs)
+    check(trained(model))
+    assert graphs.nodes("fused_add_rms_norm")
+
+
+def the_whole_model_is_compiled() -> None:
+    graphs = Graphs()
+    model = parts_left_to_eager(shard(made()))
+    options = {"inner_backend": graphs, "strict": True}
+    check(trained(model, torch.compile(loss_of(model), backend=backend, options=options)))
+    for name in ("rope", "fused_add_rms_norm", "linear_cross_entropy"):
+        assert graphs.nodes(name), name
+
+
+def gradients_are_accumulated() -> None:
+    model = shard(made())
+    fuse(model)
+    check(trained(model, parts=2))
+
+
+def activations_are_checkpointed() -> None:
+    for compiled in (False, True):
+        model = shard(made())
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        fuse(model, norms=not compiled, activations=not compiled, rope=not compiled)
+        if compiled:
+            compiled_layers(model, Graphs())
+        check(trained(model))
+
+
+def whole_parameters_stay_after_the_forward() -> None:
+    for reshards in (False, True):
+        model = shard(made(), reshard_after_forward=reshards)
+        fuse(model)
+        check(trained(model))
+
+
+def the_head_is_gathered_once_and_freed() -> None:
+    def collectives(change: Callable[[Any], Any]) -> dict[Any, int]:
+        model = shard(made())
+        change(model)
+        # The first step initialises FSDP2.
+        loss_of(model)(**batch(0, 1)).backward()
+        with CommDebugMode() as counted:
+            loss_of(model)(**batch(1, 2)).backward()
+        assert isinstance(model.lm_head.weight, DTensor)
+        for module in model.modules():
+            if hasattr(module, "unshard"):
+                groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)
+                groups = groups or [module._get_fsdp_state()._fsdp_param_group]
+                for held in (one for group in groups for one in group.fsdp_params):
+                    assert held._unsharded_param.untyped_storage().size() == 0
+        return dict(counted.get_comm_counts())
+
+    assert collectives(fuse) == collectives(lambda model: None)
+
+
+def the_head_is_sharded_with_the_last_norm() -> None:
+    """As accelerate does; or by itself."""
+    for together in (True, False):
+        model = made()
+        fuse(model)
+        fully_shard([model.model.norm, model.lm_head] if together else model.lm_head)
+        shard(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="liger_ops")
+            check(trained(model, parts=1 if together else 2))
+        assert isinstance(model.lm_head.weight, DTensor)
+
+
+def a_policy_of_bfloat16() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    runs = []
+    for fused in (True, False):
+        model = shard(made(), mp_policy=policy)
+        if fused:
+            assert len(fuse(model)) > 5
+        loss = loss_of(model)(**batch(0, 2))
+        assert loss.dtype is torch.float32 or not fused
+        loss.backward()
+        runs.append((loss.detach(), [full(one.grad) for one in model.parameters()]))
+    truth = made()
+    loss = loss_of(truth)(**batch(0, 2))
+    loss.backward()
+    errors = [
+        torch.stack(
+            [(grad - one.grad).norm() for grad, one in zip(grads, truth.parameters(), strict=True)]
+        ).norm()
+        for _, grads in runs
+    ]
+    whole = torch.stack([one.grad.norm() for one in truth.parameters()]).norm()
+    assert errors[0] <= 2 * errors[1] + 2**-8 * whole, errors
+    fused_error, error = ((value - loss).abs() for value, _ in runs)
+    assert fused_error <= 2 * error + 2**-8 * loss
+
+
+CHECKS = [
+    fused_before_it_is_sharded,
+    fused_after_it_is_sharded,
+    no_logits_are_computed,
+    layers_are_rewritten,
+    layers_of_fused_norms_are_rewritten,
+    the_whole_model_is_compiled,
+    gradients_are_accumulated,
+    activations_are_checkpointed,
+    whole_parameters_stay_after_the_forward,
+    the_head_is_gathered_once_and_freed,
+    the_head_is_sharded_with_the_last_norm,
+    a_policy_of_bfloat16,
+]
+WITH_FOUR = [fused_after_it_is_sharded]
+
+
+@pytest.fixture(scope="module")
+def failed_with_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("two"), SECONDS, PRELOADED)
+
+
+@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
+def test_with_two_ranks(failed_with_two: dict[str, str], one: Callable[[], None]) -> None:
+    if failure := failed_with_two.get(one.__name__):
+        pytest.fail(failure, pytrace=False)
+
+
+def test_with_four_ranks(tmp_path: Path) -> None:
+    assert not ranks.failures(WITH_FOUR, 4, tmp_path, SECONDS, PRELOADED)

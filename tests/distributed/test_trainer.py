@@ -1,0 +1,128 @@
+"""transformers' Trainer with FSDP2, by its arguments, trains as in one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import ranks
+from liger_ops import backend, fuse
+from sharded_training import BOUND, PRELOADED, Graphs, batch, full, made
+
+SECONDS = 400
+STEPS = 2
+FSDP = {
+    "version": 2,
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "reshard_after_forward": True,
+}
+
+
+class OnCPUs(transformers.Trainer):
+    """accelerate takes the FSDP of its configuration on accelerators only: it is made to here."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state: Any = self.accelerator.state
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+
+
+def rows() -> list[dict[str, Tensor]]:
+    """The rows of all steps. Ranks take them in turn."""
+    whole = batch(0, STEPS * dist.get_world_size())
+    return [{name: x[i] for name, x in whole.items()} for i in range(len(whole["labels"]))]
+
+
+def trained_by_trainer(change: Callable[[Any], Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses that a Trainer logs, and the weights after its steps."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
+    model = made()
+    change(model)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, use_cpu=True, report_to=[], max_steps=STEPS, logging_steps=1,
+            per_device_train_batch_size=2, learning_rate=0.1, optim="sgd", max_grad_norm=0.0,
+            lr_scheduler_type="constant", save_strategy="no", disable_tqdm=True,
+            train_sampling_strategy="sequential", fsdp="full_shard auto_wrap", fsdp_config=FSDP,
+        )  # fmt: skip
+        trainer = OnCPUs(model, arguments, train_dataset=rows())
+        trainer.train()
+    held = list(trainer.model.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in held)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    named = trainer.model.named_parameters()
+    return losses, {name: full(parameter.detach()) for name, parameter in named}
+
+
+def in_one_process() -> tuple[list[float], dict[str, Tensor]]:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found, losses = rows(), []
+    size = len(found) // STEPS
+    for step in range(STEPS):
+        part = found[step * size : (step + 1) * size]
+        loss = model(**{name: torch.stack([row[name] for row in part]) for name in part[0]}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def check(change: Callable[[Any], Any]) -> None:
+    losses, weights = trained_by_trainer(change)
+    true_losses, true_weights = in_one_process()
+    # The log rounds to four places.
+    assert losses == pytest.approx(true_losses, abs=1e-4)
+    for name, weight in true_weights.items():
+        assert (weights[name] - weight).norm() <= BOUND * weight.norm(), name
+
+
+def fused() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="liger_ops")
+        check(fuse)
+
+
+def layers_are_compiled() -> None:
+    graphs = Graphs()
+
+    def change(model: Any) -> None:
+        fuse(model, norms=False, activations=False, rope=False)
+        for layer in model.model.layers:
+            layer.compile(backend=backend, options={"inner_backend": graphs, "strict": True})
+
+    check(change)
+    for name in ("rope", "swiglu", "fused_add_rms_norm"):
+        assert graphs.nodes(name), name
+
+
+CHECKS = [fused, layers_are_compiled]
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("trainer"), SECONDS, PRELOADED)
+
+
+@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
+def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None:
+    if failure := failed.get(one.__name__):
+        pytest.fail(failure, pytrace=False)

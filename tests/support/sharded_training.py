@@ -1,0 +1,149 @@
+"""Training steps on several ranks, compared with the same steps in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from causal_models import assert_same_gradients
+from fused_families import FAMILIES, VOCABULARY, Family
+
+# 61 words: no number of ranks divides the rows of the embedding and of the head evenly.
+LLAMA, GEMMA, MIXTURE = TRAINED = [
+    next(family for family in FAMILIES if family.name == name)
+    for name in ("Llama", "Gemma3", "Qwen3Moe")
+]
+STEPS, ROWS, LENGTH = 3, 2, 7
+BOUND = 1e-5
+
+# What each process would import for itself, most of its time.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch._dynamo.backends.debugging",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gemma3.modeling_gemma3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
+
+# Loss and gradients of each step.
+Run = list[tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[..., Tensor]
+
+
+def made(family: Family = LLAMA, attention: str = "sdpa") -> Any:
+    model: Any = family.model()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def batch(step: int, ranks: int) -> dict[str, Tensor]:
+    """The rows of all ranks. The first rank ignores some tokens, and all of them in step 1."""
+    generator = torch.Generator().manual_seed(step)
+    ids, labels = torch.randint(1, VOCABULARY, (2, ROWS * ranks, LENGTH), generator=generator)
+    labels[0, :4] = -100
+    if step == 1:
+        labels[:ROWS] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def items(whole: dict[str, Tensor]) -> Tensor:
+    """The number of tokens that count: the first token of a row is nobody's label."""
+    return (whole["labels"][:, 1:] != -100).sum()
+
+
+def shard(model: Any, **options: Any) -> Any:
+    """Shard each layer, and the rest of the model with the model itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+def loss_of(model: Any) -> Loss:
+    return lambda **given: model(**given).loss
+
+
+def trained(model: nn.Module, loss_of_rows: Loss | None = None, parts: int = 1) -> Run:
+    """Train on the rows of this rank, the loss divided by the number of tokens of all ranks.
+
+    parts: the number of backwards of a step, each of some of the rows. FSDP2 reduces the gradients
+        after the last one.
+    """
+    ranks = dist.get_world_size() if model_is_distributed(model) else 1
+    rank = dist.get_rank() if ranks > 1 else 0
+    rows_of_a_rank = ROWS * dist.get_world_size() // ranks
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compute, run = loss_of_rows or loss_of(model), []
+    for step in range(STEPS):
+        whole = batch(step, dist.get_world_size())
+        total = torch.zeros(())
+        for part in torch.arange(rows_of_a_rank).chunk(parts):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(bool(part[-1] == rows_of_a_rank - 1))
+            rows = part + rank * rows_of_a_rank
+            given = {name: value[rows] for name, value in whole.items()}
+            # Ranks are averaged.
+            loss = compute(**given, num_items_in_batch=items(whole)) * ranks
+            loss.backward()
+            total += loss.detach() / ranks
+        if ranks > 1:
+            dist.all_reduce(total)
+        grads = {plain_name(name): full(one.grad) for name, one in model.named_parameters()}
+        run.append((total, grads))
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+@functools.cache
+def expected(name: str) -> Run:
+    """The same steps in one process, without any op."""
+    return trained(made(next(family for family in TRAINED if family.name == name)))
+
+
+def model_is_distributed(model: nn.Module) -> bool:
+    return isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "unshard")
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter in the model itself, without the names of wrappers."""
+    kept = [part for part in name.split(".") if part not in ("module", "_orig_mod")]
+    return ".".join(kept)
+
+
+def full(x: Any) -> Tensor:
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.clone()
+
+
+def check(run: Run, family: Family = LLAMA) -> None:
+    """Compare the loss and every gradient of each step with those in one process."""
+    for (loss, grads), (true_loss, true_grads) in zip(run, expected(family.name), strict=True):
+        torch.testing.assert_close(loss, true_loss, rtol=BOUND, atol=0.0)
+        assert_same_gradients(grads, true_grads, BOUND)
+
+
+class Graphs(list[Any]):
+    """An inner backend that keeps the graphs, and the gradients of its results."""
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.append(module)
+        return aot_eager(module, inputs)
+
+    def nodes(self, name: str) -> list[torch.fx.Node]:
+        """The nodes that call an op or a function of this name."""
+        return [
+            node
+            for module in self
+            for node in module.graph.nodes
+            if node.op == "call_function"
+            and str(getattr(node.target, "__name__", "")).removesuffix(".default") == name
+        ]
