@@ -107,9 +107,9 @@ def linear_cross_entropy(
 
     If a gradient is needed and the reduction is "mean" or "sum", the forward computes it, a chunk
     of tokens at a time, with one all-gather a chunk: forward and backward together take three
-    products of M, V / ranks and D. The next chunk's logits are computed while the numbers of a chunk are
-    gathered, and the gradient of weight while that of x is all-reduced. For the reduction "none",
-    there is one all-gather, and the backward recomputes the logits and then all-reduces: four
+    products of M, V / ranks and D. The next chunk's logits are computed while the numbers of a
+    chunk are gathered, and the gradient of weight while that of x is all-reduced. For the reduction
+    "none", there is one all-gather, and the backward recomputes the logits, then all-reduces: four
     products. Sums over the chunks are in accum_dtype, as for `liger_ops.linear_cross_entropy`; a
     second backward computes the gradient of weight again.
 

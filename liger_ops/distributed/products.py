@@ -22,9 +22,12 @@ def added(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _traced(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b as `product` computes it, without a write in place: a graph that Dynamo makes of an
-    autograd function's forward may save no tensor that was written to."""
-    if a.dtype is not dtype and a.is_cuda:
+    """a @ b as `product` computes it, without a write in place: Dynamo cannot save a tensor of an
+    autograd function's forward that aliases another, as one that was written to does, or the
+    result of `to` the same dtype."""
+    if a.dtype is dtype:
+        return torch.mm(a, b)
+    if a.is_cuda:
         return torch.ops.aten.mm.dtype(a, b, dtype)
     if a.dtype is torch.bfloat16:
         return torch.mm(a, b).to(dtype)
@@ -32,5 +35,5 @@ def _traced(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """total in dtype. Dynamo takes `to` the same dtype for an alias, which it cannot save."""
+    """total in dtype, for autograd to save: see `_traced`."""
     return total if total is None or total.dtype is dtype else total.to(dtype)

@@ -56,7 +56,7 @@ def _run(rank: int, ranks: int, checks: Sequence[Check], folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
     failed = ""
     for check in checks:
