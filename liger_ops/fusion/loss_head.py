@@ -38,7 +38,9 @@ def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
         reason = _what_it_does_beside(head, "its head", but_gather=gathers)
         if reason is not None:
             return reason
-        if isinstance(head, nn.Module) and classes.class_of(head) is nn.Linear:
+        # FSDP2 gives a head that it shards by itself a class of its own.
+        cls = classes.class_of(head) if isinstance(head, nn.Module) else type(head)
+        if cls is nn.Linear:
             reason = fsdp_hooks.obstacle(head) if gathers else None
             return reason or _with_plain_tensors(head, sharded or gathers)
         held = _held_by_peft(head)
