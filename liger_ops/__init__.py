@@ -27,6 +27,7 @@ from .ops.softmax import softmax
 from .ops.log_softmax import log_softmax
 from .ops.sparsemax import sparsemax, sparsemax_forward
 from .ops.rope import rope
+from .ops.rms_norm_rope import rms_norm_rope
 from .ops.embedding import embedding
 from .ops.attn_res import attn_res
 from .ops.tiled_mlp import tiled_mlp, tiled_mlp_forward

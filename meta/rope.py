@@ -14,18 +14,19 @@ from . import checks
 
 @library.fake("rope")
 def rope(call: Any) -> tuple[Tensor, Tensor]:
-    _check(call, "q", "k")
+    check(call, "q", "k")
     return checks.in_layout_of(call.q), checks.in_layout_of(call.k)
 
 
 @library.fake("rope_backward")
 def rope_backward(call: Any) -> tuple[Tensor | None, ...]:
-    _check(call, "dq", "dk")
+    check(call, "dq", "dk")
     wanted = zip(call.output_mask, (call.dq, call.dk), strict=True)
     return tuple(checks.in_layout_of(dy) if want else None for want, dy in wanted)
 
 
-def _check(call: Any, q_name: str, k_name: str) -> None:
+def check(call: Any, q_name: str, k_name: str) -> None:
+    """Check two tensors of heads, and the tables of cos and sin that rotate them."""
     op, q, k = checks.op(call), getattr(call, q_name), getattr(call, k_name)
     cos, sections = call.cos, call.sections
     checks.floating(call, q_name, k_name)

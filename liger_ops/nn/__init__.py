@@ -20,6 +20,7 @@ from .multi_token_attention import MultiTokenAttention
 from .neighborhood_attention import NeighborhoodAttention
 from .poly_norm import PolyNorm
 from .rms_norm import FusedAddRMSNorm, RMSNorm
+from .rms_norm_rope import RMSNormRope
 from .rope import Rope
 from .softmax import LogSoftmax, Softmax, Sparsemax
 from .tiled_mlp import Tiled, TiledMLP
@@ -56,6 +57,7 @@ __all__ = [
     "NeighborhoodAttention",
     "PolyNorm",
     "RMSNorm",
+    "RMSNormRope",
     "ReLUSquared",
     "Rope",
     "Softmax",

@@ -99,7 +99,7 @@ def rope(
         tensor([[[[0., 1.]]]])
     """
     tables = (cos, sin, interleaved, per_pair, sections, deinterleave)
-    return _rotated(q, *tables), _rotated(k, *tables)
+    return rotated(q, *tables), rotated(k, *tables)
 
 
 @library.define(strides=torch.Tag.needs_exact_strides)
@@ -125,7 +125,7 @@ def rope_backward(
     """
     tables = (cos, sin, interleaved, per_pair, sections, deinterleave)
     back = [
-        _rotated(dy, *tables, backward=True) if wanted else None
+        rotated(dy, *tables, backward=True) if wanted else None
         for dy, wanted in zip((dq, dk), output_mask, strict=True)
     ]
     return back[0], back[1]
@@ -158,7 +158,7 @@ def holds_matrices(cos: Tensor, sin: Tensor | None) -> bool:
     return sin is None and not cos.is_complex()
 
 
-def _rotated(
+def rotated(
     x: Tensor, cos: Tensor, sin: Tensor | None,
     interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
     backward: bool = False,
@@ -209,7 +209,7 @@ def _of_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
     return table.unsqueeze(-3)
 
 
-def _table_gradients(
+def table_gradients(
     grads: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor | None,
     interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -264,7 +264,7 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         options = (*ctx.options, [needs_q, needs_k])
         grad_q, grad_k = rope_backward(dq, dk, cos, sin, *options)
     if needs_cos or needs_sin:
-        dcos, dsin = _table_gradients((dq, dk), inputs, cos, sin, *ctx.options)
+        dcos, dsin = table_gradients((dq, dk), inputs, cos, sin, *ctx.options)
         dcos = dcos.to(cos.dtype) if needs_cos else None
         dsin = dsin.to(sin.dtype) if needs_sin and dsin is not None else None
     return grad_q, grad_k, dcos, dsin, *[None] * len(ctx.options)

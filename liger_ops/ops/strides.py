@@ -23,4 +23,7 @@ def inverse(order: list[int]) -> list[int]:
 def in_order_of(values: Tensor, x: Tensor) -> Tensor:
     """Copy values, if necessary, to a dense layout with x's order of dimensions in memory."""
     order = memory_order(x)
-    return values.permute(order).contiguous().permute(inverse(order))
+    dense = values.permute(order).contiguous()
+    # `contiguous` may leave any stride to a dimension of size 1; a new tensor's is given by its
+    # shape, as that of a fake or a kernel's output is.
+    return dense.flatten().view(dense.shape).permute(inverse(order))

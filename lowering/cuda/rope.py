@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ... import library
-from ...ops.rope import holds_matrices, pairs_of, rotated_columns
+from ...ops.rope import pairs_of, rotated_columns
 from ..sizes import cdiv, next_power_of_2
 from .launch import WARP_SIZE, launch
+from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of, unit_stride
 
 
 @dataclass(frozen=True)
@@ -23,90 +23,6 @@ class RopePlan:
     heads: int
     pairs: int
     threads: int = 128
-
-
-@triton.jit
-def _load_pairs(
-    ptrs, inside, first, HALF,
-    INTERLEAVED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    # The two elements of BLOCK_N pairs from the pair `first` on, of each row.
-    if INTERLEAVED:
-        cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
-        mask = inside & (cols < 2 * HALF)
-        x = tl.load(ptrs + cols, mask=mask, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(x, (BLOCK_S, BLOCK_H, BLOCK_N, 2)))
-    else:
-        cols = first + tl.arange(0, BLOCK_N)[None, None, :]
-        mask = inside & (cols < HALF)
-        a = tl.load(ptrs + cols, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(ptrs + HALF + cols, mask=mask, other=0.0).to(tl.float32)
-    return a, b
-
-
-@triton.jit
-def _store_pairs(ptrs, inside, first, HALF, a, b, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
-    dtype: tl.constexpr = ptrs.dtype.scalar.element_ty
-    if INTERLEAVED:
-        cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
-        y = tl.interleave(a.to(dtype), b.to(dtype))
-        tl.store(ptrs + cols, y, mask=inside & (cols < 2 * HALF))
-    else:
-        cols = first + tl.arange(0, BLOCK_N)[None, None, :]
-        mask = inside & (cols < HALF)
-        tl.store(ptrs + cols, a.to(dtype), mask=mask)
-        tl.store(ptrs + HALF + cols, b.to(dtype), mask=mask)
-
-
-@triton.jit
-def _section_offsets(pairs, stride, end_0, end_1, HAS_SECTIONS: tl.constexpr, EIGHTS: tl.constexpr):
-    # The offsets of the table that belongs to the section of each pair.
-    if HAS_SECTIONS:
-        table = (pairs >= end_0).to(tl.int64) + (pairs >= end_1).to(tl.int64)
-        offsets = table * stride
-        if EIGHTS:
-            # Lets a thread load its numbers as a vector.
-            offsets = tl.max_constancy(offsets, [1, 1, 8])
-    else:
-        offsets = 0
-    return offsets
-
-
-@triton.jit
-def _load_table(
-    ptrs, inside, first, HALF, stride_n, stride_t, end_0, end_1,
-    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, HAS_SECTIONS: tl.constexpr,
-    EIGHTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    # The numbers for the two elements of BLOCK_N pairs, of each position; stride_t is from one
-    # section's table to the next.
-    if INTERLEAVED and not PER_PAIR:
-        cols = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, None, :]
-        mask = inside & (cols < 2 * HALF)
-        table = _section_offsets(cols // 2, stride_t, end_0, end_1, HAS_SECTIONS, EIGHTS)
-        x = tl.load(ptrs + (cols * stride_n + table), mask=mask, other=0.0)
-        a, b = tl.split(tl.reshape(x.to(tl.float32), (BLOCK_S, 1, BLOCK_N, 2)))
-    else:
-        cols = first + tl.arange(0, BLOCK_N)[None, None, :]
-        mask = inside & (cols < HALF)
-        table = _section_offsets(cols, stride_t, end_0, end_1, HAS_SECTIONS, EIGHTS)
-        offsets = cols * stride_n + table
-        a = tl.load(ptrs + offsets, mask=mask, other=0.0).to(tl.float32)
-        b = a
-        if not PER_PAIR:
-            b = tl.load(ptrs + (offsets + HALF * stride_n), mask=mask, other=0.0).to(tl.float32)
-    return a, b
-
-
-@triton.jit
-def _load_column(ptrs, inside, first, HALF, stride_n, stride_t, BLOCK_N: tl.constexpr):
-    # A column of the matrices of BLOCK_N pairs; stride_t is from the first row to the second.
-    cols = first + tl.arange(0, BLOCK_N)[None, None, :]
-    mask = inside & (cols < HALF)
-    offsets = cols * stride_n
-    upper = tl.load(ptrs + offsets, mask=mask, other=0.0).to(tl.float32)
-    lower = tl.load(ptrs + (offsets + stride_t), mask=mask, other=0.0).to(tl.float32)
-    return upper, lower
 
 
 @triton.jit(do_not_specialize=["S", "SECTION_0", "SECTION_1"])
@@ -156,40 +72,16 @@ def _rope_kernel(
         # Triton 3.9 does not see it through tl.where, and would load element by element.
         x_ptrs = tl.multiple_of(x_ptrs, [1, 1, 16])
         y_ptrs = tl.multiple_of(y_ptrs, [1, 1, 16])
-    a, b = _load_pairs(x_ptrs, inside, first, HALF, X_INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_N)
-    cos_ptrs = cos_ptr + (batch * cos_stride_b + s * cos_stride_s)
-    sin_ptrs = sin_ptr + (batch * sin_stride_b + s * sin_stride_s)
-    if MATRICES:
-        cos_a, sin_b = _load_column(
-            cos_ptrs, s < S, first, HALF, cos_stride_n, cos_stride_t, BLOCK_N
-        )
-        minus_sin_a, cos_b = _load_column(
-            sin_ptrs, s < S, first, HALF, sin_stride_n, sin_stride_t, BLOCK_N
-        )
-        sin_a = -minus_sin_a
-    else:
-        cos_a, cos_b = _load_table(
-            cos_ptrs, s < S, first, HALF, cos_stride_n, cos_stride_t, SECTION_0, SECTION_1,
-            INTERLEAVED, PER_PAIR, HAS_SECTIONS, EIGHTS, BLOCK_S, BLOCK_N,
-        )  # fmt: skip
-        if COMPLEX:
-            # The real and the imaginary part lie as the elements of an interleaved pair.
-            sin_a = cos_b
-            sin_b = cos_b
-            cos_b = cos_a
-        else:
-            sin_a, sin_b = _load_table(
-                sin_ptrs, s < S, first, HALF, sin_stride_n, sin_stride_t, SECTION_0, SECTION_1,
-                INTERLEAVED, PER_PAIR, HAS_SECTIONS, EIGHTS, BLOCK_S, BLOCK_N,
-            )  # fmt: skip
-    if BACKWARD:
-        # The transpose of the rotation: that by -sin, of each other's element of the pair.
-        swapped = sin_a
-        sin_a = -sin_b
-        sin_b = -swapped
+    a, b = load_pairs(x_ptrs, inside, first, HALF, X_INTERLEAVED, BLOCK_S, BLOCK_H, BLOCK_N)
+    cos_a, cos_b, sin_a, sin_b = load_tables(
+        cos_ptr, sin_ptr, batch, s, S, first, HALF, SECTION_0, SECTION_1,
+        cos_stride_t, cos_stride_b, cos_stride_s, cos_stride_n,
+        sin_stride_t, sin_stride_b, sin_stride_s, sin_stride_n,
+        INTERLEAVED, PER_PAIR, COMPLEX, MATRICES, HAS_SECTIONS, EIGHTS, BACKWARD, BLOCK_S, BLOCK_N,
+    )  # fmt: skip
     y_a = a * cos_a - b * sin_a
     y_b = b * cos_b + a * sin_b
-    _store_pairs(y_ptrs, inside, first, HALF, y_a, y_b, Y_INTERLEAVED, BLOCK_N)
+    store_pairs(y_ptrs, inside, first, HALF, y_a, y_b, Y_INTERLEAVED, BLOCK_N)
     if HAS_COPIED:
         for start in range(pair_tile * BLOCK_C, COPIED, PAIR_TILES * BLOCK_C):
             cols = start + tl.arange(0, BLOCK_C)[None, None, :]
@@ -220,21 +112,12 @@ def plan_tile(heads: int, half: int, itemsize: int, table_numbers: int) -> RopeP
     return RopePlan(positions, heads, pairs, threads)
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def aligned(x: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1][:-1]
     return all(
         address % 16 == 0 for address in (x.data_ptr(), *(x.element_size() * n for n in steps))
     )
-
-
-def _of_batch(table: Tensor, B: int) -> Tensor:
-    """A table, or several of equal shape, as (tables, B, S, columns)."""
-    return table.expand(-1 if table.dim() == 4 else 3, B, *table.shape[-2:])
 
 
 def rotate(
@@ -250,24 +133,10 @@ def rotate(
     half = rotated_columns(cos, sin, per_pair) // 2
     heads = sum(x.shape[1] for x, _ in given)
     pairs = pairs_of(sin, interleaved, deinterleave, backward)
-    per_pair = per_pair or sin is None
-    of_matrices = holds_matrices(cos, sin)
-    # Complex numbers side by side are read as the elements of interleaved pairs.
-    packed = cos.is_complex() and cos.stride(-1) == 1
-    if packed:
-        cos = sin = torch.view_as_real(cos).flatten(-2)
-    elif cos.is_complex():
-        cos, sin = cos.real, cos.imag
-    elif of_matrices:
-        # The columns, each as two tables: of its first and of its second number.
-        columns = (cos if cos.dim() == 5 else cos.unsqueeze(0)).unbind(-1)
-        cos, sin = (column.movedim(-1, 0) for column in columns)
-    interleaved_table = packed or (pairs.tables and not per_pair)
+    tables = tables_of(cos, sin, B, pairs, per_pair, sections)
     if plan is None:
-        plan = plan_tile(heads, half, q.element_size(), 2 if interleaved_table else 1)
+        plan = plan_tile(heads, half, q.element_size(), tables.numbers)
     groups, pair_tiles = cdiv(heads, plan.heads), cdiv(half, plan.pairs)
-    first, second, _ = sections or (0, 0, 0)
-    ends = (first, first + second)
     copied = D - 2 * half
     # One of no heads stands in for what is not wanted.
     tensors = [(unit_stride(x), out, x.shape[1]) for x, out in given]
@@ -276,14 +145,12 @@ def rotate(
     )
     launch(
         _rope_kernel, (B * cdiv(S, plan.positions) * groups * pair_tiles,), q,
-        q, k, cos, sin, q_out, k_out,
-        S, q_heads, k_heads, half, copied, *ends,
+        q, k, tables.cos, tables.sin, q_out, k_out,
+        S, q_heads, k_heads, half, copied, *tables.ends,
         *(stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]),
-        *(stride for x in (cos, sin) for stride in _of_batch(x, B).stride()),
-        X_INTERLEAVED=pairs.x, Y_INTERLEAVED=pairs.y, INTERLEAVED=interleaved_table,
-        PER_PAIR=per_pair and not packed, COMPLEX=packed, MATRICES=of_matrices,
-        HAS_SECTIONS=sections is not None,
-        EIGHTS=all(size % 8 == 0 for size in (*ends, plan.pairs)), BACKWARD=backward,
+        *tables.strides,
+        X_INTERLEAVED=pairs.x, Y_INTERLEAVED=pairs.y, **tables.constants,
+        EIGHTS=tables.eighths(plan.pairs), BACKWARD=backward,
         HAS_COPIED=copied > 0, ALIGNED=all(map(aligned, (q, k, q_out, k_out))),
         HEADS=cdiv(heads, groups), GROUPS=groups, PAIR_TILES=pair_tiles, BLOCK_S=plan.positions,
         BLOCK_H=next_power_of_2(cdiv(heads, groups)), BLOCK_N=plan.pairs,

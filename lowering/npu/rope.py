@@ -5,16 +5,16 @@ One kernel for both would halve the tile, because each loop over heads has its o
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ... import library
-from ...ops.rope import holds_matrices, pairs_of, rotated_columns
+from ...ops.rope import pairs_of, rotated_columns
 from ..sizes import cdiv, next_power_of_2
 from . import tiling
-from .tile import load, remaining
+from .rope_tiles import load_pairs, load_tables, store_pairs, tables_of, unit_stride
+from .tile import remaining
 from .tiling import COSTS, Cost, Plan, launch
 
 COSTS.update(
@@ -29,98 +29,6 @@ COSTS.update(
         "rope_interleaved_sections": Cost({}, {2: 200.1, 4: 160.1}),
     }
 )
-
-
-@triton.jit
-def _load_pairs(
-    ptr, stride, first, row_mask, HALF,
-    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Load the two elements of BLOCK_N pairs from the pair `first` on; rows are `stride` apart."""
-    rows = tl.arange(0, BLOCK_M)[:, None] * stride
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * BLOCK_N)[None, :]
-        mask = row_mask & (cols < 2 * remaining(HALF, first, BLOCK_N))
-        x = load(ptr + 2 * first, rows + cols, mask)
-        a, b = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_N, 2)))
-    else:
-        cols = tl.arange(0, BLOCK_N)[None, :]
-        mask = row_mask & (cols < remaining(HALF, first, BLOCK_N))
-        a = load(ptr + first, rows + cols, mask)
-        b = load(ptr + first + HALF, rows + cols, mask)
-    return a, b
-
-
-@triton.jit
-def _load_columns(
-    ptr, rows, row_mask, cols, first, size, end_0, end_1, stride_t,
-    HAS_SECTIONS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Load columns of a table from `first` on; with sections, the columns before end_0 are from the
-    first table, those before end_1 from the second and the others from the third.
-
-    Each load is of a range of columns: if the table were chosen per column, every element would be
-    loaded separately. triton-ascend 3.2.0 crashes if a range's lower end is masked first.
-    """
-    stop = tl.maximum(remaining(size, first, BLOCK), 0)
-    if HAS_SECTIONS:
-        stop_0 = tl.maximum(remaining(end_0, first, BLOCK), 0)
-        stop_1 = tl.maximum(remaining(end_1, first, BLOCK), 0)
-        ptr += first
-        x = load(ptr, rows + cols, row_mask & (cols < stop_0))
-        x += load(ptr + stride_t, rows + cols, row_mask & (cols < stop_1) & (cols >= stop_0))
-        x += load(ptr + 2 * stride_t, rows + cols, row_mask & (cols < stop) & (cols >= stop_1))
-    else:
-        x = load(ptr + first, rows + cols, row_mask & (cols < stop))
-    return x
-
-
-@triton.jit
-def _load_table(
-    ptr, stride, first, row_mask, HALF, SECTION_0, SECTION_1, stride_t,
-    INTERLEAVED: tl.constexpr, PER_PAIR: tl.constexpr, HAS_SECTIONS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Load the numbers for the two elements of BLOCK_N pairs from the pair `first` on."""
-    rows = tl.arange(0, BLOCK_M)[:, None] * stride
-    if INTERLEAVED and not PER_PAIR:
-        x = _load_columns(
-            ptr, rows, row_mask, tl.arange(0, 2 * BLOCK_N)[None, :],
-            2 * first, 2 * HALF, 2 * SECTION_0, 2 * SECTION_1, stride_t,
-            HAS_SECTIONS, 2 * BLOCK_N,
-        )  # fmt: skip
-        a, b = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_N, 2)))
-    else:
-        cols = tl.arange(0, BLOCK_N)[None, :]
-        a = _load_columns(
-            ptr, rows, row_mask, cols, first, HALF, SECTION_0, SECTION_1, stride_t,
-            HAS_SECTIONS, BLOCK_N,
-        )  # fmt: skip
-        b = a
-        if not PER_PAIR:
-            b = _load_columns(
-                ptr + HALF, rows, row_mask, cols, first, HALF, SECTION_0, SECTION_1, stride_t,
-                HAS_SECTIONS, BLOCK_N,
-            )  # fmt: skip
-    return a, b
-
-
-@triton.jit
-def _store_pairs(
-    ptr, stride, first, row_mask, HALF, a, b,
-    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    rows = tl.arange(0, BLOCK_M)[:, None] * stride
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * BLOCK_N)[None, :]
-        mask = row_mask & (cols < 2 * remaining(HALF, first, BLOCK_N))
-        tl.store(ptr + 2 * first + (rows + cols), tl.interleave(a, b).to(dtype), mask=mask)
-    else:
-        cols = tl.arange(0, BLOCK_N)[None, :]
-        mask = row_mask & (cols < remaining(HALF, first, BLOCK_N))
-        tl.store(ptr + first + (rows + cols), a.to(dtype), mask=mask)
-        tl.store(ptr + first + HALF + (rows + cols), b.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["B", "S", "SECTION_0", "SECTION_1"])
@@ -148,38 +56,22 @@ def _rope_kernel(
         batch = item // chunks // tiles
         s = (item // chunks % tiles) * BLOCK_M
         row_mask = rows < remaining(S, s, BLOCK_M)
-        cos_a, cos_b = _load_table(
-            cos_ptr + batch * cos_stride_b + s * cos_stride_s, cos_stride_s,
-            first, row_mask, HALF, SECTION_0, SECTION_1, cos_stride_t,
-            INTERLEAVED, PER_PAIR, HAS_SECTIONS, BLOCK_M, BLOCK_N,
+        cos_a, cos_b, sin_a, sin_b = load_tables(
+            cos_ptr, sin_ptr, batch, s, first, row_mask, HALF, SECTION_0, SECTION_1,
+            cos_stride_t, cos_stride_b, cos_stride_s, sin_stride_t, sin_stride_b, sin_stride_s,
+            INTERLEAVED, PER_PAIR, COMPLEX, HAS_SECTIONS, BACKWARD, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        if COMPLEX:
-            # The real and the imaginary part are adjacent, like elements of an interleaved pair.
-            sin_a = cos_b
-            sin_b = cos_b
-            cos_b = cos_a
-        else:
-            sin_a, sin_b = _load_table(
-                sin_ptr + batch * sin_stride_b + s * sin_stride_s, sin_stride_s,
-                first, row_mask, HALF, SECTION_0, SECTION_1, sin_stride_t,
-                INTERLEAVED, PER_PAIR, HAS_SECTIONS, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        if BACKWARD:
-            # The transpose of the rotation: -sin, with the numbers of a pair's elements swapped.
-            swapped = sin_a
-            sin_a = -sin_b
-            sin_b = -swapped
         x_start = batch * x_stride_b + s * x_stride_s
         y_start = batch * y_stride_b + s * y_stride_s
         for head in tl.range(0, heads):
             x_head = x_ptr + x_start + tl.cast(head, tl.int64) * x_stride_h
             y_head = y_ptr + y_start + tl.cast(head, tl.int64) * y_stride_h
-            a, b = _load_pairs(
+            a, b = load_pairs(
                 x_head, x_stride_s, first, row_mask, HALF, X_INTERLEAVED, BLOCK_M, BLOCK_N
             )
             y_a = a * cos_a - b * sin_a
             y_b = b * cos_b + a * sin_b
-            _store_pairs(
+            store_pairs(
                 y_head, y_stride_s, first, row_mask, HALF, y_a, y_b, Y_INTERLEAVED, BLOCK_M, BLOCK_N
             )
             if HAS_COPIED:
@@ -188,29 +80,6 @@ def _rope_kernel(
                     start = col + 2 * HALF
                     copied = tl.load(x_head + start + (rows * x_stride_s + cols), mask=mask)
                     tl.store(y_head + start + (rows * y_stride_s + cols), copied, mask=mask)
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _table_strides(table: Tensor) -> list[int]:
-    """A table's strides over sections, batch and positions: 0 for a dimension of size 1."""
-    strides = [
-        0 if size == 1 else stride
-        for size, stride in zip(table.shape[:-1], table.stride()[:-1], strict=True)
-    ]
-    return [0] * (3 - len(strides)) + strides
-
-
-def _tables_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables of cos and sin with a number for each element of interleaved pairs.
-
-    The kernel would load the numbers of a matrix element by element.
-    """
-    cos = torch.stack((matrices[..., 0, 0], matrices[..., 1, 1]), -1)
-    sin = torch.stack((-matrices[..., 0, 1], matrices[..., 1, 0]), -1)
-    return cos.flatten(-2), sin.flatten(-2)
 
 
 def rotate(
@@ -224,28 +93,19 @@ def rotate(
     B, heads, S, D = x.shape
     half = rotated_columns(cos, sin, per_pair) // 2
     pairs = pairs_of(sin, interleaved, deinterleave, backward)
-    is_complex = cos.is_complex()
-    # What is read as a number for each element of interleaved pairs.
-    interleaved_table = sin is None or (pairs.tables and not per_pair)
-    if is_complex:
-        cos = sin = torch.view_as_real(unit_stride(cos)).flatten(-2)
-    elif holds_matrices(cos, sin):
-        cos, sin = _tables_of(cos)
-    x, cos, sin = map(unit_stride, (x, cos, sin))
+    tables = tables_of(cos, sin, pairs, per_pair, sections)
+    x = unit_stride(x)
     if plan is None:
-        furthest = max(tensor.stride(-2) for tensor in (x, y, cos, sin))
-        op = "rope_interleaved" if any((*pairs[:2], interleaved_table)) else "rope"
+        furthest = max(tensor.stride(-2) for tensor in (x, y, tables.cos, tables.sin))
+        op = "rope_interleaved" if tables.interleaved else "rope"
         op += "" if sections is None else "_sections"
         plan = plan_tile(op, half, x.element_size(), B * S, furthest)
-    first, second, _ = sections or (0, 0, 0)
     launch(
         _rope_kernel, plan, B * cdiv(S, plan.BLOCK_M) * cdiv(half, plan.BLOCK_N),
-        x, cos, sin, y,
-        B, S, heads, half, D - 2 * half, first, first + second,
-        *x.stride()[:3], *y.stride()[:3], *_table_strides(cos), *_table_strides(sin),
-        X_INTERLEAVED=pairs.x, Y_INTERLEAVED=pairs.y, INTERLEAVED=interleaved_table,
-        PER_PAIR=per_pair and not interleaved_table, COMPLEX=is_complex,
-        HAS_SECTIONS=sections is not None, BACKWARD=backward, HAS_COPIED=2 * half < D,
+        x, tables.cos, tables.sin, y,
+        B, S, heads, half, D - 2 * half, *tables.ends,
+        *x.stride()[:3], *y.stride()[:3], *tables.strides,
+        **tables.constants, BACKWARD=backward, HAS_COPIED=2 * half < D,
     )  # fmt: skip
 
 

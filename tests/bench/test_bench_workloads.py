@@ -39,6 +39,7 @@ from liger_ops.bench.workloads.softmaxes import model_sparsemax
 TINY = {
     "group_norm": (2, 64, 3, 3),
     "rope": (2, 5, 4, 2, 8),
+    "rms_norm_rope": (2, 5, 4, 2, 8),
     # As many words as rows, so that either is the number of rows that the forward reads.
     "embedding": (6, 6, 32),
     "attn_res": (3, 6, 32),

@@ -221,5 +221,10 @@ def test_the_grid_stays_below_65536(
     tables = heads[0, 0]
     kernel["rope"](heads, heads, tables, tables)
     kernel["rope_backward"](heads, heads, tables, tables, True, False, None, False, both)
+    norm = (tables[0], tables[0], 1e-6, 0.0)
+    kernel["rms_norm_rope"](heads, heads, tables, tables, *norm)
+    kernel["rms_norm_rope_backward"](
+        *[heads] * 4, tables, tables, *norm, False, False, None, False, [True] * 4
+    )
     assert len(grids) >= 25
     assert all(1 <= grid <= min(cores, 65535) for grid in grids)

@@ -137,6 +137,13 @@ def calls() -> Iterator[Callable[[], Any]]:
                 args = (q, k, table, table, interleaved, False, None, False)
                 yield lambda args=args: kernel["rope"](*args)
                 yield lambda args=args: kernel["rope_backward"](*args, both)
+            row, halves = torch.empty(D, dtype=dtype), (False, False, None, False)
+            for mode in ("llama", "none"):
+                norm = (row, row, 1e-6, 0.0)
+                yield partial(kernel["rms_norm_rope"], q, k, table, table, *norm, mode, *halves)
+            for options, four in ((halves, [True] * 4), ((True, *halves[1:]), [True] * 4)):
+                given = (q, k, q, k, table, table, *norm, *options, four)
+                yield partial(kernel["rms_norm_rope_backward"], *given)
             pairs = table[..., : R // 2]
             three = torch.stack((table, table, table))
             for args in (

@@ -80,6 +80,14 @@ Call `unfuse`, or `fuse(model, attention=False)`, before code that asks for an i
 name: context parallelism of `Trainer`, continuous batching, `config.output_attentions = True`. A
 configuration that several models share names the implementation for all of them.
 
+## Norms of heads
+
+The norms of queries and keys and their rotation, as in Qwen3 and Gemma 3, are fused as modules of
+norms and as a rotary function, and run one after the other. `liger_ops.rms_norm_rope` computes both
+in one pass, but `fuse` does not use it: the norms are modules, and the rotation is called by the
+forward of the attention. No module or function has both, and either may be called without the
+other.
+
 ## Heads with adapters of peft
 
 What peft does to a head is seen at each call, so that `fuse` may come before or after

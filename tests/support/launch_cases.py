@@ -199,6 +199,35 @@ def rope(
     )
 
 
+# Heads of models, with and without elements after the pairs; and heads that fit no tile.
+_NORMED = {"q_weight_dtype": BF16, "k_weight_dtype": BF16}
+HEADS_NORM = Forms(
+    shapes=tuple(
+        {"shape": (2, heads, 2048, D), "rotary": R, **HEADS, **_NORMED}
+        for heads, D, R in ((32, 128, 128), (8, 256, 256), (16, 256, 64), (8, 8192, 8190))
+    ),
+    options=(
+        {"interleaved": True},
+        {"sections": (20, 20, 24)},
+        {"per_pair": True, "table_dtype": FP32},
+        {"is_complex": True, "table_dtype": FP32},
+        {"casting_mode": "none"},
+        {"casting_mode": "gemma", "offset": 1.0},
+        {"layout": "sliced"},
+        {"q_weight_dtype": None},
+    ),
+    backward_options=tuple(
+        {"output_mask": mask}
+        for mask in ((True, True, False, False), (False, False, True, True), (True, *[False] * 3))
+    ),
+    counted={0: {"shape": (1, 32, 64, 128)}, 1: {"shape": (1, 8, 64, 256)}},
+    executed=(
+        {"shape": (1, 2, 5, 138), "rotary": 128, "tile": (2, 64)},
+        {"shape": (2, 3, 5, 64), "rotary": 64},
+    ),
+)
+
+
 def activation(*options: Fields, gradients: int = 1) -> Forms:
     mask = masks(2) if gradients == 2 else ()
     return Forms(
@@ -340,6 +369,7 @@ OWN_FORMS = {
     "rope-sections-per-pair": rope({"interleaved": False}, sections=True),
     "rope-matrices": rope(table_dtype=FP32),
     "rope-deinterleave": rope({"per_pair": True}),
+    "rms_norm_rope": HEADS_NORM,
     **mhc_forms.FORMS,
 }
 

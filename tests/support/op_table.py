@@ -21,6 +21,7 @@ import multi_token_cases
 import neighborhood_cases
 import norm_cases
 import poly_norm_cases
+import rms_norm_rope_cases
 import rope_cases
 import softmax_cases
 import tiled_mlp_cases
@@ -37,6 +38,7 @@ OPS: dict[str, OpUnderTest] = {
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,
+        *rms_norm_rope_cases.OPS,
         *embedding_cases.OPS,
         *attn_res_cases.OPS,
         *tiled_mlp_cases.OPS,

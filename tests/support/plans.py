@@ -16,6 +16,8 @@ def plan(folder: str, op: OpUnderTest, case: Case, backward: bool = False) -> An
     rows, columns = case.tile
     if op.name == "neighborhood_attention_forward":
         return plan_of_windows(folder, case, rows, columns)
+    if op.name == "rms_norm_rope":
+        return plan_of_heads(folder, case, rows, columns)
     if folder == "npu":
         from liger_ops.lowering.npu.tiling import Plan
 
@@ -47,6 +49,17 @@ def plan_of_windows(folder: str, case: Case, rows: int, columns: int) -> Any:
     from liger_ops.lowering.cuda.neighborhood_attention import Tiles
 
     return Tiles(rows, columns)
+
+
+def plan_of_heads(folder: str, case: Case, rows: int, columns: int) -> Any:
+    """A tile has whole heads: `rows` positions, or on cuda so many times `columns` heads."""
+    if folder == "npu":
+        from liger_ops.lowering.npu.tiling import Plan
+
+        return Plan(rows, next_power_of_2(max(16, case.rotary // 2)), cores=2)
+    from liger_ops.lowering.cuda.rms_norm_rope import HeadsPlan
+
+    return HeadsPlan(rows * max(1, columns // 8), programs=2, num_stages=rows)
 
 
 def plan_of_groups(case: Case, rows: int, columns: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from neighborhood_cases import NeighborhoodCase
 from norm_cases import NormCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS, Case
 from poly_norm_cases import PolyNormCase
+from rms_norm_rope_cases import RMSNormRopeCase
 from rope_cases import RopeCase
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -316,6 +319,29 @@ def ropes(draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")) -
         tile=draw(st.sampled_from((None, (1, 16), (2, 16), (4, 4)))),
         scale=draw(st.sampled_from((1.0, 0.05, 100.0))),
         seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@st.composite
+def rms_norm_ropes(
+    draw: st.DrawFn, tables: tuple[str, ...] = ("none", "one", "batch")
+) -> RMSNormRopeCase:
+    """A case of rope, with norms before it."""
+    case = draw(ropes(tables))
+    weight_dtype = st.sampled_from((case.dtype, torch.float32, None))
+    weights = draw(weight_dtype), draw(weight_dtype)
+    mode = draw(st.sampled_from(("llama", "gemma", "none")))
+    drawn = {field.name: getattr(case, field.name) for field in fields(case)}
+    return RMSNormRopeCase(
+        **{
+            **drawn,
+            "q_weight_dtype": weights[0],
+            "k_weight_dtype": weights[1],
+            "eps": draw(st.sampled_from((1e-6, 1e-2))),
+            "offset": draw(st.sampled_from((0.0, 1.0))) if None not in weights else 0.0,
+            "casting_mode": mode,
+            "output_mask": (*case.output_mask, draw(st.booleans()), draw(st.booleans())),
+        }
     )
 
 

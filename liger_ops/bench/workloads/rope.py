@@ -1,4 +1,4 @@
-"""rope."""
+"""rope, and rms_norm_rope."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, moved
+from .entry import Draw, Entry, Function, Shape, moved, wide
 from .models import ROPE
 
 THETA = 10000.0
+EPS = 1e-6
 
 
 def _half_turn(x: Tensor) -> Tensor:
@@ -24,6 +25,18 @@ def _half_turn(x: Tensor) -> Tensor:
 def llama_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + _half_turn(q) * sin, k * cos + _half_turn(k) * sin
+
+
+def _head_norm(x: Tensor, weight: Tensor) -> Tensor:
+    values = wide(x)
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * values.to(x.dtype)
+
+
+def qwen3_heads(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    return llama_rope(_head_norm(q, q_weight), _head_norm(k, k_weight), cos, sin)
 
 
 def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
@@ -37,6 +50,10 @@ def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     angles = torch.outer(torch.arange(length, device=draw.device), frequencies)
     angles = torch.cat((angles, angles), -1).unsqueeze(0)
     return [q, k, angles.cos().to(draw.dtype), angles.sin().to(draw.dtype)]
+
+
+def _normed_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
+    return [*_inputs(draw, shape), draw.leaf(shape[-1]), draw.leaf(shape[-1])]
 
 
 def _elements(shape: Shape) -> int:
@@ -69,6 +86,18 @@ ENTRIES = (
         elements=_elements,
         figures=((4, 4096, 32, 8, 128),),
         models=ROPE,
+        small=(1, 512, 32, 8, 64),
+    ),
+    Entry(
+        op="rms_norm_rope",
+        ours=liger_ops.rms_norm_rope,
+        eager=qwen3_heads,
+        dims=("batch", "S", "heads", "heads of k", "D"),
+        inputs=_normed_inputs,
+        passes=moved(2, 3),
+        elements=_elements,
+        figures=((1, 8192, 32, 8, 128), (1, 8192, 8, 4, 256)),
+        models={name: ROPE[name] for name in ROPE if name.startswith(("qwen3", "gemma3"))},
         small=(1, 512, 32, 8, 64),
     ),
 )

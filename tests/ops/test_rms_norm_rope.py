@@ -1,0 +1,200 @@
+"""rms_norm_rope against float64 truth, its two parts, and the models' code that it replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.qwen3 import modeling_qwen3
+
+import kernel_tests
+import liger_ops
+import op_checks
+import strategies
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS
+from rms_norm_rope_cases import RMSNormRopeCase
+
+OP = OPS["rms_norm_rope"]
+EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
+KERNELS = kernel_tests.every_folder(OP)
+CASES = strategies.rms_norm_ropes()
+
+test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
+test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@settings(max_examples=settings().max_examples // 8)
+@given(case=strategies.rms_norm_ropes(tables=("none", "one")).filter(strategies.has_rows))
+def test_properties(folder: str, case: RMSNormRopeCase) -> None:
+    op_checks.assert_deterministic(OP, folder, case)
+    op_checks.assert_tile_does_not_matter(OP, folder, case)
+    op_checks.assert_rows_are_independent(OP, folder, case)
+
+
+BF16 = {"dtype": torch.bfloat16, "table_dtype": torch.bfloat16}
+WEIGHTS = {"q_weight_dtype": torch.bfloat16, "k_weight_dtype": torch.bfloat16}
+IN_MODELS = {"layout": "model", "k_layout": "model", "tables": "one"}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {"shape": (2, 12, 5, 128), "k_heads": 2, "rotary": 128},
+    "gemma3": {
+        "shape": (1, 4, 9, 256),
+        "k_heads": 1,
+        "rotary": 256,
+        "offset": 1.0,
+        "casting_mode": "gemma",
+    },
+    "partial": {"shape": (1, 3, 5, 256), "k_heads": 2, "rotary": 64},
+    "interleaved": {"shape": (1, 3, 5, 96), "k_heads": 2, "rotary": 32, "interleaved": True},
+    # The kernels of rms_norm and rope, one after the other.
+    "wide": {"shape": (1, 2, 2, 2100), "k_heads": 1, "rotary": 2098},
+}
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+@pytest.mark.parametrize("name", SIZES)
+def test_by_the_host_codes_own_plan(folder: str, name: str) -> None:
+    case = RMSNormRopeCase(**BF16, **WEIGHTS, **IN_MODELS, **SIZES[name])
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_zero_eps_with_rows_left_over(folder: str) -> None:
+    """A tile is padded with rows of zeros, whose 1 / rms is infinite without an eps."""
+    weights = {"q_weight_dtype": torch.float32, "k_weight_dtype": torch.float32}
+    shape = {"shape": (1, 3, 3, 20), "k_heads": 1, "rotary": 12, "tile": (2, 16)}
+    case = RMSNormRopeCase(dtype=torch.float32, eps=0.0, **weights, **shape)
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
+def packed_heads(dtype: torch.dtype, heads: int, heads_of_k: int, D: int) -> tuple[Tensor, Tensor]:
+    """q and k of one product for q, k and v, each (B, S, heads, D)."""
+    packed = torch.randn(2, 5, (heads + 2 * heads_of_k) * D, device=DEVICE).to(dtype)
+    q, k, _ = packed.unflatten(-1, (-1, D)).split((heads, heads_of_k, heads_of_k), -2)
+    return q, k
+
+
+@pytest.mark.parametrize("mode", ("llama", "gemma", "none"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_definition_is_that_of_its_parts(dtype: torch.dtype, mode: str) -> None:
+    """Bit for bit; the gradients too where nothing is rounded between the two."""
+    torch.manual_seed(0)
+    q, k = packed_heads(dtype, 4, 2, 16)
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k)]
+    weights = [torch.randn(16, device=DEVICE).to(dtype).requires_grad_() for _ in range(2)]
+    # Of learned frequencies.
+    tables = [torch.randn(1, 5, 8, device=DEVICE).to(dtype).requires_grad_() for _ in range(2)]
+    norm = (1e-5, 1.0, mode)
+    heads = [x.transpose(1, 2) for x in inputs]
+    found = liger_ops.rms_norm_rope(*heads, *tables, *weights, *norm, True)
+    normed = (liger_ops.rms_norm(x, w, *norm) for x, w in zip(heads, weights, strict=True))
+    expected = liger_ops.rope(*normed, *tables, True)
+    for a, b, x in zip(found, expected, heads, strict=True):
+        assert torch.equal(a, b) and a.stride() == x.stride()
+    leaves = [*inputs, *weights, *tables]
+    dy = [torch.randn_like(y) for y in expected]
+    grads, others = (torch.autograd.grad(outputs, leaves, dy) for outputs in (found, expected))
+    tolerance = {} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.05}
+    torch.testing.assert_close(grads, others, **tolerance)
+
+
+MODELS: dict[str, tuple[Any, type[nn.Module], tuple[float, float, str]]] = {
+    "qwen3": (modeling_qwen3, modeling_qwen3.Qwen3RMSNorm, (1e-6, 0.0, "llama")),
+    "gemma3": (modeling_gemma3, modeling_gemma3.Gemma3RMSNorm, (1e-6, 1.0, "gemma")),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_definition_is_the_models_code(name: str) -> None:
+    models_code, norm, options = MODELS[name]
+    torch.manual_seed(0)
+    q, k = packed_heads(torch.float32, 4, 2, 16)
+    norms = [norm(16, eps=1e-6).to(DEVICE) for _ in range(2)]
+    for module in norms:
+        nn.init.normal_(module.weight)
+    angles = torch.randn(1, 5, 8, device=DEVICE).repeat(1, 1, 2)
+    tables = angles.cos(), angles.sin()
+    leaves = [module.weight for module in norms]
+    normed = (module(x).transpose(1, 2) for module, x in zip(norms, (q, k), strict=True))
+    expected = models_code.apply_rotary_pos_emb(*normed, *tables)
+    heads = (q.transpose(1, 2), k.transpose(1, 2))
+    found = liger_ops.rms_norm_rope(*heads, *tables, *leaves, *options)
+    torch.testing.assert_close(found, expected)
+    dy = [torch.randn_like(y) for y in expected]
+    grads, others = (torch.autograd.grad(outputs, leaves, dy) for outputs in (found, expected))
+    torch.testing.assert_close(grads, others)
+
+
+def test_module_is_the_op() -> None:
+    module = liger_ops.nn.RMSNormRope(8, 1e-3, 1.0, "gemma", True, sections=(1, 2, 1))
+    for weight in (module.q_weight, module.k_weight):
+        assert torch.equal(weight, torch.zeros(8))
+        nn.init.normal_(weight)
+    q, k, table = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(3, 1, 5, 8)
+    weights = (module.q_weight, module.k_weight)
+    expected = liger_ops.rms_norm_rope(
+        q, k, table, table, *weights, 1e-3, 1.0, "gemma", True, sections=[1, 2, 1]
+    )
+    for a, b in zip(module(q, k, table, table), expected, strict=True):
+        assert torch.equal(a, b)
+    assert repr(module) == (
+        "RMSNormRope(8, eps=0.001, offset=1.0, casting_mode='gemma', interleaved=True,"
+        " per_pair=False, sections=[1, 2, 1], deinterleave=False, elementwise_affine=True)"
+    )
+    bare, tables = liger_ops.nn.RMSNormRope(8, elementwise_affine=False), (table[0, 0],) * 2
+    found, expected = bare(q, k, *tables), liger_ops.rms_norm_rope(q, k, *tables)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    anything = liger_ops.nn.RMSNormRope(None, elementwise_affine=False)
+    assert torch.equal(anything(q, k, *tables)[0], expected[0])
+    with pytest.raises(ValueError, match=r"^RMSNormRope: q must be \(B, heads, S, 8\), got shape"):
+        bare(q[..., :4], k[..., :4], *(x[:, :4] for x in tables))
+    with pytest.raises(ValueError, match="^RMSNormRope: head_dim must be a positive int"):
+        liger_ops.nn.RMSNormRope(None)
+    with pytest.raises(ValueError, match="casting_mode must be one of 'llama', 'gemma', 'none'"):
+        liger_ops.nn.RMSNormRope(8, casting_mode="other")
+
+
+def test_rejects() -> None:
+    q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 1, 3, 8)
+    table, weight = torch.zeros(3, 8), torch.zeros(8)
+    for args, message in (
+        (
+            (q, k[:1], table, table),
+            "rms_norm_rope: k must have the shape of q but for the heads, (2, 'heads', 3, 8), got"
+            " (1, 1, 3, 8)",
+        ),
+        (
+            (q, k, table[:2], table),
+            "rms_norm_rope: cos must be (S, R), (1, S, R) or (B, S, R) for q's S of 3 and B of 2,"
+            " got shape (2, 8)",
+        ),
+        (
+            (q, k, table, table, weight, weight[:4]),
+            "rms_norm_rope: k_weight must have the shape of q's last dimension, (8,), got (4,)",
+        ),
+        (
+            (q, k, table, table, weight, None, 1e-6, 1.0),
+            "rms_norm_rope: offset must be 0 without k_weight, to which it is added, got 1.0",
+        ),
+        (
+            (q, k, table, table, weight, weight, -1.0),
+            "rms_norm_rope: eps must be a number of at least 0, got -1.0",
+        ),
+        (
+            (q, k, table, table, weight, weight, 1e-6, 0.0, "other"),
+            "rms_norm_rope: casting_mode must be one of 'llama', 'gemma', 'none', got 'other'",
+        ),
+    ):
+        op_checks.assert_rejects(OP, args, message)
+    with pytest.raises(TypeError, match="^rms_norm_rope: q_weight must be a floating point tensor"):
+        liger_ops.rms_norm_rope(q, k, table, table, weight.long(), weight)
