@@ -68,12 +68,14 @@ def rewrite_post_res(graph: fx.Graph, report: Report) -> None:
 
 
 def _weights(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The results h_pre of `mhc_coeffs` in a graph."""
+    """The results h_pre of `mhc_coeffs` in a graph that no `mhc_pre` takes."""
     for node in graph.nodes:
-        if node.target is operator.getitem and node.args[1] == 0:
-            of: Any = node.args[0]
-            if of.target is torch.ops.liger.mhc_coeffs_forward.default:
-                yield node
+        if node.target is not operator.getitem or node.args[1] != 0 or not node.users:
+            continue
+        of: Any = node.args[0]
+        taken = any(user.target is torch.ops.liger.mhc_pre.default for user in node.users)
+        if of.target is torch.ops.liger.mhc_coeffs_forward.default and not taken:
+            yield node
 
 
 def _after(h_pre: fx.Node) -> list[fx.Node]:

@@ -27,7 +27,7 @@ from hyper_connections import (
     layer,
 )  # fmt: skip
 from liger_ops import fuse, unfuse
-from rewriting import NARROW, assert_same, each_dtype, values
+from rewriting import NARROW, Rewriter, assert_same, each_dtype, values
 from trained_models import MODELS, whole_sequences
 
 ONLY = {
@@ -117,8 +117,11 @@ def test_copies_pickles_and_compiles():
     assert calls(loaded, x) == calls(copy.deepcopy(fused), x) == USED
     assert torch.equal(loaded(x), expected)
     torch._dynamo.reset()
-    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    rewriter = Rewriter()
+    compiled = torch.compile(fused, backend=rewriter, fullgraph=True)
     torch.testing.assert_close(compiled(x), expected)
+    # What the layer's own forward computes.
+    assert [(one.op, one.reason) for one in rewriter.findings] == [("mhc_post_res", None)]
 
 
 class Hooked(Connection):
