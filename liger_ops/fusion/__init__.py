@@ -12,6 +12,7 @@ from torch import nn
 
 from . import attention as attentions
 from . import classes, experts, gated
+from . import hyper_connections as hyper_connection_modules
 from . import loss as losses
 from . import norms as norm_modules
 from . import rope as rotary_embeddings
@@ -23,10 +24,10 @@ __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 
 def fuse(
     model: nn.Module, *, norms: bool = True, activations: bool = True,
-    rope: bool = True, attention: bool = True, loss: bool = True,
+    rope: bool = True, attention: bool = True, loss: bool = True, hyper_connections: bool = True,
 ) -> FuseReport:  # fmt: skip
-    """Compute the norms, activations, rotary embeddings and loss of a model with the ops, and its
-    attention with the fastest exact engine of PyTorch.
+    """Compute the norms, activations, rotary embeddings, hyper-connections and loss of a model with
+    the ops, and its attention with the fastest exact engine of PyTorch.
 
     A module is recognised by what it computes, not by its class. The forward of a norm or of a
     gated activation, and the function that rotates queries and keys, are traced with tensors
@@ -83,6 +84,12 @@ def fuse(
       then computes what the model did before, and warns once per reason; with `skip_logits=True`
       it raises ValueError.
 
+    * Hyper-connections: a module with three parameters that computes `mhc_coeffs` of its argument,
+      and the layer's input by `mhc_pre`, as in DeepSeek-V4, gets a forward that calls both. The
+      streams are mixed after the layer by the layer's own forward, where only the backend `liger`
+      uses `mhc_post_res`. Float64, and autocast if base or scale are not float32, reach the
+      module's code, whose results have other dtypes than the op's.
+
     Each kind has a switch, an argument of this function.
 
     For all kinds but norms no module is replaced: the class of each such module becomes a subclass
@@ -125,6 +132,7 @@ def fuse(
         rope: whether to fuse rotary embeddings.
         attention: whether to register and use mask and attention functions.
         loss: whether to fuse the loss with the head.
+        hyper_connections: whether to fuse hyper-connections.
 
     Returns:
         A report of findings: `report.fused` are the modules that were changed, each with its name
@@ -149,11 +157,12 @@ def fuse(
         "rope": rope,
         "attention": attention,
         "loss": loss,
+        "hyper_connections": hyper_connections,
     }
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
-    planners = _planners(norms, activations, rope, attention)
+    planners = _planners(norms, activations, rope, attention, hyper_connections)
     plans = [plan(model) for plan, wanted in planners if wanted]
     findings = [finding for plan in plans for finding in plan.findings]
     with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
@@ -166,7 +175,7 @@ def fuse(
 
 
 def _planners(
-    norms: bool, activations: bool, rope: bool, attention: bool
+    norms: bool, activations: bool, rope: bool, attention: bool, hyper_connections: bool
 ) -> tuple[tuple[Callable[[nn.Module], Plan], bool], ...]:
     return (
         (norm_modules.plan, norms),
@@ -174,6 +183,7 @@ def _planners(
         (experts.plan, activations),
         (rotary_embeddings.plan, rope),
         (attentions.plan, attention),
+        (hyper_connection_modules.plan, hyper_connections),
     )
 
 

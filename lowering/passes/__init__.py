@@ -22,6 +22,8 @@ from . import (
     linear_log_prob,
     log_prob,
     masked_attention,
+    mhc_coeffs,
+    mhc_streams,
     modulated_norm,
     recompute,
     relu_squared,
@@ -54,6 +56,11 @@ REWRITES: dict[str, Rewrite] = {
     "eager_attention": eager_attention.rewrite,
     # After causal_attention, because it needs attention without a mask.
     "grouped_attention": grouped_attention.rewrite,
+    # Before rms_norm, which would match the norm of the streams.
+    "mhc_coeffs": mhc_coeffs.rewrite,
+    # After mhc_coeffs, whose results it looks for.
+    "mhc_pre": mhc_streams.rewrite_pre,
+    "mhc_post_res": mhc_streams.rewrite_post_res,
     # Before rms_norm, which would match the part after the subtraction of the mean.
     "layer_norm": layer_norm.rewrite,
     "rms_norm": rms_norm.rewrite,

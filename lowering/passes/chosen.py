@@ -23,6 +23,9 @@ KEPT_BY_INDUCTOR = frozenset(
         # Not measured.
         "modulated_layer_norm",
         "modulated_rms_norm",
+        "mhc_coeffs",
+        "mhc_pre",
+        "mhc_post_res",
         "group_norm",
         "swiglu",
         "geglu",

@@ -37,7 +37,7 @@ def places_in(module: fx.GraphModule) -> Counter[str]:
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if str(node.target).startswith("liger."):
-                counts[str(node.target).split(".")[1]] += 1
+                counts[str(node.target).split(".")[1].removesuffix("_forward")] += 1
             elif node.target in ATTENTION:
                 # A model's own call is on the line that its node names.
                 counts["attention"] += "scaled_dot_product_attention" not in source_line(node)

@@ -26,6 +26,7 @@ KINDS = {
     "rotary embedding": "rotary embeddings",
     "attention": "attention",
     "loss": "loss",
+    "hyper connection": "hyper-connections",
 }
 
 INTRODUCTION = """\
@@ -108,6 +109,34 @@ A step with any other adapter of the head computes all logits with peft's code, 
 DoRA and the other variants of LoRA, `lora_bias=True`, adapters with hooks or with sharded
 parameters of their own, adapters that are merged and disabled, which their next call unmerges, and
 everything that is not LoRA.
+
+## Hyper-connections
+
+The connections of DeepSeek-V4 and GLM-5.3 (`glm5_next`) compute `mhc_coeffs` and `mhc_pre`. The
+class of each gets a forward that calls both; the parameters fn, base and scale stay. It computes in
+float32, also under autocast, where the model's code rounds the product with fn. The module's own
+code runs for float64 and, under autocast, if base or scale are not float32: it returns other dtypes
+there than the op. The connection's norm is not called by the new forward; the table counts it among
+the norms that are left.
+
+The streams are mixed after a layer in the decoder layer's forward, which `fuse` does not change.
+`backend="liger"` finds that too, as `mhc_post_res`, before `fuse` and after it
+([compile.md](compile.md)). The connection before the last norm of DeepSeek-V4 (`HyperHead`) has the
+weights of a sum alone, and that of GLM-5.3 is a mean. The connections of HYV4 have no matrix, and
+the gated residuals of Qwen4 compute something else.
+
+## Ops that `fuse` does not look for
+
+- `embedding`: `torch.nn.Embedding` is left. Its forward is the same call of PyTorch as the op's,
+  and the op's gradient is summed in another order, so it differs in the last bits. To have that
+  order, replace the module by `liger_ops.nn.Embedding`; `fuse` has no option for it.
+- `attn_res`: no model has it. The attention residuals of Inkling 2 add normalised blocks, and the
+  op adds the blocks themselves.
+- `neighborhood_attention`: no model has it. DiNAT calls the package natten, with a bias of the
+  scores for each relative position, which the op does not have.
+- `dyt`, `poly_norm` and `sparsemax`: no model has them.
+- `tiled_mlp`: any gated MLP could be computed by it. It computes the forward twice to save memory,
+  which is the user's choice: `liger_ops.nn.TiledMLP`.
 """
 
 # Number of classes to name for each reason.

@@ -14,6 +14,8 @@ MLP = re.compile(r"MLP|Mlp|FeedForward|FFN")
 ROTARY = re.compile(r"apply\w*_(rotary|rope)")
 CAUSAL = re.compile(r"create_(sliding_window_|chunked_)?causal_mask")
 
+HYPER = re.compile(r"Hyper(Connection|Head)")
+
 
 def norms(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
@@ -75,4 +77,10 @@ def losses(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-RULES = (norms, activations, rotary_embeddings, attentions, losses)
+def hyper_connections(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if HYPER.search(type(module).__name__) and module._parameters:
+            yield name
+
+
+RULES = (norms, activations, rotary_embeddings, attentions, losses, hyper_connections)
