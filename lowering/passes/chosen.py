@@ -23,6 +23,7 @@ KEPT_BY_INDUCTOR = frozenset(
         # Not measured.
         "modulated_layer_norm",
         "modulated_rms_norm",
+        "gated_rms_norm",
         "group_norm",
         "swiglu",
         "geglu",
