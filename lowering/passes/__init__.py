@@ -14,6 +14,7 @@ from . import (
     cross_entropy,
     eager_attention,
     fused_add_rms_norm,
+    gated_rms_norm,
     geglu,
     group_norm,
     grouped_attention,
@@ -63,6 +64,8 @@ REWRITES: dict[str, Rewrite] = {
     "mhc_post_res": mhc_streams.rewrite_post_res,
     # Before rms_norm, which would match the part after the subtraction of the mean.
     "layer_norm": layer_norm.rewrite,
+    # Before rms_norm, which would match the norm without its gate.
+    "gated_rms_norm": gated_rms_norm.rewrite,
     "rms_norm": rms_norm.rewrite,
     # After layer_norm and rms_norm, whose ops they match, as fused_add_rms_norm does.
     "modulated_layer_norm": modulated_norm.rewrite_layer_norm,

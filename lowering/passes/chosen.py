@@ -26,6 +26,7 @@ KEPT_BY_INDUCTOR = frozenset(
         "mhc_coeffs",
         "mhc_pre",
         "mhc_post_res",
+        "gated_rms_norm",
         "group_norm",
         "swiglu",
         "geglu",

@@ -1,55 +1,84 @@
-"""Root-mean-square normalisation with a gate, as models write it. `fuse` alone looks for it."""
+"""Root-mean-square normalisation with a gate, as models write it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .canonical import is_tensor, value
+from .canonical import is_tensor, same, value
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import Refused, before_widening, not_under_autocast, number, replace_all
+from .rewrite import Refused, before_widening, number, replace_all
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
-def qwen3_next(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    y = weight * wide.to(x.dtype)
-    return (y * F.silu(gate.to(torch.float32))).to(x.dtype)
+def qwen3_next(activation: Activation) -> Callable[..., Tensor]:
+    def function(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = weight * _norm(x.to(torch.float32), eps).to(x.dtype)
+        return (y * activation(gate.to(torch.float32))).to(x.dtype)
+
+    return function
 
 
-def qwen4(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    y = weight * wide.to(x.dtype)
-    return (y * torch.sigmoid(gate.to(torch.float32))).to(x.dtype)
+def kimi_linear(activation: Activation) -> Callable[..., Tensor]:
+    def function(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = weight.to(torch.float32) * _norm(x.to(torch.float32), eps)
+        return (y * activation(gate.to(torch.float32))).to(x.dtype)
+
+    return function
 
 
-def kimi_linear(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    wide = weight.to(torch.float32) * wide
-    return (wide * torch.sigmoid(gate.to(torch.float32))).to(x.dtype)
+def one_group_after(activation: Activation) -> Callable[..., Tensor]:
+    """Mamba 2 in versions of transformers without groups."""
+
+    def function(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.float32) * activation(gate.to(torch.float32))
+        return weight * _norm(wide, eps).to(x.dtype)
+
+    return function
 
 
-def mamba2(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: list[int], whole: list[int]
-) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * F.silu(gate.to(torch.float32))
-    wide = wide.view(groups)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.view(whole).to(x.dtype)
+def mamba2(activation: Activation) -> Callable[..., Tensor]:
+    def function(
+        x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: list[int], whole: list[int]
+    ) -> Tensor:
+        wide = x.to(torch.float32) * activation(gate.to(torch.float32))
+        return weight * _norm(wide.view(groups), eps).view(whole).to(x.dtype)
+
+    return function
 
 
-def mamba2_of_one_group(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * F.silu(gate.to(torch.float32))
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+def falcon_h1(activation: Activation) -> Callable[..., Tensor]:
+    def function(
+        x: Tensor, gate: Tensor, weight: Tensor, eps: float,
+        groups: list[int], weight_groups: list[int], whole: list[int],
+    ) -> Tensor:  # fmt: skip
+        y = weight.view(weight_groups) * _norm(x.to(torch.float32).view(groups), eps)
+        return (y.view(whole) * activation(gate.to(torch.float32))).to(x.dtype)
+
+    return function
+
+
+def falcon_h1_after(activation: Activation) -> Callable[..., Tensor]:
+    def function(
+        x: Tensor, gate: Tensor, weight: Tensor, eps: float,
+        groups: list[int], weight_groups: list[int], whole: list[int],
+    ) -> Tensor:  # fmt: skip
+        wide = x * activation(gate.to(torch.float32))
+        y = weight.view(weight_groups) * _norm(wide.view(groups), eps)
+        return y.view(whole).to(x.dtype)
+
+    return function
+
+
+def _norm(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
@@ -58,18 +87,11 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 def _op(norm_before_gate: bool, activation: str, casting_mode: str) -> Any:
     def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
+        # Under autocast the op and this code run in the dtypes of their inputs.
         x, weight = match["x"], match["weight"]
         if not is_tensor(weight, dim=1):
             raise Refused("the weight is not a row")
-        not_under_autocast(match)
-        group_size = None
-        if "groups" in match.values:
-            group_size = value(match["groups"])[-1]
-            if value(x).shape[-1] % group_size != 0:
-                raise Refused("its groups are not parts of a row")
-            if group_size == value(x).shape[-1]:
-                group_size = None
-        options = (norm_before_gate, group_size, activation, casting_mode)
+        options = (norm_before_gate, _group_size(match), activation, casting_mode)
         # The op widens gate itself.
         args = (x, before_widening(match["gate"]), weight, number(match["eps"]), *options)
         return torch.ops.liger.gated_rms_norm.default, args
@@ -77,11 +99,34 @@ def _op(norm_before_gate: bool, activation: str, casting_mode: str) -> Any:
     return replacement
 
 
+def _group_size(match: Match) -> Any:
+    """The size of a group, or None for whole rows."""
+    if "groups" not in match.values:
+        return None
+    N = value(match["x"]).shape[-1]
+    groups = value(match["groups"])
+    if "weight_groups" in match.values and not same(match["weight_groups"], groups[-2:]):
+        raise Refused("its weight has other groups than x")
+    if N % value(groups[-1]) != 0:
+        raise Refused("its groups are not parts of a row")
+    return None if same(groups[-1], N) else groups[-1]
+
+
 _ROWS: dict[str, Any] = {"x": (2, 3, 8), "gate": (2, 3, 8), "weight": (8,), "eps": 1e-6}
+_GROUPS: dict[str, Any] = {**_ROWS, "groups": [2, 3, 2, 4], "whole": [2, 3, 8]}
+_ALL_GROUPS: dict[str, Any] = {**_GROUPS, "weight_groups": [2, 4]}
+# The code, its examples, whether the norm is before the gate, and where the code rounds.
+FORMS: tuple[tuple[Callable[[Activation], Callable[..., Tensor]], dict[str, Any], bool, str], ...]
+FORMS = (
+    (qwen3_next, _ROWS, True, "llama"),
+    (kimi_linear, _ROWS, True, "gemma"),
+    (falcon_h1, _ALL_GROUPS, True, "gemma"),
+    (one_group_after, _ROWS, False, "llama"),
+    (mamba2, _GROUPS, False, "llama"),
+    (falcon_h1_after, _ALL_GROUPS, False, "gemma"),
+)
 SPELLINGS = [
-    (Pattern(qwen3_next, **_ROWS), _op(True, "silu", "llama")),
-    (Pattern(qwen4, **_ROWS), _op(True, "sigmoid", "llama")),
-    (Pattern(kimi_linear, **_ROWS), _op(True, "sigmoid", "gemma")),
-    (Pattern(mamba2_of_one_group, **_ROWS), _op(False, "silu", "llama")),
-    (Pattern(mamba2, **_ROWS, groups=[2, 3, 2, 4], whole=[2, 3, 8]), _op(False, "silu", "llama")),
+    (Pattern(form(activation), **examples), _op(norm_before_gate, name, casting_mode))
+    for form, examples, norm_before_gate, casting_mode in FORMS
+    for name, activation in ACTIVATIONS.items()
 ]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from ...library import OPS
-from . import clamped_swiglu, gated_rms_norm, rewrite
+from . import clamped_swiglu, rewrite
 from .canonical import IDENTITY, canonical
 from .pattern import CHEAP
 from .rewrite import Refused
@@ -44,8 +44,6 @@ def recognise(
     report = rewrite(module, rewrites, strict=True)
     if "clamped_swiglu" in rewrites:
         clamped_swiglu.rewrite_unlimited(module.graph, report)
-    if "gated_rms_norm" in rewrites:
-        gated_rms_norm.rewrite(module.graph, report)
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     needed: set[fx.Node] = set()
     waiting = [output]

@@ -47,6 +47,7 @@ def replace_all(
         try:
             with attempt(graph), search.state.modes_of(match.root):
                 target, args = replacement(match)
+                _not_written_since(args, match, search.state)
                 new = (emit_by_rows if by_rows else emit)(match.root, target, args)
                 search.replace((match, new))
         except Refused as refused:
@@ -54,6 +55,15 @@ def replace_all(
             continue
         search.used(new)
     search.finish()
+
+
+def _not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -> None:
+    """Raise Refused if the op would read the source of a cast that was written after the cast."""
+    inputs = {one for one in match.values.values() if isinstance(one, fx.Node)}
+    for source in {one for one in args if isinstance(one, fx.Node)} - inputs - match.nodes:
+        casts = [one for one in inputs if source in one.all_input_nodes]
+        if any(state.written([source], cast, match.root) for cast in casts):
+            raise Refused(f"{source.name}, which it casts, is written in place afterwards")
 
 
 class Search:

@@ -135,7 +135,7 @@ class StridedGroups(Zamba2RMSNormGated):
 NEAR_MISSES = [
     *(UnwidenedGate(), OtherActivation(), TwiceGated(), OfTheGate(), RoundedGate(), OnlyX()),
     StridedGroups(24, 8),
-    # The weight has another place there.
+    # It accepts inputs of two and three dimensions alone.
     FalconH1RMSNormGated(24, n_groups=3),
 ]
 

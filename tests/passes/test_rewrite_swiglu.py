@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gated_spellings import PACKED, chunked, halves, origin
-from rewriting import check, each_dtype, refused, values
+from rewriting import Rewriter, check, each_dtype, refused, values
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -175,6 +175,23 @@ def test_swiglu_of_two_dtypes():
     """The product is of the wider, as the op's."""
     gate, up = halves()
     check(swiglu, gate.detach().bfloat16(), up, counts={"swiglu": 1})
+
+
+def test_up_written_after_its_cast():
+    """The op would read `up` itself, and not the copy that the code made."""
+
+    def function(gate: Tensor, up: Tensor) -> Tensor:
+        up = up * 2
+        wide = up.float()
+        up.zero_()
+        return (F.silu(gate.float()) * wide).to(gate.dtype)
+
+    # Not `check`, whose truth is in float32, where the cast copies nothing.
+    torch._dynamo.reset()
+    rewriter, inputs = Rewriter(), [one.detach() for one in halves(torch.bfloat16)]
+    y = torch.compile(function, backend=rewriter, fullgraph=True)(*inputs)
+    torch.testing.assert_close(y, function(*inputs))
+    assert rewriter.counts() == {"swiglu": 1}, "the product in float32"
 
 
 def test_swiglu_in_a_wider_dtype():

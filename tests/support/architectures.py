@@ -271,7 +271,7 @@ ARCHITECTURES = [
     text("Starcoder2", places(**LAYER_NORMS, layer_norm=5, swiglu=0)),
     text(
         "FalconH1",
-        places(swiglu=4),
+        places(gated_rms_norm=2),
         **HEAD,
         mamba_d_ssm=64,
         mamba_n_heads=4,
@@ -279,6 +279,7 @@ ARCHITECTURES = [
         mamba_n_groups=1,
         mamba_d_state=16,
         mamba_chunk_size=8,
+        mamba_rms_norm=True,
     ),
     text(
         "Llama4",

@@ -46,6 +46,7 @@ its default configuration, with and without checkpointing.
 
 COLUMNS = {
     "RMS norm": ("rms_norm",),
+    "gated RMS norm": ("gated_rms_norm",),
     "after a residual": ("fused_add_rms_norm",),
     "layer norm": ("layer_norm",),
     "gated MLP": ("swiglu", "geglu", "clamped_swiglu"),
