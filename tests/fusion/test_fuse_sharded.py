@@ -1,10 +1,9 @@
-"""`fuse` and FSDP2's `fully_shard`, in either order."""
+"""`fuse` and FSDP2's `fully_shard`, in either order; tests/distributed has several ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,18 +70,8 @@ def check_training() -> None:
         torch.testing.assert_close(trained(model), expected, rtol=1e-4, atol=1e-5)
 
 
-def in_a_world_of_two(rank: int, path: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    check_training()
-    dist.destroy_process_group()
-
-
 def test_trains_as_before_in_a_world_of_one() -> None:
     check_training()
-
-
-def test_trains_as_before_in_a_world_of_two(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(in_a_world_of_two, (str(tmp_path / "store"),), nprocs=2)
 
 
 def test_shards_stay_and_classes_come_back() -> None:
