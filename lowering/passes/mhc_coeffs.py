@@ -8,7 +8,7 @@ what is before that, and the other two results, are patterns.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,21 @@ OP = "mhc_coeffs"
 
 # Operations between a piece of the projection and the result that is computed from it.
 FURTHEST = 6
+Rows = Callable[[Tensor], Tensor]
 INPUTS = ("x", "fn", "base", "scale", "rms_eps")
 
 
-def mix(x: Tensor, fn: Tensor, rms_eps: float) -> Any:
+def viewed(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], x.shape[1], -1)
+
+
+def flattened(x: Tensor) -> Tensor:
+    return x.flatten(2)
+
+
+def mix(rows: Rows, x: Tensor, fn: Tensor, rms_eps: float) -> Any:
     hc = x.shape[-2]
-    wide = x.view(x.shape[0], x.shape[1], -1).to(torch.float32)
+    wide = rows(x).to(torch.float32)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + rms_eps)
     return F.linear(wide, fn.to(torch.float32)).split([hc, hc, hc * hc], -1)
 
@@ -51,33 +60,45 @@ def bias(x: Tensor, base: Tensor) -> Any:
     return base.split([hc, hc, hc * hc])
 
 
-def pre(
-    x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, pre_eps: float
-) -> Tensor:
-    logits = mix(x, fn, rms_eps)[0] * scale.unbind(0)[0] + bias(x, base)[0]
-    return torch.sigmoid(logits) + pre_eps
+@dataclass(frozen=True)
+class Spelling:
+    """The patterns of the three results, for one spelling of a token's streams as a row."""
+
+    pre: Pattern
+    post: Pattern
+    softmax: Pattern
 
 
-def post(
-    x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, post_mult: float
-) -> Tensor:
-    logits = mix(x, fn, rms_eps)[1] * scale.unbind(0)[1] + bias(x, base)[1]
-    return post_mult * torch.sigmoid(logits)
+def spelling(rows: Rows) -> Spelling:
+    def pre(
+        x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, pre_eps: float
+    ) -> Tensor:
+        logits = mix(rows, x, fn, rms_eps)[0] * scale.unbind(0)[0] + bias(x, base)[0]
+        return torch.sigmoid(logits) + pre_eps
+
+    def post(
+        x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float, post_mult: float
+    ) -> Tensor:
+        logits = mix(rows, x, fn, rms_eps)[1] * scale.unbind(0)[1] + bias(x, base)[1]
+        return post_mult * torch.sigmoid(logits)
+
+    def softmax(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float) -> Tensor:
+        hc = x.shape[-2]
+        res = mix(rows, x, fn, rms_eps)[2].view(x.shape[0], x.shape[1], hc, hc)
+        logits = res * scale.unbind(0)[2] + bias(x, base)[2].view(hc, hc)
+        return torch.softmax(logits, -1)
+
+    sizes: dict[str, Any] = {
+        "x": (5, 7, 2, 3), "fn": (8, 6), "base": (8,), "scale": (3,), "rms_eps": 1e-6,
+    }  # fmt: skip
+    return Spelling(
+        Pattern(pre, **sizes, pre_eps=0.5),
+        Pattern(post, **sizes, post_mult=2.5),
+        Pattern(softmax, **sizes),
+    )
 
 
-def softmax(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, rms_eps: float) -> Tensor:
-    hc = x.shape[-2]
-    res = mix(x, fn, rms_eps)[2].view(x.shape[0], x.shape[1], hc, hc)
-    logits = res * scale.unbind(0)[2] + bias(x, base)[2].view(hc, hc)
-    return torch.softmax(logits, -1)
-
-
-_INPUTS: dict[str, Any] = {
-    "x": (5, 7, 2, 3), "fn": (8, 6), "base": (8,), "scale": (3,), "rms_eps": 1e-6,
-}  # fmt: skip
-PRE = Pattern(pre, **_INPUTS, pre_eps=0.5)
-POST = Pattern(post, **_INPUTS, post_mult=2.5)
-SOFTMAX = Pattern(softmax, **_INPUTS)
+SPELLINGS = (spelling(viewed), spelling(flattened))
 
 
 @dataclass(frozen=True)
@@ -166,12 +187,11 @@ def _divided(node: Any) -> tuple[Any, int, Any, set[fx.Node]] | None:
 
 
 def _replace(last: fx.Node, found: Sinkhorn, state: GraphState) -> fx.Node:
-    at_softmax = found.softmax()
-    res = _exactly(SOFTMAX, at_softmax, "the matrix's logits")
+    written, res = _spelled(found.softmax())
     split = next(node for node in res.nodes if _is_split(node))
     others = {
-        "h_pre": _one(PRE, split, res, "pre_eps"),
-        "h_post": _one(POST, split, res, "post_mult"),
+        "h_pre": _one(written.pre, split, res, "pre_eps"),
+        "h_post": _one(written.post, split, res, "post_mult"),
     }
     roots = [others["h_pre"].root, others["h_post"].root, last]
     nodes = {*found.nodes, found.start, *res.nodes}.union(*(one.nodes for one in others.values()))
@@ -196,13 +216,16 @@ def _is_split(node: fx.Node) -> bool:
     return call is not None and value(call.args[0]).dim() > 1
 
 
-def _exactly(pattern: Pattern, node: fx.Node, what: str) -> Match:
-    match = pattern.match(node)
-    if match is None:
-        raise Refused(f"{what} are not those of the op")
-    if match.difference is not None:
-        raise Refused(f"{what} are not those of the op: {match.difference}")
-    return match
+def _spelled(node: fx.Node) -> tuple[Spelling, Match]:
+    """The spelling that the softmax matches, and the match."""
+    reason = "the matrix's logits are not those of the op"
+    for one in SPELLINGS:
+        match = one.softmax.match(node)
+        if match is not None and match.difference is None:
+            return one, match
+        if match is not None:
+            reason = f"the matrix's logits are not those of the op: {match.difference}"
+    raise Refused(reason)
 
 
 def _one(pattern: Pattern, split: fx.Node, res: Match, option: str) -> Match:

@@ -30,8 +30,11 @@ class Connection(nn.Module):
         self.base = nn.Parameter(torch.empty(columns))
         self.scale = nn.Parameter(torch.empty(3))
 
+    def rows(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], -1)
+
     def projection(self, x: Tensor) -> Tensor:
-        wide = x.view(x.shape[0], x.shape[1], -1)
+        wide = self.rows(x)
         wide = wide if x.dtype is torch.float64 else wide.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
         return F.linear(wide, self.fn.to(wide.dtype))
