@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -223,10 +223,11 @@ def import_modules(package: str, path: list[str]) -> None:
         importlib.import_module(f"{package}.{module.name}")
 
 
-def autocast(name: str, dtype: torch.dtype) -> None:
-    """Under autocast on cuda, npu or xpu, cast the floating inputs of op `name` to `dtype`."""
+def autocast(name: str, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
+    """Under autocast on cuda, npu or xpu, cast the floating inputs of op `name` to `dtype`, except
+    the arguments named in `keep`."""
     for key in AUTOCAST_KEYS.values():
-        _under_autocast(OPS[name], key, lambda value: _autocast_value(value, dtype))
+        _under_autocast(OPS[name], key, lambda value: _autocast_value(value, dtype), keep)
 
 
 def keep_dtypes_under_autocast(name: str) -> None:
@@ -239,12 +240,18 @@ def keep_dtypes_under_autocast(name: str) -> None:
         _under_autocast(OPS[name], key, lambda value: value)
 
 
-def _under_autocast(op: Op, key: str, convert: Callable[[Any], Any]) -> None:
+def _under_autocast(
+    op: Op, key: str, convert: Callable[[Any], Any], keep: Collection[str] = ()
+) -> None:
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    names = [argument.name for argument in op.overload._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(convert(value) for value in args)
-        kwargs = {key: convert(value) for key, value in kwargs.items()}
+        args = tuple(
+            value if name in keep else convert(value)
+            for name, value in zip(names, args, strict=False)
+        )
+        kwargs = {name: value if name in keep else convert(value) for name, value in kwargs.items()}
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return op.overload(*args, **kwargs)
 

@@ -39,8 +39,9 @@ def modulated_layer_norm(
     sample. The backward recomputes mean and variance from x: only the inputs are saved.
 
     Rows of scale and shift may be slices of a wider tensor, such as the chunks of a projection, and
-    are read without a copy. Under autocast on a device, inputs are cast to float32, as
-    `torch.nn.functional.layer_norm` does. float64 runs the definition on every device.
+    are read without a copy. Under autocast on a device, x, weight and bias are cast to float32, as
+    `torch.nn.functional.layer_norm` does, and scale and shift keep their dtypes: 1 + scale rounds
+    as in PyTorch's code. float64 runs the definition on every device.
 
     Args:
         x: (..., N), floating point, any strides.
@@ -111,4 +112,4 @@ def modulated_layer_norm_backward(
 
 
 library.gradient("modulated_layer_norm")
-library.autocast("modulated_layer_norm", torch.float32)
+library.autocast("modulated_layer_norm", torch.float32, keep=("scale", "shift"))

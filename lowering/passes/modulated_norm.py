@@ -16,7 +16,7 @@ from .canonical import Call, same, value
 from .canonical.call import spelled
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import Refused, Search, attempt, emit, not_under_autocast
+from .rewrite import Refused, Search, attempt, derive, emit
 
 layer_norm = torch.ops.liger.layer_norm.default
 rms_norm = torch.ops.liger.rms_norm.default
@@ -50,7 +50,9 @@ def _rewrite(
         try:
             with attempt(graph), search.state.modes_of(match.root):
                 target, args = replacement(match)
-                new = emit(match.root, target, args)
+                new = op = emit(match.root, target, args)
+                if _is_widened(match, op):
+                    new = derive(match.root, torch.Tensor.to, op, value(match.root).dtype)
                 search.replace((match, new))
         except Refused as refused:
             search.refuse(match, str(refused))
@@ -58,8 +60,18 @@ def _rewrite(
         for node in match.nodes:
             if node.target in (layer_norm, rms_norm):
                 report.superseded(node)
-        search.used(new)
+        search.used(op)
     search.finish()
+
+
+def _is_widened(match: Match, op: fx.Node) -> bool:
+    """Whether autocast casts x to float32 for the op, as for the code's norm, and the code casts
+    the modulation back. In float64 it would round twice."""
+    x = value(match["x"])
+    given = (value(match[name]).dtype for name in ("scale", "shift") if name in match.values)
+    if not torch.is_autocast_enabled(x.device.type) or torch.float64 in given:
+        return False
+    return value(op).dtype == torch.float32 and value(match.root).dtype == x.dtype != torch.float32
 
 
 def _modulation(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any, Any]:
@@ -67,7 +79,6 @@ def _modulation(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any,
 
     `unsqueezed`: the code gives scale one more dimension, for the tokens, before the product.
     """
-    not_under_autocast(match)
     x, scale = match["x"], match["scale"]
     known = value(scale)
     has_one_row = all(same(size, 1) for size in known.shape[:-1])
@@ -128,42 +139,49 @@ FORMS: tuple[tuple[Callable[..., Tensor], dict[str, Any], bool], ...] = (
 )
 
 
-def _layer_norm_pattern(form: Callable[..., Tensor], wide: bool, **examples: Any) -> Pattern:
+def _layer_norm_pattern(
+    form: Callable[..., Tensor], wide: bool, cast: bool, **examples: Any
+) -> Pattern:
     def with_shift(x: Any, weight: Any, bias: Any, eps: Any, scale: Any, shift: Any) -> Tensor:
         y = layer_norm(x.to(torch.float32) if wide else x, weight, bias, eps)
-        return form(y, x, scale, shift)
+        return form(y, x if cast else y, scale, shift)
 
     def without(x: Any, weight: Any, bias: Any, eps: Any, scale: Any) -> Tensor:
         y = layer_norm(x.to(torch.float32) if wide else x, weight, bias, eps)
-        return form(y, x, scale)
+        return form(y, x if cast else y, scale)
 
     function = with_shift if "shift" in examples else without
     return Pattern(function, x=(2, 3, 8), weight=(8,), bias=(8,), eps=1e-5, **examples)
 
 
-def _rms_norm_pattern(form: Callable[..., Tensor], wide: bool, **examples: Any) -> Pattern:
+def _rms_norm_pattern(
+    form: Callable[..., Tensor], wide: bool, cast: bool, **examples: Any
+) -> Pattern:
     def with_shift(
         x: Any, weight: Any, eps: Any, offset: Any, casting_mode: Any, scale: Any, shift: Any
     ) -> Tensor:
         wanted = x.to(torch.float32) if wide else x
-        return form(rms_norm(wanted, weight, eps, offset, casting_mode), x, scale, shift)
+        y = rms_norm(wanted, weight, eps, offset, casting_mode)
+        return form(y, x if cast else y, scale, shift)
 
     def without(
         x: Any, weight: Any, eps: Any, offset: Any, casting_mode: Any, scale: Any
     ) -> Tensor:
         wanted = x.to(torch.float32) if wide else x
-        return form(rms_norm(wanted, weight, eps, offset, casting_mode), x, scale)
+        y = rms_norm(wanted, weight, eps, offset, casting_mode)
+        return form(y, x if cast else y, scale)
 
     function = with_shift if "shift" in examples else without
     options: dict[str, Any] = {"eps": 1e-5, "offset": 0.0, "casting_mode": "llama"}
     return Pattern(function, x=(2, 3, 8), weight=(8,), **options, **examples)
 
 
-# In float32 first, which the other form would match too, with a cast of x before.
+# In float32 first, which the other forms would match too, with a cast of x before. Then with and
+# without a cast to x's dtype, which differ under autocast, where the norm of a narrow x is float32.
 LAYER_NORMS, RMS_NORMS = (
     [
-        (pattern(form, wide, **examples), replacement(not wide, unsqueezed))
-        for wide in (True, False)
+        (pattern(form, wide, cast, **examples), replacement(not wide, unsqueezed))
+        for wide, cast in ((True, True), (False, True), (False, False))
         for form, examples, unsqueezed in FORMS
     ]
     for pattern, replacement in (

@@ -108,9 +108,15 @@ def test_autocast_does_what_pytorchs_does(op: OpUnderTest) -> None:
         outputs = as_tuple(op.overload()(*on_npu(args)))
     has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
     widens = not op.multiplies and has_rule(f"aten::{op.autocast_as}", "AutocastCUDA")
+    names = [argument.name for argument in op.overload()._schema.arguments]
     cast = tuple(
-        arg.float() if widens and isinstance(arg, Tensor) and arg.is_floating_point() else arg
-        for arg in args
+        arg.float()
+        if widens
+        and isinstance(arg, Tensor)
+        and arg.is_floating_point()
+        and name not in op.autocast_keeps
+        else arg
+        for name, arg in zip(names, args, strict=False)
     )
     assert launched_modules() or op.is_pytorchs_forward
     for output, expected in zip(outputs, as_tuple(op.kernel("npu")(*cast)), strict=True):

@@ -114,6 +114,7 @@ def described(name: str, form: str) -> OpUnderTest:
         per_row=("x", "dy", *(("scale", "shift") if form else ())),
         leading=("x", "scale"),
         autocast_as="rms_norm" if is_rms else "layer_norm",
+        autocast_keeps=("scale", "shift"),
     )
 
 

@@ -133,6 +133,8 @@ class OpUnderTest:
     is_pytorchs_forward: bool = False
     # The ATen op whose autocast rule, or absence of one, it shares.
     autocast_as: str
+    # The arguments whose dtypes that rule does not change.
+    autocast_keeps: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return self.id
