@@ -43,6 +43,7 @@ from .ops.linear_log_prob import linear_log_prob, linear_log_prob_forward
 from .ops.linear_top_k_divergence import linear_top_k_divergence, linear_top_k_divergence_forward
 from . import meta, lowering
 from . import losses, nn
+from . import distributed
 from .compile_cache import tag_compile_caches
 
 __version__ = "0.1.0"

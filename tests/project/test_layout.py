@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Each layer imports from itself and from those before it. The rest of liger_ops is above ops, and
 # what is in ABOVE also above lowering.
 LAYERS = ("library", "ops", "meta", "lowering")
-ABOVE = ("fusion",)
+ABOVE = ("distributed", "fusion")
 # These know the ops alone, and each other not.
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
