@@ -45,6 +45,7 @@ from .ops.linear_log_prob import linear_log_prob, linear_log_prob_forward
 from .ops.linear_top_k_divergence import linear_top_k_divergence, linear_top_k_divergence_forward
 from . import meta, lowering
 from . import losses, nn
+from . import distributed
 from .compile_cache import tag_compile_caches
 
 __version__ = "0.1.0"
@@ -59,11 +60,10 @@ if TYPE_CHECKING:
     from .lowering.passes.explain import explain
     from .lowering.passes.graph_pass import graph_pass
 
-# Names that load Dynamo or DTensor: they are imported at first use.
+# Names that load Dynamo: they are imported at first use.
 _COMPILER = {
     "backend": "lowering.passes.backend:liger",
     "disable": "lowering.passes.enable:disable",
-    "distributed": "distributed",
     "enable": "lowering.passes.enable:enable",
     "explain": "lowering.passes.explain:explain",
     "fuse": "fusion:fuse",

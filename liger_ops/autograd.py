@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,17 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .record import Op
+
+_PYTHON = torch._C.DispatchKey.Python
+
+
+def _nothing() -> object:
+    return None
+
+
+# Called before a tensor subclass or a mode is given a call, so that `distributed` can register the
+# rules of DTensor when they are needed, and not import DTensor before.
+before_subclasses: Callable[[], object] = _nothing
 
 
 def formula(op: Op, gradient: Op) -> tuple[Any, Any]:
@@ -127,7 +138,11 @@ def register(op: Op) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             # If only a device kernel is left to run, finding it by the dispatcher would take 3 us.
             entry = op.entries.get(keyset.raw_repr())
-            return overload.redispatch(keyset, *args) if entry is None else entry(*args)
+            if entry is not None:
+                return entry(*args)
+            if keyset.has(_PYTHON):
+                before_subclasses()
+            return overload.redispatch(keyset, *args)
 
     class Differentiated(torch.autograd.Function):
         @staticmethod

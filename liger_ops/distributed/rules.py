@@ -1,0 +1,184 @@
+"""The sharding rule of an op, derived from its schema and the names of its tensors' axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ..library import OPS
+from ..record import Op
+from .axes import AXES
+
+# The arguments whose gradients a backward op returns, if they are not the first ones. The gradient
+# of residual is that of x.
+GRADIENTS_OF = {"fused_add_rms_norm": ("x", "weight")}
+# Gradients that a forward op computes and its backward op multiplies.
+COMPUTED_BY_FORWARD = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
+
+Placements = list[Any]
+Rule = list[tuple[Placements, Placements]]
+
+
+class Line(NamedTuple):
+    """The axes of an op's tensors, by their names."""
+
+    arguments: dict[str, list[str]]
+    results: dict[str, list[str]]
+
+
+class Role(NamedTuple):
+    """A tensor of a call: its axes, and its placement where a sharded axis is not among them."""
+
+    axes: list[str]
+    otherwise: Any
+
+
+class Placed(NamedTuple):
+    """A tensor of a call: the axis of each dimension, None for one that is not sharded."""
+
+    axes: list[str | None]
+    otherwise: Any
+
+    def placement(self, sharded: str) -> Any:
+        return Shard(self.axes.index(sharded)) if sharded in self.axes else self.otherwise
+
+
+def base_of(name: str) -> str:
+    """The public name of an op: without its suffix `_forward` or `_backward`."""
+    return name.removesuffix("_forward").removesuffix("_backward")
+
+
+def line_of(op: Op, call: Any) -> Line:
+    entry = AXES.get(base_of(op.name))
+    if entry is None:
+        raise NotImplementedError(f"{op.name}: there is no sharding rule of this op")
+    text = entry if isinstance(entry, str) else entry(call)
+    arguments, results = (
+        {name.strip(): axes.split() for name, axes in (part.split("=") for part in side.split(","))}
+        for side in text.split("->")
+    )
+    return Line(arguments, results)
+
+
+def argument_role(op: Op, line: Line, name: str) -> Role:
+    """An argument: a tensor of the line, or the gradient of a result."""
+    if op.name.endswith("_backward") and name in COMPUTED_BY_FORWARD and name in line.results:
+        return Role(line.results[name], Partial())
+    of_result = name.removeprefix("d")
+    for known, key in ((line.arguments, name), (line.results, name), (line.results, of_result)):
+        if key in known:
+            return Role(known[key], Replicate())
+    raise NotImplementedError(f"{op.name}: there is no sharding rule of the argument {name}")
+
+
+def result_names(op: Op, line: Line) -> list[str]:
+    """The names of the results; those of a backward op without names are the gradients of the
+    first tensors of the forward."""
+    if not op.name.endswith("_backward"):
+        return list(line.results)
+    first = (f"d{name}" for name in GRADIENTS_OF.get(base_of(op.name), line.arguments))
+    return [result.name or name for result, name in zip(op.schema.returns, first, strict=False)]
+
+
+def is_computed(op: Op, call: Any, i: int, name: str) -> bool:
+    """Whether a call has the i-th result, or None in its place."""
+    if op.name.endswith("_backward"):
+        return bool(getattr(call, "output_mask", (True,) * (i + 1))[i])
+    if name in COMPUTED_BY_FORWARD:
+        return bool(call.gradient_mask[COMPUTED_BY_FORWARD.index(name)])
+    if name == "cross_entropy":
+        return call.target is not None
+    return bool(getattr(call, f"return_{name.removesuffix('_tokens')}", True))
+
+
+def dimensions(axes: list[str], many: int) -> list[str | None]:
+    """The axis of each dimension, where `*` and `#` are `many` dimensions."""
+    named: list[str | None] = []
+    for axis in axes:
+        if axis in "*#":
+            named += [f"*{i}" if axis == "*" else None for i in range(many)]
+        else:
+            named.append(axis if axis.islower() else None)
+    return named
+
+
+def shardable(sizes: dict[str, set[Any]], devices: int) -> list[str]:
+    """The axes that may be sharded, of those with these sizes in the tensors of a call.
+
+    A tensor with fewer elements than others has one for so many neighbours, as keys have a head for
+    several heads of queries: then every device must have the neighbours of whole elements.
+    """
+    found = []
+    for axis, found_sizes in sizes.items():
+        largest, *others = sorted(found_sizes, reverse=True)
+        if all(largest % size == 0 and size % devices == 0 for size in others):
+            found.append(axis)
+    return found
+
+
+def rule(name: str, args: Sequence[Any]) -> Rule:
+    """The placements of results and of arguments, on one dimension of a mesh, that op `name` keeps.
+
+    `args` are the arguments of a call, with a spec in place of a tensor.
+    """
+    op = OPS[name]
+    call: Any = op.arguments(*args)
+    line = line_of(op, call)
+    roles = {
+        argument.name: (argument_role(op, line, argument.name), value)
+        for argument, value in zip(op.schema.arguments, call, strict=True)
+        if hasattr(value, "placements")
+    }
+    many = {name: len(value.shape) - len(role.axes) + 1 for name, (role, value) in roles.items()}
+    rows = max((many[name] for name, (role, _) in roles.items() if "*" in role.axes), default=0)
+    named = {name: dimensions(role.axes, many[name]) for name, (role, _) in roles.items()}
+
+    # A size of 1 among others is broadcast: the tensor lacks the axis.
+    sizes: dict[str, set[Any]] = {}
+    for name, axes in named.items():
+        for axis, size in zip(axes, roles[name][1].shape, strict=True):
+            if axis is not None:
+                sizes.setdefault(axis, set()).add(size)
+    for name, axes in named.items():
+        shape = roles[name][1].shape
+        named[name] = [
+            None if axis is None or (size == 1 and len(sizes[axis]) > 1) else axis
+            for axis, size in zip(axes, shape, strict=True)
+        ]
+    for found in sizes.values():
+        if len(found) > 1:
+            found.discard(1)
+
+    inputs = [
+        Placed(named[argument.name], roles[argument.name][0].otherwise)
+        if argument.name in roles
+        else None
+        for argument in op.schema.arguments
+    ]
+    outputs: list[Placed | None] = []
+    for i, result in enumerate(result_names(op, line)):
+        if not is_computed(op, call, i, result):
+            outputs.append(None)
+            continue
+        like = result if op.name.endswith("_backward") and result in line.results else ""
+        like = like or result.removeprefix("d")
+        if op.name.endswith("_backward") and like in named:
+            axes = named[like]
+        else:
+            axes = dimensions(line.results.get(result) or line.arguments.get(like, []), rows)
+        outputs.append(Placed(axes, Partial()))
+
+    devices = next(value.mesh.size() for _, value in roles.values())
+
+    def placed(tensors: Sequence[Placed | None], sharded: str) -> Placements:
+        return [tensor and tensor.placement(sharded) for tensor in tensors]
+
+    def replicated(tensors: Sequence[Placed | None]) -> Placements:
+        return [tensor and Replicate() for tensor in tensors]
+
+    rules = [(replicated(outputs), replicated(inputs))]
+    for axis in shardable(sizes, devices):
+        rules.append((placed(outputs, axis), placed(inputs, axis)))
+    return rules
