@@ -35,9 +35,13 @@ def _rope(call: Any) -> str:
     q, k = (call.q, call.k) if hasattr(call, "q") else (call.dq, call.dk)
     # A single head of k would be replicated, and is no part of a sum.
     h = "H" if k.shape[1] == 1 != q.shape[1] else "h"
-    batch = "b " if len(call.cos.shape) - bool(call.sections) == 3 else ""
-    table = f"{'T ' if call.sections else ''}{batch}s R"
-    return f"q=b {h} s D, k=b {h} s D, cos={table}, sin={table} -> q=b {h} s D, k=b {h} s D"
+    # A spec of DTensor's stands for a tensor.
+    matrix = "" if call.sin is not None or call.cos.tensor_meta.dtype.is_complex else " M M"
+    leading = len(call.cos.shape) - len(matrix.split()) - bool(call.sections) - 2
+    table = f"{'T ' if call.sections else ''}{'b ' * leading}s R{matrix}"
+    heads = f"q=b {h} s D, k=b {h} s D"
+    weights = ", q_weight=D, k_weight=D" if hasattr(call, "q_weight") else ""
+    return f"{heads}, cos={table}, sin={table}{weights} -> {heads}"
 
 
 def _tiled_mlp(call: Any) -> str:
@@ -123,7 +127,10 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "log_softmax": "x=* N -> y=* N",
     "sparsemax": "x=* N -> y=* N",
     "rope": _rope,
+    "rms_norm_rope": _rope,
     "embedding": "weight=V d, indices=* -> y=* d",
+    # A convolution over heads, queries and keys.
+    "multi_token_attention": "scores=b C M N, weight=E D P Q, bias=E -> y=b E M N",
     "attn_res": "x=B * D, query=D, weight=D -> y=* D",
     "tiled_mlp": _tiled_mlp,
     "neighborhood_attention": "query=b h # D, key=b h # D, value=b h # D -> y=b h # D, lse=b h #",

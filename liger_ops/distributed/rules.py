@@ -13,7 +13,10 @@ from .axes import AXES
 
 # The arguments whose gradients a backward op returns, if they are not the first ones. The gradient
 # of residual is that of x.
-GRADIENTS_OF = {"fused_add_rms_norm": ("x", "weight")}
+GRADIENTS_OF = {
+    "fused_add_rms_norm": ("x", "weight"),
+    "rms_norm_rope": ("q", "k", "q_weight", "k_weight"),
+}
 # Gradients that a forward op computes and its backward op multiplies.
 COMPUTED_BY_FORWARD = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
 

@@ -367,7 +367,8 @@ OWN_FORMS = {
     "rope-complex": rope({"interleaved": True}, table_dtype=FP32),
     "rope-sections": rope(sections=True),
     "rope-sections-per-pair": rope({"interleaved": False}, sections=True),
-    "rope-matrices": rope(table_dtype=FP32),
+    # One table for the batch, as in Flux. PyTorch reorders it, which the traffic does not count.
+    "rope-matrices": rope(table_dtype=FP32, tables="none"),
     "rope-deinterleave": rope({"per_pair": True}),
     "rms_norm_rope": HEADS_NORM,
     **mhc_forms.FORMS,
