@@ -187,3 +187,17 @@ def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(
     assert first.startswith("no GPU")
     assert eager.split()[:2] == ["eager", "losses"] and len(eager.split()) == 6
     assert rewritten.split()[:2] == ["liger", "losses"] and len(rewritten.split()) == 6
+
+
+def test_a_trainer_of_trl_takes_its_steps() -> None:
+    pytest.importorskip("trl", reason="the trainer is TRL's")
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "measure_trl.py", "dpo", "fuse", "--shape", "tiny"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    # The fused model and the fused reference model agree before the first step: -log sigmoid(0).
+    assert last.startswith("dpo fuse: not timed on a CPU; losses [0.69315, ")
