@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mhc_cases import MHCCase
 from op_under_test import DY_LAYOUTS, X_LAYOUTS
-from strategies import DTYPES, leading_shapes
+from strategy_parts import DTYPES, leading_shapes
 
 STREAMS = (1, 2, 3, 4, 4, 5, 8)
 CHANNELS = (1, 2, 7, 16, 31, 64, 127, 257)
