@@ -1,0 +1,211 @@
+"""Time a head and its loss whose vocabulary is sharded over the GPUs of one host.
+
+    torchrun --standalone --nproc-per-node 2 examples/measure_vocabulary.py
+    torchrun --standalone --nproc-per-node 2 examples/measure_vocabulary.py \
+        --tokens 24 --hidden 16 --words 97    # on CPUs: compared, and not timed
+
+Forward and backward of a mean over the tokens, a seventh of which are ignored, in bfloat16. Every
+way is first compared with one float32 computation of the whole vocabulary, on 256 of the tokens.
+The time is the median of 9 on the slowest rank, and the memory the first rank's peak beyond what
+was there before. Liger-Kernel's loss runs if it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from liger_ops import distributed
+
+COMPARED = 256
+IGNORED = -100
+# Relative errors of loss and gradients that bfloat16 explains.
+BOUND = 3e-2
+
+Loss = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+class Whole(torch.autograd.Function):
+    """x, the same on every rank; its gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Any:
+        return collectives.wait_tensor(collectives.all_reduce(dx, "sum", ctx.group)), None
+
+
+class Products(torch.autograd.Function):
+    """The three products and the sum of dx over the ranks, with nothing between: a bound."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any) -> Tensor:
+        logits = torch.mm(x, weight.t())
+        ctx.save_for_backward(x, weight, logits)
+        ctx.group = group
+        return logits[0, 0].float()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        x, weight, logits = ctx.saved_tensors
+        dx = collectives.all_reduce(torch.mm(logits, weight), "sum", ctx.group)
+        return collectives.wait_tensor(dx), torch.mm(logits.t(), x), None
+
+
+def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
+    """The ways to compute the mean loss of x (M, D), the rank's words (v, D) and targets (M,)."""
+    group = mesh.get_group()
+    sharded: dict[str, Any] = {"group": group, "vocab_size": words}
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(Whole.apply(x, group), weight)
+
+    def log_prob(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found, _ = distributed.linear_log_prob(x, weight, target, **sharded)
+        return -found.sum() / (target != IGNORED).sum()
+
+    def of_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        whole = torch.Size((len(x), words))
+        logits = DTensor.from_local(
+            linear(x, weight).float(), mesh, [Shard(-1)], shape=whole, stride=(words, 1)
+        )
+        return F.cross_entropy(logits, target)
+
+    def of_liger_kernel(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        from liger_kernel.transformers.vocab_parallel_cross_entropy import (
+            LigerVocabParallelCrossEntropy,
+        )
+
+        logits = linear(x, weight).unsqueeze(1)
+        losses = LigerVocabParallelCrossEntropy()(logits, target.unsqueeze(1), tp_group=group)
+        return losses.sum() / (target != IGNORED).sum()
+
+    head = functools.partial(distributed.linear_cross_entropy, **sharded)
+    return {
+        "products": lambda x, weight, target: Products.apply(x, weight, group),
+        "linear_cross_entropy": head,
+        "linear_cross_entropy, compiled": torch.compile(head, fullgraph=True, dynamic=False),
+        "linear_log_prob": log_prob,
+        "linear, cross_entropy": lambda x, weight, target: distributed.cross_entropy(
+            linear(x, weight), target, **sharded
+        ),
+        "linear, loss_parallel": of_torch,
+        "linear, loss_parallel, compiled": torch.compile(of_torch, dynamic=False),
+        "linear, Liger-Kernel": of_liger_kernel,
+    }
+
+
+def step(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    x.grad = weight.grad = None
+    with loss_parallel():
+        loss = loss_of(x, weight, target)
+        loss.backward()
+    whole: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss.detach()
+    return whole
+
+
+def milliseconds(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor) -> float:
+    for _ in range(3):
+        step(loss_of, x, weight, target)
+    times = []
+    for _ in range(9):
+        dist.barrier()
+        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        step(loss_of, x, weight, target)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    slowest = torch.tensor(statistics.median(times), device=x.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def mebibytes(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor) -> float:
+    x.grad = weight.grad = None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(loss_of, x, weight, target)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return ((found.float() - truth).norm() / truth.norm()).item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--words", type=int, default=151936)
+    parser.add_argument("--way", nargs="+", help="all by default")
+    options = parser.parse_args()
+    on_gpus = torch.cuda.is_available()
+    kind = "cuda" if on_gpus else "cpu"
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    generator = torch.Generator(kind).manual_seed(0)
+    given = {"device": kind, "generator": generator}
+    x = torch.randn(options.tokens, options.hidden, **given).bfloat16()
+    whole = torch.randn(options.words, options.hidden, **given) * options.hidden**-0.5
+    whole = whole.bfloat16()
+    target = torch.randint(0, options.words, (options.tokens,), **given)
+    target[::7] = IGNORED
+    few = x[:COMPARED], target[:COMPARED]
+    leaves = [tensor.float().requires_grad_() for tensor in (few[0], whole)]
+    truth = F.cross_entropy(leaves[0] @ leaves[1].t(), few[1])
+    truth.backward()
+    held = -(-options.words // ranks)
+    own = slice(min(rank * held, options.words), min((rank + 1) * held, options.words))
+    dx, dweight = leaves[0].grad, leaves[1].grad[own].clone()
+    weight = whole[own].clone().requires_grad_()
+    del whole, leaves
+
+    for name, loss_of in ways(mesh, options.words).items():
+        if options.way and name not in options.way:
+            continue
+        line = f"{name:32}"
+        try:
+            if name != "products":
+                some = few[0].clone().requires_grad_()
+                loss = step(loss_of, some, weight, few[1])
+                errors = (
+                    abs(loss - truth.detach()).item(),
+                    relative(some.grad, dx),
+                    relative(weight.grad, dweight),
+                )
+                line += " errors of loss, dx, dweight " + ", ".join(f"{e:.1e}" for e in errors)
+                if max(errors) > BOUND:
+                    line += " WRONG"
+            if on_gpus:
+                call = (loss_of, x.clone().requires_grad_(), weight, target)
+                line += f"; {milliseconds(*call):.2f} ms, {mebibytes(*call):.0f} MiB"
+        except ModuleNotFoundError as error:
+            line += f" not run: {error}"
+        if rank == 0:
+            print(line, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The examples for several devices, on two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 400
+
+
+def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", ROOT / "examples" / example, *arguments),
+        ],
+        # Without a GPU, so that the processes are the same on every machine.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def test_the_ways_of_a_small_model_agree() -> None:
+    ways = ["eager", "fuse", "liger"]
+    arguments = ["--way", *ways, "--precision", "float32", "--sequence-length", "16"]
+    result = run(
+        "train_distributed.py", *arguments, "--shape", "tiny", "--inner-backend", "aot_eager"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[:2] for line in lines] == [[way, "losses"] for way in ways]
+    # Nothing is timed.
+    assert {len(line) for line in lines} == {6}
+    # The ways train: each loss is less than the one before.
+    first = [float(loss) for loss in lines[0][2:]]
+    assert sorted(first, reverse=True) == first and len(set(first)) == len(first)
+
+
+def test_the_ways_of_a_sharded_vocabulary_are_right() -> None:
+    ways = ["linear_cross_entropy", "linear_log_prob", "linear, loss_parallel"]
+    sizes = ["--tokens", "24", "--hidden", "16", "--words", "97"]
+    result = run("measure_vocabulary.py", *sizes, "--way", *ways)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split(" errors")[0].rstrip() for line in lines] == ways
+    assert "WRONG" not in result.stdout
