@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-import processes
+import ranks
 from liger_ops import library
 from liger_ops.distributed.axes import AXES
 from liger_ops.distributed.rules import base_of
 from op_table import OPS
 from op_under_test import OpUnderTest
 
+SECONDS = 180
 # Not a multiple of the devices, so that shards differ in size.
 ROWS = 5
 # One for each kind of rule: each dimension of a mesh follows the same rules by itself.
@@ -27,9 +29,17 @@ def test_every_op_has_a_rule() -> None:
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
-def test_sharded_ops_give_what_one_process_gives(mesh: tuple[int, ...]) -> None:
-    count = torch.Size(mesh).numel()
-    processes.run(check_every_op, count, mesh)
+def test_sharded_ops_give_what_one_process_gives(mesh: tuple[int, ...], tmp_path: Path) -> None:
+    check = {(2,): on_two_devices, (2, 2): on_a_square}[mesh]
+    assert not ranks.failures([check], torch.Size(mesh).numel(), tmp_path, SECONDS)
+
+
+def on_two_devices() -> None:
+    check_every_op((2,))
+
+
+def on_a_square() -> None:
+    check_every_op((2, 2))
 
 
 def check_every_op(shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 import liger_ops
-import processes
+import ranks
 
+SECONDS = 180
 D, HIDDEN, LAYERS = 16, 32, 2
 Norm = Callable[[], nn.Module]
 Activation = Callable[[Tensor, Tensor], Tensor]
 
 
-def test_sequence_parallel_norms_and_column_parallel_activations() -> None:
-    processes.run(check, 2)
+def test_sequence_parallel_norms_and_column_parallel_activations(tmp_path: Path) -> None:
+    assert not ranks.failures([check], 2, tmp_path, SECONDS)
 
 
 class MLP(nn.Module):
