@@ -26,24 +26,27 @@ def multi_token_attention(
         y_ij = conv2d(p, weight, bias)_ij where j <= i;          y_ij = 0 where j > i
 
     p is computed in float32 and rounded once, to weight's dtype, in which the convolution runs and
-    y is. The convolution and its two gradients are PyTorch's, of `torch.nn.functional.conv2d`:
-    what PyTorch is told about them, such as `torch.backends.cudnn.deterministic` and
-    `torch.backends.cudnn.allow_tf32`, holds here. The gradient of scores is computed from p in
-    float32, and rounded once.
+    y is. The gradient of scores is computed from p in float32, and rounded once.
+
+    On a GPU, in bfloat16 and float16, with a stride of 1 and groups of at most 64 channels, the
+    convolution and its gradients are kernels that leave out what is masked; they sum in float32, in
+    a fixed order. Elsewhere they are those of `torch.nn.functional.conv2d`: what PyTorch is told
+    about them, such as `torch.backends.cudnn.deterministic` and `allow_tf32`, holds there.
 
     Scores where j > i are not read, whatever they are, and have a gradient of 0. As in `softmax`,
     a score of -inf gives 0; a row of which all scores with j <= i are -inf, or of which one is inf
     or NaN, is NaN, and the convolution spreads that to its neighbours.
 
     Memory: only scores, weight and bias are saved. Besides scores, y and their gradients, the
-    forward needs p, and the backward, for a part of the batch at a time, dy with zeros where j > i
-    and, one after the other, p, which it computes again, and dp. A part has as many samples as
-    make 256 MiB of p; if it is the whole batch, the gradient of scores takes dp's memory. Saving p
-    instead would need as much memory if nothing else keeps scores, and more if something does.
+    forward needs p, and the backward, for a part of the batch at a time, one after the other p,
+    which it computes again, and dp; with PyTorch's convolution also dy with zeros where j > i. A
+    part has as many samples as make 256 MiB of p; if it is the whole batch, the gradient of scores
+    takes dp's memory. Saving p instead would need as much memory if nothing else keeps scores, and
+    more if something does.
 
     Traffic, as shares of the L x L tensors: what is here beside the convolution reads 1/2 (scores)
-    and writes 3/2 (p, and zeros into the convolution's result) in the forward, and reads 2 and
-    writes 3 in the backward. Nothing is read where j > i.
+    and writes 1 (p) in the forward, and reads 3/2 and writes 2 in the backward; with PyTorch's
+    convolution it writes 1/2 more, and reads 1/2 and writes 1 more. Nothing is read where j > i.
 
     Under autocast, weight and bias are cast as those of a convolution are, and scores are not:
     p is computed from them as they are. float64 runs the definition on every device.

@@ -11,6 +11,7 @@ from ..causal_math import probability, score_gradient
 from ..multi_token_attention import register
 from ..sparsemax_math import is_above, supported
 from ..triton_math import LOWEST
+from .causal_convolution import KernelConvolution
 from .launch import TwoPass, WholeRow, launch, launch_whole_rows, plan_whole_rows, rows
 from .row_sums import two_row_sums, two_totals
 from .sparsemax import row_maximum, row_tile, whole_sparsemax, wide_options, wide_threshold
@@ -170,4 +171,4 @@ def launch_backward(
         launch(causal_wide_backward_kernel, (M,), x, *arguments, SPARSE=sparse, **options)
 
 
-register("cuda", launch_forward, launch_backward)
+register("cuda", launch_forward, launch_backward, KernelConvolution)

@@ -25,17 +25,23 @@ NEAR = 0.02
 @pytest.mark.parametrize("kind", ["bare", "ones", "right", "left", "packed"])
 @pytest.mark.parametrize("name", [*NAMES, *(["gemma2"] if OWN_CAPS else [])])
 def test_as_near_to_truth_as_before(name: str, kind: str, compiled: bool) -> None:
-    """Gradients in bfloat16 against the untouched model in float32, with dense masks."""
+    """Gradients in bfloat16 against the untouched model in float32, with dense masks.
+
+    What Inductor rounds otherwise sends some tokens of Llama 4 to other experts, with untouched
+    attention too.
+    """
     inputs = batch(kind, 333, "cuda")
     if "attention_mask" in inputs:
         # What a padded token computes depends on how its rows, without a visible key, are defined.
         inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
     truth = step(model(name, torch.float32).cuda(), inputs)
     made = model(name, torch.bfloat16).cuda()
-    before = step(made, inputs)
+    run = torch.compile if compiled else lambda model: model
+    torch._dynamo.reset()
+    before = step(made, inputs, run(made))
     fuse_attention(made)
     torch._dynamo.reset()
-    found = step(made, inputs, torch.compile(made) if compiled else made)
+    found = step(made, inputs, run(made))
     for key in truth:
         if key != "logits":
             error, limit = (relative(one[key], truth[key]) for one in (found, before))

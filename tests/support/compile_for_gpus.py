@@ -120,6 +120,7 @@ def calls() -> Iterator[Callable[[], Any]]:
             for sparse in (False, True):
                 yield partial(multi_token_attention.launch_forward, x, x, sparse)
                 yield partial(multi_token_attention.launch_backward, x, x, x, sparse)
+        yield from multi_token_calls(kernel, dtype)
         for V in (100, 4096, 32768, 128256):
             yield from cross_entropy_calls(kernel, torch.empty(4, V, dtype=dtype))
         yield from distribution_loss_calls(kernel, torch.empty(4, 128256, dtype=dtype))
@@ -169,6 +170,15 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield lambda x=x, row=row, groups=groups: kernel["group_norm_backward"](
                 x, x, groups, row, row, 1e-5, yes
             )
+
+
+def multi_token_calls(kernel: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    for C, groups in ((16, 1), (32, 1), (128, 2)):
+        scores = torch.empty(1, C, 16, 16, dtype=dtype)
+        weight = torch.empty(C, C // groups, 3, 3, dtype=dtype)
+        args = (scores, weight, weight[:, 0, 0, 0].contiguous(), [1], [1], [1], groups, False)
+        yield partial(kernel["multi_token_attention_forward"], *args)
+        yield partial(kernel["multi_token_attention_backward"], scores, *args, [True] * 3)
 
 
 def hyper_connection_calls(
