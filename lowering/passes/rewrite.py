@@ -67,10 +67,16 @@ def _not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -
 
 
 class Search:
-    """The matches of one rewrite in a graph, and whether each was used or refused."""
+    """The matches of one rewrite in a graph, and whether each was used or refused.
 
-    def __init__(self, graph: fx.Graph, report: Report, name: str) -> None:
-        self.graph, self.report, self.name = graph, report, name
+    `shared` are targets of calls whose results may also be used outside of a match. The rewrite
+    itself decides what becomes of these matches.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, report: Report, name: str, shared: Collection[Any] = ()
+    ) -> None:
+        self.graph, self.report, self.name, self.shared = graph, report, name, shared
         self.state = GraphState(graph)
         self._covered: set[fx.Node] = set()
         self._set_aside: set[fx.Node] = set()
@@ -100,7 +106,7 @@ class Search:
                     match = pattern.match(node)
                 if match is None:
                     continue
-                reason = match.difference or obstacle(match, self.state)
+                reason = match.difference or obstacle(match, self.state, self.shared)
                 if reason is not None:
                     close.append((match, reason))
                     continue
@@ -141,10 +147,11 @@ class Search:
             self.report.refused(self.name, root, reason)
 
 
-def obstacle(match: Match, state: GraphState) -> str | None:
+def obstacle(match: Match, state: GraphState, shared: Collection[Any] = ()) -> str | None:
     """Reason this match cannot be replaced, or None.
 
-    A value may be used elsewhere, modes may be mixed, a tensor may be written in place.
+    A value may be used elsewhere, unless it is the result of a call of a target in `shared`; modes
+    may be mixed, a tensor may be written in place.
     """
     computed = set()
     for node in match.nodes:
@@ -154,9 +161,9 @@ def obstacle(match: Match, state: GraphState) -> str | None:
         computed.add(node)
         if node is match.root or (call is not None and call.op in CHEAP):
             continue
-        outside = [user for user in node.users if user not in match.nodes]
-        if outside:
-            return f"{node.name}, a value on the way, is used elsewhere, by {outside[0].name}"
+        reason = used_elsewhere(node, match.nodes)
+        if reason is not None and node.target not in shared:
+            return reason
     if not state.one_mode(computed):
         return "its operations run in different gradient or autocast modes"
     inputs = [v for v in match.values.values() if isinstance(v, fx.Node)]
@@ -166,6 +173,14 @@ def obstacle(match: Match, state: GraphState) -> str | None:
     if state.written([*match.nodes, *inputs], first, match.root):
         return "a tensor is written in place between its operations"
     return None
+
+
+def used_elsewhere(node: fx.Node, matched: Collection[fx.Node]) -> str | None:
+    """Reason that a value on the way to a result has to stay, or None."""
+    outside = next((user for user in node.users if user not in matched), None)
+    if outside is None:
+        return None
+    return f"{node.name}, a value on the way, is used elsewhere, by {outside.name}"
 
 
 def foreign(inputs: Iterable[Any]) -> str | None:
