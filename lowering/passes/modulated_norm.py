@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from .canonical import Call, same, value
 from .canonical.call import spelled
 from .graph_state import erase_unused
+from .outside_autocast import mark, modes_of
 from .pattern import Match, Pattern
 from .report import Report
 from .rewrite import (
@@ -101,13 +102,15 @@ class _Modulation:
 
 
 def _modulation_by(match: Match, replacement: Replacement, search: Search) -> _Modulation:
-    with attempt(search.graph), search.state.modes_of(match.root):
+    (norm,) = (node for node in match.nodes if node.target in NORMS)
+    with attempt(search.graph), modes_of(norm, search.state) as is_outside:
         target, args = replacement(match)
         new = op = emit(match.root, target, args)
         if _is_widened(match, op):
             new = derive(match.root, torch.Tensor.to, op, value(match.root).dtype)
         check_results({match.root: value(new)}, search.state)
-    (norm,) = (node for node in match.nodes if node.target in NORMS)
+        if is_outside:
+            mark(op)
     return _Modulation(match, norm, op, new)
 
 
