@@ -26,6 +26,7 @@ SWIGLUS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dropout-of-nothing": lambda gate, up: F.dropout(F.silu(gate), 0.0) * up,
     "casts-that-do-nothing": lambda gate, up: F.silu(gate.to(gate.dtype)).type_as(up) * up,
     "contiguous": lambda gate, up: F.silu(gate.contiguous()) * up,
+    "silu-in-float32": lambda gate, up: F.silu(gate.float()).to(gate.dtype) * up,
 }
 
 
