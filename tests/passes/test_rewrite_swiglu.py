@@ -196,7 +196,7 @@ def test_up_written_after_its_cast():
 
 
 def test_swiglu_in_a_wider_dtype():
-    """In float32 as a whole it is the op of float32; a result that stays float32 is not the op's."""
+    """In float32 as a whole it is the op of float32. A result that stays float32 is not."""
     wide = lambda gate, up: (F.silu(gate.float()) * up.float()).to(gate.dtype)
     check(wide, *halves(torch.bfloat16), counts={"swiglu": 1})
     partly = lambda gate, up: F.silu(gate.float()) * up
