@@ -1,8 +1,7 @@
-"""Trace a module that modulates norms, and write its forward again with the ops.
+"""Trace a module that modulates norms, in the cases that show what it computes.
 
-The module's code runs on tensors without data. What it calls is written down as lines of Python:
-calls of children, views, casts to x's dtype, silu, and the ops that the rewrites of the backend
-find for a norm and its modulation. Code that does anything else is left.
+The module's code runs on tensors without data, and the backend's rewrites find the ops in its
+graph. Children are stand-ins, but for the norms.
 """
 
 from __future__ import annotations
@@ -17,44 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..library import OPS
 from ..lowering.passes import rewrite
-from ..lowering.passes.canonical import IDENTITY, calls, canonical, value
+from ..lowering.passes.canonical import value
 from ..lowering.passes.canonical.call import operation
-from ..lowering.passes.pattern import CHEAP
+from .modulated_norm_code import MODULATED, ChildCall, Code, Program, op_of
 from .probing import NotAnOp, first_line, own_attributes
 from .trace import Trace
 
 NORM_OPS = ("layer_norm", "rms_norm")
-MODULATED = ("modulated_layer_norm", "modulated_rms_norm")
-
-# The operations that a forward may contain beside its children and norms, by their names in torch.
-FUNCTIONS = ("chunk", "split", "unbind", "unsqueeze")
-
-CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
-
-
-@dataclass(frozen=True)
-class Op:
-    """A modulated norm, the dimensions of x and scale, and its options."""
-
-    name: str
-    ranks: tuple[int, int]
-    options: tuple[tuple[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class Program:
-    """A forward as lines of Python, of the arguments that it uses.
-
-    `modulate(i, ...)` in a line is the i-th of `ops`. With `is_cast`, autocast casts the inputs of
-    the module's norms; else the norms are in the dtypes of their inputs.
-    """
-
-    used: tuple[str, ...]
-    lines: tuple[str, ...]
-    ops: tuple[Op, ...]
-    is_cast: bool
 
 
 @dataclass(frozen=True)
@@ -103,16 +72,23 @@ class _Fails(NotAnOp):
 
 
 def _forms(module: nn.Module, norms: dict[str, int | None]) -> Iterator[Shapes]:
-    columns = next(child.in_features for child in module._modules.values() if _is_projection(child))
-    width = next((width for width in norms.values() if width is not None), columns)
+    columns = _columns(module)
+    widths = [width for width in norms.values() if width is not None]
     count = len(inspect.signature(module.forward).parameters) - 1
     rows = ("samples",) * count
-    for forms in (rows, *(rows[:i] + ("tokens",) + rows[i + 1 :] for i in range(count))):
-        yield Shapes(2, 3, width, columns, ("tokens", *forms))
-    yield Shapes(2, 3, width, columns, ("tokens", *("one",) * count))
+    one = ("one",) * count
+    for forms in (rows, *(rows[:i] + ("tokens",) + rows[i + 1 :] for i in range(count)), one):
+        yield Shapes(2, 3, widths[0] if widths else columns, columns, ("tokens", *forms))
 
 
-def _is_projection(child: Any) -> bool:
+def _columns(module: nn.Module) -> int:
+    """The width of what the first projection is given."""
+    projection: Any = next(filter(is_projection, module._modules.values()))
+    return int(projection.in_features)
+
+
+def is_projection(child: Any) -> bool:
+    """Whether a child says how wide its inputs and outputs are, as linear layers do."""
     return all(
         isinstance(getattr(child, name, None), int) for name in ("in_features", "out_features")
     )
@@ -166,8 +142,7 @@ class _Tracing:
         }
         # What a placeholder of the trace is in the code.
         self.sources = {name: name for name in self.arguments}
-        self.calls: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {}
-        self.asked: dict[int, fx.Node] = {}
+        self.calls: dict[str, ChildCall] = {}
         self.copy = object.__new__(type(module))
         children = {
             name: self._norm(name, child) if name in norms else self._stand_in(name, child)
@@ -211,9 +186,12 @@ class _Tracing:
         tensors = [leaf for leaf in asked if isinstance(leaf, Tensor)]
         graph = self.trace.module((leaves, tensors))
         is_cast = self._rewritten(graph)
+        # The rewrites may have replaced nodes of the trace.
         (output,) = (node for node in graph.graph.nodes if node.op == "output")
-        self.asked = dict(zip(map(id, tensors), output.args[0][1], strict=True))
-        return self._written(graph.graph, form, len(leaves), is_cast)
+        nodes = dict(zip(map(id, tensors), output.args[0][1], strict=True))
+        calls = pytree.tree_map(lambda one: nodes.get(id(one), one), self.calls)
+        code = Code(self.sources, calls, self.names, self.dtypes.x, self.casts, self.options)
+        return code.program(graph.graph, form, is_cast)
 
     def _rewritten(self, graph: fx.GraphModule) -> bool:
         """Rewrite the norms, and say whether autocast casts the inputs of all or of none."""
@@ -222,96 +200,14 @@ class _Tracing:
             for node in graph.graph.nodes
         )
         rewrite(graph, NORM_OPS, strict=True)
-        count = sum(_liger(node) in NORM_OPS for node in graph.graph.nodes)
+        count = sum(op_of(node) in NORM_OPS for node in graph.graph.nodes)
         if direct not in (0, count):
             raise NotAnOp("autocast casts the inputs of some of its norms")
         report = rewrite(graph, MODULATED, strict=True)
-        if not any(_liger(node) in MODULATED for node in graph.graph.nodes):
+        if not any(op_of(node) in MODULATED for node in graph.graph.nodes):
             reasons = [f"{one.op}: {one.reason}" for one in report.left]
             raise NotAnOp(reasons[0] if reasons else "it modulates no norm")
         return direct > 0
-
-    def _written(self, graph: fx.Graph, form: Any, results: int, is_cast: bool) -> Program:
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        names: dict[fx.Node, str] = {}
-        lines: list[str] = []
-        ops: list[Op] = []
-        needed = _needed(output)
-        for node in graph.nodes:
-            if node is output:
-                continue
-            if node not in needed:
-                call = canonical(node)
-                if node.op != "placeholder" and (
-                    call is None or call.op not in {*CHEAP, IDENTITY, "item", "unbind"}
-                ):
-                    raise NotAnOp(f"it does more than compute its results: {node.name}")
-                if node.target not in self.calls:
-                    continue
-            text = self._text(node, names, ops)
-            if text in names.values() or node.target in self.sources:
-                names[node] = text
-                continue
-            names[node] = f"v{len(lines)}"
-            lines.append(f"{names[node]} = {text}")
-        values = [names[node] for node in output.args[0][0]]
-        returned = pytree.tree_unflatten(values, form)
-        if isinstance(returned, tuple) and not all(isinstance(one, str) for one in returned):
-            raise NotAnOp("it returns tuples of tuples")
-        text = returned if isinstance(returned, str) else f"({', '.join(returned)},)"
-        used = tuple(name for name in self.names if name in {names.get(n) for n in needed})
-        return Program(used, (*lines, f"return {text}"), tuple(ops), is_cast)
-
-    def _text(self, node: fx.Node, names: dict[fx.Node, str], ops: list[Op]) -> str:
-        """The expression of a node, of the names of others."""
-        if node.op == "placeholder":
-            if node.target in self.calls:
-                name, args, kwargs = self.calls[node.target]
-                # Nodes, where rewrites may have replaced those of the trace.
-                nodes = pytree.tree_map(lambda one: self.asked.get(id(one), one), (args, kwargs))
-                return f"getattr(self, {name!r})({_arguments(*nodes, names)})"
-            if node.target not in self.sources:
-                raise NotAnOp(f"it reads a tensor that is not among its arguments: {node.target}")
-            return self.sources[node.target]
-        if _liger(node) in MODULATED:
-            return self._op(node, names, ops)
-        cast = calls(node, "cast")
-        if cast is not None:
-            return self._cast(cast.args, names)
-        name = operation(node)
-        if name == "getitem":
-            return f"{_name(node.args[0], names)}[{_index(node.args[1])}]"
-        if name == "silu" or name in FUNCTIONS:
-            return f"{name}({_arguments(node.args, node.kwargs, names)})"
-        call = canonical(node)
-        if call is not None and call.op == IDENTITY:
-            return _name(call.args[0], names)
-        raise NotAnOp(f"it computes {name or node.name} beside its norms and projections")
-
-    def _cast(self, args: tuple[Any, ...], names: dict[fx.Node, str]) -> str:
-        source, dtype = args
-        if self.casts == "refused" or dtype is not self.dtypes.x:
-            raise NotAnOp(f"it casts to {dtype} beside its norms")
-        x = _name(source, names)
-        return x if self.casts == "dropped" else f"{x}.to({self.names[0]}.dtype)"
-
-    def _op(self, node: fx.Node, names: dict[fx.Node, str], ops: list[Op]) -> str:
-        name = node.target._opname  # type: ignore[union-attr]
-        bound = inspect.signature(OPS[name].definition).bind(*node.args, **node.kwargs)
-        bound.apply_defaults()
-        options = dict(bound.arguments)
-        tensors = [
-            options.pop(key) for key in ("x", "scale", "shift", "weight", "bias") if key in options
-        ]
-        ranks = (value(tensors[0]).dim(), value(tensors[1]).dim())
-        given = tuple(options.items())
-        if self.options is not None and len(ops) < len(self.options):
-            # In float32 the casting modes are equal.
-            known = dict(self.options[len(ops)])
-            given = tuple((key, known[key] if key == "casting_mode" else one) for key, one in given)
-        ops.append(Op(name, ranks, given))
-        texts = ("None" if one is None else _name(one, names) for one in tensors)
-        return f"modulate({len(ops) - 1}, {', '.join(texts)})"
 
 
 class _Child(nn.Module):
@@ -321,61 +217,22 @@ class _Child(nn.Module):
         super().__init__()
         self.name, self.of = name, tracing
         self.columns = getattr(child, "out_features", None)
-        self.has_state = next(child.parameters(), None) is not None
+        has_state = (True for _ in (*child.parameters(), *child.buffers()))
+        self.is_projection = self.columns is not None or next(has_state, False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if not tensors:
             raise NotAnOp(f"{self.name} is given no tensor")
         shape = tuple(tensors[0].shape)
-        if self.has_state:
+        if self.is_projection:
             columns = self.of.shapes.columns if self.columns is None else self.columns
             shape = (*shape[:-1], columns)
-        dtype = self.of.dtypes.projected if self.has_state else None
+        dtype = self.of.dtypes.projected if self.is_projection else None
         key = f"call_{len(self.of.calls)}"
         self.of.calls[key] = (self.name, args, kwargs)
         return self.of.trace.input(key, shape, dtype or tensors[0].dtype)
 
 
 def _is_norm(node: fx.Node) -> bool:
-    return operation(node) in NORM_OPS or _liger(node) in NORM_OPS
-
-
-def _liger(node: fx.Node) -> str | None:
-    is_op = getattr(node.target, "namespace", None) == "liger"
-    return node.target._opname if is_op else None  # type: ignore[union-attr]
-
-
-def _needed(output: fx.Node) -> set[fx.Node]:
-    needed, waiting = set(), [output]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
-
-
-def _name(node: Any, names: dict[fx.Node, str]) -> str:
-    if not isinstance(node, fx.Node) or node not in names:
-        raise NotAnOp(f"it computes {node} in a way that is not known")
-    return names[node]
-
-
-def _arguments(args: Any, kwargs: Any, names: dict[fx.Node, str]) -> str:
-    def text(one: Any) -> str:
-        if isinstance(one, fx.Node):
-            return _name(one, names)
-        if not isinstance(one, CONSTANTS):
-            raise NotAnOp(f"it passes on a {type(one).__name__}")
-        return repr(one)
-
-    texts = (text(one) for one in args)
-    return ", ".join([*texts, *(f"{name}={text(one)}" for name, one in kwargs.items())])
-
-
-def _index(index: Any) -> str:
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(part is None or part == slice(None) or type(part) is int for part in parts):
-        raise NotAnOp(f"it takes the item {index}")
-    return ", ".join(":" if isinstance(part, slice) else repr(part) for part in parts)
+    return operation(node) in NORM_OPS or op_of(node) in NORM_OPS

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import library
 from . import classes
-from .modulated_norm_trace import Program, _is_projection, found
+from .modulated_norm_code import FUNCTIONS, TENSORS, Program
+from .modulated_norm_trace import found, is_projection
 from .planning import Plan
 from .probing import NotAnOp, Probes, attributes_key, has_hooks, leaf_key
 
@@ -69,12 +71,12 @@ def methods(base: Any, program: Program) -> dict[str, Callable[..., Any]]:
         op = program.ops[i]
         if not _is_usual(op.ranks, program.is_cast, x, scale, *rest):
             return None
-        tensors = dict(zip(("shift", "weight", "bias"), rest, strict=False))
+        tensors = dict(zip(TENSORS[2:], rest, strict=False))
         device = x.device.type
         is_off = not program.is_cast and torch.is_autocast_enabled(device)
         off = torch.autocast(device, enabled=False) if is_off else contextlib.nullcontext()
         with off:
-            return ops[i](x, scale, **tensors, **dict(op.options))  # type: ignore[no-any-return]
+            return ops[i](x, scale, **tensors, **dict(op.options))
 
     unused = [name for name in names if name not in program.used]
     other = [f"{name} is None" for name in program.used] + [f"{n} is not None" for n in unused]
@@ -82,13 +84,15 @@ def methods(base: Any, program: Program) -> dict[str, Callable[..., Any]]:
     body = [f"if {' or '.join(other)}:", f"    {original}"]
     for line in program.lines:
         body.append(line)
-        if " = modulate(" in line:
-            body += [f"if {line.partition(' = ')[0]} is None:", f"    {original}"]
+        result, _, call = line.partition(" = ")
+        if call.startswith("modulate("):
+            body += [f"if {result} is None:", f"    {original}"]
+        elif call.startswith("getattr("):
+            body += [f"if not isinstance({result}, torch.Tensor):", f"    {original}"]
     source = "\n    ".join([f"def forward(self, {', '.join(names)}):", *body])
     namespace: dict[str, Any] = {
+        **{name: getattr(torch, name, None) or getattr(F, name) for name in FUNCTIONS},
         "torch": torch, "original": base.forward, "modulate": modulate,
-        "silu": torch.nn.functional.silu, "chunk": torch.chunk, "split": torch.split,
-        "unbind": torch.unbind, "unsqueeze": torch.unsqueeze,
     }  # fmt: skip
     exec(source, namespace)
     return {"forward": classes.in_place_of(base.forward, namespace["forward"])}
@@ -120,7 +124,7 @@ def _norms(module: nn.Module, width_of: Callable[[nn.Module], int | None]) -> di
     """The names and widths of the children that are norms."""
     norms = {}
     for name, child in module._modules.items():
-        if child is None or _is_projection(child):
+        if child is None or is_projection(child):
             continue
         with contextlib.suppress(NotAnOp):
             norms[name] = width_of(child)
@@ -152,7 +156,7 @@ def _norm_key(norm: nn.Module) -> Any:
 def _obstacle(module: nn.Module) -> str | None:
     """Reason that a module is left, whatever its norms are, or None."""
     children = [child for child in module._modules.values() if child is not None]
-    projections = [child for child in children if _is_projection(child)]
+    projections = [child for child in children if is_projection(child)]
     if not 2 <= len(children) <= MOST_CHILDREN or not 1 <= len(projections) <= 2:
         return f"it has {len(children)} children, and {len(projections)} that may be projections"
     if isinstance(module, torch.jit.ScriptModule):

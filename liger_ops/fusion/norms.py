@@ -124,7 +124,8 @@ class _Probes:
     def width(self, module: nn.Module) -> int | None:
         """The width of an rms_norm or layer_norm, None for any."""
         if isinstance(module, (RMSNorm, LayerNorm)):
-            return module.hidden_size
+            width: Any = module.hidden_size
+            return None if width is None else int(width)
         norm = self.norm(module)
         if norm.op not in ("rms_norm", "layer_norm"):
             raise NotAnOp(f"it is {norm.op}")

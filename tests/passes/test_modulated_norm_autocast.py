@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,42 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
+import gpu_autocast
 import modulated_blocks as blocks
-from liger_ops import library
 from norm_spellings import EPS, inverse_rms, llama
 from rewriting import Rewriter, values
 
 WIDE, NARROW = torch.float32, torch.bfloat16
-NORMS = (
-    "layer_norm", "rms_norm", "modulated_layer_norm", "modulated_rms_norm", "fused_add_rms_norm",
-)  # fmt: skip
 
 
 @pytest.fixture
 def norms_in_float32() -> Iterator[None]:
-    """Give a CPU the autocast rules of a GPU, for PyTorch's norms and for the ops."""
-    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    cast = lambda one: library._autocast_value(one, WIDE)
-
-    def layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True):
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return torch.layer_norm(cast(x), shape, cast(weight), cast(bias), eps, cudnn)
-
-    def rms_norm(x, shape, weight=None, eps=None):
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return torch.rms_norm(cast(x), shape, cast(weight), eps)
-
-    scoped = torch.library._scoped_library
-    with scoped("aten", "IMPL") as aten, scoped("liger", "IMPL") as liger:
-        aten.impl("layer_norm", layer_norm, "AutocastCPU")
-        aten.impl("rms_norm", rms_norm, "AutocastCPU")
-        for name in NORMS:
-            keep = ("scale", "shift") if name.startswith("modulated") else ()
-            op = library.OPS[name]
-            on_cpu = SimpleNamespace(
-                name=op.name, overload=op.overload, custom_op=SimpleNamespace(_lib=liger)
-            )
-            library._under_autocast(on_cpu, "AutocastCPU", cast, keep)
+    with gpu_autocast.on_cpu():
         yield
 
 
