@@ -91,15 +91,18 @@ def _is_sharded(cls: type) -> bool:
 
 
 def in_place_of(original: Any, forward: Any) -> Any:
-    """`forward`, a function of self and tensors, with the name and argument names of `original`."""
+    """`forward`, a function of self and positional arguments, with the name, the argument names and
+    the defaults of `original`."""
     stars: dict[Any, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
     }
     parameters = list(inspect.signature(original).parameters.values())[1:]
-    arguments = ", ".join(stars.get(one.kind, "") + one.name for one in parameters)
-    source = f"lambda self, {arguments}: forward(self, {arguments})"
-    return functools.wraps(original)(eval(source, {"forward": forward}))
+    names = [stars.get(one.kind, "") + one.name for one in parameters]
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    taken = [f"{name}=defaults[{name!r}]" if name in defaults else name for name in names]
+    source = f"lambda self, {', '.join(taken)}: forward(self, {', '.join(names)})"
+    return functools.wraps(original)(eval(source, {"forward": forward, "defaults": defaults}))
 
 
 def restore(model: nn.Module) -> int:

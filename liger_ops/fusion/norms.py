@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from .. import library
 from ..nn import FusedAddRMSNorm, GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm
-from . import classes, sharding
+from . import classes, modulated_norms, sharding
 from .norm_obstacles import obstacle
 from .norm_trace import Dtypes, Norm, norm_of
 from .planning import Plan
@@ -29,14 +29,17 @@ def plan(model: nn.Module) -> Plan:
     """Replace every norm of a model by the fused module that computes the same.
 
     A norm with a gate, and one whose parameters FSDP2 holds, stays in place, and its forward is
-    overridden.
+    overridden, as is that of a module that modulates norms.
     """
     probes = _Probes(model)
     replacements: dict[nn.Module, nn.Module] = {}
+    modulated = modulated_norms.plan(model, probes.width)
+    told = {finding.where for finding in modulated.findings}
 
     def look(plan: Plan, name: str, module: nn.Module) -> None:
-        is_fused = isinstance(module, FUSED_CLASSES) or KIND in classes.overrides(module)
-        if is_fused or "parametrizations" in name.split("."):
+        kinds = {KIND, modulated_norms.KIND}
+        is_fused = isinstance(module, FUSED_CLASSES) or kinds & classes.overrides(module).keys()
+        if is_fused or name in told or "parametrizations" in name.split("."):
             return
         try:
             norm = probes.norm(module)
@@ -56,6 +59,8 @@ def plan(model: nn.Module) -> Plan:
 
     plan = Plan(KIND, model, look)
     plan.changes.append(lambda: _swap(model, replacements.get))
+    plan.findings += modulated.findings
+    plan.changes += modulated.changes
     return plan
 
 
@@ -115,6 +120,16 @@ class _Probes:
         return self.probes.once(
             _probe_key(module), lambda: norm_of(module, self.mixed_dtypes(module))
         )
+
+    def width(self, module: nn.Module) -> int | None:
+        """The width of an rms_norm or layer_norm, None for any."""
+        if isinstance(module, (RMSNorm, LayerNorm)):
+            width: Any = module.hidden_size
+            return None if width is None else int(width)
+        norm = self.norm(module)
+        if norm.op not in ("rms_norm", "layer_norm"):
+            raise NotAnOp(f"it is {norm.op}")
+        return norm.width
 
     def mixed_dtypes(self, module: nn.Module) -> list[Dtypes]:
         """Pairs of an input dtype, from the model's other parameters, and the module's dtype."""

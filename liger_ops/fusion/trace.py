@@ -67,8 +67,8 @@ class Trace(TorchFunctionMode):
             yield
 
     def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Add an input without data to the graph."""
-        with self._fake_mode:
+        """Add an input without data to the graph, while it is traced or before."""
+        with torch._C.DisableTorchFunction(), self._fake_mode:
             tensor = torch.empty(shape, dtype=dtype, device=DEVICE)
         self.add(name, tensor)
         return tensor

@@ -26,6 +26,7 @@ from . import (
     mhc_coeffs,
     mhc_streams,
     modulated_norm,
+    outside_autocast,
     recompute,
     relu_squared,
     rms_norm,
@@ -131,5 +132,6 @@ def _rewrite(graph: fx.Graph, report: Report, names: Collection[str] | None) -> 
         if names is None or name in names:
             report.at = (name, None)
             one(graph, report)
+    outside_autocast.enter(graph)
     recompute.mark(graph)
     graph.lint()

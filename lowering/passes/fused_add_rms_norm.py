@@ -12,6 +12,7 @@ from torch import fx
 
 from .canonical import canonical, is_tensor, same, value
 from .graph_state import GraphState
+from .outside_autocast import mark, modes_of
 from .report import Report
 from .rewrite import Refused, attempt, foreign, insert, items, replace, run
 
@@ -65,9 +66,11 @@ def _fuse(
     if state.written([total, *terms, *norm.all_input_nodes], total, norm):
         raise Refused("a tensor is written in place between the sum and the norm")
     target, args = torch.ops.liger.fused_add_rms_norm.default, (*terms, *options)
-    with state.modes_of(norm):
+    with modes_of(norm, state) as is_outside:
         results = run(target, args)
     fused = insert(first, target, args, results)
+    if is_outside:
+        mark(fused)
     fused.meta.update({key: norm.meta[key] for key in ("stack_trace",) if key in norm.meta})
     y, s = items(fused, 2)
     replace([(norm, y), (total, s)], {norm, total}, state)

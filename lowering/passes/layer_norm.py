@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from .canonical import is_tensor, value
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import Refused, not_under_autocast, number, replace_all
+from .rewrite import InDtypesOfInputs, Refused, Replacement, number, replace_all
 
 
 def torch_layer_norm(
@@ -57,16 +57,15 @@ def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
 def _of_cohere(match: Match) -> tuple[Any, tuple[Any, ...]]:
     if not is_tensor(match["weight"], dim=1):
         raise Refused("the weight is not that of a row")
-    not_under_autocast(match)
     args = (match["x"], match["weight"], None, number(match["eps"]))
     return torch.ops.liger.layer_norm.default, args
 
 
 _ROWS: dict[str, Any] = {"x": (2, 3, 8), "weight": (8,), "eps": 1e-5}
 _SHAPED: dict[str, Any] = {**_ROWS, "shape": [8]}
-SPELLINGS = [
+SPELLINGS: list[tuple[Pattern, Replacement]] = [
     (Pattern(widened, **_SHAPED, bias=(8,)), _of_torch),
     (Pattern(widened_unweighted, x=(2, 3, 8), shape=[8], eps=1e-5), _of_torch),
     (Pattern(torch_layer_norm, **_SHAPED, bias=(8,)), _of_torch),
-    (Pattern(cohere, **_ROWS), _of_cohere),
+    (Pattern(cohere, **_ROWS), InDtypesOfInputs(_of_cohere)),
 ]

@@ -1,12 +1,16 @@
 """A norm and its modulation, y * (1 + scale) + shift, in one op: AdaLN of diffusion transformers.
 
 Runs after the rewrites layer_norm and rms_norm, on the ops that they inserted and on those of the
-user's code.
+user's code. A norm that several modulations share, as in the dual attention of Stable Diffusion
+3.5, becomes one op for each of them if nothing else uses it: each reads x, where the modulation
+would read the norm's result.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +18,24 @@ from torch import Tensor, fx
 
 from .canonical import Call, same, value
 from .canonical.call import spelled
+from .graph_state import erase_unused
+from .outside_autocast import mark, modes_of
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import Refused, Search, attempt, derive, emit
+from .rewrite import (
+    Refused,
+    Replacement,
+    Search,
+    attempt,
+    check_results,
+    derive,
+    emit,
+    used_elsewhere,
+)
 
 layer_norm = torch.ops.liger.layer_norm.default
 rms_norm = torch.ops.liger.rms_norm.default
+NORMS = (layer_norm, rms_norm)
 
 
 @spelled(layer_norm)
@@ -43,25 +59,59 @@ def rewrite_rms_norm(graph: fx.Graph, report: Report) -> None:
 
 
 def _rewrite(
-    graph: fx.Graph, report: Report, name: str, spellings: list[tuple[Pattern, Any]]
+    graph: fx.Graph, report: Report, name: str, spellings: list[tuple[Pattern, Replacement]]
 ) -> None:
-    search = Search(graph, report, name)
+    search = Search(graph, report, name, shared=NORMS)
+    found: dict[fx.Node, list[_Modulation]] = defaultdict(list)
     for match, replacement in search.matches(spellings):
         try:
-            with attempt(graph), search.state.modes_of(match.root):
-                target, args = replacement(match)
-                new = op = emit(match.root, target, args)
-                if _is_widened(match, op):
-                    new = derive(match.root, torch.Tensor.to, op, value(match.root).dtype)
-                search.replace((match, new))
+            modulation = _modulation_by(match, replacement, search)
         except Refused as refused:
             search.refuse(match, str(refused))
             continue
-        for node in match.nodes:
-            if node.target in (layer_norm, rms_norm):
-                report.superseded(node)
-        search.used(op)
+        search.set_aside(match)
+        found[modulation.norm].append(modulation)
+    for norm, modulations in found.items():
+        together = frozenset[fx.Node]().union(*(one.match.nodes for one in modulations))
+        try:
+            if reason := used_elsewhere(norm, together):
+                raise Refused(reason)
+            search.replace(*((one.match, one.new) for one in modulations))
+        except Refused as refused:
+            for one in modulations:
+                erase_unused(one.new, {one.new, one.op})
+                search.refuse(one.match, str(refused))
+            continue
+        report.superseded(norm)
+        for one in modulations:
+            search.used(one.op)
     search.finish()
+
+
+@dataclass(frozen=True)
+class _Modulation:
+    """A modulation of a norm's result, and the op that may replace it, cast to the code's dtype.
+
+    The op is in the graph, without users.
+    """
+
+    match: Match
+    norm: fx.Node
+    op: fx.Node
+    new: fx.Node
+
+
+def _modulation_by(match: Match, replacement: Replacement, search: Search) -> _Modulation:
+    (norm,) = (node for node in match.nodes if node.target in NORMS)
+    with attempt(search.graph), modes_of(norm, search.state) as is_outside:
+        target, args = replacement(match)
+        new = op = emit(match.root, target, args)
+        if _is_widened(match, op):
+            new = derive(match.root, torch.Tensor.to, op, value(match.root).dtype)
+        check_results({match.root: value(new)}, search.state)
+        if is_outside:
+            mark(op)
+    return _Modulation(match, norm, op, new)
 
 
 def _is_widened(match: Match, op: fx.Node) -> bool:
@@ -74,7 +124,7 @@ def _is_widened(match: Match, op: fx.Node) -> bool:
     return value(op).dtype == torch.float32 and value(match.root).dtype == x.dtype != torch.float32
 
 
-def _modulation(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any, Any]:
+def _rows(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any, Any]:
     """x, scale and shift, if the op uses the rows of scale for x that PyTorch's broadcasting uses.
 
     `unsqueezed`: the code gives scale one more dimension, for the tokens, before the product.
@@ -89,11 +139,9 @@ def _modulation(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any,
     return x, scale, match.values.get("shift")
 
 
-def _layer_norm_of(
-    rounds: bool, unsqueezed: bool
-) -> Callable[[Match], tuple[Any, tuple[Any, ...]]]:
+def _layer_norm_of(rounds: bool, unsqueezed: bool) -> Replacement:
     def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
-        modulation = _modulation(match, rounds, unsqueezed)
+        modulation = _rows(match, rounds, unsqueezed)
         norm = (match["weight"], match["bias"], match["eps"])
         mode = "torch" if rounds else "float32"
         return torch.ops.liger.modulated_layer_norm.default, (*modulation, *norm, mode)
@@ -101,9 +149,9 @@ def _layer_norm_of(
     return replacement
 
 
-def _rms_norm_of(rounds: bool, unsqueezed: bool) -> Callable[[Match], tuple[Any, tuple[Any, ...]]]:
+def _rms_norm_of(rounds: bool, unsqueezed: bool) -> Replacement:
     def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
-        modulation = _modulation(match, rounds, unsqueezed)
+        modulation = _rows(match, rounds, unsqueezed)
         norm = (match["weight"], match["eps"], match["offset"])
         mode = match["casting_mode"] if rounds else "float32"
         return torch.ops.liger.modulated_rms_norm.default, (*modulation, *norm, mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from .canonical import IDENTITY, calls, canonical, is_tensor, same, value
 from .effects import is_plain
 from .graph_state import GraphState, erase_unused, fake_mode_of
 from .layout import noticed
+from .outside_autocast import mark, modes_of
 from .pattern import CHEAP, Match, Pattern, last_operation
 from .report import Report
 
@@ -24,6 +26,16 @@ ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 # Returns the op that replaces a match and its arguments, or raises Refused.
 Replacement = Callable[[Match], tuple[Any, tuple[Any, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class InDtypesOfInputs:
+    """A replacement whose op runs in the dtypes of its inputs, also under autocast."""
+
+    replacement: Replacement
+
+    def __call__(self, match: Match) -> tuple[Any, tuple[Any, ...]]:
+        return self.replacement(match)
 
 
 NO_KWARGS: Mapping[str, Any] = {}
@@ -45,7 +57,8 @@ def replace_all(
     search = Search(graph, report, name)
     for match, replacement in search.matches(spellings):
         try:
-            with attempt(graph), search.state.modes_of(match.root):
+            outside = isinstance(replacement, InDtypesOfInputs) and _has_narrow(match)
+            with attempt(graph), modes_of(match.root, search.state, outside) as is_outside:
                 target, args = replacement(match)
                 _not_written_since(args, match, search.state)
                 new = (emit_by_rows if by_rows else emit)(match.root, target, args)
@@ -53,8 +66,16 @@ def replace_all(
         except Refused as refused:
             search.refuse(match, str(refused))
             continue
+        if is_outside:
+            mark(new)
         search.used(new)
     search.finish()
+
+
+def _has_narrow(match: Match) -> bool:
+    """Whether autocast would cast an input of an op that computes in float32."""
+    dtypes = {value(one).dtype for one in match.values.values() if is_tensor(one)}
+    return bool(dtypes & {torch.bfloat16, torch.float16})
 
 
 def _not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -> None:
@@ -67,10 +88,16 @@ def _not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -
 
 
 class Search:
-    """The matches of one rewrite in a graph, and whether each was used or refused."""
+    """The matches of one rewrite in a graph, and whether each was used or refused.
 
-    def __init__(self, graph: fx.Graph, report: Report, name: str) -> None:
-        self.graph, self.report, self.name = graph, report, name
+    `shared` are targets of calls whose results may also be used outside of a match. The rewrite
+    itself decides what becomes of these matches.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, report: Report, name: str, shared: Collection[Any] = ()
+    ) -> None:
+        self.graph, self.report, self.name, self.shared = graph, report, name, shared
         self.state = GraphState(graph)
         self._covered: set[fx.Node] = set()
         self._set_aside: set[fx.Node] = set()
@@ -100,7 +127,7 @@ class Search:
                     match = pattern.match(node)
                 if match is None:
                     continue
-                reason = match.difference or obstacle(match, self.state)
+                reason = match.difference or obstacle(match, self.state, self.shared)
                 if reason is not None:
                     close.append((match, reason))
                     continue
@@ -141,10 +168,11 @@ class Search:
             self.report.refused(self.name, root, reason)
 
 
-def obstacle(match: Match, state: GraphState) -> str | None:
+def obstacle(match: Match, state: GraphState, shared: Collection[Any] = ()) -> str | None:
     """Reason this match cannot be replaced, or None.
 
-    A value may be used elsewhere, modes may be mixed, a tensor may be written in place.
+    A value may be used elsewhere, unless it is the result of a call of a target in `shared`; modes
+    may be mixed, a tensor may be written in place.
     """
     computed = set()
     for node in match.nodes:
@@ -154,9 +182,9 @@ def obstacle(match: Match, state: GraphState) -> str | None:
         computed.add(node)
         if node is match.root or (call is not None and call.op in CHEAP):
             continue
-        outside = [user for user in node.users if user not in match.nodes]
-        if outside:
-            return f"{node.name}, a value on the way, is used elsewhere, by {outside[0].name}"
+        reason = used_elsewhere(node, match.nodes)
+        if reason is not None and node.target not in shared:
+            return reason
     if not state.one_mode(computed):
         return "its operations run in different gradient or autocast modes"
     inputs = [v for v in match.values.values() if isinstance(v, fx.Node)]
@@ -166,6 +194,14 @@ def obstacle(match: Match, state: GraphState) -> str | None:
     if state.written([*match.nodes, *inputs], first, match.root):
         return "a tensor is written in place between its operations"
     return None
+
+
+def used_elsewhere(node: fx.Node, matched: Collection[fx.Node]) -> str | None:
+    """Reason that a value on the way to a result has to stay, or None."""
+    outside = next((user for user in node.users if user not in matched), None)
+    if outside is None:
+        return None
+    return f"{node.name}, a value on the way, is used elsewhere, by {outside.name}"
 
 
 def foreign(inputs: Iterable[Any]) -> str | None:
@@ -337,13 +373,6 @@ def of_one_shape(a: Any, b: Any) -> None:
     shapes = [tuple(value(one).shape) if is_tensor(one) else one for one in (a, b)]
     if not same(*shapes):
         raise Refused(f"{shapes[0]} and {shapes[1]} are broadcast against each other")
-
-
-def not_under_autocast(match: Match) -> None:
-    """Raise Refused under autocast, where the op casts to float32 and the code does not."""
-    x = value(match["x"])
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float32:
-        raise Refused("under autocast the op computes in float32, but this code in x's dtype")
 
 
 def put_loss(

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .canonical import is_tensor, same, value
+from .canonical import is_tensor, value
 from .pattern import Match, Pattern
 from .report import Report
-from .rewrite import Refused, not_under_autocast, number, replace_all
+from .rewrite import InDtypesOfInputs, Refused, derive, number, replace_all
 
 
 def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,6 +47,18 @@ def helium(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight.to(torch.float32) * wide).to(x.dtype)
 
 
+def mochi(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    wide = x * torch.rsqrt(variance + eps)
+    return (weight * wide).to(x.dtype)
+
+
+def wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`RMSNorm` of diffusers with a float32 weight: the result is float32, whatever x is."""
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return x * torch.rsqrt(variance + eps) * weight
+
+
 def unwidened(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
@@ -55,6 +67,11 @@ def unweighted(x: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype)
+
+
+def unweighted_t5(x: Tensor, eps: float) -> Tensor:
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return (x * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
 def unweighted_unwidened(x: Tensor, eps: float) -> Tensor:
@@ -75,11 +92,15 @@ def _op(casting_mode: str, weighted: bool = True, offset: float = 0.0) -> Any:
         if weighted and not is_tensor(weight, dim=1):
             raise Refused(f"the weight has the shape {_shape(weight)}, not that of a row")
         added = number(match["offset"]) if "offset" in match.values else offset
-        not_under_autocast(match)
         args = (match["x"], weight, number(match["eps"]), added, casting_mode)
         return torch.ops.liger.rms_norm.default, args
 
-    return replacement
+    return InDtypesOfInputs(replacement)
+
+
+def _of_wide(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    target, (x, *rest) = _op("gemma")(match)
+    return target, (derive(match.root, torch.Tensor.to, x, torch.float32), *rest)
 
 
 def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
@@ -88,9 +109,10 @@ def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
     dimensions = len(value(match["shape"]))
     if dimensions != 1:
         raise Refused(f"it normalises over {dimensions} dimensions, not the last alone")
-    if match["weight"] is not None and not same(
-        value(match["weight"]).dtype, value(match["x"]).dtype
-    ):
+    # PyTorch returns x's dtype, unless autocast has cast both to float32, as it casts the op's.
+    dtypes = {value(one).dtype for one in (match["x"], match["weight"]) if one is not None}
+    is_cast = value(match.root).dtype == torch.float32 and torch.float64 not in dtypes
+    if len(dtypes) > 1 and not is_cast:
         raise Refused("the weight is not of the dtype of x")
     return torch.ops.liger.rms_norm.default, (
         match["x"],
@@ -115,7 +137,10 @@ SPELLINGS = [
     (Pattern(t5, **_WEIGHTED), _op("llama")),
     (Pattern(olmo2, **_WEIGHTED), _op("gemma")),
     (Pattern(helium, **_WEIGHTED), _op("gemma")),
+    (Pattern(mochi, **_WEIGHTED), _op("gemma")),
     (Pattern(unwidened, **_WEIGHTED), _op("none")),
+    (Pattern(wide, **_WEIGHTED), _of_wide),
     (Pattern(unweighted, **_ROWS), _op("gemma", weighted=False)),
+    (Pattern(unweighted_t5, **_ROWS), _op("gemma", weighted=False)),
     (Pattern(unweighted_unwidened, **_ROWS), _op("none", weighted=False)),
 ]

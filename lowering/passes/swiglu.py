@@ -26,6 +26,10 @@ def beam(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
 
 
+def lumina(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.to(torch.float32)).to(gate.dtype) * up
+
+
 def falcon_h1(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:
     return up * F.silu(gate * multiplier)
 
@@ -48,5 +52,6 @@ _HALVES: dict[str, Any] = {"gate": (2, 3, 8), "up": (2, 3, 8)}
 SPELLINGS = [
     (Pattern(falcon_h1, **_HALVES, multiplier=0.5), _op),
     (Pattern(beam, **_HALVES), _op),
+    (Pattern(lumina, **_HALVES), _op),
     (Pattern(llama, **_HALVES), _op),
 ]

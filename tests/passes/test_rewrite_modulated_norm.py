@@ -108,15 +108,36 @@ def test_chunks_of_a_projection():
     check(Block(), values(2, 3, 8), values(2, 8), counts={"modulated_layer_norm": 2})
 
 
+@each_dtype
+@each_norm
+def test_two_modulations_of_one_norm(op, dtype):
+    """As in the dual attention of SD3.5, here of rows that a modulation has made."""
+    norm = NORMS[op]().to(dtype)
+
+    def dual(x: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        y = norm(blocks.zero(norm, x, rows[0], rows[1]))
+        first = y * (1 + rows[2][:, None]) + rows[3][:, None]
+        return first, y * (1 + rows[4][:, None]) + first.mean(1, keepdim=True)
+
+    rows = (values(2, 8, dtype=dtype, seed=i) for i in range(5))
+    found = check(dual, values(2, 3, 8, dtype=dtype), *rows, counts={op: 3})
+    assert not found.calls("layer_norm") and not found.calls("rms_norm")
+
+
 def of_positions(x: Tensor, scale: Tensor) -> Tensor:
     """scale[t] is for position t of every sample, not for sample t."""
     return F.layer_norm(x, (8,)) * (1 + scale) + scale
 
 
-def of_two_modulations(x: Tensor, scale: Tensor) -> Tensor:
-    """As in the dual attention of SD3.5."""
+def with_another_user(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     y = F.layer_norm(x, (8,))
-    return y * (1 + scale[:, None]) + y * (1 - scale[:, None])
+    return y * (1 + scale[:, None]), y * (1 - scale[:, None])
+
+
+def with_another_modulation(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """One of the two modulations is of positions."""
+    y = F.layer_norm(x, (8,))
+    return y * (1 + scale[:, None]), y * (1 + scale)
 
 
 def of_two(x: Tensor, scale: Tensor) -> Tensor:
@@ -139,7 +160,8 @@ def written(x: Tensor, scale: Tensor) -> Tensor:
 
 NEAR_MISSES = {
     "positions": (of_positions, "not that of whole samples"),
-    "two-modulations": (of_two_modulations, "is used elsewhere"),
+    "another-user": (with_another_user, "is used elsewhere"),
+    "another-modulation": (with_another_modulation, "not that of whole samples"),
     "two": (of_two, "add has 2 where the op has 1"),
     "without-one": (without_one, ""),
 }
@@ -148,10 +170,11 @@ NEAR_MISSES = {
 @pytest.mark.parametrize(("function", "reason"), NEAR_MISSES.values(), ids=NEAR_MISSES)
 def test_near_misses(function, reason):
     """There are as many samples as tokens: scale has the shape of either."""
-    refused(
+    found = refused(
         function, *(values(3, 3, 8), values(3, 8)), op="modulated_layer_norm", reason=reason,
         counts={"layer_norm": 1},
     )  # fmt: skip
+    assert found.calls("modulated_layer_norm") == []
 
 
 def test_a_shift_of_another_form_stays():

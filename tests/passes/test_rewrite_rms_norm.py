@@ -30,6 +30,14 @@ def unweighted(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() * inverse_rms(x.float())).type_as(x)
 
 
+def unweighted_t5(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * inverse_rms(x.float())).to(x.dtype)
+
+
+def mochi(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * inverse_rms(x.float()) * weight).to(x.dtype)
+
+
 def unweighted_unwidened(x: Tensor, weight: Tensor) -> Tensor:
     return x * inverse_rms(x)
 
@@ -48,8 +56,10 @@ MODES: dict[str, tuple[Callable[..., Tensor], str, float, bool]] = {
     "gemma": (gemma, "gemma", 1.0, True),
     "olmo2": (olmo2, "gemma", 0.0, True),
     "helium": (helium, "gemma", 0.0, True),
+    "mochi": (mochi, "gemma", 0.0, True),
     "unwidened": (unwidened, "none", 0.0, True),
     "unweighted": (unweighted, "gemma", 0.0, False),
+    "unweighted-t5": (unweighted_t5, "gemma", 0.0, False),
     "unweighted-unwidened": (unweighted_unwidened, "none", 0.0, False),
     "F.rms_norm": (torch_function, "gemma", 0.0, True),
     "F.rms_norm-unweighted": (torch_unweighted, "gemma", 0.0, False),
@@ -84,6 +94,19 @@ def test_rms_norm_of_a_narrow_x_and_a_wide_weight():
     for function in (gemma, helium, olmo2):
         (call,) = check(function, x, weight, counts={"rms_norm": 1}).calls("rms_norm")
         assert call["casting_mode"] == "gemma"
+
+
+def left_wide(x: Tensor, weight: Tensor) -> Tensor:
+    return weight.float() * (x.float() * inverse_rms(x.float()))
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("norm", [left_wide, lambda x, w: x * inverse_rms(x.float()) * w])
+def test_rms_norm_whose_result_stays_float32(norm, weight_dtype):
+    """As diffusers' RMSNorm with a float32 weight: the op is given x in float32."""
+    x, weight = values(2, 3, 8, dtype=torch.bfloat16), values(8, dtype=weight_dtype)
+    (call,) = check(norm, x, weight, counts={"rms_norm": 1}).calls("rms_norm")
+    assert call["x"].meta["example_value"].dtype == torch.float32
 
 
 SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from norm_spellings import EPS, gemma, inverse_rms, unwidened
-from rewriting import check, each_dtype, refused, values
+from norm_spellings import EPS, gemma, inverse_rms
+from rewriting import check, refused, values
 
 
 def extra_user(x: Tensor, weight: Tensor) -> Any:
@@ -149,14 +149,9 @@ def rounded_square(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (x.float() * torch.rsqrt(variance + EPS)).to(x.dtype)
 
 
-def result_left_wide(x: Tensor, weight: Tensor) -> Tensor:
-    return weight.float() * (x.float() * inverse_rms(x.float()))
-
-
 ROUNDED_ELSEWHERE = {
     "before-the-product": rounded_before_the_product,
     "square": rounded_square,
-    "not-at-all": result_left_wide,
 }
 
 
@@ -179,18 +174,3 @@ def test_rms_norm_with_an_eps_that_the_op_refuses():
     assert check(function, values(2, 3, 8), values(8), counts={}).counts() == {}
     function = lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + -1e-9))
     refused(function, values(2, 3, 8), values(8), op="rms_norm", reason="eps must be")
-
-
-@each_dtype
-def test_rms_norm_under_autocast(dtype):
-    """On a device the op would compute in float32, and this code in bfloat16 does not."""
-
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return unwidened(x, weight)
-
-    x, weight = values(2, 3, 8, dtype=dtype), values(8, dtype=dtype)
-    if dtype == torch.float32:
-        check(function, x, weight, counts={"rms_norm": 1})
-    else:
-        refused(function, x, weight, op="rms_norm", reason="under autocast")
