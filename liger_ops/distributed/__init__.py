@@ -37,9 +37,11 @@ def register_for_dtensor() -> bool:
     if _registered or not hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor"):
         return False
     _registered = True
+    from .calls import redispatch
     from .sharding import register_rules
 
     register_rules()
+    autograd.redispatch = redispatch
     return True
 
 

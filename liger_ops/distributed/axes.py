@@ -150,3 +150,10 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "lora_b=V R -> logits=* K, rest=*",
     "linear_divergence": _linear_divergence,
 }
+
+# Ops whose columns N may be sharded too: a device computes its own with their definition, and
+# statistics of rows are summed over the devices.
+SHARDED_COLUMNS = (
+    "rms_norm", "fused_add_rms_norm", "gated_rms_norm", "layer_norm", "modulated_rms_norm",
+    "modulated_layer_norm", "poly_norm", "softmax", "log_softmax",
+)  # fmt: skip

@@ -27,7 +27,12 @@ def start_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
 
 
 def summed(tensor: Tensor, group: Any) -> Tensor:
-    return wait(start_sum(tensor, group))
+    return reduced(tensor, "sum", group)
+
+
+def reduced(tensor: Tensor, operation: str, group: Any) -> Tensor:
+    """The sum, "sum", or the maximum, "max", over the ranks of a group or a mesh's dimension."""
+    return wait(functional.all_reduce(tensor.contiguous(), operation, group))
 
 
 def start_sum(tensor: Tensor, group: Any) -> Tensor:

@@ -96,14 +96,15 @@ def is_computed(op: Op, call: Any, i: int, name: str) -> bool:
     return bool(getattr(call, f"return_{name.removesuffix('_tokens')}", True))
 
 
-def dimensions(axes: list[str], many: int) -> list[str | None]:
-    """The axis of each dimension, where `*` and `#` are `many` dimensions."""
+def dimensions(axes: list[str], many: int, columns: str = "") -> list[str | None]:
+    """The axis of each dimension, where `*` and `#` are `many` dimensions. The axis `columns` may
+    be sharded although it is an upper-case one."""
     named: list[str | None] = []
     for axis in axes:
         if axis in "*#":
             named += [f"*{i}" if axis == "*" else None for i in range(many)]
         else:
-            named.append(axis if axis.islower() else None)
+            named.append(axis if axis.islower() or axis == columns else None)
     return named
 
 
@@ -121,13 +122,26 @@ def shardable(sizes: dict[str, set[Any]], devices: int) -> list[str]:
     return found
 
 
-def rule(name: str, args: Sequence[Any]) -> Rule:
-    """The placements of results and of arguments, on one dimension of a mesh, that op `name` keeps.
+class Tensors(NamedTuple):
+    """The tensors of a call; None for an argument or a result that is none."""
 
-    `args` are the arguments of a call, with a spec in place of a tensor.
-    """
-    op = OPS[name]
-    call: Any = op.arguments(*args)
+    arguments: list[Placed | None]
+    results: list[Placed | None]
+    # Axis -> its sizes in the tensors.
+    sizes: dict[str, set[Any]]
+
+    def placements(self, axis: str | None) -> tuple[Placements, Placements]:
+        """The placements of results and of arguments, on one dimension of a mesh, that shard an
+        axis, or nothing."""
+
+        def placed(tensors: Sequence[Placed | None]) -> Placements:
+            return [t and (t.placement(axis) if axis else Replicate()) for t in tensors]
+
+        return placed(self.results), placed(self.arguments)
+
+
+def tensors_of(op: Op, call: Any, columns: str = "") -> Tensors:
+    """The tensors of a call, whose arguments are tensors or specs of DTensor."""
     line = line_of(op, call)
     roles = {
         argument.name: (argument_role(op, line, argument.name), value)
@@ -136,7 +150,7 @@ def rule(name: str, args: Sequence[Any]) -> Rule:
     }
     many = {name: len(value.shape) - len(role.axes) + 1 for name, (role, value) in roles.items()}
     rows = max((many[name] for name, (role, _) in roles.items() if "*" in role.axes), default=0)
-    named = {name: dimensions(role.axes, many[name]) for name, (role, _) in roles.items()}
+    named = {name: dimensions(role.axes, many[name], columns) for name, (role, _) in roles.items()}
 
     # A size of 1 among others is broadcast: the tensor lacks the axis.
     sizes: dict[str, set[Any]] = {}
@@ -154,34 +168,36 @@ def rule(name: str, args: Sequence[Any]) -> Rule:
         if len(found) > 1:
             found.discard(1)
 
-    inputs = [
+    arguments = [
         Placed(named[argument.name], roles[argument.name][0].otherwise)
         if argument.name in roles
         else None
         for argument in op.schema.arguments
     ]
-    outputs: list[Placed | None] = []
+    results: list[Placed | None] = []
     for i, result in enumerate(result_names(op, line)):
         if not is_computed(op, call, i, result):
-            outputs.append(None)
+            results.append(None)
             continue
         like = result if op.name.endswith("_backward") and result in line.results else ""
         like = like or result.removeprefix("d")
         if op.name.endswith("_backward") and like in named:
             axes = named[like]
         else:
-            axes = dimensions(line.results.get(result) or line.arguments.get(like, []), rows)
-        outputs.append(Placed(axes, Partial()))
+            found_axes = line.results.get(result) or line.arguments.get(like, [])
+            axes = dimensions(found_axes, rows, columns)
+        results.append(Placed(axes, Partial()))
+    return Tensors(arguments, results, sizes)
 
-    devices = next(value.mesh.size() for _, value in roles.values())
 
-    def placed(tensors: Sequence[Placed | None], sharded: str) -> Placements:
-        return [tensor and tensor.placement(sharded) for tensor in tensors]
+def rule(name: str, args: Sequence[Any]) -> Rule:
+    """The placements of results and of arguments, on one dimension of a mesh, that op `name` keeps.
 
-    def replicated(tensors: Sequence[Placed | None]) -> Placements:
-        return [tensor and Replicate() for tensor in tensors]
-
-    rules = [(replicated(outputs), replicated(inputs))]
-    for axis in shardable(sizes, devices):
-        rules.append((placed(outputs, axis), placed(inputs, axis)))
-    return rules
+    `args` are the arguments of a call, with a spec in place of a tensor.
+    """
+    op = OPS[name]
+    call = op.arguments(*args)
+    tensors = tensors_of(op, call)
+    devices = next(value.mesh.size() for value in call if hasattr(value, "placements"))
+    axes = [None, *shardable(tensors.sizes, devices)]
+    return [tensors.placements(axis) for axis in axes]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import library
+from . import rows
 from .gated import silu_slope
 from .precision import widened
 
@@ -120,7 +121,7 @@ def gated_rms_norm_backward(
     s, g = _groups(s, group_size), _groups(d * scale, group_size)
     rstd = _rstd(s, eps)
     shat = s * rstd
-    ds = (rstd * (g - shat * (g * shat).mean(-1, keepdim=True))).reshape(x.shape)
+    ds = (rstd * (g - shat * rows.mean(g * shat))).reshape(x.shape)
     shat = shat.reshape(x.shape)
     dx = dgate = dweight = None
     if output_mask[0]:
@@ -129,7 +130,7 @@ def gated_rms_norm_backward(
         dgate = dy * slope * (shat * scale) if norm_before_gate else ds * wide * slope
         dgate = dgate.to(gate.dtype).contiguous()
     if output_mask[2] and weight is not None:
-        dweight = (d * shat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        dweight = rows.columns_sum(d * shat).to(weight.dtype)
     return dx, dgate, dweight
 
 
@@ -153,7 +154,7 @@ def _groups(x: Tensor, group_size: int | torch.SymInt | None) -> Tensor:
 
 
 def _rstd(s: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt((s * s).mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(rows.mean(s * s) + eps)
 
 
 library.gradient("gated_rms_norm")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from . import rows
 from .precision import widened
 
 
@@ -98,22 +99,22 @@ def backward_definition(
         g = dy if weight is None else dy * weight.to(xhat.dtype)
         dx = standardised_backward(g, xhat, rstd).to(x.dtype).contiguous()
     if output_mask[1] and weight is not None:
-        dweight = (dy * xhat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        dweight = rows.columns_sum(dy * xhat).to(weight.dtype)
     if output_mask[2] and bias is not None:
-        dbias = dy.reshape(-1, x.shape[-1]).sum(0).to(bias.dtype)
+        dbias = rows.columns_sum(dy).to(bias.dtype)
     return dx, dweight, dbias
 
 
 def standardised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x - mean) * rstd over the last dimension, and rstd."""
-    centred = x - x.mean(-1, keepdim=True)
-    rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    centred = x - rows.mean(x)
+    rstd = torch.rsqrt(rows.mean(centred * centred) + eps)
     return centred * rstd, rstd
 
 
 def standardised_backward(g: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
     """The gradient of x, given the gradient g of xhat."""
-    return rstd * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    return rstd * (g - rows.mean(g) - xhat * rows.mean(g * xhat))
 
 
 library.gradient("layer_norm")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from . import rows
 from .precision import widened
 
 
@@ -37,7 +38,7 @@ def log_softmax(x: Tensor) -> Tensor:
         >>> liger_ops.log_softmax(torch.tensor([[0.0, 0.0, -torch.inf]]))
         tensor([[-0.6931, -0.6931,    -inf]])
     """
-    return torch.log_softmax(widened(x), -1).to(x.dtype).contiguous()
+    return rows.log_softmax(widened(x)).to(x.dtype).contiguous()
 
 
 @library.define()
@@ -59,7 +60,7 @@ def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     """
     wide = widened(y)
     dy = dy.to(wide.dtype)
-    dx = dy - torch.exp(wide) * dy.sum(-1, keepdim=True)
+    dx = dy - torch.exp(wide) * rows.total(dy)
     return dx.to(y.dtype).contiguous()
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from . import rows
 from .precision import widened
 
 
@@ -94,7 +95,7 @@ def poly_norm_backward(
         normalised = u * rstd
         product = dy * normalised
         sums.append(product.sum())
-        dx = dx + scale[i] * slope * rstd * (dy - normalised * product.mean(-1, keepdim=True))
+        dx = dx + scale[i] * slope * rstd * (dy - normalised * rows.mean(product))
     return (
         dx.to(x.dtype).contiguous() if output_mask[0] else None,
         torch.stack(sums).to(weight.dtype) if output_mask[1] else None,
@@ -105,7 +106,7 @@ def poly_norm_backward(
 
 
 def _rstd(u: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt((u * u).mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(rows.mean(u * u) + eps)
 
 
 library.gradient("poly_norm")

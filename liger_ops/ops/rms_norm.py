@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from . import rows
 from .precision import widened
 
 CASTING_MODES = ("llama", "gemma", "none")
@@ -67,10 +68,10 @@ def scaled(
 ) -> Tensor:
     """The result of `rms_norm` before it is rounded to x.dtype."""
     if casting_mode == "none":
-        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+        y = x * torch.rsqrt(rows.mean(x * x) + eps)
         return y if weight is None else y * (widened(weight) + offset).to(x.dtype)
     wide = widened(x)
-    y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    y = wide * torch.rsqrt(rows.mean(wide * wide) + eps)
     if weight is not None:
         if casting_mode == "llama":
             y = widened(y.to(x.dtype))
@@ -110,17 +111,17 @@ def backward_definition(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """`rms_norm_backward` with ds, a second gradient of x, added to dx before it is rounded."""
     wide = widened(x)
-    rstd = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    rstd = torch.rsqrt(rows.mean(wide * wide) + eps)
     xhat = wide * rstd
     dy = dy.to(wide.dtype)
     dx = dweight = None
     if output_mask[0]:
         g = dy if weight is None else dy * (weight.to(wide.dtype) + offset)
-        dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+        dx = rstd * (g - xhat * rows.mean(g * xhat))
         dx = dx if ds is None else dx + ds.to(wide.dtype)
         dx = dx.to(x.dtype).contiguous()
     if output_mask[1] and weight is not None:
-        dweight = (dy * xhat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        dweight = rows.columns_sum(dy * xhat).to(weight.dtype)
     return dx, dweight
 
 

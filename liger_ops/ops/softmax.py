@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from . import rows
 from .precision import widened
 
 
@@ -37,7 +38,7 @@ def softmax(x: Tensor) -> Tensor:
         >>> liger_ops.softmax(torch.tensor([[0.0, 0.0, -torch.inf]]))
         tensor([[0.5000, 0.5000, 0.0000]])
     """
-    return torch.softmax(widened(x), -1).to(x.dtype).contiguous()
+    return rows.softmax(widened(x)).to(x.dtype).contiguous()
 
 
 @library.define()
@@ -59,7 +60,7 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     """
     wide = widened(y)
     dy = dy.to(wide.dtype)
-    dx = wide * (dy - (dy * wide).sum(-1, keepdim=True))
+    dx = wide * (dy - rows.total(dy * wide))
     return dx.to(y.dtype).contiguous()
 
 

@@ -1,0 +1,212 @@
+"""Norms and softmax whose columns are sharded: the numbers of one process, by moving statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+import liger_ops
+import ranks
+from collectives import recorded
+from liger_ops.distributed.axes import SHARDED_COLUMNS
+
+SECONDS = 180
+ROWS = 6
+# The all-reduces of the forward and of the backward, each of a number in float32 for every row.
+STATISTICS = {
+    "rms_norm": (1, 2),
+    "fused_add_rms_norm": (1, 2),
+    "gated_rms_norm": (1, 2),
+    "layer_norm": (2, 4),
+    # The backward needs the norm's result and its statistics.
+    "modulated_rms_norm": (1, 3),
+    "modulated_layer_norm": (2, 6),
+    # Three powers of x.
+    "poly_norm": (3, 6),
+    "softmax": (2, 1),
+    "log_softmax": (2, 1),
+}
+
+
+def test_two_devices(tmp_path: Path) -> None:
+    checks = [
+        only_statistics_move,
+        half_precision_rounds_as_on_one_device,
+        columns_may_be_uneven_or_none,
+        infinities_are_those_of_the_whole_row,
+        compiled,
+    ]
+    assert not ranks.failures(checks, 2, tmp_path, SECONDS)
+
+
+def test_columns_on_two_dimensions_of_a_mesh(tmp_path: Path) -> None:
+    assert not ranks.failures([on_a_square], 4, tmp_path, SECONDS)
+
+
+def tensors_of(op: str, N: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Tensors to call an op with, each of which ends with the columns; poly_norm has weights of
+    powers, which do not."""
+    torch.manual_seed(0)
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "fused_add_rms_norm": [(ROWS, N), (ROWS, N), (N,)],
+        "gated_rms_norm": [(ROWS, N), (ROWS, N), (N,)],
+        "layer_norm": [(ROWS, N), (N,), (N,)],
+        "modulated_rms_norm": [(2, 3, N), (2, N), (2, N), (N,)],
+        "modulated_layer_norm": [(2, 3, N), (2, N), (2, N), (N,), (N,)],
+        "poly_norm": [(ROWS, N), (3,)],
+        "softmax": [(ROWS, N)],
+        "log_softmax": [(ROWS, N)],
+    }
+    # A mean that is far from 0, as the statistics of two devices' columns are combined.
+    return [torch.randn(s, dtype=dtype) + 3 for s in shapes.get(op, [(ROWS, N), (N,)])]
+
+
+def forward(op: str, tensors: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, ...]:
+    results = getattr(liger_ops, op)(*tensors, **options)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def backward(results: tuple[Tensor, ...], tensors: list[Tensor]) -> list[Tensor]:
+    weights = [y.detach().cos() + i for i, y in enumerate(results)]
+    return list(torch.autograd.grad(results, tensors, weights))
+
+
+def outcome(op: str, tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    results = forward(op, tensors, options)
+    return [*results, *backward(results, tensors)]
+
+
+def over_columns(tensors: list[Tensor], mesh: Any, placements: Any = None) -> list[Tensor]:
+    """The tensors, sharded over columns where they have those of the first."""
+    N = tensors[0].shape[-1]
+    found = []
+    for tensor in tensors:
+        last = Shard(tensor.dim() - 1) if tensor.shape[-1] == N else Replicate()
+        given = [last] * mesh.ndim
+        if placements is not None:
+            given = placements(tensor)
+        found.append(distribute_tensor(tensor, mesh, given).requires_grad_())
+    return found
+
+
+def leaves(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.clone().requires_grad_() for tensor in tensors]
+
+
+def compare(found: list[Any], expected: list[Tensor], tolerance: float = 1e-5) -> None:
+    for value, truth in zip(found, expected, strict=True):
+        assert isinstance(value, DTensor) and value.dtype is truth.dtype
+        assert value.stride() == truth.stride()
+        torch.testing.assert_close(
+            value.full_tensor(), truth, rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+
+
+def only_statistics_move() -> None:
+    assert set(STATISTICS) == set(SHARDED_COLUMNS)
+    mesh = init_device_mesh("cpu", (2,))
+    for op, counts in STATISTICS.items():
+        tensors = tensors_of(op, 33)
+        given = over_columns(tensors, mesh)
+        results, of_forward = recorded(lambda: forward(op, given, {}))  # noqa: B023
+        gradients, of_backward = recorded(lambda: backward(results, given))  # noqa: B023
+        statistic = [("all_reduce", ROWS * 4)]
+        assert of_forward == statistic * counts[0], (op, of_forward)
+        assert of_backward == statistic * counts[1], (op, of_backward)
+        for result in results:
+            assert result.placements == (Shard(result.dim() - 1),), op
+        for one, gradient in zip(given, gradients, strict=True):
+            if op != "poly_norm":
+                assert gradient.placements == one.placements, op
+        compare([*results, *gradients], outcome(op, leaves(tensors)), 1e-4)
+
+
+def half_precision_rounds_as_on_one_device() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for mode in ("llama", "gemma", "none"):
+        options = {"casting_mode": mode, "offset": 1.0}
+        tensors = tensors_of("rms_norm", 33, torch.bfloat16)
+        found = forward("rms_norm", over_columns(tensors, mesh), options)
+        expected = forward("rms_norm", leaves(tensors), options)
+        # The sum over two devices has another order: a result at a tie may round the other way.
+        compare(list(found), list(expected), 2**-7)
+        assert (found[0].full_tensor() == expected[0]).float().mean() > 0.9
+        found, expected = (
+            outcome("rms_norm", one, **options)
+            for one in (over_columns(tensors, mesh), leaves(tensors))
+        )
+        compare(found, expected, 2**-6)
+
+
+def columns_may_be_uneven_or_none() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for op in STATISTICS:
+        for N in (1, 7):
+            tensors = tensors_of(op, N, torch.float64)
+            given = over_columns(tensors, mesh)
+            compare(outcome(op, given), outcome(op, leaves(tensors)), 1e-9)
+            # Parameters that every device has whole.
+            whole = over_columns(
+                tensors, mesh,
+                lambda t, x=tensors[0]: [Shard(x.dim() - 1) if t.shape == x.shape else Replicate()],
+            )  # fmt: skip
+            compare(outcome(op, whole), outcome(op, leaves(tensors)), 1e-9)
+
+
+def infinities_are_those_of_the_whole_row() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, 6)
+    x[0, :3] = -torch.inf
+    x[1] = -torch.inf
+    x[2, 4] = torch.inf
+    x[3, 1] = torch.nan
+    for function in (liger_ops.softmax, liger_ops.log_softmax):
+        compare([function(distribute_tensor(x, mesh, [Shard(1)]))], [function(x)])
+
+
+def compiled() -> None:
+    """The graphs that a compiler gets have a device's columns, and collectives of statistics."""
+    mesh = init_device_mesh("cpu", (2,))
+    for op in ("rms_norm", "softmax"):
+        found = []
+
+        def count(graph: Any, _: Any, found: list[int] = found) -> Any:
+            collectives = [n for n in graph.graph.nodes if "_c10d_functional" in str(n.target)]
+            shapes = [tuple(n.meta["val"].shape) for n in collectives]
+            assert set(shapes) == {(ROWS, 1)}
+            found.append(sum("all_reduce" in str(n.target) for n in collectives))
+            return make_boxed_func(graph)
+
+        tensors = tensors_of(op, 33)
+        given = over_columns(tensors, mesh)
+        function = torch.compile(
+            getattr(liger_ops, op), backend=aot_autograd(fw_compiler=count), fullgraph=True
+        )
+        results = (function(*given),)
+        compare([*results, *backward(results, given)], outcome(op, leaves(tensors)))
+        assert tuple(found) == STATISTICS[op], op
+
+
+def on_a_square() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    ways: list[Callable[[int], list[Any]]] = [
+        lambda last: [Shard(0), Shard(last)],
+        lambda last: [Shard(last), Shard(last)],
+        lambda last: [Shard(last), Replicate()],
+    ]
+    for op in ("layer_norm", "softmax"):
+        tensors = tensors_of(op, 9, torch.float64)
+        expected = outcome(op, leaves(tensors))
+        for way in ways:
+            given = over_columns(
+                tensors, mesh,
+                lambda t, way=way: way(1) if t.dim() == 2 else [Replicate(), Shard(0)],
+            )  # fmt: skip
+            compare(outcome(op, given), expected, 1e-9)

@@ -1,0 +1,100 @@
+"""Every op with its rows sharded, on a rank without rows too: nothing moves but sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+import ranks
+from collectives import recorded
+from op_table import OPS
+from op_under_test import OpUnderTest
+
+SECONDS = 240
+# Shards of 2, 2, 1 and no rows.
+ROWS = 5
+# Their divisor is that of all rows, so that everything is replicated.
+REPLICATED = ("kl_div", "jsd")
+# A row on four devices: DTensor replicates what has fewer elements than devices.
+WITH_ONE_ROW = ("rms_norm", "swiglu", "rope", "cross_entropy_forward-none", "mhc_pre")
+
+
+def test_four_devices(tmp_path: Path) -> None:
+    assert not ranks.failures([every_op_without_collectives, one_row], 4, tmp_path, SECONDS)
+
+
+def every_op_without_collectives() -> None:
+    failures = []
+    # A form of each op; test_rules has them all.
+    for op in {op.name: op for op in OPS.values()}.values():
+        try:
+            moved, gradients = run(op, ROWS)
+            if op.per_row and op.name not in REPLICATED:
+                # The divisor of cross_entropy.
+                assert moved in ([], [("all_reduce", 8)]), moved
+                for gradient in gradients:
+                    # A weight's gradient is each device's part of a sum, which nobody has asked
+                    # for yet.
+                    (placement,) = gradient.placements
+                    assert placement.is_partial("sum") or placement.is_shard(), placement
+        except Exception as error:
+            failures.append(f"{op.id}: {type(error).__name__} {str(error)[:300]}")
+    assert not failures, "\n".join(failures)
+
+
+def one_row() -> None:
+    for name in WITH_ONE_ROW:
+        run(OPS[name], 1)
+
+
+def run(op: OpUnderTest, rows: int) -> tuple[list[tuple[str, int]], list[DTensor]]:
+    """Compare a call with one process; return its collectives and the gradients."""
+    mesh = init_device_mesh("cpu", (4,))
+    case = op.sample(torch.float64, rows=rows)
+    names = [argument.name for argument in op.overload()._schema.arguments]
+    own = [
+        value.detach().clone().requires_grad_(op.has_gradient(i) and differentiable(value))
+        if isinstance(value, Tensor) else value
+        for i, value in enumerate(op.forward_args(case, op.tensors(case)))
+    ]  # fmt: skip
+    sharded = [
+        distribute_tensor(
+            value.detach(), mesh, [Shard(0) if name in op.per_row else Replicate()]
+        ).requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) else value
+        for name, value in zip(names, own, strict=False)
+    ]  # fmt: skip
+    expected, expected_gradients = outcome(op, own)
+    (found, gradients), moved = recorded(lambda: outcome(op, sharded))
+    for value, truth in zip([*found, *gradients], [*expected, *expected_gradients], strict=True):
+        assert (value is None) == (truth is None)
+        if truth is not None:
+            assert isinstance(value, DTensor)
+            torch.testing.assert_close(value.full_tensor(), truth, rtol=1e-9, atol=1e-9)
+    return moved, [gradient for gradient in gradients if gradient is not None]
+
+
+def differentiable(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def outcome(op: OpUnderTest, args: list[Any]) -> tuple[list[Any], list[Any]]:
+    outputs = op.overload()(*args)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    results = [y for y in op.results(outputs) if y is not None and y.requires_grad]
+    dys = [incoming(y) for y in results]
+    return list(outputs), list(torch.autograd.grad(results, wanted, dys, allow_unused=True))
+
+
+def incoming(y: Tensor) -> Tensor:
+    """A gradient of y, in y's placement; each element has another value."""
+    values = torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).reshape(y.shape)
+    if not isinstance(y, DTensor):
+        return values
+    placements = [p if p.is_shard() else Replicate() for p in y.placements]
+    return distribute_tensor(values, y.device_mesh, placements, src_data_rank=None)
