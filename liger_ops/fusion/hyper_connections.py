@@ -119,7 +119,7 @@ def _obstacle(module: nn.Module) -> str | None:
     if module._buffers:
         return f"it has buffers: {', '.join(module._buffers)}"
     for name, one in module._parameters.items():
-        plain = sharding.is_managed(module) or type(one) is nn.Parameter
+        plain = sharding.is_held_by_fsdp(module) or type(one) is nn.Parameter
         if one is not None and not plain:
             return f"{name} is a {type(one).__name__}, not a plain Parameter"
         if one is not None and one.dtype not in FLOATS:

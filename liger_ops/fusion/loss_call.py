@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import classes, fsdp_hooks, loss_output, loss_written
-from .loss_head import head_of
+from . import classes, head_hooks, loss_output, loss_written, tensor_parallel
+from .loss_head import child_of, head_of
 from .loss_lora import LoraHead
 from .loss_options import CHECKS, DEFAULTS, LossOptions, taken_from
 from .loss_value import CausalLoss
@@ -32,6 +32,8 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
     # torch.compile calls _warn once while it traces, and leaves it out of the graph. It is marked
     # here, because marking it where it is defined would import the compiler with liger_ops.
     torch.compiler.assume_constant_result(_warn)
+    # Dynamo does not read the closures of hooks.
+    torch.compiler.assume_constant_result(tensor_parallel.constants_of)
     if loss.output_class is not None:
         loss_output.prepare(loss.output_class)
 
@@ -44,7 +46,7 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
             _check_unlabelled(base.__name__, options, skip_logits)
             return original(self, *args, **kwargs)
         head = head_of(self, loss.head)
-        reason = _obstacle(self, loss, head, arguments)
+        reason = _obstacle(self, loss, head, arguments, options)
         if skip_logits and reason is not None:
             raise ValueError(f"{base.__name__}: skip_logits=True and {reason}")
         if self.training if skip_logits is None else skip_logits:
@@ -58,6 +60,12 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
             raise ValueError(
                 f"{base.__name__}: {names} is computed where logits are skipped, as in training or"
                 " for skip_logits=True, and they are not"
+            )
+        if head_hooks.keep_words_apart(child_of(self, loss.head)):
+            names = ", ".join(asked_for(options))
+            raise ValueError(
+                f"{base.__name__}: {names} is computed where logits are skipped, and its head"
+                f" returns the logits of a rank's words ({reason or 'they are not skipped'})"
             )
         if not _has_its_loss(self, loss):
             names = ", ".join(asked_for(options))
@@ -103,8 +111,9 @@ def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None)
 
 
 def _obstacle(
-    model: nn.Module, loss: CausalLoss, head: nn.Linear | LoraHead | str, arguments: dict[str, Any]
-) -> str | None:
+    model: nn.Module, loss: CausalLoss,
+    head: nn.Linear | LoraHead | str, arguments: dict[str, Any], options: LossOptions,
+) -> str | None:  # fmt: skip
     """Reason that a call with labels has to compute all logits, or None."""
     keep = arguments.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
@@ -115,8 +124,10 @@ def _obstacle(
     # The loss may have been replaced or the head wrapped after fuse.
     if not _has_its_loss(model, loss):
         return "its loss_function was replaced after liger_ops.fuse"
-    if loss.written and fsdp_hooks.gathers(head):
+    if loss.written and head_hooks.are_known(head):
         return "its head is sharded by itself, and its forward calls CrossEntropyLoss"
+    if options.wants_predicted and head_hooks.are_over_words(head):
+        return "the predicted tokens were asked for, and its head is sharded over words"
     if loss.adds_to_logits and torch.compiler.is_compiling():
         return "torch.compile does not trace what its forward adds to skipped logits"
     return head if isinstance(head, str) else None

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import classes, fsdp_hooks
+from . import classes, head_hooks
 from .loss_lora import LAYER, LoraHead, adapters_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,15 +34,15 @@ def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | L
 
 def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     while True:
-        gathers = fsdp_hooks.gathers(head)
-        reason = _what_it_does_beside(head, "its head", but_gather=gathers)
+        known = head_hooks.are_known(head)
+        reason = _what_it_does_beside(head, "its head", but_shard=known)
         if reason is not None:
             return reason
         # FSDP2 gives a head that it shards by itself a class of its own.
         cls = classes.class_of(head) if isinstance(head, nn.Module) else type(head)
         if cls is nn.Linear:
-            reason = fsdp_hooks.obstacle(head) if gathers else None
-            return reason or _with_plain_tensors(head, sharded or gathers)
+            reason = head_hooks.obstacle(head) if known else None
+            return reason or _with_plain_tensors(head, sharded or known)
         held = _held_by_peft(head)
         if held is not None:
             head = held
@@ -61,6 +61,8 @@ def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
         return adapters
     if isinstance(base, LoraHead):
         return f"its head is a {LAYER} of another"
+    if head_hooks.are_over_words(base):
+        return "its head has LoRA, and is sharded over words"
     for part in (*adapters.layers, *(layer.lora_dropout[name] for name in adapters.names)):
         reason = _what_it_does_beside(part, "an adapter of its head")
         if reason is not None:
@@ -83,15 +85,16 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
 
 
-def _what_it_does_beside(module: Any, what: str, but_gather: bool = False) -> str | None:
+def _what_it_does_beside(module: Any, what: str, but_shard: bool = False) -> str | None:
+    """What a call of a module does beside its forward, and beside sharding if `but_shard`."""
     if not isinstance(module, nn.Module):
         return None
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not but_shard:
         return f"{what} has a forward of its own"
     if module._compiled_call_impl is not None:
         return f"{what} is compiled by itself"
     for hooks in HOOKS:
-        if getattr(module, hooks) and not but_gather:
+        if getattr(module, hooks) and not but_shard:
             return f"{what} has hooks"
     return None
 

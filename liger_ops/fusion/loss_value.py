@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,23 @@ class CausalLoss:
 Results = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 
 
-class OfHidden:
+class Source(Protocol):
+    """What a loss is computed from."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor: ...
+
+    def results(self, target: Tensor, **options: Any) -> Results: ...
+
+    def probability(self, target: Tensor, ignore_index: int) -> Tensor:
+        """The probability of each token's target."""
+        _, lse, target_logit, _ = self.results(target, reduction="none", ignore_index=ignore_index)
+        return torch.exp(target_logit - lse)
+
+
+class OfHidden(Source):
     """The loss, computed from hidden states and a head."""
 
     def __init__(
@@ -151,7 +167,43 @@ class OfHidden:
         return loss, lse, target_logit, predicted
 
 
-class OfLogits:
+class OfShardedHead(Source):
+    """The loss, computed from hidden states and a head that is sharded over words."""
+
+    def __init__(
+        self, hidden: Tensor, head: nn.Linear, loss: CausalLoss, options: LossOptions
+    ) -> None:
+        self.x, self.weight, self.bias = hidden, head.weight, head.bias
+        self.options: dict[str, Any] = {
+            "softcap": loss.softcap,
+            "logit_scale": loss.logit_scale,
+            "accum_dtype": options.accum_dtype,
+            "chunk_bytes": options.chunk_bytes,
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor:
+        from ..distributed import linear_cross_entropy
+
+        # A DTensor with sharded rows cannot be flattened.
+        options = {**self.options, **options}
+        rows = self.x.shape[:-1]
+        if options.get("token_weight") is not None:
+            options["token_weight"] = options["token_weight"].reshape(rows)
+        loss = linear_cross_entropy(self.x, self.weight, target.reshape(rows), self.bias, **options)
+        return loss.reshape(target.shape) if loss.dim() else loss
+
+    def results(self, target: Tensor, **options: Any) -> Results:
+        raise NotImplementedError("a head that is sharded over words predicts no tokens")
+
+    def probability(self, target: Tensor, ignore_index: int) -> Tensor:
+        return torch.exp(-self.loss(target, reduction="none", ignore_index=ignore_index))
+
+
+class OfLogits(Source):
     """The loss, computed from logits that are already scaled and capped."""
 
     def __init__(self, logits: Tensor) -> None:
@@ -172,7 +224,7 @@ class OfLogits:
 
 
 def value_of(
-    source: OfHidden | OfLogits, target: Tensor, ignore_index: int,
+    source: Source, target: Tensor, ignore_index: int,
     num_items_in_batch: Tensor | int | None, options: LossOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss, and other values that the options ask for, by name.
@@ -191,10 +243,7 @@ def value_of(
     }
     if options.use_token_scaling:
         with torch.no_grad():
-            _, lse, target_logit, _ = source.results(
-                labels, reduction="none", ignore_index=ignore_index
-            )
-            arguments["token_weight"] = torch.exp(target_logit - lse)
+            arguments["token_weight"] = source.probability(labels, ignore_index)
             if items is None and options.reduction == "mean":
                 arguments["num_items_in_batch"] = (labels != ignore_index).sum()
     if options.wants_predicted:

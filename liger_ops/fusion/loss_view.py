@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops.head import cast_as_linear
-from . import classes, fsdp_hooks
+from . import classes, head_hooks
 from .loss_head import child_of
 from .loss_lora import LoraHead
 from .loss_options import DEFAULTS, LossOptions
 from .loss_output import drop, extend
-from .loss_value import CausalLoss, OfHidden, OfLogits, value_of
+from .loss_value import CausalLoss, OfHidden, OfLogits, OfShardedHead, Source, value_of
 from .loss_written import DeferredLogits
 
 
@@ -174,7 +174,7 @@ class _Head:
         return getattr(self.head, name)
 
     def fused_loss(
-        self, source: OfHidden | OfLogits, labels: Tensor,
+        self, source: Source, labels: Tensor,
         vocab_size: int | None = None, num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100, shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
@@ -209,10 +209,11 @@ class DeferredHead(_Head):
         head: Any = self.head
 
         def compute(hidden: Tensor) -> Tensor:
-            source = OfHidden(hidden, head, self.loss, self.options)
+            of = OfShardedHead if head_hooks.are_over_words(head) else OfHidden
+            source = of(hidden, head, self.loss, self.options)
             return self.fused_loss(source, *args, **kwargs)
 
-        return fsdp_hooks.called(head, compute, hidden)
+        return head_hooks.called(head, compute, hidden)
 
 
 class WrittenHead(DeferredHead):

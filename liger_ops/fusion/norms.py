@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from .. import library
 from ..nn import FusedAddRMSNorm, GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm
-from . import classes, modulated_norms, sharding
+from . import classes, modulated_norms, sharding, tensor_parallel
 from .norm_obstacles import obstacle
 from .norm_trace import Dtypes, Norm, norm_of
 from .planning import Plan
@@ -28,8 +28,8 @@ ORIGINAL = "_fused_from"
 def plan(model: nn.Module) -> Plan:
     """Replace every norm of a model by the fused module that computes the same.
 
-    A norm with a gate, and one whose parameters FSDP2 holds, stays in place, and its forward is
-    overridden, as is that of a module that modulates norms.
+    A norm with a gate, and one whose parameters FSDP2 or tensor parallelism holds, stays in place,
+    and its forward is overridden, as is that of a module that modulates norms.
     """
     probes = _Probes(model)
     replacements: dict[nn.Module, nn.Module] = {}
@@ -46,7 +46,7 @@ def plan(model: nn.Module) -> Plan:
             # In training the mixers of Mamba 2 read the weight and the eps of their gated norm.
             if sharding.is_managed(module) or norm.op == "gated_rms_norm":
                 facts = norm.op, tuple(norm.options.items()), norm.width
-                plan.changes.append(lambda: classes.override(module, KIND, facts))
+                plan.changes.append(lambda: _override(module, facts))
             elif module is model:
                 raise NotAnOp("it is the model itself; fuse replaces the modules inside a model")
             else:
@@ -65,16 +65,16 @@ def plan(model: nn.Module) -> Plan:
 
 
 def check_unfuse(model: nn.Module) -> None:
-    """Raise if FSDP2 holds the parameters of modules that would be replaced.
+    """Raise if FSDP2 or tensor parallelism holds the parameters of modules that would be replaced.
 
     Raises:
-        RuntimeError: FSDP2 holds the parameters of such a module.
+        RuntimeError: there is such a module.
     """
     for name, module in model.named_modules():
         if ORIGINAL in vars(module) and sharding.is_managed(module):
             raise RuntimeError(
-                f"unfuse: fully_shard holds the parameters of {name}, which fuse had replaced"
-                " before; unfuse a model before it is sharded"
+                f"unfuse: fully_shard or parallelize_module holds the parameters of {name}, which"
+                " fuse had replaced before; unfuse a model before it is sharded"
             )
 
 
@@ -85,6 +85,13 @@ def unfuse(model: nn.Module) -> int:
     }
     _swap(model, originals.get)
     return len(originals)
+
+
+def _override(module: nn.Module, facts: Any) -> None:
+    classes.override(module, KIND, facts)
+    style = tensor_parallel.style_of(module)
+    if style is not None:
+        tensor_parallel.call_class(module, style)
 
 
 @classes.kind(KIND)

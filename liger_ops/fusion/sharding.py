@@ -1,7 +1,8 @@
-"""Parameters that FSDP2 holds.
+"""Parameters that FSDP2 or tensor parallelism holds.
 
 `fully_shard` keeps the module and the name of every parameter that it shards. It sets whole
-tensors there for a forward, and its shards, which are DTensors, after it. Such a module has to stay
+tensors there for a forward, and its shards, which are DTensors, after it. Tensor parallelism makes
+parameters DTensors, registers hooks, or sets a forward on the instance. Such a module has to stay
 in place, and is probed with whole parameters.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import classes
+from . import classes, tensor_parallel
 from .probing import HOOKS, NotAnOp
 
 # Prefix of the attributes in which FSDP2 keeps its state in a module.
@@ -26,17 +27,31 @@ Whole = dict[tuple[nn.Module, str], nn.Parameter]
 
 
 def is_managed(module: nn.Module) -> bool:
+    """Whether FSDP or tensor parallelism holds a module's parameters."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    by_style = bool(own) and tensor_parallel.style_of(module) is not None
+    return is_held_by_fsdp(module) or by_style or any(map(_is_sharded, own))
+
+
+def is_held_by_fsdp(module: nn.Module) -> bool:
     """Whether FSDP holds a module's parameters."""
     has_own = any(parameter is not None for parameter in module._parameters.values())
     return has_own and getattr(module, "_is_fsdp_managed_module", False)
 
 
 def whole_parameters(model: nn.Module) -> Whole:
-    """The tensors that FSDP2 sets in the place of its shards, if they are plain tensors."""
+    """The tensors that stand for DTensors: those that FSDP2 sets in the place of its shards, and
+    parameters that tensor parallelism replicates."""
     found = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if _is_replicated(parameter):
+                assert parameter is not None
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                found[module, name] = nn.Parameter(whole)
     for group in _groups(model):
         for held in group.fsdp_params:
-            if held.is_dtensor:
+            if held.is_dtensor and not _are_replicated(_tensor_parallel_placements(held)):
                 continue
             info = held._module_info
             dtype = group.mp_policy.param_dtype or held.sharded_param.dtype
@@ -48,17 +63,21 @@ def whole_parameters(model: nn.Module) -> Whole:
 
 
 def with_whole_parameters(module: nn.Module, whole: Whole) -> nn.Module:
-    """A copy of a module as it is in a forward: whole parameters, without FSDP2's hooks."""
+    """A copy of a module with the parameters of a forward, and without hooks and styles."""
     parameters: dict[str, nn.Parameter | None] = {}
+    by_fsdp = is_held_by_fsdp(module)
     for name, parameter in module._parameters.items():
-        parameters[name] = None if parameter is None else whole.get((module, name))
+        plain = None if by_fsdp or _is_sharded(parameter) else parameter
+        parameters[name] = None if parameter is None else whole.get((module, name), plain)
         if parameter is not None and parameters[name] is None:
-            raise NotAnOp(f"{name} is held by FSDP, not as a whole tensor or not in this model")
+            raise NotAnOp(f"{name} is held by FSDP, or sharded, and no forward here has the whole")
     stand_in: nn.Module = object.__new__(classes.class_of(module))
     # FSDP2's state in a module refers to the sharded model, and cannot be copied.
     kept = {name: value for name, value in vars(module).items() if not name.startswith(STATE)}
     vars(stand_in).update(kept, _parameters=parameters)
     vars(stand_in).update({hooks: OrderedDict() for hooks in HOOKS})
+    if tensor_parallel.style_of(module) is not None:
+        del vars(stand_in)["forward"]
     return stand_in
 
 
@@ -76,3 +95,21 @@ def _groups(model: nn.Module) -> Iterator[Any]:
                 # Before torch 2.13 a module has one group, or none if it has no parameters.
                 groups = [state._fsdp_param_group] if state._fsdp_param_group else []
             yield from groups
+
+
+def _tensor_parallel_placements(held: Any) -> Any:
+    # Before torch 2.13 the attribute has the other name.
+    spec = getattr(held, "_unsharded_dtensor_spec", None) or held._tp_spec
+    return spec.placements
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return type(parameter).__name__ == "DTensor"
+
+
+def _is_replicated(parameter: Any) -> bool:
+    return _is_sharded(parameter) and _are_replicated(parameter.placements)
+
+
+def _are_replicated(placements: Any) -> bool:
+    return all(placement.is_replicate() for placement in placements)

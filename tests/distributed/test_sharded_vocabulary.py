@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_ops
 from liger_ops import distributed
-from ranks import failures
+from ranks import Traffic, failures
 from sharded_heads import check_gradients, compare, here, leaf, part, scalar, tokens
 
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
@@ -147,20 +146,6 @@ def within_loss_parallel() -> None:
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         results.append((loss, logits.grad.full_tensor()))
     torch.testing.assert_close(*results, **FLOAT64)
-
-
-class Traffic(TorchDispatchMode):
-    """The name and the input's bytes of each collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        if func.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
-            self.seen.append((name, args[0].nbytes))
-        return func(*args, **(kwargs or {}))
 
 
 def collectives_and_bytes() -> None:

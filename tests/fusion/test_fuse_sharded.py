@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from fused_models import LLAMA
@@ -96,7 +96,7 @@ def test_fused_before_sharding() -> None:
     model = LLAMA.model()
     fuse(model)
     classes = [type(module) for module in sharded(model).modules()]
-    with pytest.raises(RuntimeError, match="fully_shard holds the parameters of model.layers.0"):
+    with pytest.raises(RuntimeError, match="fully_shard .* holds the parameters of model.layers.0"):
         unfuse(model)
     assert [type(module) for module in model.modules()] == classes
 
@@ -131,9 +131,25 @@ def test_a_part_of_a_sharded_model() -> None:
     assert "held by FSDP" in report.left[0].reason
 
 
-def test_other_dtensors_are_left() -> None:
-    norm = nn.Sequential(nn.LayerNorm(8))
-    parallelize_module(norm, init_device_mesh("cpu", (1,)), {"0": SequenceParallel()})
-    report = fuse(norm)
-    assert not report
-    assert report.left[0].where == "0"
+def test_norms_that_tensor_parallelism_shards() -> None:
+    """A weight that every rank has whole is a norm's, and the module stays in its place."""
+    mesh = init_device_mesh("cpu", (1,))
+    replicated, sharded_weight = (nn.Sequential(nn.LayerNorm(8)) for _ in range(2))
+    parallelize_module(replicated, mesh, {"0": SequenceParallel()})
+    norm, hooks = replicated[0], dict(replicated[0]._forward_pre_hooks)
+    assert fuse(replicated).counts() == {"layer_norm": 1}
+    assert replicated[0] is norm and dict(norm._forward_pre_hooks) == hooks
+    assert unfuse(replicated) == 1 and type(norm) is nn.LayerNorm
+
+    weight = distribute_tensor(sharded_weight[0].weight.detach(), mesh, [Shard(0)])
+    sharded_weight[0].weight = nn.Parameter(weight)
+    report = fuse(sharded_weight)
+    assert not report and "sharded" in report.left[0].reason
+
+
+def test_fused_before_tensor_parallelism() -> None:
+    model = nn.Sequential(nn.LayerNorm(8))
+    fuse(model)
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": SequenceParallel()})
+    with pytest.raises(RuntimeError, match="parallelize_module holds the parameters of 0"):
+        unfuse(model)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Check = Callable[[], None]
 
@@ -68,3 +70,23 @@ def _run(rank: int, ranks: int, checks: Sequence[Check], folder: Path) -> None:
                 failed = traceback.format_exc()
         (folder / f"{check.__name__}.{rank}").write_text(failed)
     dist.destroy_process_group()
+
+
+class Traffic(TorchDispatchMode):
+    """The name and the input's bytes of each collective, also of DTensors, and how often each op
+    of liger_ops is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind.__name__ == "DTensor" for kind in types):
+            # It is called again with the tensors that the DTensor's operation computes with.
+            return NotImplemented
+        name = func.__name__.split(".")[0]
+        if func.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
+            self.seen.append((name, args[0].nbytes))
+        self.ops[name] += func.namespace == "liger"
+        return func(*args, **(kwargs or {}))

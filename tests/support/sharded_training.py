@@ -21,7 +21,7 @@ LLAMA, GEMMA, MIXTURE = TRAINED = [
     next(family for family in FAMILIES if family.name == name)
     for name in ("Llama", "Gemma3", "Qwen3Moe")
 ]
-STEPS, ROWS, LENGTH = 3, 2, 7
+STEPS, ROWS, LENGTH = 3, 2, 8
 BOUND = 1e-5
 
 # What each process would import for itself, most of its time.
@@ -71,14 +71,17 @@ def loss_of(model: Any) -> Loss:
     return lambda **given: model(**given).loss
 
 
-def trained(model: nn.Module, loss_of_rows: Loss | None = None, parts: int = 1) -> Run:
+def trained(
+    model: nn.Module, loss_of_rows: Loss | None = None, parts: int = 1, group: Any = None
+) -> Run:
     """Train on the rows of this rank, the loss divided by the number of tokens of all ranks.
 
     parts: the number of backwards of a step, each of some of the rows. FSDP2 reduces the gradients
         after the last one.
+    group: the ranks that have different rows, None for all ranks.
     """
-    ranks = dist.get_world_size() if model_is_distributed(model) else 1
-    rank = dist.get_rank() if ranks > 1 else 0
+    ranks = dist.get_world_size(group) if model_is_distributed(model) else 1
+    rank = dist.get_rank(group) if ranks > 1 else 0
     rows_of_a_rank = ROWS * dist.get_world_size() // ranks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compute, run = loss_of_rows or loss_of(model), []
@@ -95,7 +98,7 @@ def trained(model: nn.Module, loss_of_rows: Loss | None = None, parts: int = 1) 
             loss.backward()
             total += loss.detach() / ranks
         if ranks > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=group)
         grads = {plain_name(name): full(one.grad) for name, one in model.named_parameters()}
         run.append((total, grads))
         optimizer.step()
@@ -126,7 +129,11 @@ def full(x: Any) -> Tensor:
 
 def check(run: Run, family: Family = LLAMA) -> None:
     """Compare the loss and every gradient of each step with those in one process."""
-    for (loss, grads), (true_loss, true_grads) in zip(run, expected(family.name), strict=True):
+    compare(run, expected(family.name))
+
+
+def compare(run: Run, truth: Run) -> None:
+    for (loss, grads), (true_loss, true_grads) in zip(run, truth, strict=True):
         torch.testing.assert_close(loss, true_loss, rtol=BOUND, atol=0.0)
         assert_same_gradients(grads, true_grads, BOUND)
 

@@ -1,0 +1,85 @@
+"""What runs around the forward of a head that FSDP2 or tensor parallelism shards.
+
+FSDP2 gathers a head's weight in a hook that runs before its forward, if it shards the head by
+itself, or in a group with the last norm, as accelerate does. It reduces the gradient and frees the
+weight in hooks that it registers there and after the forward. Tensor parallelism makes the head's
+input a DTensor and its output a tensor. A fused loss does not call the head: FSDP2's hooks run
+around the loss instead, and the input is what tensor parallelism makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import tensor_parallel
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+
+def are_known(head: Any) -> bool:
+    """Whether a head has hooks or a forward of its own, and all of them are FSDP2's or of a style
+    that shards the head over words."""
+    if not isinstance(head, nn.Module) or head._backward_hooks or head._backward_pre_hooks:
+        return False
+    hooks = _hooks(head)
+    if not hooks and "forward" not in vars(head):
+        return False
+    if all(_is_fsdp(hook) for hook in hooks) and "forward" not in vars(head):
+        return True
+    known = all(_is_fsdp(hook) or tensor_parallel.is_hook(hook) for hook in hooks)
+    return known and tensor_parallel.over_words(head) is not None
+
+
+def are_over_words(head: Any) -> bool:
+    """Whether a head's hooks are known, and shard it over words."""
+    return are_known(head) and (
+        "forward" in vars(head) or any(tensor_parallel.is_hook(hook) for hook in _hooks(head))
+    )
+
+
+def keep_words_apart(head: Any) -> bool:
+    """Whether a head returns the logits of the rank's words alone."""
+    sharded = tensor_parallel.over_words(head) if are_over_words(head) else None
+    return sharded is not None and not sharded.gathers
+
+
+def obstacle(head: Any) -> str | None:
+    """Reason that a loss cannot run in the place of the head, or None."""
+    if any(_is_fsdp(hook) for hook in _hooks(head)):
+        dtype = head._get_fsdp_state()._mp_policy.output_dtype
+        if dtype not in (None, torch.float32):
+            return f"its head is sharded by itself, with the output_dtype {dtype}"
+    return None
+
+
+def called(head: Any, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """compute(hidden), between the hooks that a call of the head would run."""
+    if not are_known(head):
+        return compute(hidden)
+    # A hook may return None, which changes nothing.
+    args: Any = (hidden,)
+    for hook in head._forward_pre_hooks.values():
+        if _is_fsdp(hook):
+            # FSDP2's take keyword arguments too.
+            changed = hook(head, args, {})
+            args = args if changed is None else changed[0]
+    if are_over_words(head):
+        args = (tensor_parallel.as_input(head, *args),)
+    loss = compute(*args)
+    for hook in head._forward_hooks.values():
+        if _is_fsdp(hook):
+            changed = hook(head, args, loss)
+            loss = loss if changed is None else changed
+    return loss
+
+
+def _hooks(head: Any) -> list[Any]:
+    return [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+
+
+def _is_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_FSDP)

@@ -1,0 +1,127 @@
+"""Modules that tensor parallelism shards.
+
+`parallelize_module` makes the parameters DTensors, and registers hooks that make the input a
+DTensor and the output a tensor again. The `tp_plan` of transformers does both in a forward that it
+sets on the instance, around the module's own. A fused loss does not call the head, and does what
+its style does to the input.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+_TORCH = "torch.distributed.tensor"
+_TRANSFORMERS = "transformers.distributed.tensor_parallel"
+_ORIGINAL = "original_forward"
+
+
+class OverWords(NamedTuple):
+    """How a head is sharded: the dimension along which a plain input is, None if every rank has the
+    whole, and whether the head gathers its logits."""
+
+    input_dim: int | None
+    gathers: bool
+
+
+def is_hook(hook: Any) -> bool:
+    """Whether a hook is one that a style of torch.distributed.tensor.parallel registers."""
+    return str(getattr(hook, "__module__", "")).startswith(_TORCH)
+
+
+def over_words(head: Any) -> OverWords | None:
+    """How a style ColwiseParallel, of torch or of transformers, shards a linear layer, or None if
+    the layer has no such style, or another style beside it."""
+    found = constants_of(head)
+    return None if found is None else OverWords(*found)
+
+
+def constants_of(head: Any) -> tuple[int | None, bool] | None:
+    hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+    hooks = [hook for hook in hooks if is_hook(hook)]
+    style = style_of(head)
+    if style is not None:
+        if type(style.style).__name__ != "ColwiseParallel" or hooks:
+            return None
+        inputs, outputs = [style.style.input_layouts], [style.style.output_layouts]
+    elif "forward" in vars(head) or len(hooks) != 2:
+        return None
+    else:
+        first: Any = _closure(hooks[0]).get("input_fn")
+        last: Any = _closure(hooks[1]).get("output_fn")
+        if not _calls(first, "ColwiseParallel._prepare_input_fn"):
+            return None
+        if not _calls(last, "ColwiseParallel._prepare_output_fn"):
+            return None
+        inputs, outputs = first.args[0], last.args[0]
+    if len(inputs) != 1 or not (inputs[0].is_replicate() or inputs[0].is_shard()):
+        return None
+    dim = None if inputs[0].is_replicate() else inputs[0].dim
+    return dim, all(placement.is_replicate() for placement in outputs)
+
+
+def as_input(head: Any, hidden: Tensor) -> Tensor:
+    """The input of a head that is sharded over words: a DTensor, whole or sharded over rows."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    sharded = over_words(head)
+    assert sharded is not None
+    if not isinstance(hidden, DTensor):
+        dim, mesh = sharded.input_dim, head.weight.device_mesh
+        layout = Replicate() if dim is None else Shard(dim)
+        hidden = DTensor.from_local(hidden, mesh, [layout], run_check=False)
+    placement = hidden.placements[0]
+    if placement.is_partial() or placement.is_shard(hidden.dim() - 1):
+        hidden = hidden.redistribute(placements=[Replicate()])
+    return hidden
+
+
+class InstanceForward(NamedTuple):
+    """The style of transformers in whose forward a module's own forward runs."""
+
+    style: Any
+    mesh: Any
+    own: types.CellType
+
+
+def style_of(module: Any) -> InstanceForward | None:
+    """The style whose forward transformers set on a module, or None for any other forward."""
+    forward = vars(module).get("forward")
+    if getattr(forward, "__module__", None) != _TRANSFORMERS:
+        return None
+    cells = _cells(forward)
+    own = cells.get(_ORIGINAL)
+    if own is None or getattr(own.cell_contents, "__self__", None) is not module:
+        return None
+    found = {name: cell.cell_contents for name, cell in cells.items()}
+    return InstanceForward(found.get("self"), found.get("mesh"), own)
+
+
+def call_class(module: nn.Module, style: InstanceForward) -> None:
+    """Make a style's forward call the forward of the class that the module has in each call.
+
+    It calls the one of the class that the module had when the model was loaded, which an override
+    replaces.
+    """
+    style.own.cell_contents = types.MethodType(_forward_of_class, module)
+
+
+def _forward_of_class(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs)
+
+
+def _calls(function: Any, name: str) -> bool:
+    called = getattr(function, "func", None)
+    module = str(getattr(called, "__module__", ""))
+    return module.startswith(_TORCH) and getattr(called, "__qualname__", "") == name
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: cell.cell_contents for name, cell in _cells(function).items()}
+
+
+def _cells(function: Any) -> dict[str, types.CellType]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))

@@ -1,0 +1,254 @@
+"""Tensor parallelism: fused and compiled models train as in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from transformers.distributed import DistributedConfig
+
+import ranks
+from fused_families import VOCABULARY
+from liger_ops import backend, fuse
+from parallel_plans import parallel
+from sharded_training import (
+    GEMMA,
+    LLAMA,
+    MIXTURE,
+    PRELOADED,
+    TRAINED,
+    Graphs,
+    Run,
+    batch,
+    check,
+    compare,
+    full,
+    loss_of,
+    made,
+    trained,
+)
+
+SECONDS = 400
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"label_smoothing": 0.1, "lse_square_scale": 1e-2},
+    {"use_token_scaling": True},
+    {"reduction": "none"},
+)
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
+
+
+def without_warnings() -> AbstractContextManager[Any]:
+    return warnings.catch_warnings(action="error", category=UserWarning)
+
+
+def whole(model: Any, counts: dict[str, int]) -> None:
+    """Fuse all parts of a model."""
+    assert fuse(model).counts() == {**counts, "linear_cross_entropy": 1}
+
+
+def fused_before_it_is_sharded() -> None:
+    for family, sequence in ((LLAMA, True), (GEMMA, False)):
+        model = made(family)
+        whole(model, family.ops)
+        with without_warnings():
+            check(trained(parallel(model, mesh(), sequence, local_rows=sequence)), family)
+
+
+def fused_after_it_is_sharded() -> None:
+    for family, sequence in ((LLAMA, False), (GEMMA, True)):
+        model = parallel(made(family), mesh(), sequence)
+        whole(model, family.ops)
+        with without_warnings():
+            check(trained(model), family)
+
+
+def the_vocabulary_stays_sharded() -> None:
+    """Also where the model's own loss gets sharded logits, as within `loss_parallel`."""
+    for around in (contextlib.nullcontext, loss_parallel):
+        model = parallel(made(), mesh(), logits=Shard(-1))
+        fuse(model)
+        with without_warnings(), around():
+            assert model(**batch(0, 1)).logits is None
+            check(trained(model))
+    most = -(-VOCABULARY // dist.get_world_size())
+    logits = "all_gather_into_tensor", batch(0, 1)["labels"].numel() * most * 4
+    assert logits in moved(loss=False) and logits not in moved()
+
+
+def moved(**switches: bool) -> list[tuple[str, int]]:
+    """The collectives of a step of a fused model whose head would gather its logits."""
+    model = parallel(made(), mesh())
+    fuse(model, **switches)
+    with ranks.Traffic() as traffic:
+        loss_of(model)(**batch(0, 1)).backward()
+    return traffic.seen
+
+
+def norms_move_no_activations() -> None:
+    ours = moved(loss=False)
+    plain = moved(loss=False, norms=False, activations=False, rope=False, attention=False)
+    assert ours == plain
+
+
+def options_of_the_loss() -> None:
+    one, model = made(), parallel(made(), mesh())
+    for each in (one, model):
+        fuse(each)
+    rows = batch(0, 1)
+    for options in OPTIONS:
+        runs: list[Run] = []
+        for each in (one, model):
+            each.zero_grad()
+            loss = each(**rows, **options).loss
+            loss.sum().backward()
+            runs.append([(loss.detach(), gradients(each))])
+        compare(runs[1], runs[0])
+    # Predicted tokens are those of all logits, which this head gathers.
+    with pytest.warns(UserWarning, match="its head is sharded over words"):
+        predicted = model(**rows, return_predicted_tokens=True).predicted_tokens
+    assert torch.equal(predicted, one(**rows, return_predicted_tokens=True).predicted_tokens)
+
+
+def options_without_all_logits() -> None:
+    model = parallel(made(), mesh(), logits=Shard(-1))
+    fuse(model)
+    for options in ({"return_predicted_tokens": True}, {"skip_logits": False, "reduction": "sum"}):
+        with pytest.raises(ValueError, match="its head returns the logits of a rank's words"):
+            model(**batch(0, 1), **options)
+
+
+def other_hooks_of_the_head_are_called() -> None:
+    model, calls = parallel(made(), mesh()), []
+    fuse(model)
+    model.lm_head.register_forward_hook(lambda *given: calls.append(given))
+    with pytest.warns(UserWarning, match="its head has hooks"):
+        check(trained(model))
+    assert len(calls) == 3
+
+
+def loaded_with_a_plan_of_transformers() -> None:
+    """Norms of heads, packed experts, a tied head: the style of each is kept."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    for family in TRAINED:
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [folder]
+            dist.broadcast_object_list(folders)
+            one = made(family)
+            # The first rank saves.
+            one.save_pretrained(folders[0])
+            dist.barrier()
+            model = type(one).from_pretrained(
+                folders[0], attn_implementation="sdpa",
+                distributed_config=DistributedConfig(tp_plan="auto", tp_size=int(world)),
+                **({"experts_implementation": "batched_mm"} if family is MIXTURE else {}),
+            ).train()  # fmt: skip
+            dist.barrier()
+        # A step before: the styles register hooks of parameters in the first forward.
+        loss_of(model)(**batch(0, 1)).backward()
+        model.zero_grad()
+        whole(model, family.ops)
+        with ranks.Traffic() as traffic:
+            assert model(**batch(0, 1)).logits is None
+        assert {name: traffic.ops[name] for name in family.ops} == family.ops
+        with without_warnings():
+            check(trained(model), family)
+
+
+def layers_are_rewritten() -> None:
+    graphs = Graphs()
+    for family, sequence in ((LLAMA, True), (GEMMA, False)):
+        model = parallel(made(family), mesh(), sequence)
+        for layer in model.model.layers:
+            layer.compile(backend=backend, options={"inner_backend": graphs, "strict": True})
+        check(trained(model), family)
+    for name in ("rope", "swiglu", "geglu", "fused_add_rms_norm", "rms_norm"):
+        assert graphs.nodes(name), name
+
+
+def the_whole_model_is_compiled() -> None:
+    """Fused or not, it is one graph. Norms of DTensors are fused by `fuse` alone."""
+    for fused in (False, True):
+        graphs, model = Graphs(), made()
+        if fused:
+            fuse(model)
+        model = parallel(model, mesh())
+        options = {"inner_backend": graphs, "strict": True}
+        check(trained(model, torch.compile(loss_of(model), backend=backend, options=options)))
+        assert len(graphs) == 1
+        counts = {"rope": 2, "swiglu": 2, "rms_norm": 5 * fused, "cross_entropy": int(not fused)}
+        assert {name: len(graphs.nodes(name)) for name in counts} == counts
+
+
+CHECKS = [
+    fused_before_it_is_sharded,
+    fused_after_it_is_sharded,
+    the_vocabulary_stays_sharded,
+    norms_move_no_activations,
+    options_of_the_loss,
+    options_without_all_logits,
+    other_hooks_of_the_head_are_called,
+    loaded_with_a_plan_of_transformers,
+    layers_are_rewritten,
+    the_whole_model_is_compiled,
+]
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: full(one.grad) for name, one in model.named_parameters()}
+
+
+def sharded_twice() -> None:
+    """FSDP2 over one dimension of a mesh, tensor parallelism over the other, and `fuse` before,
+    between or after them."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    cases = [(LLAMA, True, 0, False), (LLAMA, False, 1, True), (GEMMA, True, 2, False)]
+    for family, sequence, when, by_itself in cases:
+        model = made(family)
+        for step in range(3):
+            if step == when:
+                whole(model, family.ops)
+            if step == 0:
+                parallel(model, grid["tp"], sequence)
+            if step == 1:
+                sharded_over(model, grid["data"], by_itself)
+        with without_warnings():
+            check(trained(model, group=grid["data"].get_group()), family)
+
+
+def sharded_over(model: Any, over: Any, head_by_itself: bool) -> None:
+    if head_by_itself:
+        fully_shard([model.model.norm, model.lm_head], mesh=over)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=over)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("two"), SECONDS, PRELOADED)
+
+
+@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
+def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None:
+    if failure := failed.get(one.__name__):
+        pytest.fail(failure, pytrace=False)
+
+
+def test_with_four_ranks(tmp_path: Path) -> None:
+    assert not ranks.failures([sharded_twice], 4, tmp_path, SECONDS, PRELOADED)
