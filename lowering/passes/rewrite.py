@@ -47,7 +47,7 @@ def replace_all(
         try:
             with attempt(graph), search.state.modes_of(match.root):
                 target, args = replacement(match)
-                _not_written_since(args, match, search.state)
+                not_written_since(args, match, search.state)
                 new = (emit_by_rows if by_rows else emit)(match.root, target, args)
                 search.replace((match, new))
         except Refused as refused:
@@ -57,7 +57,7 @@ def replace_all(
     search.finish()
 
 
-def _not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -> None:
+def not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -> None:
     """Raise Refused if the op would read the source of a cast that was written after the cast."""
     inputs = {one for one in match.values.values() if isinstance(one, fx.Node)}
     for source in {one for one in args if isinstance(one, fx.Node)} - inputs - match.nodes:
