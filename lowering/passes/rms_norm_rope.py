@@ -114,8 +114,6 @@ def _check(
             if not same(a, b):
                 raise Refused(f"the norm of queries has the {name} {a}, and that of keys {b}")
     for norm in norms:
-        if value(norm.root).dtype != value(rotation)[0].dtype:
-            raise Refused(f"the result of {norm.root.name} is cast before the rotation")
         for node in norm.nodes:
             is_last = node is norm.root or state.order[node] > state.order[norm.root]
             outside = [user for user in node.users if user not in nodes and user is not rotation]
@@ -142,15 +140,16 @@ def _norm(rotated: fx.Node, state: GraphState) -> Norm | None:
     views: list[View] = []
     passed: set[fx.Node] = set()
     reason: str | None = None
-    regrouped: tuple[Any, ...] | None = None
+    # What happens between the norm and the rotation that the op does not do.
+    changed: str | None = None
     node: Any = rotated
     while True:
         if isinstance(node, fx.Node):
             found, why = _norm_at(node, state)
             reason = reason or why
             if found is not None:
-                if regrouped is not None:
-                    raise Refused(f"the norm's result is viewed as {regrouped} before the rotation")
+                if changed is not None:
+                    raise Refused(f"the norm's result is {changed} before the rotation")
                 x, weight, options, nodes = found
                 return Norm(node, x, weight, options, tuple(views[::-1]), nodes | passed)
             passed.add(node)
@@ -163,8 +162,10 @@ def _norm(rotated: fx.Node, state: GraphState) -> Norm | None:
         elif call.op in ("unsqueeze", "squeeze") and call.args[1] != -1:
             views.append((getattr(torch, call.op), call.args[1]))
         elif call.op in ("view", "flatten"):
-            regrouped = regrouped or tuple(value(node).shape)
-        elif call.op not in (IDENTITY, "contiguous", "cast"):
+            changed = f"viewed as {tuple(value(node).shape)}"
+        elif call.op == "cast":
+            changed = f"cast to {value(node).dtype}"
+        elif call.op not in (IDENTITY, "contiguous"):
             break
         node = call.args[0]
     if reason is not None:
@@ -177,13 +178,16 @@ Found = tuple[fx.Node, fx.Node | None, tuple[Any, ...], frozenset[fx.Node]]
 
 
 def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
-    """The norm whose last operation is `node`, or the reason that it is not the op's."""
+    """The norm whose last operation is `node`, or how it differs from the op's.
+
+    Raises Refused for a norm that is the op's, but cannot be replaced.
+    """
     if not isinstance(node, fx.Node) or not is_tensor(node):
         return None, None
     if (op := calls(node, "liger.rms_norm")) is not None:
         x, weight, *options = op.args
         return (x, weight, tuple(options), frozenset({node})), None
-    reason = None
+    difference, refused = None, None
     last = last_operation(node)
     with state.modes_of(node):
         if any(_matches(pattern, node, last) for pattern, _ in layer_norm.SPELLINGS):
@@ -193,15 +197,19 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
             if match is None:
                 continue
             why = match.difference or obstacle(match, state)
+            if why is not None:
+                difference = difference or why
+                continue
             try:
-                if why is None:
-                    _, (x, weight, *options) = replacement(match)
-                    not_written_since((x, weight), match, state)
-                    return (x, weight, tuple(options), match.nodes), None
-            except Refused as refused:
-                why = str(refused)
-            reason = reason or why
-    return None, reason
+                _, (x, weight, *options) = replacement(match)
+                not_written_since((x, weight), match, state)
+            except Refused as error:
+                refused = refused or error
+            else:
+                return (x, weight, tuple(options), match.nodes), None
+    if refused is not None:
+        raise refused
+    return None, difference
 
 
 def _matches(pattern: Pattern, node: fx.Node, last: str | None) -> bool:

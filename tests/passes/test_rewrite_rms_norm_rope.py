@@ -1,4 +1,4 @@
-"""rms_norm_rope, found in the code of models: the norms of queries and keys, then their rotation."""
+"""rms_norm_rope, found in the code of models: norms of queries and keys, then their rotation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def inputs(
 
 
 def attention(
-    norm: Norm, rotation: Any = rotated, transposed_first: bool = False, key_norm: Norm | None = None
+    norm: Norm,
+    rotation: Any = rotated,
+    transposed_first: bool = False,
+    key_norm: Norm | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """The norms before the heads are transposed, as in Qwen3, or after, as in Gemma 3."""
 
@@ -161,24 +164,28 @@ def test_without_gradients():
     check(torch.no_grad()(attention(norms.llama)), *inputs(), counts=FOUND)
 
 
-def test_under_autocast():
+def with_wide_tables() -> list[Tensor]:
+    *tensors, cos, sin = inputs(torch.bfloat16)
+    return [*tensors, cos.float(), sin.float()]
+
+
+@pytest.mark.parametrize("norm", (torch_norm, norms.llama, norms.gemma))
+def test_under_autocast(norm):
     """PyTorch's norm computes in float32 under autocast, as the op does; written code does not."""
 
-    def under(norm: Norm) -> Any:
-        def function(*given: Tensor) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
-                return attention(norm)(*given)
+    def function(*given: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return attention(norm)(*given)
 
-        return function
-
-    given = inputs(torch.bfloat16)
+    counts = FOUND if norm is torch_norm else {"rope": 1}
     names = ["rope", "rms_norm_rope"]
-    check(under(torch_norm), *given, counts=FOUND, names=names)
-    found = check(under(norms.llama), *given, counts={"rope": 1}, names=names)
-    assert "under autocast" in found.reasons("rms_norm_rope")[0]
+    found = check(function, *with_wide_tables(), counts=counts, names=names)
+    assert all("under autocast" in reason for reason in found.reasons("rms_norm_rope"))
 
 
-def queries_alone_normalised(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
+def queries_alone_normalised(
+    q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any
+) -> Any:
     q, k = norms.llama(q, q_weight).transpose(1, 2), k.transpose(1, 2)
     return used(rotated(q, cos, sin)), used(rotated(k, cos, sin))
 
@@ -253,12 +260,9 @@ def test_near_misses(function, reason, counts):
 
 def test_a_norm_that_is_cast_before_the_rotation():
     """Tables of float32 make queries of float32, which the op would round."""
-    *tensors, cos, sin = inputs(torch.bfloat16)
-    function = attention(norms.llama)
-    refused(
-        function, *tensors, cos.float(), sin.float(), op="rms_norm_rope", reason="is cast before",
-        counts=LEFT,
-    )  # fmt: skip
+    given = with_wide_tables()
+    reason = "is cast to torch.float32"
+    refused(attention(norms.llama), *given, op="rms_norm_rope", reason=reason, counts=LEFT)
 
 
 def test_a_rotation_before_the_norm():
