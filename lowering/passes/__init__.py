@@ -30,6 +30,7 @@ from . import (
     recompute,
     relu_squared,
     rms_norm,
+    rms_norm_rope,
     rope,
     sdpa,
     swiglu,
@@ -78,6 +79,8 @@ REWRITES: dict[str, Rewrite] = {
     "geglu": geglu.rewrite,
     "relu_squared": relu_squared.rewrite,
     "rope": rope.rewrite,
+    # After rope, whose ops it matches.
+    "rms_norm_rope": rms_norm_rope.rewrite,
     # Before the ops of logits, which take the losses whose logits are used elsewhere.
     "linear_log_prob": linear_log_prob.rewrite,
     "linear_cross_entropy": linear_cross_entropy.rewrite,

@@ -25,12 +25,16 @@ def modes_of(node: fx.Node, state: GraphState, outside: bool = False) -> Iterato
 
     Yields whether that turned an autocast off, so that the op has to be marked.
     """
-    device = value(node).device.type
+    device = _device_of(node)
     with state.modes_of(node), contextlib.ExitStack() as stack:
-        is_off = (outside or _MARK in node.meta) and torch.is_autocast_enabled(device)
+        is_off = (outside or is_marked(node)) and torch.is_autocast_enabled(device)
         if is_off:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield is_off
+
+
+def is_marked(node: fx.Node) -> bool:
+    return _MARK in node.meta
 
 
 def mark(node: fx.Node) -> None:
@@ -45,11 +49,15 @@ def enter(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not node.meta.pop(_MARK, False):
             continue
-        known = node.meta["example_value"]
-        device = (known[0] if isinstance(known, (tuple, list)) else known).device.type
+        device = _device_of(node)
         with graph.inserting_before(node):
             mode = graph.call_function(
                 torch.amp.autocast_mode._enter_autocast, (device, None, False, True)
             )
         with graph.inserting_after(node):
             graph.call_function(torch.amp.autocast_mode._exit_autocast, (mode,))
+
+
+def _device_of(node: fx.Node) -> str:
+    known = value(node)
+    return str((known[0] if isinstance(known, (tuple, list)) else known).device.type)

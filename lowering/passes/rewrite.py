@@ -57,10 +57,10 @@ def replace_all(
     search = Search(graph, report, name)
     for match, replacement in search.matches(spellings):
         try:
-            outside = isinstance(replacement, InDtypesOfInputs) and _has_narrow(match)
+            outside = runs_outside(match, replacement)
             with attempt(graph), modes_of(match.root, search.state, outside) as is_outside:
                 target, args = replacement(match)
-                _not_written_since(args, match, search.state)
+                not_written_since(args, match, search.state)
                 new = (emit_by_rows if by_rows else emit)(match.root, target, args)
                 search.replace((match, new))
         except Refused as refused:
@@ -72,13 +72,15 @@ def replace_all(
     search.finish()
 
 
-def _has_narrow(match: Match) -> bool:
-    """Whether autocast would cast an input of an op that computes in float32."""
+def runs_outside(match: Match, replacement: Replacement) -> bool:
+    """Whether autocast would cast an input of the op, which the code computes with as it is."""
+    if not isinstance(replacement, InDtypesOfInputs):
+        return False
     dtypes = {value(one).dtype for one in match.values.values() if is_tensor(one)}
     return bool(dtypes & {torch.bfloat16, torch.float16})
 
 
-def _not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -> None:
+def not_written_since(args: tuple[Any, ...], match: Match, state: GraphState) -> None:
     """Raise Refused if the op would read the source of a cast that was written after the cast."""
     inputs = {one for one in match.values.values() if isinstance(one, fx.Node)}
     for source in {one for one in args if isinstance(one, fx.Node)} - inputs - match.nodes:

@@ -193,6 +193,8 @@ def places(**counts: int) -> dict[str, int]:
 
 
 LAYER_NORMS = {"rms_norm": 0, "fused_add_rms_norm": 0}
+# Queries and keys are normalised by head, and then rotated.
+HEAD_NORMS = {"rope": 0, "rms_norm_rope": 2}
 # The model's own code computes attention, with what scaled_dot_product_attention does not take.
 OWN_ATTENTION = {"causal_attention": 0, "grouped_attention": 0}
 
@@ -209,9 +211,14 @@ ARCHITECTURES = [
         sliding_window=WINDOW,
     ),
     text("Qwen2", places()),
-    text("Qwen3", places(rms_norm=5), **HEAD),
+    text("Qwen3", places(**HEAD_NORMS), **HEAD),
     text(
-        "Qwen3Moe", places(rms_norm=5), **HEAD, **EXPERTS, num_experts=4, moe_intermediate_size=32
+        "Qwen3Moe",
+        places(**HEAD_NORMS),
+        **HEAD,
+        **EXPERTS,
+        num_experts=4,
+        moe_intermediate_size=32,
     ),
     text("Gemma", places(swiglu=0, geglu=2), **HEAD),
     text(
@@ -225,7 +232,7 @@ ARCHITECTURES = [
     ),
     text(
         "Gemma3",
-        places(rms_norm=9, swiglu=0, geglu=2, causal_attention=1),
+        places(**HEAD_NORMS, rms_norm=5, swiglu=0, geglu=2, causal_attention=1),
         missed={"grouped_attention": Missed(1, MASKED)},
         config="Gemma3TextConfig",
         **HEAD,
@@ -335,7 +342,15 @@ ARCHITECTURES = [
     text(
         "Gemma3n",
         # Queries and keys are rotated separately.
-        places(rms_norm=22, fused_add_rms_norm=2, swiglu=0, geglu=4, rope=4, causal_attention=1),
+        places(
+            rms_norm=18,
+            fused_add_rms_norm=2,
+            swiglu=0,
+            geglu=4,
+            rope=0,
+            rms_norm_rope=4,
+            causal_attention=1,
+        ),
         missed={"grouped_attention": Missed(1, MASKED)},
         config="Gemma3nTextConfig",
         **HEAD,

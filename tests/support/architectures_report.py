@@ -52,6 +52,7 @@ COLUMNS = {
     "gated MLP": ("swiglu", "geglu", "clamped_swiglu"),
     "squared ReLU": ("relu_squared",),
     "RoPE": ("rope",),
+    "head norms and RoPE": ("rms_norm_rope",),
     "head and loss": ("linear_cross_entropy",),
     "attention written out": ("attention",),
     "causal attention": ("causal_attention",),

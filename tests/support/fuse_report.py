@@ -85,9 +85,13 @@ configuration that several models share names the implementation for all of them
 
 The norms of queries and keys and their rotation, as in Qwen3 and Gemma 3, are fused as modules of
 norms and as a rotary function, and run one after the other. `liger_ops.rms_norm_rope` computes both
-in one pass, but `fuse` does not use it: the norms are modules, and the rotation is called by the
-forward of the attention. No module or function has both, and either may be called without the
-other.
+in one pass, but `fuse` does not use it. The norms are modules, and the forward of the attention
+passes views of their results to the rotation. So a norm would have to return a stand-in, which is
+computed when anything but the rotation uses it. Code that takes a tensor cannot always be told from
+the rotation: the gradient of a stand-in given to a torch.autograd.Function would be lost without an
+error, and hooks of the norm, which FSDP2 and accelerate set, would see a result that is not a
+tensor. `backend="liger"` sees all uses of the norms in its graph, and uses the op, also in a fused
+model that is compiled, whole or layer by layer ([compile.md](compile.md)).
 
 ## Heads with adapters of peft
 
