@@ -142,6 +142,14 @@ def test_calls_that_reach_the_code():
     of_code(plain, fused, x.bfloat16(), emb=emb)
 
 
+def test_an_embedding_that_is_cast_to_the_dtype_of_x():
+    plain, fused, _ = made(adaptive.Continuous, torch.bfloat16)
+    x, emb = torch.randn(2, T, N, dtype=torch.bfloat16), torch.randn(2, C)
+    (result,), counts = called(fused, x, emb)
+    assert counts == {"modulated_layer_norm": 1}
+    torch.testing.assert_close(result, plain(x, emb))
+
+
 @pytest.mark.parametrize(
     ("make", "is_wide"),
     (

@@ -99,7 +99,8 @@ in the same order, except for the norms, whose parameters it reads. Hooks that a
 norm later have no effect. In diffusers 0.42 these are AdaLayerNorm, AdaLayerNormZero,
 AdaLayerNormZeroSingle, AdaLayerNormContinuous, SD35AdaLayerNormZeroX, CogVideoXLayerNormZero,
 LuminaRMSNormZero, LuminaLayerNormContinuous and those of CogView 4: the norms of DiT, SD3, SD3.5,
-Flux, AuraFlow, HunyuanVideo and Lumina 2 before attention, and their last norm.
+Flux, AuraFlow, HunyuanVideo and Lumina 2 before attention, and their last norm; in transformers those
+of Qwen2.5-Omni.
 
 What is modulated in a block's own forward stays there. The second norm of the blocks of DiT, SD3
 and Flux, and all of Wan, PixArt, Sana, LTX and QwenImage, is a `torch.nn.LayerNorm` or an RMSNorm
