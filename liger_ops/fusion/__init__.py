@@ -40,7 +40,9 @@ def fuse(
       that computes `rms_norm`, `layer_norm` or `group_norm` with some offset, eps and casting mode,
       is replaced by the fused module, which has the same Parameter objects under the same names. A
       module that computes `gated_rms_norm` of its arguments, the second named gate, gets a forward
-      that calls the op.
+      that calls the op. A module that projects an embedding and modulates norms by the projection,
+      as AdaLayerNormZero of diffusers, gets a forward that calls `modulated_layer_norm` or
+      `modulated_rms_norm` and the same children, except for the norms.
     * Gated activations: a module that projects its input once or twice, applies `swiglu`, `geglu`,
       `clamped_swiglu` or `relu_squared`, and projects the result, gets a forward that calls the
       same children and the op. The children may be anything, such as quantised layers and

@@ -123,7 +123,8 @@ class Code:
         call = canonical(node)
         if call is not None and call.op == IDENTITY:
             return self._name(call.args[0])
-        raise NotAnOp(f"it computes {function or node.name} beside its norms and projections")
+        what = function or op_of(node) or node.name
+        raise NotAnOp(f"it computes {what} beside its norms and projections")
 
     def _given(self, target: str) -> str:
         if target in self.calls:

@@ -24,6 +24,8 @@ from .probing import NotAnOp, first_line, own_attributes
 from .trace import Trace
 
 NORM_OPS = ("layer_norm", "rms_norm")
+# More parts of a projection than any module has.
+MOST_CHUNKS = 12
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,20 @@ class _Fails(NotAnOp):
 
 
 def _forms(module: nn.Module, norms: dict[str, int | None]) -> Iterator[Shapes]:
-    columns = _columns(module)
-    widths = [width for width in norms.values() if width is not None]
     count = len(inspect.signature(module.forward).parameters) - 1
     rows = ("samples",) * count
     one = ("one",) * count
-    for forms in (rows, *(rows[:i] + ("tokens",) + rows[i + 1 :] for i in range(count)), one):
-        yield Shapes(2, 3, widths[0] if widths else columns, columns, ("tokens", *forms))
-
-
-def _columns(module: nn.Module) -> int:
-    """The width of what the first projection is given."""
     projection: Any = next(filter(is_projection, module._modules.values()))
-    return int(projection.in_features)
+    for width in _widths(projection, norms):
+        for forms in (rows, *(rows[:i] + ("tokens",) + rows[i + 1 :] for i in range(count)), one):
+            yield Shapes(2, 3, width, projection.in_features, ("tokens", *forms))
+
+
+def _widths(projection: Any, norms: dict[str, int | None]) -> list[int]:
+    """The norms' width, or possible widths of norms that take any: parts of the projection."""
+    known = [width for width in norms.values() if width is not None]
+    columns = projection.out_features
+    return known[:1] or [columns // i for i in range(1, MOST_CHUNKS + 1) if columns % i == 0]
 
 
 def is_projection(child: Any) -> bool:

@@ -122,14 +122,19 @@ def _is_usual(
 
 def _norms(module: nn.Module, width_of: Callable[[nn.Module], int | None]) -> dict[str, int | None]:
     """The names and widths of the children that are norms."""
-    norms = {}
+    norms: dict[str, int | None] = {}
+    reasons = {}
     for name, child in module._modules.items():
         if child is None or is_projection(child):
             continue
-        with contextlib.suppress(NotAnOp):
+        try:
             norms[name] = width_of(child)
+        except NotAnOp as reason:
+            reasons[name] = f"it has no norm that is an op; {name}: {reason}"
     if not norms:
-        raise NotAnOp("it has no norm")
+        # Names only choose the reason.
+        named = (reason for name, reason in reasons.items() if "norm" in name)
+        raise NotAnOp(next(named, "it has no norm"))
     return norms
 
 

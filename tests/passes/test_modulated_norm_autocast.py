@@ -12,6 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import gpu_autocast
 import modulated_blocks as blocks
+from liger_ops import backend
 from norm_spellings import EPS, inverse_rms, llama
 from rewriting import Rewriter, values
 
@@ -122,7 +123,7 @@ def test_norms_of_narrow_rows(use, norm, weight_dtype, op):
 
     torch._dynamo.reset()
     options = {"inner_backend": inner, "strict": True}
-    compiled = torch.compile(function, backend="liger", options=options, fullgraph=True)
+    compiled = torch.compile(function, backend=backend, options=options, fullgraph=True)
     expected, result = (
         _with_gradients(run, values(3, 5, 64, dtype=NARROW), values(64, dtype=weight_dtype))
         for run in (function, compiled)

@@ -22,6 +22,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "fuse.md"
 
 KINDS = {
     "norm": "norms",
+    "modulated norm": "modulated norms",
     "gated activation": "gated activations",
     "rotary embedding": "rotary embeddings",
     "attention": "attention",
@@ -92,6 +93,29 @@ the rotation: the gradient of a stand-in given to a torch.autograd.Function woul
 error, and hooks of the norm, which FSDP2 and accelerate set, would see a result that is not a
 tensor. `backend="liger"` sees all uses of the norms in its graph, and uses the op, also in a fused
 model that is compiled, whole or layer by layer ([compile.md](compile.md)).
+
+## Modulated norms
+
+A module that projects an embedding, takes scale and shift from the projection and returns
+norm(x) * (1 + scale) + shift gets a forward that calls `modulated_layer_norm` or
+`modulated_rms_norm`. It returns the same further chunks, such as gates, and calls the same children
+in the same order, except for the norms, whose parameters it reads. Hooks that are set on such a
+norm later have no effect. In diffusers 0.42 these are AdaLayerNorm, AdaLayerNormZero,
+AdaLayerNormZeroSingle, AdaLayerNormContinuous, SD35AdaLayerNormZeroX, CogVideoXLayerNormZero,
+LuminaRMSNormZero, LuminaLayerNormContinuous and those of CogView 4: the norms of DiT, SD3, SD3.5,
+Flux, AuraFlow, HunyuanVideo and Lumina 2 before attention, and their last norm; in transformers those
+of Qwen2.5-Omni.
+
+What is modulated in a block's own forward stays there. The second norm of the blocks of DiT, SD3
+and Flux, and all of Wan, PixArt, Sana, LTX and QwenImage, is a `torch.nn.LayerNorm` or an RMSNorm
+of its own, mostly without a weight. `fuse` replaces it, and the modulation remains two operations
+of PyTorch. `backend="liger"` finds these too, before `fuse` and after it
+([compile.md](compile.md)), with all rewrites. Mochi's norms compute in a float32 scale, and are
+left.
+
+The module's own code runs for a call with other arguments than those that its projection and norm
+use, for x of other dimensions than (B, T, N), for a scale with another number of samples, and
+where x, scale and the norm's parameters have dtypes for which the code does not return x's.
 
 ## Heads with adapters of peft
 

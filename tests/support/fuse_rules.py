@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 
 NORM = re.compile(r"(RMSNorm|LayerNorm|GroupNorm)$")
+MODULATED = re.compile(r"Ada(ptive)?(Layer|Rms|RMS)Norm")
 GATED = re.compile(r"(GEGLU|GeGLU|SwiGLU|Swiglu|ReGLU)")
 MLP = re.compile(r"MLP|Mlp|FeedForward|FFN")
 ROTARY = re.compile(r"apply\w*_(rotary|rope)")
@@ -24,6 +25,12 @@ def norms(model: nn.Module) -> Iterator[str]:
         if NORM.search(class_name) or (
             "Norm" in class_name and weight is not None and weight.dim() == 1
         ):
+            yield name
+
+
+def modulated_norms(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if MODULATED.search(type(module).__name__) and module._modules:
             yield name
 
 
@@ -83,4 +90,6 @@ def hyper_connections(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-RULES = (norms, activations, rotary_embeddings, attentions, losses, hyper_connections)
+RULES = (
+    norms, modulated_norms, activations, rotary_embeddings, attentions, losses, hyper_connections,
+)  # fmt: skip
