@@ -51,12 +51,13 @@ def constants_of(*functions: Any) -> tuple[int | None, bool] | None:
     """What OverWords holds, from the hooks of a style of torch, or the forward of transformers'."""
     closures = [_closure(function) for function in functions]
     if len(closures) == 1:
-        style = closures[0].get("self")
+        style: Any = closures[0].get("self")
         if type(style).__name__ != "ColwiseParallel":
             return None
         inputs, outputs = [style.input_layouts], [style.output_layouts]
     elif len(closures) == 2:
-        first, last = closures[0].get("input_fn"), closures[1].get("output_fn")
+        first: Any = closures[0].get("input_fn")
+        last: Any = closures[1].get("output_fn")
         if not _calls(first, "ColwiseParallel._prepare_input_fn"):
             return None
         if not _calls(last, "ColwiseParallel._prepare_output_fn"):
