@@ -3,8 +3,10 @@
     torchrun --nproc-per-node 2 examples/train_distributed.py [--help]
 
 The model is sharded by FSDP2, layer by layer, with float32 weights and a policy of bfloat16, or
-replicated by DDP with float32 weights under autocast. Every rank has its own rows. A step is
-forward, backward and AdamW. Each way trains a model of its own from the same weights:
+replicated by DDP with float32 weights under autocast. Every rank has its own rows. With --tp N,
+N ranks have the same rows, and parts of each product, of the tokens between the products, and of
+the vocabulary; FSDP2 shards these over the other ranks. A step is forward, backward and AdamW.
+Each way trains a model of its own from the same weights:
 
     eager           the model as it is
     fuse            after liger_ops.fuse(), eager
@@ -32,7 +34,17 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import liger_ops
 from liger_ops.bench.step_models import BATCHES, text_batch
@@ -55,6 +67,8 @@ def main() -> int:
     options = parsed()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
+    if options.tp < 1 or dist.get_world_size() % options.tp:
+        raise SystemExit(f"--tp {options.tp} does not divide the {dist.get_world_size()} ranks")
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", dist.get_node_local_rank())
@@ -82,6 +96,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--way", nargs="+", choices=WAYS, default=["eager", "fuse"])
     parser.add_argument("--parallel", choices=("fsdp2", "ddp"), default="fsdp2")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share rows; with fsdp2")
     parser.add_argument("--shape", choices=SHAPES, help="default: llama-3.2-1b, tiny on CPUs")
     parser.add_argument("--batch", choices=BATCHES, default="ones", help="what it masks")
     parser.add_argument("--batch-size", type=int, default=1, help="rows of a rank")
@@ -94,6 +109,8 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if "liger-kernel" in options.way[:-1]:
         parser.error("liger-kernel patches the process, and has to be the last way")
+    if options.tp > 1 and (options.parallel == "ddp" or "liger-kernel" in options.way):
+        parser.error("--tp is for fsdp2, and the ways but liger-kernel")
     if options.steps < COMPARED:
         parser.error(f"--steps must be at least {COMPARED}")
     return options
@@ -105,8 +122,8 @@ def trained(way: str, device: torch.device, options: argparse.Namespace) -> tupl
     model, vocabulary = made(way, device, options)
     loss_of = prepared(model, way, device, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    # Every rank has its own rows, the same in each step.
-    torch.manual_seed(1 + dist.get_rank())
+    # Every group of --tp ranks has its own rows, the same in each step.
+    torch.manual_seed(1 + dist.get_rank() // options.tp)
     size = options.batch_size, options.sequence_length
     batch = text_batch(options.batch, size, vocabulary, str(device))
 
@@ -178,11 +195,40 @@ def distributed(model: Any, device: torch.device, options: argparse.Namespace) -
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    size = dist.get_world_size() // options.tp, options.tp
+    mesh = dist.init_device_mesh(device.type, size, mesh_dim_names=("data", "tp"))
+    if options.tp > 1:
+        tensor_parallel(model, mesh["tp"])
     # The head is in the model's own group, which stays gathered from the forward to the backward.
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh["data"], mp_policy=policy)
     return model
+
+
+def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
+    """Shard the products, and between them the tokens, in DTensors."""
+    tokens = {"output_layouts": Shard(1), "use_local_output": False}
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **tokens),
+        "model.norm": SequenceParallel(),
+        # A fused loss leaves the vocabulary sharded, and the ways without one gather the logits.
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "model.layers.*.input_layernorm": SequenceParallel(),
+        "model.layers.*.post_attention_layernorm": SequenceParallel(),
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "model.layers.*.mlp": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(**tokens),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(**tokens),
+    }
+    parallelize_module(model, mesh, plan)
 
 
 def timed(step: Callable[[], Tensor], steps: int, device: torch.device) -> str:

@@ -9,9 +9,9 @@ its style does to the input.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 _TORCH = "torch.distributed.tensor"
@@ -35,28 +35,36 @@ def is_hook(hook: Any) -> bool:
 def over_words(head: Any) -> OverWords | None:
     """How a style ColwiseParallel, of torch or of transformers, shards a linear layer, or None if
     the layer has no such style, or another style beside it."""
-    found = constants_of(head)
-    return None if found is None else OverWords(*found)
-
-
-def constants_of(head: Any) -> tuple[int | None, bool] | None:
     hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-    hooks = [hook for hook in hooks if is_hook(hook)]
-    style = style_of(head)
-    if style is not None:
-        if type(style.style).__name__ != "ColwiseParallel" or hooks:
+    found = [hook for hook in hooks if is_hook(hook)]
+    if "forward" in vars(head):
+        found.append(vars(head)["forward"])
+        if getattr(found[-1], "__module__", None) != _TRANSFORMERS:
             return None
-        inputs, outputs = [style.style.input_layouts], [style.style.output_layouts]
-    elif "forward" in vars(head) or len(hooks) != 2:
-        return None
-    else:
-        first: Any = _closure(hooks[0]).get("input_fn")
-        last: Any = _closure(hooks[1]).get("output_fn")
+        if not torch.compiler.is_compiling() and style_of(head) is None:
+            return None
+    constants = constants_of(*found)
+    return None if constants is None else OverWords(*constants)
+
+
+def constants_of(*functions: Any) -> tuple[int | None, bool] | None:
+    """What OverWords holds, from the hooks of a style of torch, or the forward of transformers'."""
+    closures = [_closure(function) for function in functions]
+    if len(closures) == 1:
+        style: Any = closures[0].get("self")
+        if type(style).__name__ != "ColwiseParallel":
+            return None
+        inputs, outputs = [style.input_layouts], [style.output_layouts]
+    elif len(closures) == 2:
+        first: Any = closures[0].get("input_fn")
+        last: Any = closures[1].get("output_fn")
         if not _calls(first, "ColwiseParallel._prepare_input_fn"):
             return None
         if not _calls(last, "ColwiseParallel._prepare_output_fn"):
             return None
         inputs, outputs = first.args[0], last.args[0]
+    else:
+        return None
     if len(inputs) != 1 or not (inputs[0].is_replicate() or inputs[0].is_shard()):
         return None
     dim = None if inputs[0].is_replicate() else inputs[0].dim
@@ -119,9 +127,10 @@ def _calls(function: Any, name: str) -> bool:
     return module.startswith(_TORCH) and getattr(called, "__qualname__", "") == name
 
 
-def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+def _closure(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in _cells(function).items()}
 
 
 def _cells(function: Any) -> dict[str, types.CellType]:
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    code = getattr(function, "__code__", None)
+    return dict(zip(code.co_freevars, function.__closure__ or (), strict=True)) if code else {}

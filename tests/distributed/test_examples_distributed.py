@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
 
@@ -25,12 +27,13 @@ def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_ways_of_a_small_model_agree() -> None:
-    ways = ["eager", "fuse", "liger"]
-    arguments = ["--way", *ways, "--precision", "float32", "--sequence-length", "16"]
-    result = run(
-        "train_distributed.py", *arguments, "--shape", "tiny", "--inner-backend", "aot_eager"
-    )
+@pytest.mark.parametrize(
+    ("tp", "ways"), [("1", ["eager", "fuse", "liger"]), ("2", ["eager", "fuse"])]
+)
+def test_the_ways_of_a_small_model_agree(tp: str, ways: list[str]) -> None:
+    arguments = ["--way", *ways, "--precision", "float32", "--sequence-length", "16", "--tp", tp]
+    arguments += ["--shape", "tiny", "--inner-backend", "aot_eager"]
+    result = run("train_distributed.py", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line[:2] for line in lines] == [[way, "losses"] for way in ways]
