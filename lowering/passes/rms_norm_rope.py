@@ -69,7 +69,7 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     state = GraphState(graph)
     for rotation in report.visiting(OP, list(graph.nodes)):
         call = calls(rotation, "liger.rope")
-        if call is None or state.transformed(rotation):
+        if call is None or not rotation.users or state.transformed(rotation):
             continue
         try:
             with attempt(graph):

@@ -185,8 +185,8 @@ def _is_view(match: Match, name: str) -> bool:
 def _heads(match: Match, form: Form) -> Any:
     """The dimension of the tables that stands for the heads; negative counts from the end."""
     if "heads" in match.values:
-        # The dimension that unsqueeze adds.
-        heads = match["heads"]
+        # The dimension that unsqueeze adds, for which Dynamo's symbol of an argument is a constant.
+        heads = int(value(match["heads"]))
         return heads + form.inner if heads < 0 else heads
     x, cos = value(match["x"]).shape, value(match["cos"]).shape
     for heads, positions in ((1, 2), (2, 1)):

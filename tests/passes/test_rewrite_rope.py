@@ -21,6 +21,7 @@ from rotations import (
     heads,
     rotate_half,
     rotate_neighbours,
+    used,
 )
 
 
@@ -221,6 +222,21 @@ def test_rope_of_any_length(rotation, columns):
         counts={"rope": 1},
         dynamic=True,
     )
+
+
+def test_rope_whose_caller_passes_the_dimension_of_heads():
+    """As in a rotary function that Dynamo compiles by itself, whose integers are symbols."""
+
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int) -> Any:
+        q, k, cos, sin = (
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            cos.unsqueeze(dim),
+            sin.unsqueeze(dim),
+        )
+        return used(q * cos + rotate_half(q) * sin), used(k * cos + rotate_half(k) * sin)
+
+    check(function, *heads(), *tables(D), 1, counts={"rope": 1}, dynamic=True)
 
 
 # Near misses
