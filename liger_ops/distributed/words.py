@@ -116,13 +116,10 @@ def arguments(
     return Arguments(words, mesh, local, bias, x, wholes, sums_x)
 
 
-def zeros_of(
-    tensors: Sequence[Tensor | None], wanted: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, weight and bias of a rank without words."""
+def zeros_of(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients of a head's tensors of a rank without words."""
     pairs = zip(tensors, wanted, strict=True)
-    x, weight, bias = (torch.zeros_like(t) if w and t is not None else None for t, w in pairs)
-    return x, weight, bias
+    return tuple(torch.zeros_like(t) if w and t is not None else None for t, w in pairs)
 
 
 def _of_words(
