@@ -3,8 +3,10 @@
 A row function takes the options and the logits of both, (M, V) and (M, W), as any tensors with
 these rows; the tensors of the tokens are (M,) and contiguous:
 
-    divergences(options, student, teacher, target, results, plan)
+    divergences(options, student, teacher, target, results, plan, known)
     gradients(options, grad, student, teacher, target, saved, dstudent, dteacher, hard, plan)
+
+known is a pair of None, or both lse of all classes: the logits are then those of a part of them.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def register(device: str, divergences: Callable[..., None], gradients: Callable[
         *results, plan = results_and_plan
         results = tuple(map(flat, results))
         logits = (call.student_logits, call.teacher_logits)
-        divergences(options_of(call), *logits, flat(call.target), results, plan)
+        known = (flat(call.known_student_lse), flat(call.known_teacher_lse))
+        divergences(options_of(call), *logits, flat(call.target), results, plan, known)
 
     @library.kernel("divergence_backward", device, module=module)
     def divergence_backward(call, dstudent_logits, dteacher_logits, plan):

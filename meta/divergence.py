@@ -21,6 +21,7 @@ def divergence_forward(call: Any) -> tuple[Tensor, ...]:
     x = call.student_logits
     double = torch.float64 in (x.dtype, call.teacher_logits.dtype)
     dtype = torch.float64 if double else torch.float32
+    _check_known(call, dtype)
     return tuple(x.new_empty(x.shape[:-1], dtype=dtype) for _ in RESULTS)
 
 
@@ -47,6 +48,23 @@ def _check(call: Any) -> None:
     if call.target is not None:
         check_target(call, "student_logits")
     check_kind(call)
+
+
+def _check_known(call: Any, dtype: torch.dtype) -> None:
+    names = ("known_student_lse", "known_teacher_lse")
+    known = checks.given(call, names)
+    if not known:
+        return
+    if len(known) == 1 or call.kind == "cosine":
+        raise ValueError(
+            f"{checks.op(call)}: {names[0]} and {names[1]} must be given together, and be None for"
+            f" the kind 'cosine', got {known[0][0]} and the kind {call.kind!r}"
+        )
+    checks.same_device(call, "student_logits", *names)
+    for name, tensor in known:
+        if tensor.dtype is not dtype:
+            raise TypeError(f"{checks.op(call)}: {name} must be {dtype}, got {tensor.dtype}")
+        checks.shape(call, name, call.student_logits.shape[:-1], "student_logits but for its last")
 
 
 def check_kind(call: Any) -> None:

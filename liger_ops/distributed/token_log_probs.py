@@ -13,6 +13,7 @@ from ..ops.linear_log_prob import linear_log_prob_backward, linear_log_prob_forw
 from ..ops.log_prob import log_prob_backward, log_prob_forward
 from .collectives import gathered
 from .derivatives import once
+from .token_statistics import Layer
 from .words import IGNORED, Words, zeros_of
 
 
@@ -43,16 +44,17 @@ class TokenLogProbs(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor,
-        here: Tensor, words: Words, options: Options,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, lora_x: Tensor | None,
+        lora_b: Tensor | None, target: Tensor, here: Tensor, words: Words, options: Options,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """x is the logits if weight, that of a linear layer, is None; `target` counts from the
         rank's first word, and is to be read where `here` is True."""
-        local = _of_this_rank(x, weight, bias, target, here, words, options)
+        head = (x, weight, bias, lora_x, lora_b)
+        local = _of_this_rank(head, target, here, words, options)
         results = _of_all_ranks(local, words)
         # The ops have no numbers of ignored tokens.
         log_prob, entropy, lse = (value.masked_fill(target == IGNORED, 0.0) for value in results)
-        ctx.save_for_backward(x, weight, bias, target, here, entropy, lse)
+        ctx.save_for_backward(*head, target, here, entropy, lse)
         ctx.words, ctx.options = words, options
         ctx.set_materialize_grads(False)
         return log_prob, entropy, lse
@@ -62,32 +64,32 @@ class TokenLogProbs(Function):
     def backward(
         ctx: Any, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, weight, bias, target, here, entropy, lse = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[:3])
+        *head, target, here, entropy, lse = ctx.saved_tensors
+        x, weight, bias, lora_x, lora_b = head
+        wanted = list(ctx.needs_input_grad[:5])
         if dlog_prob is not None:
             # log_prob = x_target - lse: without the target, its gradient is that of -lse.
             of_lse = torch.where(here, 0.0, -dlog_prob)
             dlse = of_lse if dlse is None else dlse + of_lse
             dlog_prob = torch.where(here, dlog_prob, 0.0)
         given = (dlog_prob, dentropy, dlse, x)
-        dweight = dbias = None
+        results: tuple[Tensor | None, ...]
         if ctx.words.held == 0:
-            dx, dweight, dbias = zeros_of((x, weight, bias), wanted)
+            results = zeros_of(head, wanted)
         elif weight is None:
             dx = log_prob_backward(*given, target, entropy, lse, *ctx.options.of_op)
+            results = (dx, None, None, None, None)
         else:
-            options = (*ctx.options.of_op, *ctx.options.of_chunks, [*wanted, False, False])
-            dx, dweight, dbias, _, _ = linear_log_prob_backward(
-                *given, weight, target, bias, entropy, lse, *options
-            )
-        return dx, dweight, dbias, None, None, None, None
+            options = (*ctx.options.of_op, *ctx.options.of_chunks, wanted, lora_x, lora_b)
+            results = linear_log_prob_backward(*given, weight, target, bias, entropy, lse, *options)
+        return (*results, None, None, None, None)
 
 
 def _of_this_rank(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, here: Tensor,
-    words: Words, options: Options,
-) -> Tensor:  # fmt: skip
+    head: Layer, target: Tensor, here: Tensor, words: Words, options: Options
+) -> Tensor:
     """(3, ...): lse, the target's logit and the entropy, of the rank's words."""
+    x, weight, bias, lora_x, lora_b = head
     if words.held == 0:
         return words.no_statistics(x, target, 3)
     results: tuple[Any, ...]
@@ -95,8 +97,9 @@ def _of_this_rank(
         results = log_prob_forward(x, target, *options.of_op)
     else:
         results = linear_log_prob_forward(
-            x, weight, target, bias, *options.of_op, *options.of_chunks
-        )
+            x, weight, target, bias, *options.of_op, *options.of_chunks,
+            lora_x=lora_x, lora_b=lora_b,
+        )  # fmt: skip
     log_prob, entropy, lse, *_ = results
     # If all of the rank's words have -inf, so has the target, and log_prob is NaN.
     target_logit = torch.where(lse == float("-inf"), lse, log_prob + lse)

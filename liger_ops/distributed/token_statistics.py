@@ -14,7 +14,11 @@ from .collectives import gathered
 from .derivatives import once
 from .words import IGNORED, Words, zeros_of
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Upstream = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+# The tensors of a head, or logits in the place of x.
+Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Options(NamedTuple):
@@ -47,14 +51,16 @@ class TokenStatistics(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor,
-        here: Tensor, class_weight: Tensor | None, words: Words, options: Options,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, lora_x: Tensor | None,
+        lora_b: Tensor | None, target: Tensor, here: Tensor, class_weight: Tensor | None,
+        words: Words, options: Options,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """x is the logits if weight, that of a linear layer, is None; `target` counts from the
         rank's first word, and is to be read where `here` is True."""
-        local = local_statistics(x, weight, bias, target, here, class_weight, words, options)
+        head = (x, weight, bias, lora_x, lora_b)
+        local = local_statistics(head, target, here, class_weight, words, options)
         lse, target_logit, total = of_all_ranks(gathered(local, 0, words.group), local)
-        ctx.save_for_backward(x, weight, bias, target, here, class_weight, lse)
+        ctx.save_for_backward(*head, target, here, class_weight, lse)
         ctx.words, ctx.options = words, options
         ctx.set_materialize_grads(False)
         return lse, target_logit, total
@@ -64,20 +70,26 @@ class TokenStatistics(Function):
     def backward(
         ctx: Any, dlse: Tensor | None, dtarget_logit: Tensor | None, dtotal: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, weight, bias, target, here, class_weight, lse = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[:3])
+        *head, target, here, class_weight, lse = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:5])
         grads = upstream_here(dlse, dtarget_logit, dtotal, here, class_weight, ctx.words)
-        dx, dweight, dbias = gradients(
-            x, weight, bias, target, class_weight, lse, grads, ctx.words, ctx.options, wanted
+        results = gradients(
+            tuple(head), target, class_weight, lse, grads, ctx.words, ctx.options, wanted
         )
-        return dx, dweight, dbias, None, None, None, None, None
+        return (*results, *(None for _ in range(5)))
+
+
+def of_logits(logits: Tensor) -> Layer:
+    """Logits in the place of x, of no linear layer."""
+    return logits, None, None, None, None
 
 
 def local_statistics(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, here: Tensor,
+    head: Layer, target: Tensor, here: Tensor,
     class_weight: Tensor | None, words: Words, options: Options,
 ) -> Tensor:  # fmt: skip
     """(2 or 3, ...): lse, the target's logit and the sum of the rank's words."""
+    x, weight, bias, lora_x, lora_b = head
     if words.held == 0:
         return words.no_statistics(x, target, 2 + options.with_sum)
     results: tuple[Any, ...]
@@ -85,8 +97,9 @@ def local_statistics(
         results = cross_entropy_forward(x, target, class_weight, None, None, *options.of_op)
     else:
         results = linear_cross_entropy_forward(
-            x, weight, target, bias, class_weight, None, None, *options.of_op, *options.of_chunks
-        )
+            x, weight, target, bias, class_weight, None, None, *options.of_op, *options.of_chunks,
+            lora_x=lora_x, lora_b=lora_b,
+        )  # fmt: skip
     loss, _, lse, target_logit, *_ = results
     parts = [lse, torch.where(here, target_logit, 0.0)]
     if options.with_sum:
@@ -105,7 +118,7 @@ def of_all_ranks(gathered: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tenso
 def upstream_here(
     dlse: Tensor | None, dtarget_logit: Tensor | None, dtotal: Tensor | None,
     here: Tensor, class_weight: Tensor | None, words: Words,
-) -> Gradients:  # fmt: skip
+) -> Upstream:  # fmt: skip
     """dloss, dlse and dtarget_logit of the op of the rank's words."""
     if dtarget_logit is not None:
         dtarget_logit = torch.where(here, dtarget_logit, 0.0)
@@ -121,14 +134,14 @@ def class_sum(class_weight: Tensor | None, count: int, like: Tensor) -> Tensor |
 
 
 def gradients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor,
-    class_weight: Tensor | None, lse: Tensor, grads: Gradients,
+    head: Layer, target: Tensor, class_weight: Tensor | None, lse: Tensor, grads: Upstream,
     words: Words, options: Options, wanted: list[bool],
-) -> Gradients:  # fmt: skip
-    """The gradients of x, weight and bias, by the backward op of the rank's words, which is given
-    the lse of all words."""
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of the head, by the backward op of the rank's words, which is given the lse of
+    all words."""
+    x, weight, bias, lora_x, lora_b = head
     if words.held == 0:
-        return zeros_of((x, weight, bias), wanted)
+        return zeros_of(head, wanted)
     dloss, dlse, dtarget_logit = grads
     # The reduction "none" does not read the sum of the weights.
     of_tokens: tuple[Any, ...] = (class_weight, None, None, lse, lse.new_ones(()))
@@ -136,9 +149,9 @@ def gradients(
         dlogits = cross_entropy_backward(
             dloss, None, dlse, dtarget_logit, x, target, *of_tokens, *options.of_op
         )
-        return dlogits, None, None
-    of_op = (*options.of_op, *options.of_chunks, [*wanted, False, False])
+        return dlogits, None, None, None, None
+    of_op = (*options.of_op, *options.of_chunks, wanted, lora_x, lora_b)
     of_tokens = (*of_tokens, None, None, None, *of_op)
     return linear_cross_entropy_backward(
         dloss, None, dlse, dtarget_logit, x, weight, target, bias, *of_tokens
-    )[:3]
+    )

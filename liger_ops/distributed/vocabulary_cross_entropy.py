@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..ops.cross_entropy import REDUCTIONS, reduced, token_weights
-from ..ops.head import cast_as_linear
-from .collectives import Replicated
+from .lora import head_of, head_of_rows, summed_over_ranks
 from .loss_of_tokens import Terms, Tokens, losses
 from .summed_loss import summed_loss
-from .token_statistics import Options, TokenStatistics, class_sum
+from .token_statistics import Layer, Options, TokenStatistics, class_sum
 from .words import Arguments, arguments, check_target
 
 
@@ -79,7 +78,8 @@ def cross_entropy(
     given = arguments(op, "logits", logits, -1, others, group, vocab_size)
     loss_options = (ignore_index, reduction, label_smoothing, lse_square_scale)
     options = Options(label_smoothing != 0, softcap, logit_scale)
-    return _loss(op, given, given.sharded, None, loss_options, options)
+    head = (given.sharded, None, None, None, None)
+    return _loss(op, given, head, loss_options, options)
 
 
 def linear_cross_entropy(
@@ -89,6 +89,7 @@ def linear_cross_entropy(
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
     *, group: ProcessGroup | None = None, vocab_size: int | None = None,
     sequence_dim: int | None = None,
 ) -> Tensor:  # fmt: skip
@@ -130,6 +131,11 @@ def linear_cross_entropy(
             `liger_ops.linear_cross_entropy`.
         chunk_bytes: the size of a chunk of the logits of the rank with most words, in x's dtype;
             None takes LIGER_OPS_LOGITS_BYTES, or 384 MiB. It must be the same on every rank.
+        lora_a: (R, D), floating point, the whole on every rank, or a DTensor with the placement
+            Replicate(): with lora_b, a LoRA that is added to weight, as for
+            `liger_ops.linear_cross_entropy`. Its gradient is whole on every rank.
+        lora_b: (V / ranks, R), the rank's words; or a DTensor (V, R) with the placement Shard(0).
+        lora_scale: the factor of lora_b @ lora_a.
         group, vocab_size: as for `cross_entropy`; None if weight is a DTensor.
         sequence_dim: the dimension along which x is sharded, or None if it is whole; None if weight
             is a DTensor: then x's placement says it, and an x that is no DTensor is whole.
@@ -153,15 +159,15 @@ def linear_cross_entropy(
     )  # fmt: skip
     loss_options = (ignore_index, reduction, label_smoothing, lse_square_scale)
     options = Options(label_smoothing != 0, softcap, logit_scale, accum_dtype, chunk_bytes)
-    assert given.x is not None
-    return _loss(op, given, given.x, given.sharded, loss_options, options)
+    head = head_of(op, given, lora_a, lora_b, lora_scale)
+    return _loss(op, given, head, loss_options, options)
 
 
 def _loss(
-    op: str, given: Arguments, x: Tensor, weight: Tensor | None,
+    op: str, given: Arguments, head: Layer,
     loss_options: tuple[int, str, float, float], options: Options,
 ) -> Tensor:  # fmt: skip
-    words, bias = given.words, given.bias
+    words, (x, weight, bias, lora_x, lora_b) = given.words, head
     target, class_weight, token_weight, num_items_in_batch = given.others
     ignore_index, reduction, label_smoothing, lse_square_scale = loss_options
     assert target is not None
@@ -173,8 +179,6 @@ def _loss(
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if weight is not None:
-        x, weight, bias = cast_as_linear(x, weight, bias)
     within = target != ignore_index
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     weights, counts = token_weights(target, within, class_weight, token_weight, dtype)
@@ -183,17 +187,17 @@ def _loss(
         within, weights, counts, words.of(class_weight), class_sum(class_weight, words.V, weights),
     )  # fmt: skip
     terms = Terms(label_smoothing, lse_square_scale, words.V)
-    needed = (tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    needed = (tensor is not None and tensor.requires_grad for tensor in head)
     in_forward = torch.is_grad_enabled() and reduction != "none" and any(needed)
     if weight is not None and in_forward:
-        summed = summed_loss(x, weight, bias, tokens, terms, words, options, given.sums_x)
+        flat = head_of_rows(x, weight, bias, lora_x, lora_b)
+        summed = summed_loss(flat, tokens, terms, words, options, given.sums_x)
         if reduction == "sum":
             return summed
         return summed / (counts.sum() if num_items_in_batch is None else num_items_in_batch)
-    if given.sums_x:
-        x = Replicated.apply(x, words.group)
+    head = summed_over_ranks(given, head)
     lse, target_logit, total = TokenStatistics.apply(
-        x, weight, bias, tokens.target, tokens.here, tokens.class_weight, words, options
+        *head, tokens.target, tokens.here, tokens.class_weight, words, options
     )
     loss, z_loss = losses(lse, target_logit, total, tokens, terms)
     return reduced(loss, z_loss, counts.sum(), num_items_in_batch, reduction)[0]

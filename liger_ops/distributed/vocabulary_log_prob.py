@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..ops.head import cast_as_linear
-from .collectives import Replicated
+from .lora import head_of, summed_over_ranks
 from .token_log_probs import Options, TokenLogProbs
+from .token_statistics import Layer
 from .words import Arguments, arguments, check_target
 
 
@@ -43,7 +43,8 @@ def log_prob(
     op = "distributed.log_prob"
     given = arguments(op, "logits", logits, -1, {"target": target}, group, vocab_size)
     options = Options(temperature, softcap, logit_scale)
-    return _log_prob(op, given, given.sharded, None, ignore_index, options)
+    head = (given.sharded, None, None, None, None)
+    return _log_prob(op, given, head, ignore_index, options)
 
 
 def linear_log_prob(
@@ -51,6 +52,7 @@ def linear_log_prob(
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     ignore_index: int = -100,
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
     *, group: ProcessGroup | None = None, vocab_size: int | None = None,
     sequence_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -66,7 +68,8 @@ def linear_log_prob(
         x, weight, target, bias: as for `linear_cross_entropy`.
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes: as for
             `liger_ops.linear_log_prob`.
-        group, vocab_size, sequence_dim: as for `linear_cross_entropy`.
+        lora_a, lora_b, lora_scale, group, vocab_size, sequence_dim: as for
+            `linear_cross_entropy`.
 
     Returns:
         log_prob, entropy: of target's shape, the same on every rank; float32, or float64 if x is.
@@ -82,21 +85,18 @@ def linear_log_prob(
         sequence_dim=sequence_dim,
     )  # fmt: skip
     options = Options(temperature, softcap, logit_scale, accum_dtype, chunk_bytes)
-    assert given.x is not None
-    return _log_prob(op, given, given.x, given.sharded, ignore_index, options)
+    head = head_of(op, given, lora_a, lora_b, lora_scale)
+    return _log_prob(op, given, head, ignore_index, options)
 
 
 def _log_prob(
-    op: str, given: Arguments, x: Tensor, weight: Tensor | None, ignore_index: int, options: Options
+    op: str, given: Arguments, head: Layer, ignore_index: int, options: Options
 ) -> tuple[Tensor, Tensor]:
-    words, bias, target = given.words, given.bias, given.others[0]
+    words, target = given.words, given.others[0]
     assert target is not None
-    check_target(op, target, x)
-    if weight is not None:
-        x, weight, bias = cast_as_linear(x, weight, bias)
-    if given.sums_x:
-        x = Replicated.apply(x, words.group)
+    check_target(op, target, head[0])
+    head = summed_over_ranks(given, head)
     local, here = words.local(target, ignore_index), words.here(target)
-    log_prob, entropy, _ = TokenLogProbs.apply(x, weight, bias, local, here, words, options)
+    log_prob, entropy, _ = TokenLogProbs.apply(*head, local, here, words, options)
     valid = words.valid(target, ignore_index)
     return torch.where(valid, log_prob, float("nan")), entropy

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .collectives import Gathered
@@ -21,6 +22,8 @@ class Words(NamedTuple):
     has more than `most`."""
 
     group: str
+    rank: int
+    ranks: int
     first: int
     held: int
     V: int
@@ -54,11 +57,17 @@ class Arguments(NamedTuple):
     whole. Whether x's gradient is still to be summed over the ranks is `sums_x`."""
 
     words: Words
+    # None for plain tensors.
+    mesh: DeviceMesh | None
     sharded: Tensor
     bias: Tensor | None
     x: Tensor | None
     others: list[Tensor | None]
     sums_x: bool
+
+    def also_sharded(self, op: str, name: str, tensor: Tensor, dim: int) -> Tensor:
+        """The rank's words of another tensor that is sharded over words."""
+        return _of_words(op, name, tensor, dim, self.words, self.mesh)
 
 
 def arguments(
@@ -95,33 +104,37 @@ def arguments(
     most = -(-V // ranks)
     first = min(rank * most, V)
     count = min(first + most, V) - first
-    words = Words(name_of_group, first, count, V, most)
+    words = Words(name_of_group, rank, ranks, first, count, V, most)
     local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
-    _check_size(op, name, local, dim, words, ranks, rank)
+    _check_size(op, name, local, dim, words)
     if bias is not None:
-        if isinstance(bias, DTensor):
-            _check_mesh(op, "bias", bias, mesh)
-            _check_placement(op, "bias", bias, 0)
-            bias = bias.to_local()
-        _check_size(op, "bias", bias, 0, words, ranks, rank)
+        bias = _of_words(op, "bias", bias, 0, words, mesh)
     sums_x = False
     if x is not None:
         x, sums_x = _whole_x(op, x, mesh, words, sequence_dim)
     wholes = [_whole(op, key, value, mesh) for key, value in others.items()]
-    return Arguments(words, local, bias, x, wholes, sums_x)
+    return Arguments(words, mesh, local, bias, x, wholes, sums_x)
 
 
-def zeros_of(
-    tensors: Sequence[Tensor | None], wanted: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, weight and bias of a rank without words."""
+def zeros_of(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients of a head's tensors of a rank without words."""
     pairs = zip(tensors, wanted, strict=True)
-    x, weight, bias = (torch.zeros_like(t) if w and t is not None else None for t, w in pairs)
-    return x, weight, bias
+    return tuple(torch.zeros_like(t) if w and t is not None else None for t, w in pairs)
+
+
+def _of_words(
+    op: str, name: str, tensor: Tensor, dim: int, words: Words, mesh: DeviceMesh | None
+) -> Tensor:
+    if isinstance(tensor, DTensor):
+        _check_mesh(op, name, tensor, mesh)
+        _check_placement(op, name, tensor, dim)
+        tensor = tensor.to_local()
+    _check_size(op, name, tensor, dim, words)
+    return tensor
 
 
 def _whole_x(
-    op: str, x: Tensor, mesh: object, words: Words, sequence_dim: int | None
+    op: str, x: Tensor, mesh: DeviceMesh | None, words: Words, sequence_dim: int | None
 ) -> tuple[Tensor, bool]:
     """The whole x, and whether its gradient is still to be summed over the ranks."""
     if isinstance(x, DTensor):
@@ -146,7 +159,7 @@ def _whole_x(
     return Gathered.apply(x, sequence_dim % x.dim(), words.group), False
 
 
-def _whole(op: str, name: str, tensor: Tensor | None, mesh: object) -> Tensor | None:
+def _whole(op: str, name: str, tensor: Tensor | None, mesh: DeviceMesh | None) -> Tensor | None:
     """An argument without a gradient, of which every rank needs the whole."""
     if tensor is None:
         return None
@@ -171,7 +184,7 @@ def check_target(op: str, target: Tensor, x: Tensor) -> None:
         )
 
 
-def _check_mesh(op: str, name: str, tensor: DTensor, mesh: object) -> None:
+def _check_mesh(op: str, name: str, tensor: DTensor, mesh: DeviceMesh | None) -> None:
     if tensor.device_mesh != mesh:
         raise ValueError(
             f"{op}: {name} must be on the mesh of the sharded argument, {mesh}, or a plain tensor,"
@@ -189,11 +202,9 @@ def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:
         )
 
 
-def _check_size(
-    op: str, name: str, local: Tensor, dim: int, words: Words, ranks: int, rank: int
-) -> None:
+def _check_size(op: str, name: str, local: Tensor, dim: int, words: Words) -> None:
     if local.dim() == 0 or local.shape[dim] != words.held:
         raise ValueError(
-            f"{op}: {name} must have {words.held} words on rank {rank} of {ranks}, as torch.chunk"
-            f" splits {words.V}, got shape {tuple(local.shape)}"
+            f"{op}: {name} must have {words.held} words on rank {words.rank} of {words.ranks}, as"
+            f" torch.chunk splits {words.V}, got shape {tuple(local.shape)}"
         )

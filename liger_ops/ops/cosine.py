@@ -22,9 +22,8 @@ def cosines(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return 1 - cosine, cosine, *norms
 
 
-def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the divergence with respect to x and y."""
-    _, cosine, *norms = cosines(x, y)
+def slopes(x: Tensor, y: Tensor, cosine: Tensor, *norms: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the divergence with respect to x and y, from the cosine and both norms."""
     a, b = (row / norm.unsqueeze(-1) for row, norm in zip((x, y), norms, strict=True))
     cosine = cosine.unsqueeze(-1)
     return (cosine * a - b) / norms[0].unsqueeze(-1), (cosine * b - a) / norms[1].unsqueeze(-1)

@@ -101,20 +101,28 @@ def divergence_forward(
     student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None,
     kind: str = "jsd", beta: float = 0.5, temperature: float = 1.0,
     teacher_temperature: float | None = None, ignore_index: int = -100,
+    known_student_lse: Tensor | None = None, known_teacher_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`divergence` with what its backward needs.
+
+    If the logits are those of a part of the classes, and both lse of all classes are known, the
+    divergence is this part's summands: the sum over the parts is the divergence. The op then reads
+    the logits once, and there is no gradient through it; `divergence_backward` of a part takes the
+    sums over all parts.
 
     Args:
         student_logits, teacher_logits, target, kind, beta, temperature, teacher_temperature,
             ignore_index: as for `divergence`.
+        known_student_lse, known_teacher_lse: (...), float32, or float64 if the results are: lse of
+            each of all classes, or None and None. Not for "cosine".
 
     Returns:
         divergence: the result of `divergence`, which alone is differentiable.
         student_share: the part of the divergence that is a mean over the student's classes:
             (1 - beta) * sum(q * log(q / m)) of jsd, sum(q * sign(q - p)) / 2 of tvd, all of
             reverse_kl and nothing of forward_kl. For cosine it is the cosine.
-        student_lse, teacher_lse: log(sum(exp(logits / temperature))). For cosine they are the norms
-            of logits / temperature, and inf for a row of zeros.
+        student_lse, teacher_lse: log(sum(exp(logits / temperature))), or what is known. For cosine
+            they are the norms of logits / temperature, and inf for a row of zeros.
         All are of the same shape and dtype, and 0 for an ignored token.
 
     Raises:
@@ -130,7 +138,11 @@ def divergence_forward(
     if kind == "cosine":
         value, student_share, student_lse, teacher_lse = cosine.cosines(x, y)
     else:
-        student_lse, teacher_lse = logsumexp(x), logsumexp(y)
+        # An op's results are other tensors than its arguments.
+        student_lse, teacher_lse = (
+            logsumexp(z) if known is None else known.clone()
+            for z, known in ((x, known_student_lse), (y, known_teacher_lse))
+        )
         log_q, log_p = x - student_lse.unsqueeze(-1), y - teacher_lse.unsqueeze(-1)
         student, teacher = shares(log_p, log_q, limit(kind, beta), beta)
         student_share = student.sum(-1)
@@ -159,8 +171,9 @@ def divergence_backward(
         tvd: slope_c = q_c * (sign(q_c - p_c) / 2 - s)
         cosine: slope_c = (s * x_c / |x| - y_c / |y|) / |x|
 
-    and likewise for the teacher, with divergence - s in place of s but for cosine. Kernels use the
-    forward's results; the definition computes them again, so that it can be differentiated.
+    and likewise for the teacher, with divergence - s in place of s but for cosine. The forward's
+    results are used, so that the logits may be those of a part of the classes, and the results
+    those of all. The definition computes them again for their derivatives alone.
 
     Args:
         ddivergence: the gradient of divergence, floating point, of its shape, any strides.
@@ -180,10 +193,13 @@ def divergence_backward(
     x = _kept(student_logits, within, temperature)
     y = _kept(teacher_logits, within, teacher_temperature)
     if kind == "cosine":
-        slopes = cosine.slopes(x, y)
+        _, *found = cosine.cosines(x, y)
+        known = (student_share, student_lse, teacher_lse)
+        slopes = cosine.slopes(x, y, *map(valued, known, found))
     else:
-        log_q, log_p = (z - logsumexp(z).unsqueeze(-1) for z in (x, y))
-        slopes = _slopes(log_p, log_q, limit(kind, beta), beta)
+        lses = valued(student_lse, logsumexp(x)), valued(teacher_lse, logsumexp(y))
+        log_q, log_p = (z - lse.unsqueeze(-1) for z, lse in zip((x, y), lses, strict=True))
+        slopes = _slopes(log_p, log_q, limit(kind, beta), beta, divergence, student_share)
     gradients: list[Tensor | None] = []
     for wanted, slope, logits, divisor in zip(
         output_mask, slopes, (student_logits, teacher_logits),
@@ -237,21 +253,44 @@ def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor
     return (1 - beta) * q * (log_q - log_m), beta * p * (log_p - log_m)
 
 
-def _slopes(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+def valued(known: Tensor | None, computed: Tensor) -> Tensor:
+    """What is known, with the derivatives of how it is computed, which may be of a part of the
+    classes."""
+    if known is None:
+        return computed
+    # A part of the classes may have no class of a probability above 0.
+    derivative = torch.where(computed.isfinite(), computed - computed.detach(), 0.0)
+    return known.detach() + derivative
+
+
+def _slopes(
+    log_p: Tensor, log_q: Tensor, kind: str, beta: float,
+    divergence: Tensor | None, student_share: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients with respect to the student's and the teacher's logits, which are divided by
     their temperatures."""
     student, teacher = shares(log_p, log_q, kind, beta)
     p, q = log_p.exp(), log_q.exp()
+    teacher_share = None
+    if divergence is not None and student_share is not None:
+        teacher_share = divergence - student_share
+    of_student = valued(student_share, student.sum(-1)).unsqueeze(-1)
+    of_teacher = valued(teacher_share, teacher.sum(-1)).unsqueeze(-1)
     return (
-        q - p if kind == "forward_kl" else student - q * student.sum(-1, keepdim=True),
-        p - q if kind == "reverse_kl" else teacher - p * teacher.sum(-1, keepdim=True),
+        q - p if kind == "forward_kl" else student - q * of_student,
+        p - q if kind == "reverse_kl" else teacher - p * of_teacher,
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    if inputs[8] is not None and any(ctx.needs_input_grad):
+        raise ValueError(
+            "divergence_forward: no argument may require a gradient where known_student_lse is"
+            " given"
+        )
     ctx.has_target = inputs[2] is not None
     ctx.save_for_backward(*inputs[: 3 if ctx.has_target else 2], *output)
-    ctx.options = inputs[3:]
+    ctx.options = inputs[3:8]
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -260,7 +299,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     target = others.pop(0) if ctx.has_target else None
     mask = list(ctx.needs[:2])
     given: tuple[Any, ...] = (grads[0], student, teacher, target, *others, *ctx.options, mask)
-    return (*divergence_backward(*given), *(None for _ in range(6)))
+    return (*divergence_backward(*given), *(None for _ in range(8)))
 
 
 library.gradient("divergence_forward", _backward, _setup_context)

@@ -233,8 +233,8 @@ def dlogits_of(
     options = (kind, beta, temperature, teacher_temperature, ignore_index)
     dz = torch.zeros_like(z)
     if soft is not None:
-        # That definition does not use the forward's results.
-        saved = (soft, soft, soft, soft)
+        # That definition computes the forward's results where they are not given.
+        saved = (None, None, None, None)
         inputs = (*_as_long(z, teacher_z, kind), target, *saved, *options)
         dlong, _ = _DIVERGENCE_GRADIENT(soft, *inputs, [True, False])
         dz = dlong[..., : z.shape[-1]]

@@ -88,7 +88,7 @@ def _lanes_lse(maxima, sums):
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _divergence_two_pass_kernel(
-    student_ptr, teacher_ptr, target_ptr,
+    student_ptr, teacher_ptr, target_ptr, known_student_ptr, known_teacher_ptr,
     divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
     V, W, stride_student, stride_teacher, ignore_index,
     beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
@@ -96,7 +96,8 @@ def _divergence_two_pass_kernel(
 ):  # fmt: skip
     # A program has one row of each. A lane is FOLD neighbours of each tile, which one thread holds;
     # lanes exchange nothing before the row's end. The first pass asks the L2 cache to keep the
-    # rows, and the second goes backwards and finds them there.
+    # rows, and the second goes backwards and finds them there. Where lse is known, there is only
+    # the second.
     LANES: tl.constexpr = BLOCK_N // FOLD
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * stride_student
@@ -107,18 +108,22 @@ def _divergence_two_pass_kernel(
         V = tl.where(counted, V, 0)
         W = tl.where(counted, W, 0)
     size = tl.maximum(V, W)
-    student_maxima = tl.full((LANES,), LOWEST, tl.float32)
-    teacher_maxima = tl.full((LANES,), LOWEST, tl.float32)
-    student_sums = tl.zeros((LANES,), tl.float32)
-    teacher_sums = tl.zeros((LANES,), tl.float32)
-    for start in tl.range(0, size, BLOCK_N, num_stages=1):
-        cols = start + tl.arange(0, BLOCK_N)
-        x = _load(student_ptr + cols, cols < V, student_scale, student_softcap, "evict_last")
-        y = _load(teacher_ptr + cols, cols < W, teacher_scale, teacher_softcap, "evict_last")
-        student_maxima, student_sums = _lanes_updated(x, student_maxima, student_sums, FOLD)
-        teacher_maxima, teacher_sums = _lanes_updated(y, teacher_maxima, teacher_sums, FOLD)
-    student_lse = _lanes_lse(student_maxima, student_sums)
-    teacher_lse = _lanes_lse(teacher_maxima, teacher_sums)
+    if known_student_ptr is None:
+        student_maxima = tl.full((LANES,), LOWEST, tl.float32)
+        teacher_maxima = tl.full((LANES,), LOWEST, tl.float32)
+        student_sums = tl.zeros((LANES,), tl.float32)
+        teacher_sums = tl.zeros((LANES,), tl.float32)
+        for start in tl.range(0, size, BLOCK_N, num_stages=1):
+            cols = start + tl.arange(0, BLOCK_N)
+            x = _load(student_ptr + cols, cols < V, student_scale, student_softcap, "evict_last")
+            y = _load(teacher_ptr + cols, cols < W, teacher_scale, teacher_softcap, "evict_last")
+            student_maxima, student_sums = _lanes_updated(x, student_maxima, student_sums, FOLD)
+            teacher_maxima, teacher_sums = _lanes_updated(y, teacher_maxima, teacher_sums, FOLD)
+        student_lse = _lanes_lse(student_maxima, student_sums)
+        teacher_lse = _lanes_lse(teacher_maxima, teacher_sums)
+    else:
+        student_lse = tl.load(known_student_ptr + row)
+        teacher_lse = tl.load(known_teacher_ptr + row)
 
     student_shares = tl.zeros((LANES,), tl.float32)
     teacher_shares = tl.zeros((LANES,), tl.float32)
@@ -213,6 +218,7 @@ def plan_forward(logits: Tensor, V: int) -> WholeRow | Online:
 def divergences(
     options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
     results: tuple[Tensor, ...], plan: WholeRow | Online | None = None,
+    known: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:  # fmt: skip
     """Fill the four results of each token."""
     student, teacher = rows(student_logits), rows(teacher_logits)
@@ -220,20 +226,21 @@ def divergences(
     if M == 0:
         return
     plan = plan or plan_forward(student, max(V, W))
+    if known[0] is not None and isinstance(plan, WholeRow):
+        plan = Online(min(plan.BLOCK_N, 2048), plan.threads)
     if options.kind == "cosine":
         cosines(options, student, teacher, target, results, plan)
         return
-    tensors = (student, teacher, target, *results)
     sizes = (V, W, student.stride(0), teacher.stride(0), options.ignore_index)
     if isinstance(plan, WholeRow):
-        arguments = (*tensors, M, *sizes, *options.scalars)
+        arguments = (student, teacher, target, *results, M, *sizes, *options.scalars)
         launch_whole_rows(_divergence_kernel, plan, student, *arguments, KIND=options.kind)
     else:
         # A thread loads 16 bytes at once.
         fold = min(plan.BLOCK_N, 16 // student.element_size())
         launch(
             _divergence_two_pass_kernel, (M,), student,
-            *tensors, *sizes, *options.scalars,
+            student, teacher, target, *known, *results, *sizes, *options.scalars,
             KIND=options.kind, BLOCK_N=plan.BLOCK_N, FOLD=fold, num_warps=plan.num_warps,
         )  # fmt: skip
 

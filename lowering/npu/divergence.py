@@ -52,12 +52,14 @@ def _log_softmax(x):
 
 @triton.jit(do_not_specialize=["M"])
 def _divergence_kernel(
-    student_ptr, teacher_ptr, divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
+    student_ptr, teacher_ptr, known_student_ptr, known_teacher_ptr,
+    divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
     M, V, W, size, beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
     KIND: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # If the rows are WHOLE in the tile, they are read once. If not, the first pass is an online
-    # softmax of both: a running maximum, and a sum of exponentials relative to it.
+    # softmax of both: a running maximum, and a sum of exponentials relative to it. Where lse is
+    # known, there is only the second.
     if W is None:
         # Both have V classes, and one mask.
         W = V
@@ -80,25 +82,29 @@ def _divergence_kernel(
             share = tl.sum(student, axis=1)[:, None]
             divergence = share + tl.sum(teacher, axis=1)[:, None]
         else:
-            student_max = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
-            teacher_max = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
-            student_sum = tl.zeros((BLOCK_M, 1), tl.float32)
-            teacher_sum = tl.zeros((BLOCK_M, 1), tl.float32)
-            for col in tl.range(0, size, BLOCK_N):
-                count = remaining(V, col, BLOCK_N)
-                x = _load(
-                    student_ptr + row * V + col, offsets, row_mask & (cols < count), cols, count,
-                    student_scale, student_softcap,
-                )  # fmt: skip
-                student_max, student_sum = online_updated(x, student_max, student_sum)
-                count = remaining(W, col, BLOCK_N)
-                y = _load(
-                    teacher_ptr + row * W + col, teacher_offsets, row_mask & (cols < count),
-                    cols, count, teacher_scale, teacher_softcap,
-                )  # fmt: skip
-                teacher_max, teacher_sum = online_updated(y, teacher_max, teacher_sum)
-            student_lse = student_max + tl.log(student_sum)
-            teacher_lse = teacher_max + tl.log(teacher_sum)
+            if known_student_ptr is None:
+                student_max = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
+                teacher_max = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
+                student_sum = tl.zeros((BLOCK_M, 1), tl.float32)
+                teacher_sum = tl.zeros((BLOCK_M, 1), tl.float32)
+                for col in tl.range(0, size, BLOCK_N):
+                    count = remaining(V, col, BLOCK_N)
+                    x = _load(
+                        student_ptr + row * V + col, offsets, row_mask & (cols < count),
+                        cols, count, student_scale, student_softcap,
+                    )  # fmt: skip
+                    student_max, student_sum = online_updated(x, student_max, student_sum)
+                    count = remaining(W, col, BLOCK_N)
+                    y = _load(
+                        teacher_ptr + row * W + col, teacher_offsets, row_mask & (cols < count),
+                        cols, count, teacher_scale, teacher_softcap,
+                    )  # fmt: skip
+                    teacher_max, teacher_sum = online_updated(y, teacher_max, teacher_sum)
+                student_lse = student_max + tl.log(student_sum)
+                teacher_lse = teacher_max + tl.log(teacher_sum)
+            else:
+                student_lse = load(known_student_ptr + row, rows, row_mask)
+                teacher_lse = load(known_teacher_ptr + row, rows, row_mask)
             share = tl.zeros((BLOCK_M, 1), tl.float32)
             divergence = tl.zeros((BLOCK_M, 1), tl.float32)
             for col in tl.range(0, size, BLOCK_N):
@@ -200,6 +206,7 @@ def _divergence_backward_kernel(
 def divergences(
     options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
     results: tuple[Tensor, ...], plan: Plan | None = None,
+    known: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:  # fmt: skip
     """Fill the four results of each token."""
     student, teacher = tiling.rows(student_logits), tiling.rows(teacher_logits)
@@ -214,9 +221,9 @@ def divergences(
         plan = plan or tiling.plan(name, size, student, teacher)
         launch(
             _divergence_kernel, plan, cdiv(M, plan.BLOCK_M),
-            student, teacher, *results,
+            student, teacher, *known, *results,
             M, V, None if W == V else W, size, *options.scalars,
-            KIND=options.kind, WHOLE=plan.whole(size),
+            KIND=options.kind, WHOLE=known[0] is None and plan.whole(size),
         )  # fmt: skip
     if target is not None:
         for result in results:

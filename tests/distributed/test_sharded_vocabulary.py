@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import liger_ops
 from liger_ops import distributed
 from ranks import Traffic, failures
-from sharded_heads import check_gradients, compare, here, leaf, part, scalar, tokens
+from sharded_heads import D, check_gradients, compare, here, leaf, part, scalar, tokens
 
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
@@ -85,6 +85,23 @@ def log_probs() -> None:
         compare("log_prob", logits, LOGITS, given, group_of(V), **TOLERANCE[dtype])
 
 
+def loras() -> None:
+    """lora_a's gradient is whole on every rank, whether x's rows are sharded or not."""
+    for i, (loss, options) in enumerate(
+        (("linear_cross_entropy", LOSSES[0]), ("linear_cross_entropy", LOSSES[2]),
+         ("linear_log_prob", LOG_PROBS[1]))
+    ):  # fmt: skip
+        V = SIZES[i % 2]
+        head, target = tokens(V, torch.float64, options.get("ignore_index", -100))
+        lora = {"lora_a": torch.randn(2, D), "lora_b": torch.randn(V, 2)}
+        head |= {name: leaf(tensor.double()) for name, tensor in lora.items()}
+        given = {**options, "target": target, "chunk_bytes": 64, "lora_scale": 0.7}
+        for dim in (None, 0):
+            sharding = {**group_of(V), "sequence_dim": dim}
+            dims = {**sharded_x(dim), "lora_a": None, "lora_b": 0}
+            compare(loss, head, dims, given, sharding, **FLOAT64)
+
+
 def words_of_probability_0() -> None:
     """All of the last rank's words are -inf, as those that pad a vocabulary are."""
     logits = torch.randn(2, 8, dtype=torch.float64)
@@ -124,6 +141,19 @@ def dtensors() -> None:
         for grad, whole, given in zip(got, grads, inputs, strict=True):
             assert grad.placements == given.placements
             torch.testing.assert_close(grad.full_tensor(), whole, **FLOAT64)
+    lora = [leaf(torch.randn(2, D).double()), leaf(torch.randn(V, 2).double())]
+    placed = [
+        distribute_tensor(tensor.detach(), mesh, [how]).requires_grad_()
+        for tensor, how in zip(lora, (Replicate(), Shard(0)), strict=True)
+    ]
+    whole = liger_ops.linear_cross_entropy(x, weight, target, lora_a=lora[0], lora_b=lora[1])
+    expected = torch.autograd.grad(whole, (x, *lora))
+    rows = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
+    loss = distributed.linear_cross_entropy(
+        rows, inputs[1], target, lora_a=placed[0], lora_b=placed[1]
+    )
+    for grad, truth in zip(torch.autograd.grad(loss, (rows, *placed)), expected, strict=True):
+        torch.testing.assert_close(grad.full_tensor(), truth, **FLOAT64)
     plain = leaf(x)
     values = distributed.linear_log_prob(plain, inputs[1], target, inputs[2])
     torch.testing.assert_close(
@@ -306,6 +336,8 @@ def refused() -> None:
         ("must have .* words on rank", lambda: f(x, shard, target, **of_16)),
         ("must be None for a DTensor weight", lambda: f(x, rows, target, **given)),
         ("weight must be sharded over words", lambda: f(x, columns, target)),
+        ("lora_a must be replicated", lambda: f(x, rows, target, lora_a=rows, lora_b=rows)),
+        ("lora_b must have .* words", lambda: f(x, shard, target, lora_a=x, lora_b=x[:1], **given)),
         ("x must be replicated", lambda: f(columns_of_x, rows, target)),
         ("sequence_dim must be a", lambda: f(x, shard, target, **given, sequence_dim=-1)),
         ("target must have the shape", lambda: f(x, shard, target[:1], **given)),
@@ -324,8 +356,8 @@ def refused() -> None:
 
 
 CHECKS = (
-    linear_losses, losses_of_logits, log_probs, words_of_probability_0, a_target_that_no_rank_has,
-    dtensors, within_loss_parallel, collectives_and_bytes, checkpointed, a_second_backward,
+    linear_losses, loras, losses_of_logits, log_probs, words_of_probability_0,
+    a_target_that_no_rank_has, dtensors, within_loss_parallel, collectives_and_bytes, checkpointed, a_second_backward,
     no_token_counts, chunks_of_tokens, low_precision_and_autocast, results_are_those_of_every_rank,
     refused,
 )  # fmt: skip
