@@ -101,12 +101,12 @@ def methods(base: Any, program: Program) -> dict[str, Callable[..., Any]]:
 def _is_usual(
     ranks: tuple[int, int], is_cast: bool, x: Tensor, scale: Tensor, *rest: Tensor | None
 ) -> bool:
-    """Whether the op computes what the code does: the traced dimensions, a row of scale for each
-    sample or for all, and a result of x's dtype."""
+    """Whether the op computes what the code does: the traced dimensions, rows of scale that the op
+    takes as PyTorch broadcasts them, and a result of x's dtype."""
     shift, *parameters = rest
-    if (x.dim(), scale.dim()) != ranks or (
-        scale.dim() > 1 and scale.shape[0] not in (1, x.shape[0])
-    ):
+    if (x.dim(), scale.dim()) != ranks or not _has_rows_of(x, scale):
+        return False
+    if shift is not None and shift.shape != scale.shape:
         return False
     rows = [scale] if shift is None else [scale, shift]
     given = [one for one in parameters if one is not None]
@@ -118,6 +118,16 @@ def _is_usual(
     return all(one.dtype is x.dtype for one in given) and all(
         torch.promote_types(x.dtype, one.dtype) is x.dtype for one in rows
     )
+
+
+def _has_rows_of(x: Tensor, scale: Tensor) -> bool:
+    """Whether scale has one row for all of x, or for each sample, or for each token."""
+    *rows, width = scale.shape
+    if width != x.shape[-1]:
+        return False
+    if all(size == 1 for size in rows[1:]):
+        return rows[:1] in ([], [1], [x.shape[0]])
+    return rows == list(x.shape[:-1])
 
 
 def _norms(module: nn.Module, width_of: Callable[[nn.Module], int | None]) -> dict[str, int | None]:

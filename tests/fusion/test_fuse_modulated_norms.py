@@ -142,6 +142,19 @@ def test_calls_that_reach_the_code():
     of_code(plain, fused, x.bfloat16(), emb=emb)
 
 
+def test_rows_of_a_scale_of_tokens():
+    plain, fused, _ = made(adaptive.OfTokens)
+    x, emb = plain.arguments(torch.float32)
+    for rows in (emb[:, :1], emb[:1, :1], emb):
+        (result,), counts = called(fused, x, rows)
+        assert counts == {"modulated_layer_norm": 1}
+        torch.testing.assert_close(result, plain(x, rows))
+    # Of positions, of another number of tokens, and of two dimensions.
+    of_code(plain, fused, x, emb[:1])
+    of_code(plain, fused, x[:, :1], emb)
+    of_code(plain, fused, x[0], emb[0])
+
+
 def test_an_embedding_that_is_cast_to_the_dtype_of_x():
     plain, fused, _ = made(adaptive.Continuous, torch.bfloat16)
     x, emb = torch.randn(2, T, N, dtype=torch.bfloat16), torch.randn(2, C)

@@ -49,7 +49,7 @@ class PackedFeedForward(nn.Module):
 
 
 class AdaLayerNorm(nn.Module):
-    """As in diffusers: a norm that contains other modules."""
+    """Nearly as in diffusers: the scale is not added to 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class AdaLayerNorm(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         scale, shift = self.linear(condition).chunk(2, -1)
-        return self.norm(x) * (1 + scale) + shift
+        return self.norm(x) * scale + shift
 
 
 def apply_rotary_emb(x: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
@@ -100,7 +100,7 @@ class TwoInputsRMSNorm(nn.RMSNorm):
 # Modules, and a part of the reason in the report.
 LEFT = [
     (TwoInputsRMSNorm(8), "norm", "its forward takes (x, scale)"),
-    (AdaLayerNorm(), "norm", "it holds other modules"),
+    (AdaLayerNorm(), "modulated norm", "it modulates no norm"),
     (ReGLU(), "gated activation", "it computes none of swiglu, geglu"),
     (UnprojectedGEGLU(), "gated activation", "it has 0 children that may be projections"),
     (PackedFeedForward(), "gated activation", "it computes none of swiglu, geglu"),

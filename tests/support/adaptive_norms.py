@@ -122,6 +122,19 @@ class ForAll(Adaptive):
         return super().arguments(dtype)[0], torch.tensor(2)
 
 
+class OfTokens(Adaptive):
+    """The embedding is of each token, or of each sample in a dimension of size 1."""
+
+    chunks = 2
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        scale, shift = self.linear(emb).chunk(2, dim=-1)
+        return self.norm(x) * (1 + scale) + shift
+
+    def arguments(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return super().arguments(dtype)[0], torch.randn(2, T, C, dtype=dtype)
+
+
 class Last(Adaptive):
     """`LuminaLayerNormContinuous` with an RMS norm: no shift, and a projection of the result."""
 
@@ -147,6 +160,7 @@ MODULES = {
     "continuous": (Continuous, ["modulated_layer_norm"]),
     "of-two": (OfTwo, ["modulated_layer_norm"] * 2),
     "for-all": (ForAll, ["modulated_layer_norm"]),
+    "of-tokens": (OfTokens, ["modulated_layer_norm"]),
     "last": (Last, ["modulated_rms_norm"]),
 }  # fmt: skip
 

@@ -103,8 +103,8 @@ in the same order, except for the norms, whose parameters it reads. Hooks that a
 norm later have no effect. In diffusers 0.42 these are AdaLayerNorm, AdaLayerNormZero,
 AdaLayerNormZeroSingle, AdaLayerNormContinuous, SD35AdaLayerNormZeroX, CogVideoXLayerNormZero,
 LuminaRMSNormZero, LuminaLayerNormContinuous and those of CogView 4: the norms of DiT, SD3, SD3.5,
-Flux, AuraFlow, HunyuanVideo and Lumina 2 before attention, and their last norm; in transformers those
-of Qwen2.5-Omni.
+Flux, AuraFlow, HunyuanVideo and Lumina 2 before attention, and their last norm. In transformers
+these are the norms of Qwen2.5-Omni's speech decoder.
 
 What is modulated in a block's own forward stays there. The second norm of the blocks of DiT, SD3
 and Flux, and all of Wan, PixArt, Sana, LTX and QwenImage, is a `torch.nn.LayerNorm` or an RMSNorm
@@ -114,8 +114,9 @@ of PyTorch. `backend="liger"` finds these too, before `fuse` and after it
 left.
 
 The module's own code runs for a call with other arguments than those that its projection and norm
-use, for x of other dimensions than (B, T, N), for a scale with another number of samples, and
-where x, scale and the norm's parameters have dtypes for which the code does not return x's.
+use, for x of other dimensions than (B, T, N), for a scale that is neither for all of x, nor for
+each sample, nor for each token, and where x, scale and the norm's parameters have dtypes for which
+the code does not return x's.
 
 ## Heads with adapters of peft
 
