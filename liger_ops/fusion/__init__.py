@@ -120,8 +120,10 @@ def fuse(
 
     A model can be fused before or after FSDP2's `fully_shard`. After it, norms whose parameters
     FSDP2 holds stay in place too, and their classes become subclasses. Where FSDP2 shards the head
-    by itself or with other modules, its hooks of the head run around the loss. Parameters that are
-    DTensors for another reason, such as tensor parallelism, are left.
+    by itself or with other modules, its hooks of the head run around the loss. It can also be fused
+    before or after `parallelize_module`, and after transformers loaded it with a `tp_plan`: norms
+    whose weight every rank has stay in place, and the loss of a head under `ColwiseParallel` is
+    `liger_ops.distributed.linear_cross_entropy`. Other parameters that are DTensors are left.
 
     Modules that are already fused are skipped: a second call changes nothing. A call in autocast
     has the same result.

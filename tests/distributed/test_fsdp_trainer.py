@@ -1,4 +1,5 @@
-"""transformers' Trainer with FSDP2, by its arguments, trains as in one process."""
+"""transformers' Trainer with FSDP2, by its arguments or accelerate's file, trains as in one
+process."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +32,22 @@ FSDP = {
     "reshard_after_forward": True,
 }
 
+ARGUMENTS: dict[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": FSDP}
+# As `accelerate config` writes it.
+FILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_reshard_after_forward: true
+  fsdp_cpu_ram_efficient_loading: false
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+"""
+
 
 class OnCPUs(transformers.Trainer):
     """accelerate takes the FSDP of its configuration on accelerators only: it is made to here."""
@@ -36,7 +55,7 @@ class OnCPUs(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         state: Any = self.accelerator.state
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**(self.args.fsdp_plugin_args or {}))
         state._shared_state["distributed_type"] = DistributedType.FSDP
         self.is_fsdp_enabled = True
 
@@ -47,7 +66,9 @@ def rows() -> list[dict[str, Tensor]]:
     return [{name: x[i] for name, x in whole.items()} for i in range(len(whole["labels"]))]
 
 
-def trained_by_trainer(change: Callable[[Any], Any]) -> tuple[list[float], dict[str, Tensor]]:
+def trained_by_trainer(
+    change: Callable[[Any], Any], arguments_of_fsdp: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     """The losses that a Trainer logs, and the weights after its steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(
@@ -60,7 +81,7 @@ def trained_by_trainer(change: Callable[[Any], Any]) -> tuple[list[float], dict[
             folder, use_cpu=True, report_to=[], max_steps=STEPS, logging_steps=1,
             per_device_train_batch_size=2, learning_rate=0.1, optim="sgd", max_grad_norm=0.0,
             lr_scheduler_type="constant", save_strategy="no", disable_tqdm=True,
-            train_sampling_strategy="sequential", fsdp="full_shard auto_wrap", fsdp_config=FSDP,
+            train_sampling_strategy="sequential", **arguments_of_fsdp,
         )  # fmt: skip
         trainer = OnCPUs(model, arguments, train_dataset=rows())
         trainer.train()
@@ -86,8 +107,8 @@ def in_one_process() -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def check(change: Callable[[Any], Any]) -> None:
-    losses, weights = trained_by_trainer(change)
+def check(change: Callable[[Any], Any], arguments_of_fsdp: dict[str, Any] = ARGUMENTS) -> None:
+    losses, weights = trained_by_trainer(change, arguments_of_fsdp)
     true_losses, true_weights = in_one_process()
     # The log rounds to four places.
     assert losses == pytest.approx(true_losses, abs=1e-4)
@@ -114,7 +135,29 @@ def layers_are_compiled() -> None:
         assert graphs.nodes(name), name
 
 
-CHECKS = [fused, layers_are_compiled]
+def environment_of(text: str) -> dict[str, str]:
+    """The variables that `accelerate launch --config_file` sets for FSDP."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        arguments = launch_command_parser().parse_args(["--config_file", file.name, "train.py"])
+        arguments, *_ = _validate_launch_command(arguments)
+    return {name: v for name, v in prepare_multi_gpu_env(arguments).items() if "FSDP" in name}
+
+
+def configured_by_a_file() -> None:
+    found = environment_of(FILE)
+    os.environ.update(found)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="liger_ops")
+            check(fuse, {})
+    finally:
+        for name in found:
+            del os.environ[name]
+
+
+CHECKS = [fused, layers_are_compiled, configured_by_a_file]
 
 
 @pytest.fixture(scope="module")
