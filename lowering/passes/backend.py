@@ -11,10 +11,14 @@ from torch import fx
 from . import rewrite
 from .chosen import checked_strict, chosen
 from .inductor import declare_ops
+from .mask_inputs import Given, given_masks, put_back
+from .mask_outputs import with_data
 from .padding import Looking, assume_ones, found_padding
 from .unfused_loss import warn
 
 Compiled = Callable[..., Any]
+# The rewrites that read masks.
+MASKED = {"causal_attention", "masked_attention", "eager_attention"}
 InnerBackend = str | Callable[..., Compiled]
 
 
@@ -72,6 +76,7 @@ def liger(
 
     def compiled(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         warn(rewrite(module, names, strict=strict).findings)
+        put_back(module)
         if inner == "inductor":
             declare_ops()
             inductor = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
@@ -79,16 +84,29 @@ def liger(
         wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
         return wrapper(module, example_inputs)
 
-    looks = "causal_attention" in names and padding is not True
-    places = found_padding(module, strict) if looks else []
-    if places is None:
-        names = ()
-    if not places:
+    def looking(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        nonlocal names
+        looks = "causal_attention" in names and padding is not True
+        places = found_padding(module, strict) if looks else []
+        if places is None:
+            names = ()
+        if not places:
+            return compiled(module, example_inputs)
+        if padding is False:
+            assume_ones(module, places, check=True)
+            return compiled(module, example_inputs)
+        return Looking(module, example_inputs, places, compiled)
+
+    if MASKED.isdisjoint(names):
         return compiled(module, example_inputs)
-    if padding is False:
-        assume_ones(module, places, check=True)
-        return compiled(module, example_inputs)
-    return Looking(module, example_inputs, places, compiled)
+    wrap = with_data(module, strict)
+    places = given_masks(module, strict)
+    run = (
+        Given(module, example_inputs, places, looking)
+        if places
+        else looking(module, example_inputs)
+    )
+    return run if wrap is None else wrap(run)
 
 
 def _reset() -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import fx
 
 from . import rewrite
+from .mask_inputs import put_known
+from .mask_outputs import with_data
 from .padding import assume_what_is_seen, duplicate
 from .report import Finding, Findings
 from .table import counted, table
@@ -97,10 +99,12 @@ def explain(
     def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         nonlocal graphs
         graphs += 1
-        untouched = duplicate(module)
-        assume_what_is_seen(module, example_inputs)
-        findings.extend(rewrite(module).findings)
-        return untouched.forward
+        untouched, rewritten = duplicate(module), duplicate(module)
+        wrap = with_data(untouched)
+        data = put_known(rewritten, example_inputs)
+        assume_what_is_seen(rewritten, [*example_inputs, *data])
+        findings.extend(rewrite(rewritten).findings)
+        return untouched.forward if wrap is None else wrap(untouched.forward)
 
     before = Counter(counters["graph_break"])
     torch._dynamo.reset()

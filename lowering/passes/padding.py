@@ -27,6 +27,7 @@ from .mask.algebra import Condition, Unknown, comparisons, data_of
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import scopes
+from .mask_outputs import is_ones
 from .report import Report
 from .rewrite import derive
 from .sdpa import visible
@@ -156,7 +157,7 @@ class Looking:
 def is_full(inputs: Sequence[Any], places: Sequence[int]) -> bool:
     """Whether the inputs at `places` are 1 everywhere; fake tensors are taken to be."""
     masks = [inputs[place] for place in places]
-    return all(isinstance(mask, FakeTensor) or bool((mask == 1).all()) for mask in masks)
+    return all(isinstance(mask, FakeTensor) or is_ones(mask) for mask in masks)
 
 
 def _inputs(module: fx.GraphModule) -> list[fx.Node]:
