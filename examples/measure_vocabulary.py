@@ -3,20 +3,24 @@
     torchrun --standalone --nproc-per-node 2 examples/measure_vocabulary.py
     torchrun --standalone --nproc-per-node 2 examples/measure_vocabulary.py \
         --tokens 24 --hidden 16 --words 97    # on CPUs: compared, and not timed
+    torchrun --standalone --nproc-per-node 2 examples/measure_vocabulary.py --divergence forward_kl
 
 Forward and backward of a mean over the tokens, a seventh of which are ignored, in bfloat16. Every
 way is first compared with one float32 computation of the whole vocabulary, on 256 of the tokens.
 The time is the median of 9 on the slowest rank, and the memory the first rank's peak beyond what
-was there before. Liger-Kernel's loss runs if it is installed.
+was there before. Liger-Kernel's loss runs if it is installed. With --divergence, the loss is the
+head's divergence from a teacher of the same size, over all tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +40,7 @@ IGNORED = -100
 BOUND = 3e-2
 
 Loss = Callable[[Tensor, Tensor, Tensor], Any]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Whole(torch.autograd.Function):
@@ -111,24 +116,74 @@ def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
     }
 
 
-def step(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def ways_of_divergence(
+    mesh: DeviceMesh, words: int, kind: str, teacher_x: Tensor, teacher_weight: Tensor
+) -> dict[str, Loss]:
+    """The ways to compute the mean divergence of a head from its teacher, with the rank's words."""
+    group = mesh.get_group()
+    sharded: dict[str, Any] = {"group": group, "vocab_size": words}
+
+    def both_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        student = F.linear(Whole.apply(x, group), weight)
+        return student, F.linear(teacher_x[: len(x)], teacher_weight)
+
+    def head(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        teacher = (teacher_x[: len(x)], teacher_weight)
+        return distributed.linear_divergence(x, weight, *teacher, kind=kind, **sharded)[0]
+
+    def of_logits(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        return distributed.divergence(*both_logits(x, weight), kind, **sharded).mean()
+
+    def of_torch(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        whole = torch.Size((len(x), words))
+        log_q, log_p = (
+            DTensor.from_local(
+                logits.float(), mesh, [Shard(-1)], shape=whole, stride=(words, 1)
+            ).log_softmax(-1)
+            for logits in both_logits(x, weight)
+        )
+        return written(log_q, log_p, kind)
+
+    return {
+        "linear_divergence": head,
+        "linear_divergence, compiled": torch.compile(head, fullgraph=True, dynamic=False),
+        "linear, divergence": of_logits,
+        "linear, log_softmax": of_torch,
+        "linear, log_softmax, compiled": torch.compile(of_torch, dynamic=False),
+    }
+
+
+def written(log_q: Tensor, log_p: Tensor, kind: str) -> Tensor:
+    """A mean divergence as trainers write it."""
+    if kind == "jsd":
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        terms = (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2
+    else:
+        log_a, log_b = (log_p, log_q) if kind == "forward_kl" else (log_q, log_p)
+        terms = log_a.exp() * (log_a - log_b)
+    return terms.sum(-1).mean()
+
+
+def step(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor, within: Context) -> Tensor:
     x.grad = weight.grad = None
-    with loss_parallel():
+    with within():
         loss = loss_of(x, weight, target)
         loss.backward()
     whole: Tensor = loss.full_tensor() if isinstance(loss, DTensor) else loss.detach()
     return whole
 
 
-def milliseconds(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor) -> float:
+def milliseconds(
+    loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor, within: Context
+) -> float:
     for _ in range(3):
-        step(loss_of, x, weight, target)
+        step(loss_of, x, weight, target, within)
     times = []
     for _ in range(9):
         dist.barrier()
         start, end = torch.cuda.Event(True), torch.cuda.Event(True)
         start.record()
-        step(loss_of, x, weight, target)
+        step(loss_of, x, weight, target, within)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -137,12 +192,12 @@ def milliseconds(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor) -> fl
     return slowest.item()
 
 
-def mebibytes(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor) -> float:
+def mebibytes(loss_of: Loss, x: Tensor, weight: Tensor, target: Tensor, within: Context) -> float:
     x.grad = weight.grad = None
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    step(loss_of, x, weight, target)
+    step(loss_of, x, weight, target, within)
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
@@ -156,6 +211,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--words", type=int, default=151936)
     parser.add_argument("--way", nargs="+", help="all by default")
+    parser.add_argument("--divergence", choices=("forward_kl", "reverse_kl", "jsd"))
     options = parser.parse_args()
     on_gpus = torch.cuda.is_available()
     kind = "cuda" if on_gpus else "cpu"
@@ -173,24 +229,40 @@ def main() -> None:
     target[::7] = IGNORED
     few = x[:COMPARED], target[:COMPARED]
     leaves = [tensor.float().requires_grad_() for tensor in (few[0], whole)]
-    truth = F.cross_entropy(leaves[0] @ leaves[1].t(), few[1])
-    truth.backward()
+    logits = leaves[0] @ leaves[1].t()
     held = -(-options.words // ranks)
     own = slice(min(rank * held, options.words), min((rank + 1) * held, options.words))
+    # The gradient of a log_softmax within loss_parallel is that of a cross-entropy.
+    within: Context = nullcontext if options.divergence else loss_parallel
+    if options.divergence:
+        teacher_x = torch.randn(options.tokens, options.hidden, **given).bfloat16()
+        teacher = torch.randn(options.words, options.hidden, **given) * options.hidden**-0.5
+        teacher = teacher.bfloat16()
+        log_p = (teacher_x[:COMPARED].float() @ teacher.float().t()).log_softmax(-1)
+        truth = written(logits.log_softmax(-1), log_p, options.divergence)
+        teacher_words = teacher[own].clone()
+        named = ways_of_divergence(
+            mesh, options.words, options.divergence, teacher_x, teacher_words
+        )
+        del teacher, log_p
+    else:
+        truth, named = F.cross_entropy(logits, few[1]), ways(mesh, options.words)
+    truth.backward()
     dx, dweight = leaves[0].grad, leaves[1].grad[own].clone()
     weight = whole[own].clone().requires_grad_()
-    del whole, leaves
+    truth = truth.detach()
+    del whole, leaves, logits
 
-    for name, loss_of in ways(mesh, options.words).items():
+    for name, loss_of in named.items():
         if options.way and name not in options.way:
             continue
         line = f"{name:32}"
         try:
             if name != "products":
                 some = few[0].clone().requires_grad_()
-                loss = step(loss_of, some, weight, few[1])
+                loss = step(loss_of, some, weight, few[1], within)
                 errors = (
-                    abs(loss - truth.detach()).item(),
+                    abs(loss - truth).item(),
                     relative(some.grad, dx),
                     relative(weight.grad, dweight),
                 )
@@ -198,7 +270,7 @@ def main() -> None:
                 if max(errors) > BOUND:
                     line += " WRONG"
             if on_gpus:
-                call = (loss_of, x.clone().requires_grad_(), weight, target)
+                call = (loss_of, x.clone().requires_grad_(), weight, target, within)
                 line += f"; {milliseconds(*call):.2f} ms, {mebibytes(*call):.0f} MiB"
         except ModuleNotFoundError as error:
             line += f" not run: {error}"

@@ -15,10 +15,17 @@ from .. import autograd
 
 if TYPE_CHECKING:
     from .vocabulary_cross_entropy import cross_entropy, linear_cross_entropy
-    from .vocabulary_divergence import divergence
+    from .vocabulary_divergence import divergence, linear_divergence
     from .vocabulary_log_prob import linear_log_prob, log_prob
 
-__all__ = ["cross_entropy", "divergence", "linear_cross_entropy", "linear_log_prob", "log_prob"]
+__all__ = [
+    "cross_entropy",
+    "divergence",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "linear_log_prob",
+    "log_prob",
+]
 
 _registered = False
 

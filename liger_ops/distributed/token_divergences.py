@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +83,9 @@ def local_statistics(
     kind = options.kind
     if kind in _AFTER_LSE:
         options = options._replace(kind="forward_kl")
-    logits = (with_a_word(logits, kind) for logits in (student, teacher))
-    divergence, share, *both = divergence_forward(*logits, target, *options)
+    logits = [with_a_word(logits, kind) for logits in (student, teacher)]
+    given: tuple[Any, ...] = (*logits, target, *options)
+    divergence, share, *both = divergence_forward(*given)
     if kind in _AFTER_LSE:
         return torch.stack(both)
     return torch.stack([*both, share if kind == "cosine" else divergence])
@@ -99,25 +101,25 @@ def of_all_ranks(
     count = 2 if kind in _AFTER_LSE else 3
     ranks = gathered_ranks.unflatten(0, (-1, count)).unbind(1)
     if kind == "cosine":
-        found = _cosines(*ranks)
+        found = _cosines(ranks)
     elif kind in _AFTER_LSE:
         both = [logsumexp(lses.movedim(0, -1)) for lses in ranks]
-        logits = (with_a_word(logits, kind) for logits in (student, teacher))
-        divergence, share, _, _ = divergence_forward(*logits, target, *options, *both)
+        logits = [with_a_word(logits, kind) for logits in (student, teacher)]
+        given: tuple[Any, ...] = (*logits, target, *options, *both)
+        divergence, share, _, _ = divergence_forward(*given)
         sums = gathered(torch.stack([divergence, share]), 0, group).unflatten(0, (-1, 2))
         found = Found(sums[:, 0].sum(0), sums[:, 1].sum(0), *both)
     else:
-        found = _relative_entropies(*ranks, kind)
+        found = _relative_entropies(ranks, kind)
     if target is None:
         return found
     return Found(*(value.masked_fill(target == options.ignore_index, 0.0) for value in found))
 
 
-def _relative_entropies(
-    student_lses: Tensor, teacher_lses: Tensor, divergences: Tensor, kind: str
-) -> Found:
+def _relative_entropies(ranks: Sequence[Tensor], kind: str) -> Found:
     """By the chain rule: with P_r and Q_r the probabilities of the words of rank r, forward_kl is
     sum_r P_r * (divergence_r + log(P_r / Q_r)); reverse_kl has P and Q in each other's place."""
+    student_lses, teacher_lses, divergences = ranks
     both = [logsumexp(lses.movedim(0, -1)) for lses in (student_lses, teacher_lses)]
     log_Q, log_P = student_lses - both[0], teacher_lses - both[1]
     log_w, log_other = (log_Q, log_P) if kind == "reverse_kl" else (log_P, log_Q)
@@ -130,8 +132,9 @@ def _relative_entropies(
     return Found(divergence, share, *both)
 
 
-def _cosines(student_norms: Tensor, teacher_norms: Tensor, cosines: Tensor) -> Found:
+def _cosines(ranks: Sequence[Tensor]) -> Found:
     """The norm of a rank's part is inf if the part is 0."""
+    student_norms, teacher_norms, cosines = ranks
     parts = [n.masked_fill(n == float("inf"), 0.0) for n in (student_norms, teacher_norms)]
     norms = [norm_of(n.movedim(0, -1)) for n in parts]
     cosine = (cosines * (parts[0] / norms[0]) * (parts[1] / norms[1])).sum(0)
@@ -144,6 +147,7 @@ def gradients(
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of the rank's logits, from that of each token's divergence."""
     words, kind = student.shape[-1], options.kind
-    logits = (with_a_word(logits, kind) for logits in (student, teacher))
-    grads = divergence_backward(grad, *logits, target, *found, *options, wanted)
+    logits = [with_a_word(logits, kind) for logits in (student, teacher)]
+    given: tuple[Any, ...] = (grad, *logits, target, *found, *options, wanted)
+    grads = divergence_backward(*given)
     return [None if grad is None else grad[..., :words] for grad in grads]

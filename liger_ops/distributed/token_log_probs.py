@@ -96,10 +96,8 @@ def _of_this_rank(
     if weight is None:
         results = log_prob_forward(x, target, *options.of_op)
     else:
-        results = linear_log_prob_forward(
-            x, weight, target, bias, *options.of_op, *options.of_chunks,
-            lora_x=lora_x, lora_b=lora_b,
-        )  # fmt: skip
+        of_op: Any = (*options.of_op, *options.of_chunks, False, False, False, lora_x, lora_b)
+        results = linear_log_prob_forward(x, weight, target, bias, *of_op)
     log_prob, entropy, lse, *_ = results
     # If all of the rank's words have -inf, so has the target, and log_prob is NaN.
     target_logit = torch.where(lse == float("-inf"), lse, log_prob + lse)

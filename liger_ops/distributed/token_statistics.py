@@ -96,10 +96,9 @@ def local_statistics(
     if weight is None:
         results = cross_entropy_forward(x, target, class_weight, None, None, *options.of_op)
     else:
-        results = linear_cross_entropy_forward(
-            x, weight, target, bias, class_weight, None, None, *options.of_op, *options.of_chunks,
-            lora_x=lora_x, lora_b=lora_b,
-        )  # fmt: skip
+        given: tuple[Any, ...] = (x, weight, target, bias, class_weight, None, None, *options.of_op)
+        given = (*given, *options.of_chunks, False, False, [False] * 5, lora_x, lora_b)
+        results = linear_cross_entropy_forward(*given)
     loss, _, lse, target_logit, *_ = results
     parts = [lse, torch.where(here, target_logit, 0.0)]
     if options.with_sum:

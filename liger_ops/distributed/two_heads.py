@@ -3,7 +3,7 @@ divergence of the logits, the cross-entropy of labels, and the gradients of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from .collectives import start_gather, wait
 from .products import Head, HeadGradients
 from .summed_loss import chunk_size
 from .token_divergences import Found
-from .words import Words
+from .words import IGNORED, Words
 
 Upstream = tuple[Tensor | None, Tensor | None]
 
@@ -54,7 +54,7 @@ class Options(NamedTuple):
     def of_divergence(self) -> token_divergences.Options:
         """Ignored tokens have the mark of `Words.local`."""
         temperatures = (self.student.of_divergence, self.teacher.of_divergence)
-        return token_divergences.Options(self.kind, self.beta, *temperatures, -100)
+        return token_divergences.Options(self.kind, self.beta, *temperatures, IGNORED)
 
     @property
     def of_loss(self) -> token_statistics.Options:
@@ -62,13 +62,15 @@ class Options(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Each token's target, counted from the rank's first word, to be read where `here` is True."""
+    """Each token's target, counted from the rank's first word, to be read where `here` is True, and
+    whether it is a word or is ignored."""
 
     target: Tensor
     here: Tensor
+    valid: Tensor
 
-    def of(self, chunk: slice) -> Labels:
-        return Labels(self.target[chunk], self.here[chunk])
+    def of(self, tokens: slice) -> Labels:
+        return Labels(*(value[tokens] for value in self))
 
 
 class Statistics(NamedTuple):
@@ -78,6 +80,26 @@ class Statistics(NamedTuple):
     found: Found
     lse: Tensor | None
     target_logit: Tensor | None
+
+    def flat(self) -> list[Tensor | None]:
+        return [*self.found, self.lse, self.target_logit]
+
+    @staticmethod
+    def of_flat(values: Sequence[Tensor | None]) -> Statistics:
+        divergence, share, student_lse, teacher_lse, lse, target_logit = values
+        assert divergence is not None and share is not None
+        assert student_lse is not None and teacher_lse is not None
+        return Statistics(Found(divergence, share, student_lse, teacher_lse), lse, target_logit)
+
+    def of(self, tokens: slice) -> Statistics:
+        return Statistics.of_flat([None if x is None else x[tokens] for x in self.flat()])
+
+
+def joined(chunks: Sequence[Statistics]) -> Statistics:
+    columns = zip(*(chunk.flat() for chunk in chunks), strict=True)
+    return Statistics.of_flat(
+        [None if column[0] is None else torch.cat(column) for column in columns]
+    )
 
 
 class Chunk(NamedTuple):
@@ -134,7 +156,7 @@ class TwoHeads:
             return parts
         logits = token_statistics.of_logits(chunk.logits)
         of_loss = token_statistics.local_statistics(
-            logits, *chunk.labels, None, self.words, self.options.of_loss
+            logits, chunk.labels.target, chunk.labels.here, None, self.words, self.options.of_loss
         )
         return torch.cat([parts, of_loss.to(parts.dtype)])
 
@@ -146,7 +168,8 @@ class TwoHeads:
             of_loss = ranks[:, -2:].flatten(0, 1)
             lse, target_logit, _ = token_statistics.of_all_ranks(of_loss, ranks[0, -2:])
             # The op has no numbers of ignored tokens.
-            lse, target_logit = (x.masked_fill(target == -100, 0.0) for x in (lse, target_logit))
+            lse, target_logit = (x.masked_fill(target == IGNORED, 0.0) for x in (lse, target_logit))
+            target_logit = torch.where(chunk.labels.valid, target_logit, float("nan"))
             ranks = ranks[:, :-2]
         found = token_divergences.of_all_ranks(
             ranks.flatten(0, 1),
@@ -156,9 +179,9 @@ class TwoHeads:
         return Statistics(found, lse, target_logit)
 
     def dlogits(self, chunk: Chunk, statistics: Statistics, upstream: Upstream) -> Tensor:
-        """The gradient of the chunk's logits, from those of each token's divergence and
+        """The gradient of the chunk's logits, from those of every token's divergence and
         cross-entropy."""
-        soft, hard = upstream
+        soft, hard = (None if grad is None else grad[chunk.tokens] for grad in upstream)
         student, total = self.options.student, None
         if soft is not None:
             target = None if chunk.labels is None else chunk.labels.target
@@ -171,11 +194,14 @@ class TwoHeads:
             total = student.of_logits(gradient, capped, chunk.logits.dtype)
         if hard is not None:
             assert chunk.labels is not None and statistics.lse is not None
-            target, here = chunk.labels
-            dlse = torch.where(target == -100, 0.0, hard)
+            target, here, _ = chunk.labels
+            lse, dlse = statistics.lse, torch.where(target == IGNORED, 0.0, hard)
+            if chunk.logits.dtype is not torch.float64:
+                # They are float64 if the teacher's logits alone are.
+                lse, dlse = lse.float(), dlse.float()
             of_loss = token_statistics.upstream_here(dlse, -dlse, None, here, None, self.words)
             part = token_statistics.gradients(
-                token_statistics.of_logits(chunk.logits), target, None, statistics.lse, of_loss,
+                token_statistics.of_logits(chunk.logits), target, None, lse, of_loss,
                 self.words, self.options.of_loss, [True, False, False, False, False],
             )[0]  # fmt: skip
             assert part is not None

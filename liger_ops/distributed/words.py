@@ -69,14 +69,20 @@ class Arguments(NamedTuple):
         """The rank's words of another tensor that is sharded over words."""
         return _of_words(op, name, tensor, dim, self.words, self.mesh)
 
+    def also_rows(self, op: str, name: str, tensor: Tensor, sequence_dim: int | None) -> Tensor:
+        """The whole of another tensor that has x's rows."""
+        return _whole_x(op, name, tensor, self.mesh, self.words, sequence_dim)[0]
+
 
 def arguments(
     op: str, name: str, sharded: Tensor, dim: int, others: dict[str, Tensor | None],
     group: dist.ProcessGroup | None, vocab_size: int | None,
     bias: Tensor | None = None, x: Tensor | None = None, sequence_dim: int | None = None,
+    prefix: str = "",
 ) -> Arguments:  # fmt: skip
     """Read the arguments of the op of this name. `sharded`, the argument `name`, is sharded over
-    words along `dim`. `others` are arguments of which every rank has the whole."""
+    words along `dim`. `others` are arguments of which every rank has the whole. `prefix` is that of
+    the names of x and bias."""
     if not isinstance(sharded, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(sharded).__name__}")
     if isinstance(sharded, DTensor):
@@ -108,10 +114,10 @@ def arguments(
     local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
     _check_size(op, name, local, dim, words)
     if bias is not None:
-        bias = _of_words(op, "bias", bias, 0, words, mesh)
+        bias = _of_words(op, f"{prefix}bias", bias, 0, words, mesh)
     sums_x = False
     if x is not None:
-        x, sums_x = _whole_x(op, x, mesh, words, sequence_dim)
+        x, sums_x = _whole_x(op, f"{prefix}x", x, mesh, words, sequence_dim)
     wholes = [_whole(op, key, value, mesh) for key, value in others.items()]
     return Arguments(words, mesh, local, bias, x, wholes, sums_x)
 
@@ -134,15 +140,15 @@ def _of_words(
 
 
 def _whole_x(
-    op: str, x: Tensor, mesh: DeviceMesh | None, words: Words, sequence_dim: int | None
+    op: str, name: str, x: Tensor, mesh: DeviceMesh | None, words: Words, sequence_dim: int | None
 ) -> tuple[Tensor, bool]:
     """The whole x, and whether its gradient is still to be summed over the ranks."""
     if isinstance(x, DTensor):
-        _check_mesh(op, "x", x, mesh)
+        _check_mesh(op, name, x, mesh)
         placement = x.placements[0]
         if placement.is_shard(x.dim() - 1):
             raise ValueError(
-                f"{op}: x must be replicated, or sharded over its rows, got {placement}"
+                f"{op}: {name} must be replicated, or sharded over its rows, got {placement}"
             )
         if placement.is_replicate():
             return x.to_local(), True
@@ -153,7 +159,7 @@ def _whole_x(
         return x, True
     if not -x.dim() <= sequence_dim < x.dim() or sequence_dim % x.dim() == x.dim() - 1:
         raise ValueError(
-            f"{op}: sequence_dim must be a dimension of x but its last, got {sequence_dim} for"
+            f"{op}: sequence_dim must be a dimension of {name} but its last, got {sequence_dim} for"
             f" shape {tuple(x.shape)}"
         )
     return Gathered.apply(x, sequence_dim % x.dim(), words.group), False

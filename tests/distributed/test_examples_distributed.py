@@ -44,10 +44,16 @@ def test_the_ways_of_a_small_model_agree(tp: str, ways: list[str]) -> None:
     assert sorted(first, reverse=True) == first and len(set(first)) == len(first)
 
 
-def test_the_ways_of_a_sharded_vocabulary_are_right() -> None:
-    ways = ["linear_cross_entropy", "linear_log_prob", "linear, loss_parallel"]
+@pytest.mark.parametrize(
+    ("options", "ways"),
+    [
+        ([], ["linear_cross_entropy", "linear_log_prob", "linear, loss_parallel"]),
+        (["--divergence", "jsd"], ["linear_divergence", "linear, divergence"]),
+    ],
+)
+def test_the_ways_of_a_sharded_vocabulary_are_right(options: list[str], ways: list[str]) -> None:
     sizes = ["--tokens", "24", "--hidden", "16", "--words", "97"]
-    result = run("measure_vocabulary.py", *sizes, "--way", *ways)
+    result = run("measure_vocabulary.py", *sizes, *options, "--way", *ways)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert [line.split(" errors")[0].rstrip() for line in lines] == ways

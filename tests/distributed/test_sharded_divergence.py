@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import liger_ops
 from liger_ops import distributed
 from ranks import failures
-from sharded_heads import check_gradients, compare, here, leaf, part
+from sharded_heads import D, check_gradients, compare, here, leaf, part, scalar, tokens
 
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
@@ -53,6 +53,81 @@ def of_logits() -> None:
         for V, dtype, tolerance in ((13, torch.float64, FLOAT64), (5, torch.float32, FLOAT32)):
             given = {**options, "target": targets() if i % 2 else None}
             compare("divergence", logits_of(V, dtype), BOTH, given, group_of(V), **tolerance)
+
+
+HEADS: list[dict[str, Any]] = [
+    {"kind": "forward_kl", "student_softcap": 3.0, "student_logit_scale": 0.5, "temperature": 0.7},
+    {"kind": "reverse_kl", "soft_weight": 0.5, "hard_weight": 0.25, "reduction": "sum"},
+    {"kind": "jsd", "hard_weight": 1.0, "soft_weight": 0.0, "teacher_logit_scale": 2.0},
+    {"kind": "tvd", "hard_weight": 0.5, "teacher_softcap": 2.0, "reduction": "none"},
+    {"kind": "cosine", "num_items_in_batch": torch.tensor(7)},
+]
+
+
+def two_heads(V: int, dtype: torch.dtype, i: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The student's tensors, every second time with a LoRA, and the teacher's, or its logits."""
+    student, target = tokens(V, dtype)
+    # float32 has fewer digits of the probabilities of larger logits.
+    student = {f"student_{name}": leaf(tensor / 2) for name, tensor in student.items()}
+    if i % 2:
+        student["student_lora_a"] = leaf(torch.randn(2, D, dtype=dtype))
+        student["student_lora_b"] = leaf(torch.randn(V, 2, dtype=dtype))
+    constants: dict[str, Any] = {"target": target, "token_weight": torch.rand(target.shape)}
+    if i == 4:
+        constants = {}
+    if i == 2:
+        constants["teacher_logits"] = torch.randn(*target.shape, V, dtype=dtype)
+    else:
+        constants |= {
+            "teacher_x": torch.randn(*target.shape, 5, dtype=dtype) / 2,
+            "teacher_weight": torch.randn(V, 5, dtype=dtype),
+            "teacher_lora_a": torch.randn(3, 5, dtype=dtype),
+            "teacher_lora_b": torch.randn(V, 3, dtype=dtype),
+        }
+    return student, constants
+
+
+def dims_of(names: Any, sequence_dim: int | None) -> dict[str, int | None]:
+    """The dimension along which each argument is sharded."""
+    words = {"weight": 0, "bias": 0, "lora_b": 0, "logits": -1, "x": sequence_dim}
+    return {
+        name: words.get(name.removeprefix("student_").removeprefix("teacher_")) for name in names
+    }
+
+
+def of_heads() -> None:
+    for i, options in enumerate(HEADS):
+        for V, dtype, tolerance in ((13, torch.float64, FLOAT64), (5, torch.float32, FLOAT32)):
+            dim = (None, 0)[(i + V) % 2]
+            student, constants = two_heads(V, dtype, i)
+            dims = dims_of((*student, *constants), dim)
+            parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
+            taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
+            given = {**options, "chunk_bytes": 64}
+            got = distributed.linear_divergence(
+                **parts, **taught, **given, **group_of(V), sequence_dim=dim
+            )
+            expected = liger_ops.linear_divergence(**student, **constants, **given)
+            check_terms(expected, got, student, parts, dims, tolerance)
+
+
+def check_terms(
+    expected: Any, got: Any, student: dict[str, Tensor], parts: dict[str, Tensor],
+    dims: dict[str, int | None], tolerance: dict[str, float],
+) -> None:  # fmt: skip
+    """The loss's gradient, twice, because the first backward takes what the forward computed; and
+    that of every result."""
+    assert [x is None for x in got] == [x is None for x in expected]
+    got, expected = ([x for x in values if x is not None] for values in (got, expected))
+    torch.testing.assert_close(got, expected, **tolerance)
+    for count in (1, 1, len(got)):
+        sides = (expected, list(student.values())), (got, list(parts.values()))
+        of_whole, of_parts = (
+            torch.autograd.grad(scalar(tuple(values[:count])), leaves, retain_graph=True)
+            for values, leaves in sides
+        )
+        for name, whole, grad in zip(student, of_whole, of_parts, strict=True):
+            torch.testing.assert_close(grad, here(whole, dims[name]).detach(), **tolerance)
 
 
 def words_of_probability_0() -> None:
@@ -113,6 +188,46 @@ def dtensors_and_collectives() -> None:
             torch.testing.assert_close(grad.full_tensor(), truth, **FLOAT64)
 
 
+def heads_of_dtensors() -> None:
+    """The collectives are those of the two chunks of tokens, and of the rows' gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    V = 13
+    most = -(-V // dist.get_world_size())
+    student, constants = two_heads(V, torch.float64, 1)
+    dims = dims_of((*student, *constants), 0)
+    placed = {
+        name: distribute_tensor(
+            tensor.detach(), mesh, [Replicate() if dims[name] is None else Shard(dims[name])]
+        ).requires_grad_(name in student)
+        for name, tensor in (student | constants).items()
+    }
+    given = {**HEADS[1], "chunk_bytes": 6 * 16 * most}
+    with CommDebugMode() as counted:
+        got = distributed.linear_divergence(**placed, **given)
+        forward = counted.get_total_counts()
+        leaves = [placed[name] for name in student]
+        grads = torch.autograd.grad(got[0], leaves)
+    # The rows of both x are gathered, and the gradients of x and lora_a summed.
+    assert (forward, counted.get_total_counts() - forward) == (2 + 2, 2), counted.get_comm_counts()
+    expected = liger_ops.linear_divergence(**student, **constants, **given)
+    torch.testing.assert_close(got, expected, **FLOAT64)
+    of_whole = torch.autograd.grad(expected[0], list(student.values()))
+    for grad, truth in zip(grads, of_whole, strict=True):
+        torch.testing.assert_close(grad.full_tensor(), truth, **FLOAT64)
+
+
+def no_token_counts() -> None:
+    student, constants = two_heads(5, torch.float32, 3)
+    constants["target"] = torch.full_like(constants["target"], -100)
+    dims = dims_of((*student, *constants), None)
+    parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
+    taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
+    loss, *_ = distributed.linear_divergence(**parts, **taught, **group_of(5))
+    assert loss == 0
+    for grad in torch.autograd.grad(loss, list(parts.values())):
+        assert not grad.count_nonzero()
+
+
 def compiled() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     for options in (KINDS[0], KINDS[2]):
@@ -124,6 +239,16 @@ def compiled() -> None:
         expected = liger_ops.divergence(**logits, target=target, **options)
         check_gradients(expected, got, logits, parts, BOTH, **FLOAT64)
     assert counter.frame_count == 2
+    student, constants = two_heads(13, torch.float64, 1)
+    dims = dims_of((*student, *constants), None)
+    parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
+    taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
+    given = {**HEADS[1], "chunk_bytes": 6 * 16 * 7}
+    f = functools.partial(distributed.linear_divergence, **given, **group_of(13))
+    got = torch.compile(f, backend=counter, fullgraph=True)(**parts, **taught)
+    expected = liger_ops.linear_divergence(**student, **constants, **given)
+    check_terms(expected, got, student, parts, dims, FLOAT64)
+    assert counter.frame_count == 3
 
 
 def refused() -> None:
@@ -142,12 +267,34 @@ def refused() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             call()
+    x, weight, target = torch.zeros(4, 3, D), part(torch.zeros(8, D)).detach(), targets()
+    f, both = distributed.linear_divergence, (x, weight, x, weight)
+    for message, call in (
+        ("teacher_x must not require", lambda: f(x, weight, leaf(x), weight, **given)),
+        ("the teacher must be", lambda: f(x, weight, x, **given)),
+        ("the teacher must be", lambda: f(*both, teacher_logits=student.detach(), **given)),
+        ("teacher_weight must have .* words", lambda: f(x, weight, x, weight[:1], **given)),
+        ("teacher_x must have the tokens", lambda: f(x, weight, x[:1], weight, **given)),
+        (
+            "teacher_logits must have the tok",
+            lambda: f(x, weight, teacher_logits=student[:1].detach(), **given),
+        ),
+        ("hard_weight must be", lambda: f(*both, hard_weight=1.0, **given)),
+        ("kind must be one of", lambda: f(*both, kind="kl", **given)),
+        ("student_softcap must be", lambda: f(*both, student_softcap=0.0, **given)),
+        ("reduction must be", lambda: f(*both, reduction="all", **given)),
+        ("target must have the shape", lambda: f(*both, target=target[0], **given)),
+    ):
+        with pytest.raises(ValueError, match=f"distributed.linear_divergence: {message}"):
+            call()
+    f = distributed.divergence
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(f(*logits.values(), **given).sum(), student, create_graph=True)
 
 
 CHECKS = (
-    of_logits, words_of_probability_0, ignored_and_undefined, dtensors_and_collectives, refused,
+    of_logits, of_heads, words_of_probability_0, ignored_and_undefined,
+    dtensors_and_collectives, heads_of_dtensors, no_token_counts, refused,
 )  # fmt: skip
 EVERY_CHECK = {2: (*CHECKS, compiled), 4: CHECKS}
 

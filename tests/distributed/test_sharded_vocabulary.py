@@ -357,9 +357,9 @@ def refused() -> None:
 
 CHECKS = (
     linear_losses, loras, losses_of_logits, log_probs, words_of_probability_0,
-    a_target_that_no_rank_has, dtensors, within_loss_parallel, collectives_and_bytes, checkpointed, a_second_backward,
-    no_token_counts, chunks_of_tokens, low_precision_and_autocast, results_are_those_of_every_rank,
-    refused,
+    a_target_that_no_rank_has, dtensors, within_loss_parallel, collectives_and_bytes,
+    checkpointed, a_second_backward, no_token_counts, chunks_of_tokens,
+    low_precision_and_autocast, results_are_those_of_every_rank, refused,
 )  # fmt: skip
 # Compilation takes a rank ten seconds.
 EVERY_CHECK = {2: (*CHECKS, compiled), 4: CHECKS}

@@ -279,6 +279,8 @@ def cross_entropy_calls(
             given = (logits, logits, target)
             options = (kind, 0.5, 0.7, None, -100)
             yield partial(kernel["divergence_forward"], *given, *options)
+            if kind == "jsd":
+                yield partial(kernel["divergence_forward"], *given, *options, row, row)
             inputs = (row, *given, row, row, row, row, *options)
             yield partial(kernel["divergence_backward"], *inputs, [True, True])
     for args, grads in ((plain, (one, None, None, None)), (full, (one, one, row, row))):
