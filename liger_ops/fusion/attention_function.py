@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -21,6 +22,8 @@ from ..lowering.passes.mask.unseen import rounded
 from .attention_blocks import Blocks, dense
 from .attention_mask import HALF
 
+# PyTorch's own function, in whose place context_parallel puts another.
+SDPA = torch._C._nn.scaled_dot_product_attention
 # Arguments that change the results, and that are left to the model's own function.
 LEFT = ("position_bias", "cache")
 
@@ -65,7 +68,16 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor,
     mask: Blocks, scale: float | None, sinks: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D)."""
+    """Attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D).
+
+    Raises:
+        ValueError: scaled_dot_product_attention is replaced.
+    """
+    if F.scaled_dot_product_attention is not SDPA:
+        raise ValueError(
+            "liger_ops: attention with a mask must run outside of context_parallel, which replaces"
+            " scaled_dot_product_attention; here it would see the keys of this rank alone"
+        )
     device = query.device.type
     if torch.is_autocast_enabled(device):
         # SDPA and matrix products cast; flex_attention and the operator of flash attention do not.
