@@ -100,7 +100,7 @@ def liger(
     if MASKED.isdisjoint(names):
         return compiled(module, example_inputs)
     wrap = with_data(module, strict)
-    places = given_masks(module, strict)
+    places = given_masks(module, example_inputs, strict)
     run = (
         Given(module, example_inputs, places, looking)
         if places

@@ -35,11 +35,17 @@ from .written_attention import written_attentions
 _INSTEAD_OF = "liger_ops.instead_of"
 
 
-def given_masks(module: fx.GraphModule, strict: bool | None = None) -> list[int]:
+def given_masks(
+    module: fx.GraphModule, inputs: Sequence[Any], strict: bool | None = None
+) -> list[int]:
     """The positions, among the inputs, of those that may be masks of attention.
 
-    There are none in a graph with symbolic sizes. An exception is a warning unless it is strict.
+    There are none in a graph with symbolic sizes, nor in a part of a graph that DDP's optimizer
+    splits: it gives fake tensors, and lets nothing be compiled later. An exception is a warning
+    unless it is strict.
     """
+    if any(isinstance(one, FakeTensor) for one in inputs):
+        return []
     try:
         return _given_masks(module)
     except Exception as error:
@@ -92,9 +98,7 @@ class Given:
         ]
         self._context = TracingContext.try_get()
         self._made: dict[tuple[Recipe | None, ...], Callable[..., Any]] = {}
-        # DDP compiles for fake tensors; what the masks are shows in the first call.
-        if not any(isinstance(example_inputs[place], FakeTensor) for place in places):
-            self._variant(self._masks(example_inputs), list(example_inputs))
+        self._variant(self._masks(example_inputs), list(example_inputs))
 
     def __call__(self, *args: Any) -> Any:
         masks = self._masks(args)
@@ -123,7 +127,7 @@ def put_known(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
 
     Returns the data of the masks, which the graph is given too.
     """
-    places = given_masks(module)
+    places = given_masks(module, inputs)
     masks = [known(inputs[place]) for place in places]
     put(module, places, masks)
     return _data(masks)
