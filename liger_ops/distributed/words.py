@@ -204,7 +204,7 @@ def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:
     if len(placements) != 1 or type(placements[0]) is not Shard or placements[0] != accepted:
         raise ValueError(
             f"{op}: {name} must be sharded over words on a mesh of one dimension, ({accepted},),"
-            f" such as a submesh, got {placements}"
+            f" such as a submesh, got {placements} on {tensor.device_mesh}"
         )
 
 

@@ -98,7 +98,7 @@ def dims_of(names: Any, sequence_dim: int | None) -> dict[str, int | None]:
 def of_heads() -> None:
     for i, options in enumerate(HEADS):
         for V, dtype, tolerance in ((13, torch.float64, FLOAT64), (5, torch.float32, FLOAT32)):
-            dim = (None, 0)[(i + V) % 2]
+            dim = (None, 0)[(i // 2 + (V == 5)) % 2]
             student, constants = two_heads(V, dtype, i)
             dims = dims_of((*student, *constants), dim)
             parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
