@@ -58,3 +58,10 @@ def test_the_ways_of_a_sharded_vocabulary_are_right(options: list[str], ways: li
     lines = result.stdout.splitlines()
     assert [line.split(" errors")[0].rstrip() for line in lines] == ways
     assert "WRONG" not in result.stdout
+
+
+def test_the_ways_of_a_tensor_parallel_layer_are_right() -> None:
+    result = run("measure_tensor_parallel.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    ways = ["eager", "inductor", "liger", "fuse", "fuse, liger"]
+    assert [line.split(" worst")[0].rstrip() for line in result.stdout.splitlines()] == ways

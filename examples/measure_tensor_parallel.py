@@ -1,0 +1,186 @@
+"""Time a layer of Llama under tensor and sequence parallelism, beside PyTorch's own layers.
+
+    torchrun --standalone --nproc-per-node 2 examples/measure_tensor_parallel.py
+
+Every way computes a layer of Llama 8B in bfloat16, forward and backward. Its gradients are first
+compared with one float32 computation of the whole layer: the exit status is 1 if they differ by
+more than those of PyTorch's layers. The first rank prints the median on the slower rank and the
+most memory that a rank allocated. Without GPUs the ranks are CPU processes (gloo), the layer is
+small, and nothing is compiled or timed.
+
+Needs transformers beside liger_ops. docs/distributed.md has figures.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+import liger_ops
+
+# hidden_size, intermediate_size, heads, heads of keys, tokens.
+LLAMA_8B = (4096, 14336, 32, 8, 8192)
+SMALL = (64, 128, 4, 2, 32)
+WAYS: dict[str, tuple[bool, str | None]] = {
+    "eager": (False, None),
+    "inductor": (False, "inductor"),
+    "liger": (False, "liger"),
+    "fuse": (True, None),
+    "fuse, liger": (True, "liger"),
+}
+Gradients = dict[str, Tensor]
+
+
+def main() -> int:
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    layer, x, dy, tables = made(LLAMA_8B if on_gpu else SMALL, device)
+    truth = gradients(layer, x, dy, tables)
+    allowed: dict[str, float] = {}
+    failed = False
+    for way, (fused, backend) in WAYS.items():
+        torch._dynamo.reset()
+        step = sharded_step(layer, x, dy, tables, mesh, fused, backend if on_gpu else None)
+        errors = {name: relative(found, truth[name]) for name, found in step().items()}
+        # bfloat16 rounds in other places.
+        allowed = allowed or {name: 2 * error + 2**-8 for name, error in errors.items()}
+        wrong = [name for name, error in errors.items() if error > allowed[name]]
+        failed |= bool(wrong)
+        note = f"worst error {max(errors.values()):.1e}" + (f", wrong: {wrong}" if wrong else "")
+        if on_gpu:
+            note += timed(step, device)
+        if dist.get_rank() == 0:
+            print(f"{way:12} {note}", flush=True)
+    dist.destroy_process_group()
+    return int(failed)
+
+
+def made(
+    sizes: tuple[int, int, int, int, int], device: torch.device
+) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The same layer, input, gradient and tables on every rank."""
+    hidden, intermediate, heads, key_heads, tokens = sizes
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+        num_key_value_heads=key_heads, max_position_embeddings=tokens, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device:
+        layer = LlamaDecoderLayer(config, 0).bfloat16()
+        x, dy = (torch.randn(1, tokens, hidden).bfloat16() for _ in range(2))
+        tables = LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
+    return layer, x, dy, tables
+
+
+def output(layer: nn.Module, x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+    y = layer(x, position_embeddings=tables, attention_mask=None)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def gradients(layer: nn.Module, x: Tensor, dy: Tensor, tables: tuple[Tensor, ...]) -> Gradients:
+    """In float32, on one device."""
+    wide, given = copy.deepcopy(layer).float(), x.float().requires_grad_()
+    output(wide, given, tuple(table.float() for table in tables)).backward(dy.float())
+    return collected(wide, given)
+
+
+def collected(layer: nn.Module, x: Tensor) -> Gradients:
+    found = {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    return {name: whole(grad) for name, grad in found.items() if grad is not None}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_step(
+    layer: nn.Module, x: Tensor, dy: Tensor, tables: tuple[Tensor, ...], mesh: DeviceMesh,
+    fused: bool, backend: str | None,
+) -> Callable[..., Gradients]:  # fmt: skip
+    # fuse replaces modules inside of the one that it is given.
+    holder = nn.Sequential(copy.deepcopy(layer))
+    if fused:
+        liger_ops.fuse(holder)
+    own = parallelize_module(holder[0], mesh, plan())
+    if backend is not None:
+        own.compile(backend=backend)
+    given, dgiven = (rows(tensor, mesh) for tensor in (x, dy))
+    given.requires_grad_()
+
+    def step(collect: bool = True) -> Gradients:
+        own.zero_grad()
+        given.grad = None
+        output(own, given, tables).backward(dgiven)
+        return collected(own, given) if collect else {}
+
+    return step
+
+
+def plan() -> dict[str, Any]:
+    rows: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
+    return {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(**rows),
+        "mlp.down_proj": RowwiseParallel(**rows),
+    }
+
+
+def rows(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    own = x.chunk(mesh.size(), 1)[dist.get_rank()].contiguous()
+    return DTensor.from_local(own, mesh, [Shard(1)], run_check=False).detach()
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def timed(step: Callable[..., Gradients], device: torch.device) -> str:
+    for _ in range(5):
+        step(collect=False)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(16)]
+    events[0].record()
+    for event in events[1:]:
+        step(collect=False)
+        event.record()
+    torch.cuda.synchronize()
+    median = statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    figures = torch.tensor([median, torch.cuda.max_memory_allocated() / 2**20], device=device)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    return "; {:.2f} ms, {:.0f} MiB".format(*figures.tolist())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
