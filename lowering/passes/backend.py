@@ -13,7 +13,7 @@ from .chosen import checked_strict, chosen
 from .inductor import declare_ops
 from .mask_inputs import Given, given_masks, put_back
 from .mask_outputs import with_data
-from .padding import Looking, assume_ones, found_padding
+from .padding import Looking, assume_ones, found_padding, is_split
 from .unfused_loss import warn
 
 Compiled = Callable[..., Any]
@@ -87,6 +87,7 @@ def liger(
     def looking(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         nonlocal names
         looks = "causal_attention" in names and padding is not True
+        looks = looks and (padding is False or not is_split(example_inputs))
         places = found_padding(module, strict) if looks else []
         if places is None:
             names = ()

@@ -26,7 +26,7 @@ from .graph_state import GraphState
 from .mask.algebra import Unknown
 from .mask.scopes import scopes
 from .mask_outputs import DIMENSIONS, Known, Recipe, known
-from .padding import Compile, duplicate
+from .padding import Compile, duplicate, is_split
 from .report import Report
 from .rewrite import ORIGIN
 from .written_attention import written_attentions
@@ -40,11 +40,10 @@ def given_masks(
 ) -> list[int]:
     """The positions, among the inputs, of those that may be masks of attention.
 
-    There are none in a graph with symbolic sizes, nor in a part of a graph that DDP's optimizer
-    splits: it gives fake tensors, and lets nothing be compiled later. An exception is a warning
-    unless it is strict.
+    There are none in a graph with symbolic sizes, nor in a part of a split graph. An exception is a
+    warning unless it is strict.
     """
-    if any(isinstance(one, FakeTensor) for one in inputs):
+    if is_split(inputs):
         return []
     try:
         return _given_masks(module)

@@ -154,10 +154,17 @@ class Looking:
         return self._compile(module, inputs)
 
 
+def is_split(inputs: Sequence[Any]) -> bool:
+    """Whether these are the inputs of a part of a graph that DDP's optimizer splits.
+
+    It gives fake tensors, and AOTAutograd raises for a part that is compiled later.
+    """
+    return any(isinstance(one, FakeTensor) for one in inputs)
+
+
 def is_full(inputs: Sequence[Any], places: Sequence[int]) -> bool:
-    """Whether the inputs at `places` are 1 everywhere; fake tensors are taken to be."""
-    masks = [inputs[place] for place in places]
-    return all(isinstance(mask, FakeTensor) or is_ones(mask) for mask in masks)
+    """Whether the inputs at `places` are 1 everywhere."""
+    return all(is_ones(inputs[place]) for place in places)
 
 
 def _inputs(module: fx.GraphModule) -> list[fx.Node]:

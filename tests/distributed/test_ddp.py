@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -82,23 +83,54 @@ def accumulated() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-def each_graph_of_a_bucket_is_rewritten() -> None:
+@contextlib.contextmanager
+def small_buckets(megabytes: float) -> Iterator[dict[str, Any]]:
     """Dynamo splits the graph of the model at the bounds of DDP's buckets."""
     first_bucket = dist._DEFAULT_FIRST_BUCKET_BYTES
     dist._DEFAULT_FIRST_BUCKET_BYTES = 8000
     try:
-        graphs, model = Graphs(), made()
-        fuse(model, norms=False, activations=False, rope=False)
-        model = replicated(model, bucket_cap_mb=0.01)
-        options = {"inner_backend": graphs, "strict": True}
-        step = torch.compile(loss_of(model), backend=backend, options=options)
-        check(trained(model, step))
+        yield {"bucket_cap_mb": megabytes}
     finally:
         dist._DEFAULT_FIRST_BUCKET_BYTES = first_bucket
+
+
+def each_graph_of_a_bucket_is_rewritten() -> None:
+    graphs, model = Graphs(), made()
+    fuse(model, norms=False, activations=False, rope=False)
+    options = {"inner_backend": graphs, "strict": True}
+    with small_buckets(0.01) as buckets:
+        model = replicated(model, **buckets)
+        step = torch.compile(loss_of(model), backend=backend, options=options)
+        check(trained(model, step))
     assert len(graphs) > 2
     assert {name: len(graphs.nodes(name)) for name in PARTS} == PARTS
     # A bound between the projections of gate and up cuts one of them.
     assert len(graphs.nodes("swiglu")) >= 1
+
+
+def a_padded_batch_follows_a_full_one() -> None:
+    """AOTAutograd refuses another compilation of a part of a graph that is split."""
+    model, plain = made(), made()
+    options = {"inner_backend": "aot_eager", "strict": True}
+    rows = batch(0, 1)
+    # The first part has attention, beside the mask's operations.
+    with small_buckets(0.03) as buckets:
+        step = torch.compile(
+            loss_of(replicated(model, **buckets)), backend=backend, options=options
+        )
+        for padded in (False, True, False):
+            mask = torch.ones_like(rows["labels"])
+            mask[1, -2:] = 0 if padded else 1
+            given = {**rows, "attention_mask": mask}
+            losses = []
+            for one, compute in ((model, step), (plain, loss_of(plain))):
+                one.zero_grad()
+                loss = compute(**given)
+                loss.backward()
+                losses.append(loss.detach())
+            torch.testing.assert_close(*losses)
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
 CHECKS = [
@@ -108,6 +140,7 @@ CHECKS = [
     with_a_parameter_that_is_unused,
     accumulated,
     each_graph_of_a_bucket_is_rewritten,
+    a_padded_batch_follows_a_full_one,
 ]
 
 
