@@ -20,7 +20,9 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 # Makes the methods of a kind from the class to be overridden and the facts.
 Methods = Callable[[type, Any], dict[str, Callable[..., Any]]]
@@ -54,6 +56,20 @@ def override(module: nn.Module, name: str, facts: Hashable) -> None:
 def overrides(module: nn.Module) -> dict[str, Any]:
     """The kinds with which a module is overridden, and their facts."""
     return {name: facts for _, name, facts in _layers(class_of(module))}
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Reason that a module's forward cannot be replaced by one of its children alone, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
+    if parametrize.is_parametrized(module):
+        return "it is parametrized"
+    if "forward" in vars(module):
+        return "the instance has a forward of its own"
+    own = [*module._parameters, *module._buffers]
+    if own:
+        return f"it has parameters or buffers of its own: {', '.join(own)}"
+    return None
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
 
 from .. import library
 from ..lowering.passes.canonical import canonical
@@ -173,15 +172,8 @@ def _obstacle(module: nn.Module) -> str | None:
     count = len(_projections(module))
     if count not in (1, 2, 3):
         return f"it has {count} children that may be projections"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a ScriptModule"
-    if parametrize.is_parametrized(module):
-        return "it is parametrized"
-    if "forward" in vars(module):
-        return "the instance has a forward of its own"
-    own = [*module._parameters, *module._buffers]
-    if own:
-        return f"it has parameters or buffers of its own: {', '.join(own)}"
+    if reason := classes.obstacle(module):
+        return reason
     for name, child in module.named_modules():
         if name.partition(".")[0] in _projections(module) or child is module:
             continue

@@ -112,6 +112,16 @@ class Source(Protocol):
         return torch.exp(target_logit - lse)
 
 
+def _head_options(loss: CausalLoss, options: LossOptions) -> dict[str, Any]:
+    """Options of the ops that compute a loss from a head."""
+    return {
+        "softcap": loss.softcap,
+        "logit_scale": loss.logit_scale,
+        "accum_dtype": options.accum_dtype,
+        "chunk_bytes": options.chunk_bytes,
+    }
+
+
 class OfHidden(Source):
     """The loss, computed from hidden states and a head."""
 
@@ -133,12 +143,7 @@ class OfHidden(Source):
         if isinstance(head, LoraHead):
             lora_x, self.lora_b = head.lora(hidden)
             self.lora_x = lora_x.reshape(-1, lora_x.shape[-1])
-        self.options: dict[str, Any] = {
-            "softcap": loss.softcap,
-            "logit_scale": loss.logit_scale,
-            "accum_dtype": options.accum_dtype,
-            "chunk_bytes": options.chunk_bytes,
-        }
+        self.options = _head_options(loss, options)
 
     @property
     def device(self) -> torch.device:
@@ -174,12 +179,7 @@ class OfShardedHead(Source):
         self, hidden: Tensor, head: nn.Linear, loss: CausalLoss, options: LossOptions
     ) -> None:
         self.x, self.weight, self.bias = hidden, head.weight, head.bias
-        self.options: dict[str, Any] = {
-            "softcap": loss.softcap,
-            "logit_scale": loss.logit_scale,
-            "accum_dtype": options.accum_dtype,
-            "chunk_bytes": options.chunk_bytes,
-        }
+        self.options = _head_options(loss, options)
 
     @property
     def device(self) -> torch.device:

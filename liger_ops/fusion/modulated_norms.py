@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from .. import library
 from . import classes
@@ -174,15 +173,8 @@ def _obstacle(module: nn.Module) -> str | None:
     projections = [child for child in children if is_projection(child)]
     if not 2 <= len(children) <= MOST_CHILDREN or not 1 <= len(projections) <= 2:
         return f"it has {len(children)} children, and {len(projections)} that may be projections"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a ScriptModule"
-    if parametrize.is_parametrized(module):
-        return "it is parametrized"
-    if "forward" in vars(module):
-        return "the instance has a forward of its own"
-    own = [*module._parameters, *module._buffers]
-    if own:
-        return f"it has parameters or buffers of its own: {', '.join(own)}"
+    if reason := classes.obstacle(module):
+        return reason
     arguments = list(inspect.signature(module.forward).parameters.values())
     if len(arguments) < 2 or any(one.kind is not one.POSITIONAL_OR_KEYWORD for one in arguments):
         return f"its forward takes ({', '.join(map(str, arguments))})"
