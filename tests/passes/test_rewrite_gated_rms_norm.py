@@ -225,7 +225,7 @@ class WeightOfPositions(Gated):
 NEAR_MISSES = [
     (OtherActivation(), "", {"rms_norm": 1, "geglu": 1}),
     (GateWithoutCast(), "its casts or sizes are not the op's", PARTS),
-    (RoundedActivation(), "its casts or sizes are not the op's", {"rms_norm": 1}),
+    (RoundedActivation(), "its casts or sizes are not the op's", PARTS),
     (EpsElsewhere(), "", {}),
     (EpsTwice(), "", {"rms_norm": 1}),
     (NormAlsoReturned(), "is used elsewhere", {"rms_norm": 1}),

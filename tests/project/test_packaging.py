@@ -37,7 +37,12 @@ site.addsitedir(sys.argv[1])
 import liger_ops
 print(liger_ops.__file__)
 for module in pkgutil.walk_packages(liger_ops.__path__, "liger_ops."):
-    importlib.import_module(module.name)
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        # torchtitan imports its overrides, which subclass its classes.
+        if module.name != "liger_ops.integrations.torchtitan" or "torchtitan 0.3" not in str(error):
+            raise
     print(module.name)
 import lowering, meta
 assert lowering.OWNER == meta.OWNER == "the user"
