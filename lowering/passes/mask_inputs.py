@@ -26,7 +26,7 @@ from .graph_state import GraphState
 from .mask.algebra import Unknown
 from .mask.scopes import scopes
 from .mask_outputs import DIMENSIONS, Known, Recipe, known
-from .padding import Compile, duplicate, is_split
+from .padding import Compile, duplicate, is_split, without_data
 from .report import Report
 from .rewrite import ORIGIN
 from .written_attention import written_attentions
@@ -90,11 +90,7 @@ class Given:
         places: Sequence[int], compile_one: Compile,
     ) -> None:  # fmt: skip
         self._module, self._places, self._compile = module, tuple(places), compile_one
-        # Fake tensors, so that no batch stays in memory for a later compilation.
-        self._fakes = [
-            traced if isinstance(traced := value(node), FakeTensor) else given
-            for node, given in zip(_inputs(module.graph), example_inputs, strict=True)
-        ]
+        self._fakes = without_data(module, example_inputs)
         self._context = TracingContext.try_get()
         self._made: dict[tuple[Recipe | None, ...], Callable[..., Any]] = {}
         self._variant(self._masks(example_inputs), list(example_inputs))

@@ -124,11 +124,7 @@ class Looking:
         places: Sequence[int], compile_one: Compile,
     ) -> None:  # fmt: skip
         self._module, self._places, self._compile = module, list(places), compile_one
-        # Fake tensors, so that no batch stays in memory for a later compilation.
-        self._fakes = [
-            known if isinstance(known := value(node), FakeTensor) else given
-            for node, given in zip(_inputs(module), example_inputs, strict=True)
-        ]
+        self._fakes = without_data(module, example_inputs)
         self._context = TracingContext.try_get()
         first = self._is_full(example_inputs)
         both = any(map(_is_symbolic, self._fakes))
@@ -152,6 +148,14 @@ class Looking:
         if full:
             assume_ones(module, self._places)
         return self._compile(module, inputs)
+
+
+def without_data(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs as fake tensors, so that no batch stays in memory for a later compilation."""
+    return [
+        known if isinstance(known := value(node), FakeTensor) else given
+        for node, given in zip(_inputs(module), inputs, strict=True)
+    ]
 
 
 def is_split(inputs: Sequence[Any]) -> bool:
