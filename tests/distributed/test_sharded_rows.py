@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ranks
 from collectives import recorded
 from op_table import OPS
 from op_under_test import OpUnderTest
+
+pytestmark = pytest.mark.device_kernels
 
 SECONDS = 240
 # Shards of 2, 2, 1 and no rows.
@@ -24,7 +27,8 @@ WITH_ONE_ROW = ("rms_norm", "swiglu", "rope", "cross_entropy_forward-none", "mhc
 
 
 def test_four_devices(tmp_path: Path) -> None:
-    assert not ranks.failures([every_op_without_collectives, one_row], 4, tmp_path, SECONDS)
+    checks = [every_op_without_collectives, one_row]
+    assert not ranks.failures(checks, ranks.at_most(4), tmp_path, SECONDS)
 
 
 def every_op_without_collectives() -> None:
@@ -53,13 +57,17 @@ def one_row() -> None:
 
 def run(op: OpUnderTest, rows: int) -> tuple[list[tuple[str, int]], list[DTensor]]:
     """Compare a call with one process; return its collectives and the gradients."""
-    mesh = init_device_mesh("cpu", (4,))
-    case = op.sample(torch.float64, rows=rows)
+    mesh = ranks.mesh()
+    dtype, bound = ranks.EXACT
+    case = op.sample(dtype, rows=rows)
+    # Their values are drawn on the CPU.
+    with torch.device("cpu"):
+        args = op.forward_args(case, op.tensors(case))
     names = [argument.name for argument in op.overload()._schema.arguments]
     own = [
         value.detach().clone().requires_grad_(op.has_gradient(i) and differentiable(value))
         if isinstance(value, Tensor) else value
-        for i, value in enumerate(op.forward_args(case, op.tensors(case)))
+        for i, value in enumerate(args)
     ]  # fmt: skip
     sharded = [
         distribute_tensor(
@@ -74,7 +82,7 @@ def run(op: OpUnderTest, rows: int) -> tuple[list[tuple[str, int]], list[DTensor
         assert (value is None) == (truth is None)
         if truth is not None:
             assert isinstance(value, DTensor)
-            torch.testing.assert_close(value.full_tensor(), truth, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(value.full_tensor(), truth, rtol=bound, atol=bound)
     return moved, [gradient for gradient in gradients if gradient is not None]
 
 
