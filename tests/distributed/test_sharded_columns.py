@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import liger_ops
 import ranks
 from collectives import recorded
+from column_shards import backward, compare, forward, leaves, outcome, over_columns
 from liger_ops.distributed.axes import SHARDED_COLUMNS
 
 pytestmark = pytest.mark.device_kernels
@@ -35,6 +37,8 @@ STATISTICS = {
     "poly_norm": (3, 6),
     "softmax": (2, 1),
     "log_softmax": (2, 1),
+    # The scores and the rows' squares; the backward needs dy * x too.
+    "attn_res": (2, 3),
 }
 
 
@@ -66,50 +70,10 @@ def tensors_of(op: str, N: int, dtype: torch.dtype = torch.float32) -> list[Tens
         "poly_norm": [(ROWS, N), (3,)],
         "softmax": [(ROWS, N)],
         "log_softmax": [(ROWS, N)],
+        "attn_res": [(2, 3, N), (N,), (N,)],
     }
     # A mean that is far from 0, as the statistics of two devices' columns are combined.
     return [torch.randn(s, dtype=dtype) + 3 for s in shapes.get(op, [(ROWS, N), (N,)])]
-
-
-def forward(op: str, tensors: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, ...]:
-    results = getattr(liger_ops, op)(*tensors, **options)
-    return results if isinstance(results, tuple) else (results,)
-
-
-def backward(results: tuple[Tensor, ...], tensors: list[Tensor]) -> list[Tensor]:
-    weights = [y.detach().cos() + i for i, y in enumerate(results)]
-    return list(torch.autograd.grad(results, tensors, weights))
-
-
-def outcome(op: str, tensors: list[Tensor], **options: Any) -> list[Tensor]:
-    results = forward(op, tensors, options)
-    return [*results, *backward(results, tensors)]
-
-
-def over_columns(tensors: list[Tensor], mesh: Any, placements: Any = None) -> list[Tensor]:
-    """The tensors, sharded over columns where they have those of the first."""
-    N = tensors[0].shape[-1]
-    found = []
-    for tensor in tensors:
-        last = Shard(tensor.dim() - 1) if tensor.shape[-1] == N else Replicate()
-        given = [last] * mesh.ndim
-        if placements is not None:
-            given = placements(tensor)
-        found.append(distribute_tensor(tensor, mesh, given).requires_grad_())
-    return found
-
-
-def leaves(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone().requires_grad_() for tensor in tensors]
-
-
-def compare(found: list[Any], expected: list[Tensor], tolerance: float = 1e-5) -> None:
-    for value, truth in zip(found, expected, strict=True):
-        assert isinstance(value, DTensor) and value.dtype is truth.dtype
-        assert value.stride() == truth.stride()
-        torch.testing.assert_close(
-            value.full_tensor(), truth, rtol=tolerance, atol=tolerance, equal_nan=True
-        )
 
 
 def only_statistics_move() -> None:
@@ -129,6 +93,12 @@ def only_statistics_move() -> None:
             if op != "poly_norm":
                 assert gradient.placements == one.placements, op
         compare([*results, *gradients], outcome(op, leaves(tensors)), 1e-4)
+        with torch.inference_mode():
+            inferred, moved = recorded(lambda: forward(op, given, {}))  # noqa: B023
+            assert moved == of_forward, (op, moved)
+        for result, value in zip(results, inferred, strict=True):
+            assert value.is_inference() and value.placements == result.placements
+            assert value.to_local().equal(result.to_local())
 
 
 def half_precision_rounds_as_on_one_device() -> None:
@@ -175,26 +145,44 @@ def infinities_are_those_of_the_whole_row() -> None:
 
 
 def compiled() -> None:
-    """The graphs that a compiler gets have a device's columns, and collectives of statistics."""
+    """A graph for all sizes, which has a device's columns, and collectives of statistics."""
     mesh = ranks.mesh()
-    for op in ("rms_norm", "softmax"):
+    # The op, its options, the columns and the collectives.
+    cases: list[tuple[str, dict[str, Any], int, tuple[int, int]]] = [
+        ("rms_norm", {}, 33, STATISTICS["rms_norm"]),
+        ("softmax", {}, 33, STATISTICS["softmax"]),
+        ("gated_rms_norm", {"group_size": 8}, 32, (0, 0)),
+        ("gated_rms_norm", {"group_size": 8}, 24, STATISTICS["gated_rms_norm"]),
+    ]
+    for op, options, N, counts in cases:
         found = []
 
         def count(graph: Any, _: Any, found: list[int] = found) -> Any:
             collectives = [n for n in graph.graph.nodes if "_c10d_functional" in str(n.target)]
-            shapes = [tuple(n.meta["val"].shape) for n in collectives]
-            assert set(shapes) == {(ROWS, 1)}
+            # Statistics, not columns.
+            assert all(n.meta["val"].shape[-1] == 1 for n in collectives)
             found.append(sum("all_reduce" in str(n.target) for n in collectives))
             return make_boxed_func(graph)
 
-        tensors = tensors_of(op, 33)
-        given = over_columns(tensors, mesh)
+        torch.compiler.reset()
         function = torch.compile(
-            getattr(liger_ops, op), backend=aot_autograd(fw_compiler=count), fullgraph=True
-        )
-        results = (function(*given),)
-        compare([*results, *backward(results, given)], outcome(op, leaves(tensors)))
-        assert tuple(found) == STATISTICS[op], op
+            partial(getattr(liger_ops, op), **options),
+            backend=aot_autograd(fw_compiler=count), fullgraph=True, dynamic=True,
+        )  # fmt: skip
+        for rows in (ROWS, 11):
+            tensors = [
+                tensor if tensor.dim() == 1 else tensor[:1].expand(rows, -1) * torch.randn(rows, 1)
+                for tensor in tensors_of(op, N)
+            ]
+            given = over_columns(tensors, mesh)
+            results = (function(*given),)
+            compare(
+                [*results, *backward(results, given)], outcome(op, leaves(tensors), **options), 1e-4
+            )
+        assert tuple(found) == counts, (op, options)
+        with torch.inference_mode():
+            compare([function(*given)], [result.full_tensor() for result in results])
+        assert tuple(found) == (*counts, counts[0]), (op, options)
 
 
 def on_a_square() -> None:
