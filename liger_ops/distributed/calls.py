@@ -48,7 +48,9 @@ def _composed(
 
 def _check(op: Op, call: Any) -> None:
     """Raise for tensors that DTensor cannot bring together, in the words of the op."""
-    tensors = {name: arg for name, arg in call._asdict().items() if isinstance(arg, Tensor)}
+    tensors: dict[str, Any] = {
+        name: arg for name, arg in call._asdict().items() if isinstance(arg, Tensor)
+    }
     first = next(name for name, arg in tensors.items() if isinstance(arg, DTensor))
     mesh, placements = tensors[first].device_mesh, tensors[first].placements
     name_of_op = op.name.removesuffix("_forward")

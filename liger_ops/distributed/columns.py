@@ -120,7 +120,7 @@ def _sharded(op: Op, call: Any) -> Sharded | None:
     name = next(name for name in NAMES if name in call._fields)
     x = getattr(call, name)
     dim = 1 if base == "group_norm" else x.dim() - 1
-    wanted = Shard(dim)
+    wanted: Any = Shard(dim)
     if packed and not getattr(call, "interleaved", False):
         wanted = _StridedShard(dim, split_factor=HALVES)
     sharding = [i for i, placement in enumerate(x.placements) if placement == wanted]

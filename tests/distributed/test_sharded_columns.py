@@ -149,7 +149,6 @@ def compiled() -> None:
     mesh = ranks.mesh()
     # The op, its options, the columns and the collectives.
     cases: list[tuple[str, dict[str, Any], int, tuple[int, int]]] = [
-        ("rms_norm", {}, 33, STATISTICS["rms_norm"]),
         ("softmax", {}, 33, STATISTICS["softmax"]),
         ("gated_rms_norm", {"group_size": 8}, 32, (0, 0)),
         ("gated_rms_norm", {"group_size": 8}, 24, STATISTICS["gated_rms_norm"]),
@@ -170,19 +169,19 @@ def compiled() -> None:
             backend=aot_autograd(fw_compiler=count), fullgraph=True, dynamic=True,
         )  # fmt: skip
         for rows in (ROWS, 11):
-            tensors = [
-                tensor if tensor.dim() == 1 else tensor[:1].expand(rows, -1) * torch.randn(rows, 1)
-                for tensor in tensors_of(op, N)
-            ]
+            tensors = [t if t.dim() == 1 else torch.randn(rows, N) for t in tensors_of(op, N)]
             given = over_columns(tensors, mesh)
             results = (function(*given),)
+            # PyTorch 2.11 gives DTensors of graphs with symbolic sizes wrong strides, x.sin() too.
             compare(
-                [*results, *backward(results, given)], outcome(op, leaves(tensors), **options), 1e-4
-            )
+                [*results, *backward(results, given)], outcome(op, leaves(tensors), **options),
+                1e-4, strides=torch.__version__ >= "2.13",
+            )  # fmt: skip
         assert tuple(found) == counts, (op, options)
-        with torch.inference_mode():
-            compare([function(*given)], [result.full_tensor() for result in results])
-        assert tuple(found) == (*counts, counts[0]), (op, options)
+        if op == "softmax":
+            with torch.inference_mode():
+                assert function(*given).to_local().equal(results[0].to_local())
+            assert tuple(found) == (*counts, counts[0])
 
 
 def on_a_square() -> None:
