@@ -24,7 +24,7 @@ COLUMNS = "N"
 # The tensor whose placements say which columns a device has: x, the sum s of the op that adds, the
 # result y from which a softmax's gradient is computed, or the packed gate.
 NAMES = ("x", "s", "y", "gate")
-# The device's columns of the gate, then its columns of the up: both halves are sharded.
+# The halves of a packed gate: a device has its columns of the gate, then those of the up.
 HALVES = 2
 
 # Computes a device's results from its arguments.
@@ -115,7 +115,7 @@ def _sharded(op: Op, call: Any) -> Sharded | None:
         return None
     if packed and call.up is not None:
         return None
-    if any(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in call):
+    if not all(_in_order(value) for value in call if isinstance(value, Tensor)):
         return None
     name = next(name for name in NAMES if name in call._fields)
     x = getattr(call, name)
@@ -130,6 +130,16 @@ def _sharded(op: Op, call: Any) -> Sharded | None:
     if packed and (len(sharding) > 1 or Shard(dim) in others):
         return None
     return None if x.device_mesh.get_coordinate() is None else Sharded(name, x, dim, sharding)
+
+
+def _in_order(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, whose shards of shards are in the order of the mesh's
+    dimensions: placements do not tell another."""
+    if not isinstance(tensor, DTensor):
+        return False
+    spec = tensor._spec
+    order = spec.shard_order if tensor.device_mesh.ndim > 1 else None
+    return order is None or order == spec.compute_default_shard_order(tensor.placements)
 
 
 def _placements(op: Op, call: Any, x: Sharded) -> Placed | None:
@@ -147,6 +157,7 @@ def _placements(op: Op, call: Any, x: Sharded) -> Placed | None:
         found.append(tensors.placements(axis))
     results, arguments = (list(zip(*kind, strict=True)) for kind in zip(*found, strict=True))
     if x.name == "gate":
+        # The packed gate and its gradient, of which a device may have a part of both halves.
         arguments[call._fields.index("gate")] = tuple(x.tensor.placements)
         if op.name.endswith("_backward"):
             results[0] = tuple(x.tensor.placements)
@@ -157,7 +168,7 @@ def _compute(op: Op, call: Any, placed: Placed) -> Compute | None:
     """How a device computes its columns; None if the columns have to move."""
     base, columns = base_of(op.name), placed.columns
     if base in GATED_COLUMNS:
-        return _by_itself(op) if columns % (2 * placed.devices) == 0 else None
+        return _by_itself(op) if columns % (HALVES * placed.devices) == 0 else None
     groups = getattr(call, "num_groups", None)
     if getattr(call, "group_size", None) not in (None, columns):
         groups = columns // call.group_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,21 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 def test_two_devices(tmp_path: Path) -> None:
     checks = [refused, what_is_replicated_is_taken, every_reduction_of_partial, shards_of_shards]
     assert not ranks.failures(checks, 2, tmp_path, SECONDS)
+
+
+def test_the_first_call_is_in_inference_mode() -> None:
+    """DTensor is imported after the ops, and no call has had its rules registered."""
+    lines = [
+        "import torch, torch.distributed as dist, liger_ops",
+        "from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh",
+        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())",
+        "mesh = init_device_mesh('cpu', (1,))",
+        "x = distribute_tensor(torch.randn(2, 4), mesh, [Shard(1)])",
+        "with torch.inference_mode(): y = liger_ops.rms_norm(x)",
+        "assert y.placements == (Shard(1),), y.placements",
+        "torch.testing.assert_close(y.full_tensor(), liger_ops.rms_norm(x.full_tensor()))",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=SECONDS)
 
 
 def refused() -> None:

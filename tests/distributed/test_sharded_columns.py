@@ -12,7 +12,8 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 import liger_ops
 import ranks
@@ -54,7 +55,7 @@ def test_two_devices(tmp_path: Path) -> None:
 
 
 def test_columns_on_two_dimensions_of_a_mesh(tmp_path: Path) -> None:
-    assert not ranks.failures([on_a_square], 4, tmp_path, SECONDS)
+    assert not ranks.failures([on_a_square, sharded_from_right_to_left], 4, tmp_path, SECONDS)
 
 
 def tensors_of(op: str, N: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -200,3 +201,18 @@ def on_a_square() -> None:
                 lambda t, way=way: way(1) if t.dim() == 2 else [Replicate(), Shard(0)],
             )  # fmt: skip
             compare(outcome(op, given), expected, 1e-9)
+
+
+def sharded_from_right_to_left() -> None:
+    """Placements do not tell the order in which the dimensions of a mesh share columns."""
+    mesh = ranks.mesh(2, 2)
+    x, weight = torch.randn(ROWS, 8), torch.randn(8)
+    first, second = mesh.get_coordinate()
+    order = (ShardOrderEntry(tensor_dim=1, mesh_dims=(1, 0)),)
+    meta = TensorMeta(x.shape, x.stride(), x.dtype)
+    spec = DTensorSpec(mesh, (Shard(1), Shard(1)), meta, shard_order=order)
+    given = DTensor(
+        x.chunk(2, 1)[second].chunk(2, 1)[first].contiguous(), spec, requires_grad=False
+    )
+    weights = distribute_tensor(weight, mesh, [Shard(0), Shard(0)])
+    compare([liger_ops.rms_norm(given, weights)], [liger_ops.rms_norm(x, weight)])
