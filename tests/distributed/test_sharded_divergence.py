@@ -246,7 +246,9 @@ def compiled() -> None:
     taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
     given = {**HEADS[1], "chunk_bytes": 6 * 16 * 7}
     f = functools.partial(distributed.linear_divergence, **given, **group_of(13))
-    got = torch.compile(f, backend=counter, fullgraph=True)(**parts, **taught)
+    # A mode of functions, which Dynamo traces too.
+    with torch.device(ranks.DEVICE):
+        got = torch.compile(f, backend=counter, fullgraph=True)(**parts, **taught)
     expected = liger_ops.linear_divergence(**student, **constants, **given)
     check_terms(expected, got, student, parts, dims, FLOAT64)
     assert counter.frame_count == 3
