@@ -94,13 +94,23 @@ def _linear_divergence(call: Any) -> str:
     )
 
 
-def _distribution_loss(x: str, y: str) -> Callable[[Any], str]:
+# Losses that are sums over the elements of two tensors, or over some of the rows.
+TERMS = {
+    name: f"{x}=* v, {y}=* v, shift_labels=* -> loss="
+    for name, x, y in (("kl_div", "input", "target"), ("jsd", "input", "target"), ("tvd", "p", "q"))
+}
+
+
+def _distribution_loss(name: str) -> Callable[[Any], str]:
     def axes(call: Any) -> str:
-        if call.reduction == "none":
-            return f"{x}=* v, {y}=* v, shift_labels=* -> loss=* v"
-        rows, loss = _reduced(call)
-        v = "V" if rows == "#" else "v"
-        return f"{x}={rows} {v}, {y}={rows} {v}, shift_labels={rows} -> loss={loss}"
+        # The mean of jsd, and of the others, has a divisor that no device knows alone: `means`
+        # computes it, and this is the rule where it does not.
+        reduction = getattr(call, "reduction", "mean")
+        if reduction == "none":
+            return TERMS[name] + "* v"
+        return (
+            TERMS[name] if reduction == "sum" else TERMS[name].replace("*", "#").replace("v", "V")
+        )
 
     return axes
 
@@ -138,10 +148,7 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "divergence": "student_logits=* V, teacher_logits=* V, target=* -> "
     "divergence=*, student_share=*, student_lse=*, teacher_lse=*",
-    "kl_div": _distribution_loss("input", "target"),
-    # The mean over the tokens that count, whose number no device knows alone.
-    "jsd": "input=# V, target=# V, shift_labels=# -> loss=",
-    "tvd": _distribution_loss("p", "q"),
+    **{name: _distribution_loss(name) for name in TERMS},
     "log_prob": "logits=* V, target=* -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
     "log_sum_sq_probs=*, predicted_tokens=*",
     "linear_log_prob": "x=* D, weight=V D, target=*, bias=V, lora_x=* R, lora_b=V R -> "

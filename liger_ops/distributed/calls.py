@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..record import Op
+from . import means
 from .columns import computed_by_columns
 
 
@@ -19,14 +21,21 @@ def redispatch(op: Op, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -
         return op.overload.redispatch(keyset, *args)
     _check(op, args, sharded)
     try:
-        results = computed_by_columns(op, args)
-        return op.overload.redispatch(keyset, *args) if results is NotImplemented else results
+        return means.of_sums(op, args, partial(_run, keyset))
     except (RuntimeError, TypeError, ValueError) as error:
         # DTensor makes a RuntimeError of what the op's checks raise for the whole shapes.
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         if isinstance(cause, (TypeError, ValueError)):
             raise type(cause)(f"{cause}; {_placements(op, args)}") from error
         raise
+
+
+def _run(keyset: torch._C.DispatchKeySet, op: Op, args: tuple[Any, ...]) -> Any:
+    for computed in (computed_by_columns, means.of_terms):
+        results = computed(op, args)
+        if results is not NotImplemented:
+            return results
+    return op.overload.redispatch(keyset, *args)
 
 
 def _check(op: Op, args: tuple[Any, ...], sharded: int) -> None:
