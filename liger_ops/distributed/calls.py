@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..record import Op
 from . import means
+from .by_words import computed_by_words
 from .columns import computed_by_columns
 
 
@@ -31,7 +32,7 @@ def redispatch(op: Op, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -
 
 
 def _run(keyset: torch._C.DispatchKeySet, op: Op, args: tuple[Any, ...]) -> Any:
-    for computed in (computed_by_columns, means.of_terms):
+    for computed in (computed_by_columns, computed_by_words, means.of_terms):
         results = computed(op, args)
         if results is not NotImplemented:
             return results

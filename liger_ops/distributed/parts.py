@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +65,19 @@ def can_compute(call: Any) -> bool:
     return mesh.get_coordinate() is not None
 
 
-def axes_of(tensors: Tensors, index: int, tensor: DTensor) -> list[str | None] | None:
-    """The axis of the argument of this index that each dimension of the mesh shards. None if one
-    cannot be kept: it is of another kind of placement, or its axis is not one that may be sharded
-    so."""
+def axes_of(
+    tensors: Tensors, index: int, tensor: DTensor, known: Mapping[int, str] | None = None
+) -> list[str | None] | None:
+    """The axis of the argument of this index that each dimension of the mesh shards, but for those
+    dimensions whose axes are known. None if one cannot be kept: it is of another kind of placement,
+    or its axis is not one that may be sharded so."""
     placed, mesh = tensors.arguments[index], tensor.device_mesh
     assert placed is not None
     axes: list[str | None] = []
     for i, placement in enumerate(tensor.placements):
+        if known is not None and i in known:
+            axes.append(known[i])
+            continue
         if type(placement) is Replicate:
             axes.append(None)
             continue
