@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..record import Op
+from . import distributions_by_words as by_words
 from . import losses_by_words
 from .parts import Placed, axes_of, can_compute, placed_by
-from .rules import COMPUTED_BY_FORWARD, base_of, tensors_of
+from .rules import COMPUTED_BY_FORWARD, Line, base_of, line_of, tensors_of
 from .words import Words
 
 VOCABULARY = "V"
@@ -37,18 +38,37 @@ WAYS = {
     "linear_cross_entropy_backward": Way(
         "weight", 0, "x", losses_by_words.linear_cross_entropy_backward
     ),
+    "log_prob_forward": Way("logits", -1, "logits", by_words.log_prob),
+    "log_prob_backward": Way("logits", -1, "logits", by_words.log_prob_backward),
+    "linear_log_prob_forward": Way("weight", 0, "x", by_words.log_prob),
+    "linear_log_prob_backward": Way("weight", 0, "x", by_words.log_prob_backward),
+    "divergence_forward": Way("student_logits", -1, "student_logits", by_words.divergence),
+    "divergence_backward": Way(
+        "student_logits", -1, "student_logits", by_words.divergence_backward
+    ),
+    "linear_divergence_forward": Way("student_weight", 0, "student_x", by_words.linear_divergence),
+    "linear_divergence_backward": Way(
+        "student_weight", 0, "student_x", by_words.linear_divergence_backward
+    ),
 }
 # Of classes, and of which every device needs the whole.
 CLASS_WEIGHTS = {"cross_entropy": "weight", "linear_cross_entropy": "class_weight"}
-# Results that need all words on one device.
-WHOLE_ROWS = ("return_predicted", "return_entropy", "return_mean_logits", "return_log_sum_sq_probs")
+# Arguments with which one device needs all words: results that are not sums over words, and sums
+# that are already those of all words.
+WHOLE_ROWS = (
+    "return_predicted", "return_entropy", "return_mean_logits", "return_log_sum_sq_probs",
+    "known_student_lse",
+)  # fmt: skip
 
 
 def computed_by_words(op: Op, args: tuple[Any, ...]) -> Any:
     """The results of a call whose vocabulary is sharded, or NotImplemented for any other, and for
     one that is better computed otherwise."""
     way, call = WAYS.get(op.name), op.arguments(*args)
-    if way is None or any(getattr(call, option, False) for option in WHOLE_ROWS):
+    if way is None:
+        return NotImplemented
+    options = (getattr(call, option, None) for option in WHOLE_ROWS)
+    if any(value is not None and value is not False for value in options):
         return NotImplemented
     sharded, rows = getattr(call, way.sharded), getattr(call, way.rows)
     if not isinstance(sharded, DTensor) or not can_compute(call):
@@ -58,37 +78,61 @@ def computed_by_words(op: Op, args: tuple[Any, ...]) -> Any:
     if len(dimensions) != 1 or any(type(p) not in (Shard, Replicate) for p in sharded.placements):
         return NotImplemented
     dimension, mesh = dimensions[0], sharded.device_mesh
-    tensors = tensors_of(op, call, VOCABULARY)
+    line = _of_same_words(call, line_of(op, call))
+    if line is None:
+        return NotImplemented
+    tensors = tensors_of(op, call, VOCABULARY, line)
     known = {dimension: VOCABULARY}
     axes = axes_of(tensors, call._fields.index(way.rows), rows, known)
-    if axes is None or not _moves_less(sharded, rows, axes, dimension):
+    if axes is None:
         return NotImplemented
     placed = _of_all_words(op, call, placed_by(tensors, axes, mesh), dimension)
+    if not _moves_less(call, placed, rows, dimension):
+        return NotImplemented
     group, rank = mesh.get_group(dimension).group_name, mesh.get_local_rank(dimension)
     words = Words.of_rank(group, rank, mesh.size(dimension), sharded.shape[way.dim])
     results = placed.computed(op, call, lambda own: way.compute(own, words))
-    if not op.name.endswith("_backward") or not isinstance(results, tuple):
+    if way.sharded == way.rows or not op.name.endswith("_backward"):
         return results
-    names = [result.name for result in op.schema.returns]
+    prefix = way.rows.removesuffix("x")
+    names = [result.name.removeprefix("d") for result in op.schema.returns]
     return tuple(
-        _sharded_as(gradient, getattr(call, name.removeprefix("d")))
+        _sharded_as(gradient, getattr(call, f"{prefix}{name}"))
         for name, gradient in zip(names, results, strict=True)
     )
 
 
-def _moves_less(sharded: Any, rows: Any, axes: list[str | None], dimension: int) -> bool:
+def _of_same_words(call: Any, line: Line) -> Line | None:
+    """The axes of a call whose teacher has the student's words, or None if it has others."""
+    teachers = [getattr(call, name, None) for name in ("teacher_weight", "teacher_logits")]
+    words = [t.shape[0 if i == 0 else -1] for i, t in enumerate(teachers) if t is not None]
+    if hasattr(call, "student_weight") and words != [call.student_weight.shape[0]]:
+        return None
+    arguments = {
+        name: [VOCABULARY if axis == "W" else axis for axis in axes]
+        for name, axes in line.arguments.items()
+    }
+    return line._replace(arguments=arguments)
+
+
+def _moves_less(call: Any, placed: Placed, rows: Any, dimension: int) -> bool:
     """Whether the numbers of the tokens, and the rows if they are sharded over the same devices,
-    are fewer bytes than the tensor that is sharded over words."""
-    if sharded is rows:
-        return bool(sharded.shape[-1] * sharded.element_size() >= 4 * NUMBERS)
-    mesh = sharded.device_mesh
-    of_rows = [i for i, axis in enumerate(axes) if axis is not None and i != dimension]
-    devices = math.prod(mesh.size(i) for i in of_rows)
-    of_token = 4 * NUMBERS
-    if not rows.placements[dimension].is_replicate():
-        of_token += rows.shape[-1] * rows.element_size()
-    tokens = math.prod(rows.shape[:-1])
-    return bool(tokens * of_token <= sharded.numel() * sharded.element_size() * devices)
+    are fewer bytes than what is sharded over words."""
+    moved, instead = 0, 0
+    for name, value, given in zip(call._fields, call, placed.arguments, strict=True):
+        if not isinstance(value, DTensor) or name in COMPUTED_BY_FORWARD:
+            continue
+        others = [i for i, p in enumerate(given) if i != dimension and isinstance(p, Shard)]
+        devices = math.prod(placed.mesh.size(i) for i in others)
+        size = value.numel() * value.element_size() // devices
+        if value is rows:
+            moved += 4 * NUMBERS * math.prod(value.shape[:-1]) // devices
+        if isinstance(value.placements[dimension], Shard):
+            if isinstance(given[dimension], Shard):
+                instead += size
+            else:
+                moved += size
+    return bool(moved <= instead)
 
 
 def _of_all_words(op: Op, call: Any, placed: Placed, dimension: int) -> Placed:
@@ -99,14 +143,14 @@ def _of_all_words(op: Op, call: Any, placed: Placed, dimension: int) -> Placed:
     for i, name in enumerate(names):
         if not backward and name not in COMPUTED_BY_FORWARD:
             results[i] = _whole_at(dimension, results[i])
-    class_weight = call._fields.index(CLASS_WEIGHTS[base_of(op.name)])
-    arguments[class_weight] = _whole_at(dimension, arguments[class_weight])
+    if base_of(op.name) in CLASS_WEIGHTS:
+        class_weight = call._fields.index(CLASS_WEIGHTS[base_of(op.name)])
+        arguments[class_weight] = _whole_at(dimension, arguments[class_weight])
     if backward and _is_computed(call):
         # The rows are not read, and need not be gathered.
-        for name in ("x", "lora_x"):
-            value = getattr(call, name)
-            if value is not None:
-                arguments[call._fields.index(name)] = value.placements
+        for i, name in enumerate(call._fields):
+            if name.endswith(("x", "teacher_logits")) and name not in COMPUTED_BY_FORWARD:
+                arguments[i] = getattr(call[i], "placements", arguments[i])
     return placed._replace(results=results, arguments=arguments)
 
 
@@ -118,7 +162,7 @@ def _whole_at(dimension: int, placements: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_computed(call: Any) -> bool:
     """Whether the forward has computed every gradient that a backward op is asked for."""
-    if not hasattr(call, "output_mask") or call.dloss is None:
+    if getattr(call, "dloss", None) is None or not hasattr(call, "dweight"):
         return False
     computed = (getattr(call, name) is not None for name in COMPUTED_BY_FORWARD)
     return all(

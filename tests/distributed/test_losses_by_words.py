@@ -23,11 +23,18 @@ SIZES = (13, 5)
 D = 6
 WHOLE = Replicate()
 # The dimension of words of each tensor.
-WORDS = {"logits": 2, "weight": 0, "bias": 0, "lora_b": 0, "student_weight": 0,
-         "student_logits": 2, "teacher_logits": 2, "teacher_weight": 0, "student_bias": 0}  # fmt: skip
+WORDS = {
+    "logits": 2, "student_logits": 2, "teacher_logits": 2,
+    "weight": 0, "bias": 0, "lora_b": 0, "student_weight": 0, "student_bias": 0,
+    "student_lora_b": 0, "teacher_weight": 0,
+}  # fmt: skip
 # What has rows: sharded over the other dimension of a square.
-ROWS = ("x", "logits", "target", "token_weight", "lora_x", "student_x", "teacher_x",
-        "student_logits", "teacher_logits")  # fmt: skip
+ROWS = (
+    "x", "logits", "target", "token_weight", "lora_x", "student_x", "student_lora_x", "teacher_x",
+    "student_logits", "teacher_logits",
+)  # fmt: skip
+# The rows of a head, which may be sharded over the devices that share its words.
+HEAD_ROWS = ("x", "lora_x", "student_x", "student_lora_x", "teacher_x")
 NO_GRADIENT = ("class_weight", "token_weight", "teacher_x", "teacher_weight")
 TERMS = {"label_smoothing": 0.1, "lse_square_scale": 0.01, "softcap": 2.0, "logit_scale": 0.7}
 Call = tuple[str, dict[str, Tensor], dict[str, Any]]
@@ -57,19 +64,37 @@ def calls(V: int) -> list[Call]:
     of_sum = {"reduction": "sum", "gradient_mask": [True] * 5}
     # A word is ignored.
     other = {**logits, "target": torch.where(target == -100, 2, target)}
+    two = {"gradient_mask": [True] * 2 + [False] * 3}
+    both = {"student_logits": logits["logits"], "teacher_logits": 3 * torch.randn(*shape, V)}
+    student = {"student_x": x, "student_weight": weight, "teacher_x": torch.randn(*shape, 4)}
+    teacher = {"teacher_weight": torch.randn(V, 4)}
+    of_student = {
+        "student_x": x, "student_weight": weight, "teacher_logits": both["teacher_logits"],
+        "target": target, **weights, "student_bias": all_of_head["bias"],
+        "student_lora_x": lora["lora_x"], "student_lora_b": lora["lora_b"],
+    }  # fmt: skip
+    mixed = {"soft_weight": 0.3, "hard_weight": 0.7, "student_softcap": 2.0, "chunk_bytes": 128}
     return [
         ("cross_entropy_forward", logits, {}),
         ("cross_entropy_forward", {**logits, **weights, "weight": torch.rand(V)}, TERMS),
         ("cross_entropy_forward", other, {"reduction": "none", "ignore_index": 2, **TERMS}),
-        ("linear_cross_entropy_forward", head, {"gradient_mask": [True, True, False, False, False]}),
+        ("linear_cross_entropy_forward", head, two),
         ("linear_cross_entropy_forward", all_of_head, {**chunked, **of_sum}),
         ("linear_cross_entropy_forward", all_of_head, {**chunked, "reduction": "none"}),
+        ("log_prob_forward", logits, {"temperature": 0.7, "softcap": 2.0}),
+        ("linear_log_prob_forward", {**head, **lora, "bias": all_of_head["bias"]}, {}),
+        ("divergence_forward", {**both, "target": target}, {"kind": "jsd", "beta": 0.3}),
+        ("divergence_forward", both, {"kind": "reverse_kl", "teacher_temperature": 2.0}),
+        ("linear_divergence_forward", {**student, **teacher}, {"kind": "forward_kl", **two}),
+        ("linear_divergence_forward", of_student, {**mixed, **of_sum}),
+        ("linear_divergence_forward", of_student, {**mixed, "reduction": "none", "kind": "cosine"}),
     ]  # fmt: skip
 
 
 def leaves(call: Call, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     op, tensors, _ = call
     without = NO_GRADIENT + (("weight",) if op.startswith("cross") else ())
+    without += ("teacher_logits",) if op.startswith("linear") else ()
     return {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor)
         .clone()
@@ -87,7 +112,7 @@ def over(mesh: Any, call: Call, leaves: dict[str, Tensor], rows: Any = WHOLE) ->
         placements = [WHOLE if dim is None else Shard(dim)]
         if mesh.ndim == 2:
             placements = [Shard(0) if name in ROWS else WHOLE, *placements]
-        elif name in ("x", "lora_x"):
+        elif name in HEAD_ROWS:
             placements = [rows]
         sharded = distribute_tensor(tensor.detach(), mesh, placements)
         found[name] = sharded.requires_grad_(tensor.requires_grad)
@@ -146,24 +171,30 @@ def rows_and_words() -> None:
         compare(call, mesh)
 
 
+# Numbers of a token that the forward of each of `calls` gathers.
+NUMBERS = (2, 3, 3, 2, 3, 3, 3, 3, 4, 3, 3, 6, 5)
+
+
 def what_moves() -> None:
-    """A few numbers of each token; and x's rows and their gradient, where they are sharded."""
+    """A few numbers of each token; and the heads' rows and their gradients, if they are sharded."""
     mesh, V, M = init_device_mesh("cpu", (2,)), 130, 12
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
-    for call in calls(V):
+    for call, numbers in zip(calls(V), NUMBERS, strict=True):
         op, tensors, options = call
-        numbers = (gather, 4 * M * (3 if "label_smoothing" in options else 2))
-        rows_of = [4 * M * tensors[name].shape[-1] for name in ("x", "lora_x") if name in tensors]
-        for rows in (WHOLE, Shard(0)):
+        rows_of = {n: 4 * M * tensors[n].shape[-1] for n in HEAD_ROWS if n in tensors}
+        for rows in (WHOLE, Shard(0)) if rows_of else (WHOLE,):
             given = over(mesh, call, leaves(call, torch.float32), rows)
             results, forward = recorded(lambda: getattr(liger_ops, op)(**given, **options))  # noqa: B023
             wanted = [tensor for tensor in given.values() if tensor.requires_grad]
             loss = results[0].sum()
             _, backward = recorded(lambda: torch.autograd.grad(loss, wanted))  # noqa: B023
-            moved = [] if rows == WHOLE else [(gather, size // 2) for size in rows_of]
-            again = moved if options.get("reduction") == "none" else []
-            back = [] if rows == WHOLE else [(scatter, size) for size in rows_of]
-            assert total(forward) == total([*moved, numbers]), (op, rows, forward)
+            moved, back = [], []
+            if rows != WHOLE:
+                moved = [(gather, size // 2) for size in rows_of.values()]
+                back = [(scatter, size) for n, size in rows_of.items() if n != "teacher_x"]
+            # The backward reads the rows again, unless the forward has computed the gradients.
+            again = [] if "gradient_mask" in options else moved
+            assert total(forward) == total([*moved, (gather, 4 * M * numbers)]), (op, rows, forward)
             assert total(backward) == total([*again, *back]), (op, rows, backward)
 
 
