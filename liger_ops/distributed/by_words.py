@@ -87,8 +87,9 @@ def computed_by_words(op: Op, args: tuple[Any, ...]) -> Any:
     if axes is None:
         return NotImplemented
     placed = _of_all_words(op, call, placed_by(tensors, axes, mesh), dimension)
-    if not _moves_less(call, placed, rows, dimension):
+    if not _moves_less(call, placed, rows, dimension) or not _can_finish(call, placed):
         return NotImplemented
+    placed = _without_rows(call, placed)
     group, rank = mesh.get_group(dimension).group_name, mesh.get_local_rank(dimension)
     words = Words.of_rank(group, rank, mesh.size(dimension), sharded.shape[way.dim])
     results = placed.computed(op, call, lambda own: way.compute(own, words))
@@ -146,11 +147,6 @@ def _of_all_words(op: Op, call: Any, placed: Placed, dimension: int) -> Placed:
     if base_of(op.name) in CLASS_WEIGHTS:
         class_weight = call._fields.index(CLASS_WEIGHTS[base_of(op.name)])
         arguments[class_weight] = _whole_at(dimension, arguments[class_weight])
-    if backward and _is_computed(call):
-        # The rows are not read, and need not be gathered.
-        for i, name in enumerate(call._fields):
-            if name.endswith(("x", "teacher_logits")) and name not in COMPUTED_BY_FORWARD:
-                arguments[i] = getattr(call[i], "placements", arguments[i])
     return placed._replace(results=results, arguments=arguments)
 
 
@@ -160,14 +156,29 @@ def _whole_at(dimension: int, placements: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*placements[:dimension], Replicate(), *placements[dimension + 1 :])
 
 
-def _is_computed(call: Any) -> bool:
-    """Whether the forward has computed every gradient that a backward op is asked for."""
+def _can_finish(call: Any, placed: Placed) -> bool:
+    """Whether the gradients that the forward computed are those of words. They are not if it had to
+    return what needs all words."""
+    pairs = zip(call._fields, call, placed.arguments, strict=True)
+    computed = [(x, given) for name, x, given in pairs if name in COMPUTED_BY_FORWARD]
+    return all(x is None or tuple(x.placements) == tuple(given) for x, given in computed)
+
+
+def _without_rows(call: Any, placed: Placed) -> Placed:
+    """The placements of a backward op's call if the forward has computed every gradient: the rows
+    are not read, and not gathered."""
     if getattr(call, "dloss", None) is None or not hasattr(call, "dweight"):
-        return False
-    computed = (getattr(call, name) is not None for name in COMPUTED_BY_FORWARD)
-    return all(
-        found or not wanted for found, wanted in zip(computed, call.output_mask, strict=True)
-    )
+        return placed
+    computed = [getattr(call, name) is not None for name in COMPUTED_BY_FORWARD]
+    if any(wanted and not found for wanted, found in zip(call.output_mask, computed, strict=True)):
+        return placed
+    arguments = [
+        getattr(value, "placements", given)
+        if name.endswith(("x", "teacher_logits")) and name not in COMPUTED_BY_FORWARD
+        else given
+        for name, value, given in zip(call._fields, call, placed.arguments, strict=True)
+    ]
+    return placed._replace(arguments=arguments)
 
 
 def _sharded_as(gradient: Any, tensor: Any) -> Any:

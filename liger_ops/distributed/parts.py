@@ -110,7 +110,7 @@ def _whole(own: Tensor, mesh: DeviceMesh, placements: list[Any], like: Tensor) -
 
 
 def without_data(value: Any) -> Any:
-    if not isinstance(value, DTensor):
+    if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 

@@ -18,8 +18,6 @@ import ranks
 from collectives import recorded
 
 SECONDS = 240
-# 13 words are 7 and 6 on two devices; of 5 words, four have 2, 2, 1 and 0.
-SIZES = (13, 5)
 D = 6
 WHOLE = Replicate()
 # The dimension of words of each tensor.
@@ -43,7 +41,7 @@ Call = tuple[str, dict[str, Tensor], dict[str, Any]]
 @pytest.mark.parametrize("count", [2, 4])
 def test_losses(count: int, tmp_path: Path) -> None:
     checks: dict[int, list[Callable[[], None]]] = {
-        2: [every_loss, what_moves, compiled],
+        2: [every_loss, what_moves, redistributed, out_of_range, compiled],
         4: [a_device_without_words, rows_and_words],
     }
     assert not ranks.failures(checks[count], count, tmp_path, SECONDS)
@@ -131,14 +129,14 @@ def outcome(call: Call, tensors: dict[str, Any], loss_alone: bool) -> tuple[Any,
     return results, torch.autograd.grad(total, wanted)
 
 
-def compare(call: Call, mesh: Any, rows: Any = WHOLE) -> None:
+def compare(call: Call, mesh: Any, rows: Any = WHOLE, by_words: bool = True) -> None:
     for loss_alone in (True, False):
         whole = leaves(call)
         expected, gradients = outcome(call, whole, loss_alone)
         given = over(mesh, call, whole, rows)
         found, found_gradients = outcome(call, given, loss_alone)
         wanted = [tensor for tensor in given.values() if tensor.requires_grad]
-        for gradient, tensor in zip(found_gradients, wanted, strict=True):
+        for gradient, tensor in zip(found_gradients, wanted if by_words else (), strict=by_words):
             for had, has in zip(tensor.placements, gradient.placements, strict=True):
                 assert has == had or (had == WHOLE and has.is_partial()), (call[0], had, has)
         for value, truth in zip((*found, *found_gradients), (*expected, *gradients), strict=True):
@@ -150,15 +148,16 @@ def compare(call: Call, mesh: Any, rows: Any = WHOLE) -> None:
 
 def every_loss() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    for V in SIZES:
-        for call in calls(V):
-            compare(call, mesh)
+    # Shards of 7 and 6 words.
+    for call in calls(13):
+        compare(call, mesh)
     for call in calls(130):
         # Rows over the same devices: those of x are fewer bytes than the weight.
         compare(call, mesh, Shard(1))
 
 
 def a_device_without_words() -> None:
+    """Four devices have 2, 2, 1 and none of 5 words."""
     mesh = init_device_mesh("cpu", (4,))
     for call in calls(5):
         compare(call, mesh)
@@ -169,6 +168,12 @@ def rows_and_words() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for call in calls(13):
         compare(call, mesh)
+    # Words over both dimensions are redistributed.
+    _, tensors, _ = calls(13)[0]
+    logits = distribute_tensor(tensors["logits"], mesh, [Shard(2), Shard(2)])
+    target = distribute_tensor(tensors["target"], mesh, [WHOLE, WHOLE])
+    loss = liger_ops.cross_entropy(logits, target).full_tensor()
+    torch.testing.assert_close(loss, liger_ops.cross_entropy(**tensors))
 
 
 # Numbers of a token that the forward of each of `calls` gathers.
@@ -204,6 +209,54 @@ def total(moved: list[tuple[str, int]]) -> dict[str, int]:
     for name, size in moved:
         sums[name] += size
     return dict(sums)
+
+
+def redistributed() -> None:
+    """What no device can compute of its words, and what is fewer bytes otherwise."""
+    mesh = init_device_mesh("cpu", (2,))
+    _, tensors, _ = calls(130)[0]
+    logits, target = (distribute_tensor(tensors[n], mesh, [p])
+                      for n, p in (("logits", Shard(2)), ("target", WHOLE)))  # fmt: skip
+    results, moved = recorded(
+        lambda: liger_ops.cross_entropy_forward(logits, target, return_predicted=True)
+    )
+    assert max(size for _, size in moved) >= tensors["logits"].nbytes // 4
+    predicted = results[5].full_tensor()
+    assert predicted.equal(tensors["logits"].argmax(-1))
+    # The forward cannot compute gradients of words, and the backward does not take them for such.
+    op, of_head, options = calls(13)[3]
+    compare((op, of_head, {**options, "return_predicted": True}), mesh, by_words=False)
+    # 5 words are fewer bytes than 12 rows of x.
+    call = calls(5)[3]
+    compare(call, mesh, Shard(0), by_words=False)
+    given = over(mesh, call, leaves(call, torch.float32), Shard(0))
+    _, moved = recorded(lambda: liger_ops.linear_cross_entropy(**given))
+    # The words are padded to 3 a device; a mean has three numbers.
+    assert sorted(moved) == [("all_gather_into_tensor", 3 * D * 4), ("all_reduce", 12)], moved
+
+
+def out_of_range() -> None:
+    mesh, head = init_device_mesh("cpu", (2,)), torch.randn(9, D)
+    x, target = torch.randn(3, D), torch.tensor([1, 9, -100])
+    weight = distribute_tensor(head, mesh, [Shard(0)])
+    rows, targets = (distribute_tensor(tensor, mesh, [WHOLE]) for tensor in (x, target))
+    for reduction, nan in (("none", [False, True, False]), ("sum", True)):
+        loss = liger_ops.linear_cross_entropy(rows, weight, targets, reduction=reduction)
+        assert loss.full_tensor().isnan().tolist() == nan
+    assert liger_ops.linear_log_prob(rows, weight, targets)[0].to_local().isnan().any()
+    # A number that every device has need not be a DTensor.
+    count, target = torch.tensor(8.0), torch.tensor([1, 8, -100])
+    targets = distribute_tensor(target, mesh, [WHOLE])
+    loss = liger_ops.linear_cross_entropy(rows, weight, targets, num_items_in_batch=count)
+    expected = liger_ops.linear_cross_entropy(x, head, target, num_items_in_batch=count)
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    for wrong, kind, said in (
+        ((rows, weight, targets[:2]), ValueError, "linear_cross_entropy: target must have"),
+        ((rows.double(), weight, targets), TypeError, "weight must have x's dtype"),
+    ):
+        with pytest.raises(kind, match=said) as error:
+            liger_ops.linear_cross_entropy(*wrong)
+        assert "weight (Shard(dim=0),)" in str(error.value)
 
 
 def compiled() -> None:
