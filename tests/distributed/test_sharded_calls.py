@@ -15,13 +15,14 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
     distribute_tensor,
-    init_device_mesh,
 )
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import liger_ops
 import ranks
+
+pytestmark = pytest.mark.device_kernels
 
 SECONDS = 180
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -33,7 +34,7 @@ def test_two_devices(tmp_path: Path) -> None:
 
 
 def refused() -> None:
-    mesh, named = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    mesh, named = ranks.mesh(), ranks.mesh(1, 2)
     x, weight, target = torch.randn(4, 6), torch.randn(6), torch.zeros(4, dtype=torch.long)
     head = torch.randn(9, 6)
 
@@ -79,7 +80,7 @@ def refused() -> None:
 
 
 def what_is_replicated_is_taken() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     x, weight = torch.randn(4, 6), torch.randn(6)
     sharded = distribute_tensor(x, mesh, [Shard(0)])
     for placement in (Shard(0), Shard(1)):
@@ -95,7 +96,7 @@ def what_is_replicated_is_taken() -> None:
 
 
 def every_reduction_of_partial() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     rank = mesh.get_local_rank()
     parts, weights = torch.randn(2, 4, 6), torch.randn(2, 6)
     for name in ("sum", "avg", "max", "min"):
@@ -117,7 +118,7 @@ def every_reduction_of_partial() -> None:
 
 def shards_of_shards() -> None:
     """The order that FSDP2 has for a weight that tensor parallelism has sharded before."""
-    mesh = init_device_mesh("cpu", (2, 1))
+    mesh = ranks.mesh(2, 1)
     x = torch.randn(8, 6)
     given = DTensor.from_local(
         x.chunk(2)[mesh.get_local_rank(0)], mesh, [_StridedShard(0, split_factor=1), Shard(0)]

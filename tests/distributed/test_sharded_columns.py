@@ -6,16 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import liger_ops
 import ranks
 from collectives import recorded
 from liger_ops.distributed.axes import SHARDED_COLUMNS
+
+pytestmark = pytest.mark.device_kernels
 
 SECONDS = 180
 ROWS = 6
@@ -111,7 +114,7 @@ def compare(found: list[Any], expected: list[Tensor], tolerance: float = 1e-5) -
 
 def only_statistics_move() -> None:
     assert set(STATISTICS) == set(SHARDED_COLUMNS)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     for op, counts in STATISTICS.items():
         tensors = tensors_of(op, 33)
         given = over_columns(tensors, mesh)
@@ -129,7 +132,7 @@ def only_statistics_move() -> None:
 
 
 def half_precision_rounds_as_on_one_device() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     for mode in ("llama", "gemma", "none"):
         options = {"casting_mode": mode, "offset": 1.0}
         tensors = tensors_of("rms_norm", 33, torch.bfloat16)
@@ -146,7 +149,7 @@ def half_precision_rounds_as_on_one_device() -> None:
 
 
 def columns_may_be_uneven_or_none() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     for op in STATISTICS:
         for N in (1, 7):
             tensors = tensors_of(op, N, torch.float64)
@@ -161,7 +164,7 @@ def columns_may_be_uneven_or_none() -> None:
 
 
 def infinities_are_those_of_the_whole_row() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     x = torch.randn(4, 6)
     x[0, :3] = -torch.inf
     x[1] = -torch.inf
@@ -173,7 +176,7 @@ def infinities_are_those_of_the_whole_row() -> None:
 
 def compiled() -> None:
     """The graphs that a compiler gets have a device's columns, and collectives of statistics."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     for op in ("rms_norm", "softmax"):
         found = []
 
@@ -195,7 +198,7 @@ def compiled() -> None:
 
 
 def on_a_square() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = ranks.mesh(2, 2)
     ways: list[Callable[[int], list[Any]]] = [
         lambda last: [Shard(0), Shard(last)],
         lambda last: [Shard(last), Shard(last)],
