@@ -14,6 +14,9 @@ gradient, each device has its part of a sum. A line must be true in that sense: 
 a result that lacks the axis is the sum of what the devices compute.
 
 An op whose axes depend on its options has a function of the call.
+
+Three kinds of calls are computed otherwise, before DTensor asks for a rule: `columns` those whose
+columns N are sharded, `by_words` losses whose words V are, and `means` means over sharded rows.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def _tiled_mlp(call: Any) -> str:
 def _reduced(call: Any, num_items: Any = None) -> tuple[str, str]:
     """The axes of tokens, and of a loss for each token or of their sum.
 
-    A mean is the sum of what the devices compute only if its divisor is given.
+    A mean is the sum of what the devices compute only if its divisor is given: `means` gives it.
     """
     if call.reduction == "none":
         return "*", "*"

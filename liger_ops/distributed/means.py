@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..ops import jsd, kl_div, tvd
 from ..ops.distribution_loss import Form
@@ -110,13 +110,11 @@ def _divisor_again(call: Any) -> Tensor:
 
 
 def _weight_of_tokens(call: Any) -> Tensor:
-    """The sum of `token_weights`, of DTensors."""
+    """The sum of `token_weights`: of DTensors, or a number that every device has."""
     target, token_weight, x = call.target, call.token_weight, call.student_x
     dtype = result_dtype(x, call.teacher_x, call.teacher_logits)
     if target is None and token_weight is None:
-        count = torch.full((), math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
-        everywhere = [Replicate()] * x.device_mesh.ndim
-        return DTensor.from_local(count, x.device_mesh, everywhere, run_check=False)
+        return torch.full((), math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
     given = (target, token_weight, call.ignore_index, x.shape[:-1], dtype, x.device)
     return token_weights(*given).sum()
 
@@ -128,20 +126,27 @@ def _at_least_one_token(total: Tensor) -> Tensor:
 
 def on_every_device(values: Sequence[Any]) -> list[Any]:
     """Numbers, replicated: those with the same placements by one collective."""
-    found: list[Any] = [None] * len(values)
-    mesh, replicate = values[0].device_mesh, [Replicate()] * values[0].device_mesh.ndim
-    for placements in dict.fromkeys(value.placements for value in values):
-        indices = [i for i, value in enumerate(values) if value.placements == placements]
+    found = list(values)
+    sharded = [value for value in values if isinstance(value, DTensor)]
+    for placements in dict.fromkeys(value.placements for value in sharded):
+        indices = [
+            i for i, value in enumerate(values)
+            if isinstance(value, DTensor) and value.placements == placements
+        ]  # fmt: skip
+        mesh = sharded[0].device_mesh
         numbers = torch.stack([values[i].to_local() for i in indices])
         # DTensor warns of a sum over several dimensions, of one number too.
         for dimension, placement in enumerate(placements):
-            if placement.is_partial():
+            if isinstance(placement, Partial):
                 numbers = reduced(numbers, placement.reduce_op, (mesh, dimension))
         for i, number in zip(indices, numbers.unbind(), strict=True):
-            found[i] = DTensor.from_local(number.clone(), mesh, replicate, run_check=False)
+            found[i] = DTensor.from_local(
+                number.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
     return found
 
 
 def _divided(number: Any, items: Any) -> Any:
-    local = number.to_local() / items.to_local()
+    divisor = items.to_local() if isinstance(items, DTensor) else items
+    local = number.to_local() / divisor
     return DTensor.from_local(local, number.device_mesh, number.placements, run_check=False)

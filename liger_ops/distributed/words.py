@@ -208,7 +208,8 @@ def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:
     if len(placements) != 1 or type(placements[0]) is not Shard or placements[0] != accepted:
         raise ValueError(
             f"{op}: {name} must be sharded over words on a mesh of one dimension, ({accepted},),"
-            f" such as a submesh, got {placements} on {tensor.device_mesh}"
+            f" such as a submesh, got {placements} on {tensor.device_mesh};"
+            f" liger_ops.{op.removeprefix('distributed.')} takes DTensors of any placement"
         )
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import liger_ops
 import ranks
 from collectives import recorded
+
+pytestmark = pytest.mark.device_kernels
 
 SECONDS = 240
 D = 6
@@ -89,7 +91,7 @@ def calls(V: int) -> list[Call]:
     ]  # fmt: skip
 
 
-def leaves(call: Call, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def leaves(call: Call, dtype: torch.dtype = ranks.EXACT[0]) -> dict[str, Tensor]:
     op, tensors, _ = call
     without = NO_GRADIENT + (("weight",) if op.startswith("cross") else ())
     without += ("teacher_logits",) if op.startswith("linear") else ()
@@ -143,11 +145,13 @@ def compare(call: Call, mesh: Any, rows: Any = WHOLE, by_words: bool = True) -> 
             assert (value is None) == (truth is None)
             if truth is not None:
                 assert isinstance(value, DTensor)
-                torch.testing.assert_close(value.full_tensor(), truth, rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(
+                    value.full_tensor(), truth, rtol=ranks.EXACT[1], atol=ranks.EXACT[1]
+                )
 
 
 def every_loss() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     # Shards of 7 and 6 words.
     for call in calls(13):
         compare(call, mesh)
@@ -158,14 +162,14 @@ def every_loss() -> None:
 
 def a_device_without_words() -> None:
     """Four devices have 2, 2, 1 and none of 5 words."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = ranks.mesh()
     for call in calls(5):
         compare(call, mesh)
 
 
 def rows_and_words() -> None:
     """Data and tensor parallelism."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = ranks.mesh(2, 2)
     for call in calls(13):
         compare(call, mesh)
     # Words over both dimensions are redistributed.
@@ -182,7 +186,7 @@ NUMBERS = (2, 3, 3, 2, 3, 3, 3, 3, 4, 3, 3, 6, 5)
 
 def what_moves() -> None:
     """A few numbers of each token; and the heads' rows and their gradients, if they are sharded."""
-    mesh, V, M = init_device_mesh("cpu", (2,)), 130, 12
+    mesh, V, M = ranks.mesh(), 130, 12
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
     for call, numbers in zip(calls(V), NUMBERS, strict=True):
         op, tensors, options = call
@@ -213,7 +217,7 @@ def total(moved: list[tuple[str, int]]) -> dict[str, int]:
 
 def redistributed() -> None:
     """What no device can compute of its words, and what is fewer bytes otherwise."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     _, tensors, _ = calls(130)[0]
     logits, target = (distribute_tensor(tensors[n], mesh, [p])
                       for n, p in (("logits", Shard(2)), ("target", WHOLE)))  # fmt: skip
@@ -236,7 +240,7 @@ def redistributed() -> None:
 
 
 def out_of_range() -> None:
-    mesh, head = init_device_mesh("cpu", (2,)), torch.randn(9, D)
+    mesh, head = ranks.mesh(), torch.randn(9, D)
     x, target = torch.randn(3, D), torch.tensor([1, 9, -100])
     weight = distribute_tensor(head, mesh, [Shard(0)])
     rows, targets = (distribute_tensor(tensor, mesh, [WHOLE]) for tensor in (x, target))
@@ -260,7 +264,7 @@ def out_of_range() -> None:
 
 
 def compiled() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
     for i in (1, 4):
         call = calls(13)[i]
         op, _, options = call
