@@ -248,6 +248,12 @@ def out_of_range() -> None:
         loss = liger_ops.linear_cross_entropy(rows, weight, targets, reduction=reduction)
         assert loss.full_tensor().isnan().tolist() == nan
     assert liger_ops.linear_log_prob(rows, weight, targets)[0].to_local().isnan().any()
+    # A mean over nothing is NaN, and its gradient 0.
+    nothing = distribute_tensor(torch.full((3,), -100), mesh, [WHOLE])
+    logits = distribute_tensor(torch.randn(3, 9), mesh, [Shard(1)]).requires_grad_()
+    loss = liger_ops.cross_entropy(logits, nothing)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.to_local().isnan() and not gradient.full_tensor().any()
     # A number that every device has need not be a DTensor.
     count, target = torch.tensor(8.0), torch.tensor([1, 8, -100])
     targets = distribute_tensor(target, mesh, [WHOLE])
