@@ -125,14 +125,16 @@ def outcome(call: Call, tensors: dict[str, Any], loss_alone: bool) -> tuple[Any,
     results = getattr(liger_ops, op)(**tensors, **options)
     results = results if isinstance(results, tuple) else (results,)
     used = [y for y in results[: 1 if loss_alone else len(results)] if y is not None]
-    # A mean of nothing else.
     total = sum(((i + 1) * y).sum() for i, y in enumerate(y for y in used if y.requires_grad))
     wanted = [tensor for tensor in tensors.values() if tensor.requires_grad]
     return results, torch.autograd.grad(total, wanted)
 
 
-def compare(call: Call, mesh: Any, rows: Any = WHOLE, by_words: bool = True) -> None:
-    for loss_alone in (True, False):
+def compare(
+    call: Call, mesh: Any, rows: Any = WHOLE, by_words: bool = True, each: bool = False
+) -> None:
+    """Compare the results, and the gradients of the first and, for each, of a sum of all."""
+    for loss_alone in (True, False)[: 1 + each]:
         whole = leaves(call)
         expected, gradients = outcome(call, whole, loss_alone)
         given = over(mesh, call, whole, rows)
@@ -154,7 +156,7 @@ def every_loss() -> None:
     mesh = ranks.mesh()
     # Shards of 7 and 6 words.
     for call in calls(13):
-        compare(call, mesh)
+        compare(call, mesh, each=True)
     for call in calls(130):
         # Rows over the same devices: those of x are fewer bytes than the weight.
         compare(call, mesh, Shard(1))
@@ -270,19 +272,21 @@ def out_of_range() -> None:
 
 
 def compiled() -> None:
+    """And eagerly in float32, where the backward multiplies the weight's gradient itself."""
     mesh = ranks.mesh()
     for i in (1, 4):
         call = calls(13)[i]
         op, _, options = call
         whole = leaves(call, torch.float32)
         expected, gradients = outcome(call, whole, True)
-        given = over(mesh, call, whole)
-        function = torch.compile(
-            lambda op=op, options=options, **given: getattr(liger_ops, op)(**given, **options)[0],
-            backend="aot_eager", fullgraph=True,
-        )  # fmt: skip
-        loss = function(**given)
-        wanted = [tensor for tensor in given.values() if tensor.requires_grad]
-        found = (loss, *torch.autograd.grad(loss, wanted))
-        for value, truth in zip(found, (expected[0], *gradients), strict=True):
-            torch.testing.assert_close(value.full_tensor(), truth, rtol=1e-5, atol=1e-5)
+
+        def loss_of(op: str = op, options: Any = options, **given: Any) -> Tensor:
+            return getattr(liger_ops, op)(**given, **options)[0]
+
+        for function in (loss_of, torch.compile(loss_of, backend="aot_eager", fullgraph=True)):
+            given = over(mesh, call, whole)
+            loss = function(**given)
+            wanted = [tensor for tensor in given.values() if tensor.requires_grad]
+            found = (loss, *torch.autograd.grad(loss, wanted))
+            for value, truth in zip(found, (expected[0], *gradients), strict=True):
+                torch.testing.assert_close(value.full_tensor(), truth, rtol=1e-5, atol=1e-5)
