@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import liger_ops
 import ranks
 from collectives import recorded
+from liger_ops import distributed
 
 pytestmark = pytest.mark.device_kernels
 
@@ -174,6 +175,11 @@ def rows_and_words() -> None:
     mesh = ranks.mesh(2, 2)
     for call in calls(13):
         compare(call, mesh)
+    # The functions of plain results refuse such a mesh, and name those that take it.
+    call = calls(13)[3]
+    given = over(mesh, call, leaves(call))
+    with pytest.raises(ValueError, match="liger_ops.linear_cross_entropy takes DTensors"):
+        distributed.linear_cross_entropy(**given)
     # Words over both dimensions are redistributed.
     _, tensors, _ = calls(13)[0]
     logits = distribute_tensor(tensors["logits"], mesh, [Shard(2), Shard(2)])
