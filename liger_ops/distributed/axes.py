@@ -14,6 +14,9 @@ gradient, each device has its part of a sum. A line must be true in that sense: 
 a result that lacks the axis is the sum of what the devices compute.
 
 An op whose axes depend on its options has a function of the call.
+
+Three kinds of calls are computed otherwise, before DTensor asks for a rule: `columns` those whose
+columns N are sharded, `by_words` losses whose words V are, and `means` means over sharded rows.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def _tiled_mlp(call: Any) -> str:
 def _reduced(call: Any, num_items: Any = None) -> tuple[str, str]:
     """The axes of tokens, and of a loss for each token or of their sum.
 
-    A mean is the sum of what the devices compute only if its divisor is given.
+    A mean is the sum of what the devices compute only if its divisor is given: `means` gives it.
     """
     if call.reduction == "none":
         return "*", "*"
@@ -94,13 +97,23 @@ def _linear_divergence(call: Any) -> str:
     )
 
 
-def _distribution_loss(x: str, y: str) -> Callable[[Any], str]:
+# Losses that are sums over the elements of two tensors, or over some of the rows.
+TERMS = {
+    name: f"{x}=* v, {y}=* v, shift_labels=* -> loss="
+    for name, x, y in (("kl_div", "input", "target"), ("jsd", "input", "target"), ("tvd", "p", "q"))
+}
+
+
+def _distribution_loss(name: str) -> Callable[[Any], str]:
     def axes(call: Any) -> str:
-        if call.reduction == "none":
-            return f"{x}=* v, {y}=* v, shift_labels=* -> loss=* v"
-        rows, loss = _reduced(call)
-        v = "V" if rows == "#" else "v"
-        return f"{x}={rows} {v}, {y}={rows} {v}, shift_labels={rows} -> loss={loss}"
+        # The mean of jsd, and of the others, has a divisor that no device knows alone: `means`
+        # computes it, and this is the rule where it does not.
+        reduction = getattr(call, "reduction", "mean")
+        if reduction == "none":
+            return TERMS[name] + "* v"
+        return (
+            TERMS[name] if reduction == "sum" else TERMS[name].replace("*", "#").replace("v", "V")
+        )
 
     return axes
 
@@ -138,10 +151,7 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     "divergence": "student_logits=* V, teacher_logits=* V, target=* -> "
     "divergence=*, student_share=*, student_lse=*, teacher_lse=*",
-    "kl_div": _distribution_loss("input", "target"),
-    # The mean over the tokens that count, whose number no device knows alone.
-    "jsd": "input=# V, target=# V, shift_labels=# -> loss=",
-    "tvd": _distribution_loss("p", "q"),
+    **{name: _distribution_loss(name) for name in TERMS},
     "log_prob": "logits=* V, target=* -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
     "log_sum_sq_probs=*, predicted_tokens=*",
     "linear_log_prob": "x=* D, weight=V D, target=*, bias=V, lora_x=* R, lora_b=V R -> "

@@ -13,7 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from ..library import COMPOSED, NAMESPACE, OPS
 from ..record import Op
+from . import means
+from .by_words import computed_by_words
 from .columns import computed_by_columns
+
+# Each returns NotImplemented for a call that is not its own.
+COMPUTED = (means.of_sums, means.of_terms, computed_by_columns, computed_by_words)
 
 
 def register_calls() -> None:
@@ -35,7 +40,11 @@ def _taken(
     """The results of a call, or NotImplemented for one that DTensor shards by the op's rule."""
     call = op.arguments(*args, **(kwargs or {}))
     _check(op, call)
-    return computed_by_columns(op, call)
+    for computed in COMPUTED:
+        results = computed(op, call)
+        if results is not NotImplemented:
+            return results
+    return NotImplemented
 
 
 def _composed(

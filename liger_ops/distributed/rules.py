@@ -57,7 +57,10 @@ def line_of(op: Op, call: Any) -> Line:
     entry = AXES.get(base_of(op.name))
     if entry is None:
         raise NotImplementedError(f"{op.name}: there is no sharding rule of this op")
-    text = entry if isinstance(entry, str) else entry(call)
+    return line_of_text(entry if isinstance(entry, str) else entry(call))
+
+
+def line_of_text(text: str) -> Line:
     arguments, results = (
         {name.strip(): axes.split() for name, axes in (part.split("=") for part in side.split(","))}
         for side in text.split("->")
@@ -140,9 +143,10 @@ class Tensors(NamedTuple):
         return placed(self.results), placed(self.arguments)
 
 
-def tensors_of(op: Op, call: Any, columns: str = "") -> Tensors:
-    """The tensors of a call, whose arguments are tensors or specs of DTensor."""
-    line = line_of(op, call)
+def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -> Tensors:
+    """The tensors of a call, whose arguments are tensors or specs of DTensor, with the axes of a
+    line, by default the op's."""
+    line = line_of(op, call) if line is None else line
     roles = {
         argument.name: (argument_role(op, line, argument.name), value)
         for argument, value in zip(op.schema.arguments, call, strict=True)
