@@ -26,6 +26,12 @@ def start_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
     return _gather(tensor.contiguous(), dim, group)
 
 
+def of_each_rank(gathered: Tensor, count: int) -> Tensor:
+    """(ranks, count, ...), of what was gathered along the first dimension, `count` of each rank."""
+    # Within torch.set_default_device, Dynamo does not trace Tensor.unflatten.
+    return gathered.view(gathered.shape[0] // count, count, *gathered.shape[1:])
+
+
 def summed(tensor: Tensor, group: Any) -> Tensor:
     return reduced(tensor, "sum", group)
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ..ops.cosine import norm_of
 from ..ops.cross_entropy import logsumexp
 from ..ops.divergence import divergence_backward, divergence_forward
-from .collectives import gathered
+from .collectives import gathered, of_each_rank
 from .derivatives import once
 
 # The kinds whose summands are of a mean of both distributions, or of their difference: no rank can
@@ -99,7 +99,7 @@ def of_all_ranks(
     rank's logits."""
     kind = options.kind
     count = 2 if kind in _AFTER_LSE else 3
-    ranks = gathered_ranks.unflatten(0, (-1, count)).unbind(1)
+    ranks = of_each_rank(gathered_ranks, count).unbind(1)
     if kind == "cosine":
         found = _cosines(ranks)
     elif kind in _AFTER_LSE:
@@ -107,7 +107,7 @@ def of_all_ranks(
         logits = [with_a_word(logits, kind) for logits in (student, teacher)]
         given: tuple[Any, ...] = (*logits, target, *options, *both)
         divergence, share, _, _ = divergence_forward(*given)
-        sums = gathered(torch.stack([divergence, share]), 0, group).unflatten(0, (-1, 2))
+        sums = of_each_rank(gathered(torch.stack([divergence, share]), 0, group), 2)
         found = Found(sums[:, 0].sum(0), sums[:, 1].sum(0), *both)
     else:
         found = _relative_entropies(ranks, kind)

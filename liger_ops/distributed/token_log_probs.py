@@ -11,7 +11,7 @@ from torch.autograd import Function
 from ..ops.cross_entropy import logsumexp
 from ..ops.linear_log_prob import linear_log_prob_backward, linear_log_prob_forward
 from ..ops.log_prob import log_prob_backward, log_prob_forward
-from .collectives import gathered
+from .collectives import gathered, of_each_rank
 from .derivatives import once
 from .token_statistics import Layer
 from .words import IGNORED, Words, zeros_of
@@ -110,7 +110,7 @@ def _of_all_ranks(local: Tensor, words: Words) -> tuple[Tensor, Tensor, Tensor]:
     With w_r = exp(lse_r - lse), the probability of the words of rank r, the entropy is
     sum_r w_r * (entropy_r - log(w_r)): all of these summands are at least 0.
     """
-    ranks = gathered(local, 0, words.group).unflatten(0, (-1, local.shape[0]))
+    ranks = of_each_rank(gathered(local, 0, words.group), local.shape[0])
     lses, target_logits, entropies = ranks.unbind(1)
     lse = logsumexp(lses.movedim(0, -1))
     log_w = lses - lse

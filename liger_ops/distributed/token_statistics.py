@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from ..ops.cross_entropy import cross_entropy_backward, cross_entropy_forward, logsumexp
 from ..ops.linear_cross_entropy import linear_cross_entropy_backward, linear_cross_entropy_forward
-from .collectives import gathered
+from .collectives import gathered, of_each_rank
 from .derivatives import once
 from .words import IGNORED, Words, zeros_of
 
@@ -109,7 +109,7 @@ def local_statistics(
 
 def of_all_ranks(gathered: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """The statistics of all words, from the gathered ones of the ranks; `local` are one rank's."""
-    ranks = gathered.unflatten(0, (-1, local.shape[0])).unbind(1)
+    ranks = of_each_rank(gathered, local.shape[0]).unbind(1)
     lse = logsumexp(ranks[0].movedim(0, -1))
     return lse, ranks[1].sum(0), ranks[2].sum(0) if len(ranks) > 2 else None
 

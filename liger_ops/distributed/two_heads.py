@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops.cross_entropy import effective
 from . import token_divergences, token_statistics
-from .collectives import start_gather, wait
+from .collectives import of_each_rank, start_gather, wait
 from .products import Head, HeadGradients
 from .summed_loss import chunk_size
 from .token_divergences import Found
@@ -161,7 +161,7 @@ class TwoHeads:
         return torch.cat([parts, of_loss.to(parts.dtype)])
 
     def _of_all_ranks(self, chunk: Chunk, gathering: Tensor) -> Statistics:
-        ranks = wait(gathering).unflatten(0, (self.words.ranks, -1))
+        ranks = of_each_rank(wait(gathering), gathering.shape[0] // self.words.ranks)
         lse = target_logit = target = None
         if chunk.labels is not None:
             target = chunk.labels.target

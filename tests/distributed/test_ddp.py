@@ -25,6 +25,8 @@ from sharded_training import (
     trained,
 )
 
+pytestmark = pytest.mark.device_kernels
+
 SECONDS = 400
 PARTS = {"rope": 2, "fused_add_rms_norm": 4, "linear_cross_entropy": 1}
 

@@ -29,6 +29,8 @@ from sharded_training import (
     trained,
 )
 
+pytestmark = pytest.mark.device_kernels
+
 SECONDS = 400
 
 

@@ -23,6 +23,8 @@ import ranks
 from liger_ops import backend, fuse
 from sharded_training import BOUND, PRELOADED, Graphs, batch, full, made
 
+pytestmark = pytest.mark.device_kernels
+
 SECONDS = 400
 STEPS = 2
 FSDP = {
@@ -49,11 +51,13 @@ num_processes: 2
 """
 
 
-class OnCPUs(transformers.Trainer):
+class OnCPUsToo(transformers.Trainer):
     """accelerate takes the FSDP of its configuration on accelerators only: it is made to here."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        if ranks.DEVICE != "cpu":
+            return
         state: Any = self.accelerator.state
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**(self.args.fsdp_plugin_args or {}))
         state._shared_state["distributed_type"] = DistributedType.FSDP
@@ -63,7 +67,7 @@ class OnCPUs(transformers.Trainer):
 def rows() -> list[dict[str, Tensor]]:
     """The rows of all steps. Ranks take them in turn."""
     whole = batch(0, STEPS * dist.get_world_size())
-    return [{name: x[i] for name, x in whole.items()} for i in range(len(whole["labels"]))]
+    return [{name: x[i].cpu() for name, x in whole.items()} for i in range(len(whole["labels"]))]
 
 
 def trained_by_trainer(
@@ -76,14 +80,15 @@ def trained_by_trainer(
     )
     model = made()
     change(model)
-    with tempfile.TemporaryDirectory() as folder:
+    # A DataLoader draws its seed on the default device, by a generator of the CPU.
+    with tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
         arguments = transformers.TrainingArguments(
-            folder, use_cpu=True, report_to=[], max_steps=STEPS, logging_steps=1,
+            folder, use_cpu=ranks.DEVICE == "cpu", report_to=[], max_steps=STEPS, logging_steps=1,
             per_device_train_batch_size=2, learning_rate=0.1, optim="sgd", max_grad_norm=0.0,
             lr_scheduler_type="constant", save_strategy="no", disable_tqdm=True,
             train_sampling_strategy="sequential", **arguments_of_fsdp,
         )  # fmt: skip
-        trainer = OnCPUs(model, arguments, train_dataset=rows())
+        trainer = OnCPUsToo(model, arguments, train_dataset=rows())
         trainer.train()
     held = list(trainer.model.parameters())
     assert all(isinstance(parameter, DTensor) for parameter in held)
@@ -99,7 +104,8 @@ def in_one_process() -> tuple[list[float], dict[str, Tensor]]:
     size = len(found) // STEPS
     for step in range(STEPS):
         part = found[step * size : (step + 1) * size]
-        loss = model(**{name: torch.stack([row[name] for row in part]) for name in part[0]}).loss
+        given = {name: torch.stack([row[name] for row in part]) for name in part[0]}
+        loss = model(**{name: x.to(ranks.DEVICE) for name, x in given.items()}).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import loss_parallel
@@ -41,6 +40,8 @@ from sharded_training import (
     trained,
 )
 
+pytestmark = pytest.mark.device_kernels
+
 SECONDS = 400
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"label_smoothing": 0.1, "lse_square_scale": 1e-2},
@@ -50,7 +51,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))["tp"]
+    return ranks.mesh(names=("tp",))["tp"]
 
 
 def without_warnings() -> AbstractContextManager[Any]:
@@ -221,7 +222,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 def sharded_twice() -> None:
     """FSDP2 over one dimension of a mesh, tensor parallelism over the other, and `fuse` before,
     between or after them."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    grid = ranks.mesh(2, 2, names=("data", "tp"))
     cases = [(LLAMA, True, 0, False), (LLAMA, False, 1, True), (GEMMA, True, 2, False)]
     for family, sequence, when, by_itself in cases:
         model = made(family)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ranks
 from liger_ops import library
@@ -16,6 +16,8 @@ from liger_ops.distributed.axes import AXES
 from liger_ops.distributed.rules import base_of
 from op_table import OPS
 from op_under_test import OpUnderTest
+
+pytestmark = pytest.mark.device_kernels
 
 SECONDS = 180
 # Not a multiple of the devices, so that shards differ in size.
@@ -43,14 +45,16 @@ def on_a_square() -> None:
 
 
 def check_every_op(shape: tuple[int, ...]) -> None:
-    mesh = init_device_mesh("cpu", shape)
+    mesh = ranks.mesh(*shape)
     failures = []
     ops = OPS.values() if len(shape) == 1 else [OPS[name] for name in ON_TWO_DIMENSIONS]
     for op in ops:
         if op.id == "rope-complex" and torch.__version__ < "2.13":
             continue  # DTensor of PyTorch 2.11 has no aten.complex, for the gradient of the table.
-        case = op.sample(torch.float64, rows=ROWS)
-        args = op.forward_args(case, op.tensors(case))
+        case = op.sample(ranks.EXACT[0], rows=ROWS)
+        # Their values are drawn on the CPU.
+        with torch.device("cpu"):
+            args = op.forward_args(case, op.tensors(case))
         # Of the tensors, the first alone is sharded: DTensor has to move the others.
         first = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.ndim)
         for placements in choices(args[first].ndim, len(shape)):
@@ -77,11 +81,12 @@ def check(op: OpUnderTest, args: Any, first: int, mesh: Any, placements: Any) ->
             tensor, mesh, placements if i == first else [Replicate()] * mesh.ndim
         ),
     )
+    bound = ranks.EXACT[1]
     for value, truth in zip(found, expected, strict=True):
         assert (value is None) == (truth is None)
         if truth is not None:
             assert isinstance(value, DTensor)
-            torch.testing.assert_close(value.full_tensor(), truth, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(value.full_tensor(), truth, rtol=bound, atol=bound)
 
 
 def outcome(op: OpUnderTest, args: Any, place: Any) -> list[Any]:

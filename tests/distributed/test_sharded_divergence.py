@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import liger_ops
+import ranks
 from liger_ops import distributed
-from ranks import failures
 from sharded_heads import D, check_gradients, compare, here, leaf, part, scalar, tokens
+
+pytestmark = pytest.mark.device_kernels
 
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
@@ -60,7 +61,7 @@ HEADS: list[dict[str, Any]] = [
     {"kind": "reverse_kl", "soft_weight": 0.5, "hard_weight": 0.25, "reduction": "sum"},
     {"kind": "jsd", "hard_weight": 1.0, "soft_weight": 0.0, "teacher_logit_scale": 2.0},
     {"kind": "tvd", "hard_weight": 0.5, "teacher_softcap": 2.0, "reduction": "none"},
-    {"kind": "cosine", "num_items_in_batch": torch.tensor(7)},
+    {"kind": "cosine"},
 ]
 
 
@@ -74,7 +75,7 @@ def two_heads(V: int, dtype: torch.dtype, i: int) -> tuple[dict[str, Tensor], di
         student["student_lora_b"] = leaf(torch.randn(V, 2, dtype=dtype))
     constants: dict[str, Any] = {"target": target, "token_weight": torch.rand(target.shape)}
     if i == 4:
-        constants = {}
+        constants = {"num_items_in_batch": torch.tensor(7)}
     if i == 2:
         constants["teacher_logits"] = torch.randn(*target.shape, V, dtype=dtype)
     else:
@@ -168,7 +169,7 @@ def ignored_and_undefined() -> None:
 
 
 def dtensors_and_collectives() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = ranks.mesh()
     for options, count in (({"kind": "reverse_kl"}, 1), ({"kind": "jsd"}, 2), ({"kind": "tvd"}, 2)):
         logits = logits_of(13, torch.float64)
         sharded = [
@@ -190,7 +191,7 @@ def dtensors_and_collectives() -> None:
 
 def heads_of_dtensors() -> None:
     """The collectives are those of the two chunks of tokens, and of the rows' gradient."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = ranks.mesh()
     V = 13
     most = -(-V // dist.get_world_size())
     student, constants = two_heads(V, torch.float64, 1)
@@ -245,7 +246,9 @@ def compiled() -> None:
     taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
     given = {**HEADS[1], "chunk_bytes": 6 * 16 * 7}
     f = functools.partial(distributed.linear_divergence, **given, **group_of(13))
-    got = torch.compile(f, backend=counter, fullgraph=True)(**parts, **taught)
+    # A mode of functions, which Dynamo traces too.
+    with torch.device(ranks.DEVICE):
+        got = torch.compile(f, backend=counter, fullgraph=True)(**parts, **taught)
     expected = liger_ops.linear_divergence(**student, **constants, **given)
     check_terms(expected, got, student, parts, dims, FLOAT64)
     assert counter.frame_count == 3
@@ -301,16 +304,12 @@ EVERY_CHECK = {2: (*CHECKS, compiled), 4: CHECKS}
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """What the checks raised that failed, by the number of ranks."""
-    return {
-        ranks: failures(checks, ranks, tmp_path_factory.mktemp("ranks"), 300)
-        for ranks, checks in EVERY_CHECK.items()
-    }
+    return ranks.failures_with(EVERY_CHECK, tmp_path_factory, 300)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "check"),
-    [(ranks, check.__name__) for ranks, checks in EVERY_CHECK.items() for check in checks],
+    ("count", "check"),
+    [(count, check.__name__) for count, checks in EVERY_CHECK.items() for check in checks],
 )
-def test_sharded_divergence(failed, check, ranks):
-    assert check not in failed[ranks], failed[ranks][check]
+def test_sharded_divergence(failed, check, count):
+    assert check not in failed(count), failed(count)[check]

@@ -11,15 +11,16 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 
 import liger_ops
+import ranks
 from liger_ops import distributed
-from ranks import Traffic, failures
 from sharded_heads import D, check_gradients, compare, here, leaf, part, scalar, tokens
+
+pytestmark = pytest.mark.device_kernels
 
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
@@ -121,7 +122,7 @@ def a_target_that_no_rank_has() -> None:
 
 
 def dtensors() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = ranks.mesh()
     V, options = 13, LOSSES[1]
     head, target = tokens(V, torch.float64)
     # Rows that do not divide.
@@ -165,7 +166,7 @@ def dtensors() -> None:
 
 
 def within_loss_parallel() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = ranks.mesh()
     whole, target = torch.randn(5, 8, dtype=torch.float64), torch.randint(0, 8, (5,))
     results = []
     for f in (torch.nn.functional.cross_entropy, distributed.cross_entropy):
@@ -179,20 +180,20 @@ def within_loss_parallel() -> None:
 
 
 def collectives_and_bytes() -> None:
-    V, ranks = 16, dist.get_world_size()
+    V, count = 16, dist.get_world_size()
     head, target = tokens(V, torch.float32)
     M, all_of_x = target.numel(), head["x"].nbytes
     for dim in (None, 0):
         gather = "all_gather_into_tensor"
-        of_x = [] if dim is None else [(gather, all_of_x // ranks)]
+        of_x = [] if dim is None else [(gather, all_of_x // count)]
         of_dx = [("all_reduce" if dim is None else "reduce_scatter_tensor", all_of_x)]
         for loss, numbers in (("linear_cross_entropy", 2), ("linear_log_prob", 3)):
             parts = {name: here(tensor, sharded_x(dim)[name]) for name, tensor in head.items()}
-            with CommDebugMode() as counted, Traffic() as forward:
+            with CommDebugMode() as counted, ranks.Traffic() as forward:
                 results = getattr(distributed, loss)(
                     **parts, target=target, **group_of(V), sequence_dim=dim
                 )
-            with Traffic() as backward:
+            with ranks.Traffic() as backward:
                 scalar(results).backward()
             # The mean's gradient of x is computed, and summed over the ranks, in the forward.
             early = dim is None and loss == "linear_cross_entropy"
@@ -200,7 +201,7 @@ def collectives_and_bytes() -> None:
             assert forward.seen == of_forward, forward.seen
             assert backward.seen == ([] if early else of_dx), backward.seen
             assert counted.get_total_counts() == len(forward.seen)
-    with Traffic() as traffic:
+    with ranks.Traffic() as traffic:
         logits = part(torch.randn(4, 3, V), -1)
         distributed.cross_entropy(logits, target, label_smoothing=0.1, **group_of(V)).backward()
     assert traffic.seen == [("all_gather_into_tensor", 3 * M * 4)], traffic.seen
@@ -241,7 +242,9 @@ def compiled() -> None:
     loss = functools.partial(distributed.linear_cross_entropy, **group_of(13))
     results = []
     for f in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
-        value = f(**parts, target=target)
+        # A mode of functions, which Dynamo traces too.
+        with torch.device(ranks.DEVICE):
+            value = f(**parts, target=target)
         results.append((value, *torch.autograd.grad(value, list(parts.values()))))
     torch.testing.assert_close(*results, rtol=1e-2, atol=1e-4)
 
@@ -275,10 +278,10 @@ def no_token_counts() -> None:
 
 def chunks_of_tokens() -> None:
     """Chunks in bfloat16 are summed in float32; every rank has as many of them."""
-    V, ranks = 5, dist.get_world_size()
+    V, count = 5, dist.get_world_size()
     head, target = tokens(V, torch.bfloat16)
-    given = {"target": target, "chunk_bytes": 2 * 2 * -(-V // ranks)}
-    with Traffic() as traffic:
+    given = {"target": target, "chunk_bytes": 2 * 2 * -(-V // count)}
+    with ranks.Traffic() as traffic:
         parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
         loss = distributed.linear_cross_entropy(**parts, **given, **group_of(V))
         grads = torch.autograd.grad(loss, list(parts.values()))
@@ -300,7 +303,7 @@ def low_precision_and_autocast() -> None:
     loss = distributed.linear_cross_entropy(*half[:2], target, half[2], **group_of(V))
     assert loss.dtype is torch.float32
     assert [g.dtype for g in torch.autograd.grad(loss, half)] == [torch.bfloat16] * 3
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(ranks.DEVICE, torch.bfloat16):
         cast = distributed.linear_cross_entropy(
             leaf(x), part(weight), target, part(bias), **group_of(V)
         )
@@ -320,7 +323,7 @@ def results_are_those_of_every_rank() -> None:
 
 
 def refused() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = ranks.mesh()
     V = 8
     head, target = tokens(V, torch.float32)
     x, weight, bias = head.values()
@@ -367,16 +370,12 @@ EVERY_CHECK = {2: (*CHECKS, compiled), 4: CHECKS}
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """What the checks raised that failed, by the number of ranks."""
-    return {
-        ranks: failures(checks, ranks, tmp_path_factory.mktemp("ranks"), 300)
-        for ranks, checks in EVERY_CHECK.items()
-    }
+    return ranks.failures_with(EVERY_CHECK, tmp_path_factory, 300)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "check"),
-    [(ranks, check.__name__) for ranks, checks in EVERY_CHECK.items() for check in checks],
+    ("count", "check"),
+    [(count, check.__name__) for count, checks in EVERY_CHECK.items() for check in checks],
 )
-def test_sharded_vocabulary(failed, check, ranks):
-    assert check not in failed[ranks], failed[ranks][check]
+def test_sharded_vocabulary(failed, check, count):
+    assert check not in failed(count), failed(count)[check]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,6 +22,8 @@ from torch.distributed.tensor.parallel import (
 
 import liger_ops
 import ranks
+
+pytestmark = pytest.mark.device_kernels
 
 SECONDS = 180
 D, HIDDEN, LAYERS = 16, 32, 2
@@ -81,7 +84,7 @@ def parallel(model: nn.Module, mesh: object) -> nn.Module:
 
 
 def check() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = ranks.mesh()
 
     def local(tensor: Tensor) -> DTensor:
         return DTensor.from_local(tensor.chunk(2, 1)[dist.get_rank()], mesh, [Shard(1)])

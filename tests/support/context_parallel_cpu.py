@@ -17,6 +17,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
     _create_default_load_balancer,
 )
 
+import ranks
 from liger_ops.distributed.collectives import gathered, scattered_sum
 
 SEQUENCE = 2
@@ -33,7 +34,7 @@ def register() -> None:
 
 def positions(length: int) -> Tensor:
     """The positions of all ranks' tokens, in the order of the ranks."""
-    balancer = _create_default_load_balancer(length, dist.get_world_size(), "cpu")
+    balancer = _create_default_load_balancer(length, dist.get_world_size(), ranks.DEVICE)
     return torch.arange(length) if balancer is None else balancer._generate_indices()[0].long()
 
 

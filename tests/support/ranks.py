@@ -1,20 +1,41 @@
-"""Checks that several processes run together, each a rank of a gloo group."""
+"""Checks that several processes run together, each a rank of a gloo group; with --device cuda, each
+has a GPU, and the group is NCCL's."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
+import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Check = Callable[[], None]
+
+DEVICE = os.environ.get("LIGER_OPS_TEST_DEVICE", "cpu")
+# The dtype and the bound of a comparison of ops with one device. Kernels have no float64, and a sum
+# over shards has another order.
+EXACT = (torch.float64, 1e-9) if DEVICE == "cpu" else (torch.float32, 1e-4)
+
+
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    """A mesh of this shape, or of all ranks in one dimension."""
+    return init_device_mesh(DEVICE, shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def at_most(count: int) -> int:
+    """So many ranks, or as many as there are GPUs."""
+    return count if DEVICE == "cpu" else min(count, torch.cuda.device_count())
 
 
 def failures(
@@ -27,6 +48,8 @@ def failures(
     After a failure the ranks are not in step, and the checks after it fail too. Processes that take
     longer than `seconds` are killed.
     """
+    if at_most(ranks) < ranks:
+        pytest.skip(f"needs {ranks} GPUs, and there are {at_most(ranks)}")
     # The server imports these once, for all processes.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -54,11 +77,28 @@ def failures(
     return failed
 
 
+def failures_with(
+    checks: Mapping[int, Sequence[Check]], folders: pytest.TempPathFactory, seconds: float
+) -> Callable[[int], dict[str, str]]:
+    """The failures of the checks with a number of ranks, which run when they are asked for."""
+
+    @functools.cache
+    def found(count: int) -> dict[str, str]:
+        return failures(checks[count], count, folders.mktemp("ranks"), seconds)
+
+    return found
+
+
 def _run(rank: int, ranks: int, checks: Sequence[Check], folder: Path) -> None:
     torch.set_num_threads(1)
+    backend = "gloo"
+    if DEVICE == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+        backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
     failed = ""
     for check in checks:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import liger_ops
+import ranks
 from liger_ops import distributed
 
 D = 6
@@ -58,6 +59,10 @@ def compare(
     """Compare the results and gradients of the loss of this name of whole inputs with those of the
     distributed one of parts of them: along a dimension, or the whole for None."""
     parts = {name: here(tensor, dims[name]) for name, tensor in inputs.items()}
+    options = {
+        name: value.to(ranks.DEVICE) if isinstance(value, Tensor) else value
+        for name, value in options.items()
+    }
     expected = getattr(liger_ops, loss)(**inputs, **options)
     got = getattr(distributed, loss)(**parts, **options, **sharding)
     check_gradients(expected, got, inputs, parts, dims, **tolerance)

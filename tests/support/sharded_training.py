@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import ranks
 from causal_models import assert_same_gradients
 from fused_families import FAMILIES, VOCABULARY, Family
 
@@ -44,10 +44,12 @@ def made(family: Family = LLAMA, attention: str = "sdpa") -> Any:
     return model
 
 
-def batch(step: int, ranks: int) -> dict[str, Tensor]:
-    """The rows of all ranks. The first rank ignores some tokens, and all of them in step 1."""
+def batch(step: int, count: int) -> dict[str, Tensor]:
+    """The rows of `count` ranks. The first rank ignores some tokens, and all of them in step 1."""
     generator = torch.Generator().manual_seed(step)
-    ids, labels = torch.randint(1, VOCABULARY, (2, ROWS * ranks, LENGTH), generator=generator)
+    shape = (2, ROWS * count, LENGTH)
+    drawn = torch.randint(1, VOCABULARY, shape, generator=generator, device="cpu")
+    ids, labels = drawn.to(ranks.DEVICE)
     labels[0, :4] = -100
     if step == 1:
         labels[:ROWS] = -100
@@ -61,7 +63,7 @@ def items(whole: dict[str, Tensor]) -> Tensor:
 
 def shard(model: Any, **options: Any) -> Any:
     """Shard each layer, and the rest of the model with the model itself."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = ranks.mesh()
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, **options)
     return model
@@ -80,9 +82,9 @@ def trained(
         after the last one.
     group: the ranks that have different rows, None for all ranks.
     """
-    ranks = dist.get_world_size(group) if model_is_distributed(model) else 1
-    rank = dist.get_rank(group) if ranks > 1 else 0
-    rows_of_a_rank = ROWS * dist.get_world_size() // ranks
+    count = dist.get_world_size(group) if model_is_distributed(model) else 1
+    rank = dist.get_rank(group) if count > 1 else 0
+    rows_of_a_rank = ROWS * dist.get_world_size() // count
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compute, run = loss_of_rows or loss_of(model), []
     for step in range(STEPS):
@@ -94,10 +96,10 @@ def trained(
             rows = part + rank * rows_of_a_rank
             given = {name: value[rows] for name, value in whole.items()}
             # Ranks are averaged.
-            loss = compute(**given, num_items_in_batch=items(whole)) * ranks
+            loss = compute(**given, num_items_in_batch=items(whole)) * count
             loss.backward()
-            total += loss.detach() / ranks
-        if ranks > 1:
+            total += loss.detach() / count
+        if count > 1:
             dist.all_reduce(total, group=group)
         grads = {plain_name(name): full(one.grad) for name, one in model.named_parameters()}
         run.append((total, grads))
