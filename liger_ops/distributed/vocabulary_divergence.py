@@ -180,7 +180,8 @@ def linear_divergence(
     weights = weights_of_tokens(
         target, token_weight, ignore_index, shape, dtype, student.rows.device
     )
-    items = divisor(reduction, weights, num_items_in_batch)
+    all_one = target is None and token_weight is None
+    items = divisor(reduction, weights, num_items_in_batch, all_one)
     options = two_heads.Options(
         limit(kind, beta), beta,
         two_heads.Side(temperature, student_softcap, student_logit_scale),

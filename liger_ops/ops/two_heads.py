@@ -72,14 +72,18 @@ def token_weights(
     return weights
 
 
-def divisor(reduction: str, weights: Tensor, num_items_in_batch: Tensor | None) -> Tensor | int:
+def divisor(
+    reduction: str, weights: Tensor, num_items_in_batch: Tensor | None, all_one: bool = False
+) -> Tensor | int:
     """The number by which a reduction divides the sum of the tokens' values; 1 for a mean over
-    nothing, which is 0."""
+    nothing, which is 0. `all_one`: every weight is known to be 1."""
     if reduction != "mean":
         return 1
     if num_items_in_batch is not None:
         return num_items_in_batch.to(weights.dtype)
-    total = weights.sum()
+    # Not a sum of ones where a compiled graph would have it: Inductor computes it in a kernel that
+    # Triton 3.6 fails to compile, in TritonGPURemoveLayoutConversions.
+    total = weights.new_full((), weights.shape[0]) if all_one else weights.sum()
     return torch.where(total == 0, 1.0, total)
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx import Node
 
 import liger_ops
 import ranks
@@ -252,6 +253,34 @@ def compiled() -> None:
     expected = liger_ops.linear_divergence(**student, **constants, **given)
     check_terms(expected, got, student, parts, dims, FLOAT64)
     assert counter.frame_count == 3
+    counted_without_a_sum()
+
+
+def counted_without_a_sum() -> None:
+    """Without labels and weights, the graph of a mean has no sum of constants: Triton 3.6 fails to
+    compile Inductor's kernel of one."""
+    student, constants = two_heads(13, torch.float64, 4)
+    del constants["num_items_in_batch"]
+    dims = dims_of((*student, *constants), None)
+    parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
+    taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
+    recorder = EagerAndRecordGraphs()
+    f = functools.partial(distributed.linear_divergence, kind="forward_kl", **group_of(13))
+    # A symbolic size would be an input of the ones.
+    got = torch.compile(f, backend=recorder, fullgraph=True, dynamic=False)(**parts, **taught)
+    expected = liger_ops.linear_divergence(**student, **constants, kind="forward_kl")
+    check_terms(expected, got, student, parts, dims, FLOAT64)
+    (traced,) = recorder.graphs
+    given: set[Node] = set()
+    sums = 0
+    for node in traced.graph.nodes:
+        if node.op == "placeholder" or given.intersection(node.all_input_nodes):
+            given.add(node)
+        if node.target == "sum":
+            sums += 1
+            assert node in given, node.format_node()
+    # That of the tokens' divergences.
+    assert sums
 
 
 def refused() -> None:
