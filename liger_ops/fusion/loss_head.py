@@ -123,6 +123,8 @@ def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
             continue
         if not (sharded and type(tensor).__name__ == "DTensor"):
             return f"its head holds a {type(tensor).__name__}, not a plain tensor"
+    if head.weight.dim() != 2:
+        return "its head holds a part of its weight, as after FullyShardedDataParallel"
     return head
 
 
