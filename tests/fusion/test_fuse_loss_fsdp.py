@@ -97,7 +97,10 @@ def test_head_sharded_by_itself(mesh: Any, group: list[str], when: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     "adapters",
-    [{"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, {"target_modules": ["lm_head"]}],
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["lm_head"]},
+    ],
     ids=["saved", "lora"],
 )
 def test_adapted_head_sharded_by_itself(mesh: Any, adapters: dict[str, Any], when: str) -> None:
