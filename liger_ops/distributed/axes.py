@@ -112,7 +112,7 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "layer_norm": "x=* N, weight=N, bias=N -> y=* N",
     "modulated_rms_norm": "x=* N, scale=* N, shift=* N, weight=N -> y=* N",
     "modulated_layer_norm": "x=* N, scale=* N, shift=* N, weight=N, bias=N -> y=* N",
-    "group_norm": "x=n C #, weight=C, bias=C -> y=n C #",
+    "group_norm": "x=n N #, weight=N, bias=N -> y=n N #",
     "mhc_coeffs": "x=* H C, phi=P Q, b=Q, alpha_pre=, alpha_post=, alpha_res= -> "
     "h_pre=* H, h_post=* H, h_res=* H H, product=* Q, rstd=*",
     "mhc_pre": "x=* H c, h_pre=* H -> y=* c",
@@ -131,7 +131,7 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "embedding": "weight=V d, indices=* -> y=* d",
     # A convolution over heads, queries and keys.
     "multi_token_attention": "scores=b C M N, weight=E D P Q, bias=E -> y=b E M N",
-    "attn_res": "x=B * D, query=D, weight=D -> y=* D",
+    "attn_res": "x=B * N, query=N, weight=N -> y=* N",
     "tiled_mlp": _tiled_mlp,
     "neighborhood_attention": "query=b h # D, key=b h # D, value=b h # D -> y=b h # D, lse=b h #",
     "cross_entropy": _cross_entropy,
@@ -155,5 +155,10 @@ AXES: dict[str, str | Callable[[Any], str]] = {
 # statistics of rows are summed over the devices.
 SHARDED_COLUMNS = (
     "rms_norm", "fused_add_rms_norm", "gated_rms_norm", "layer_norm", "modulated_rms_norm",
-    "modulated_layer_norm", "poly_norm", "softmax", "log_softmax",
+    "modulated_layer_norm", "poly_norm", "softmax", "log_softmax", "attn_res",
 )  # fmt: skip
+# Ops of groups of columns: a device that has whole groups computes them by itself.
+GROUPED_COLUMNS = ("gated_rms_norm", "group_norm")
+# Ops of a gate and an up, which may be packed in one tensor: so does a device that has both of its
+# columns.
+GATED_COLUMNS = tuple(name for name, axes in AXES.items() if axes is _gated)

@@ -108,7 +108,7 @@ def dimensions(axes: list[str], many: int, columns: str = "") -> list[str | None
     return named
 
 
-def shardable(sizes: dict[str, set[Any]], devices: int) -> list[str]:
+def shardable(sizes: dict[str, list[Any]], devices: int) -> list[str]:
     """The axes that may be sharded, of those with these sizes in the tensors of a call.
 
     A tensor with fewer elements than others has one for so many neighbours, as keys have a head for
@@ -127,8 +127,8 @@ class Tensors(NamedTuple):
 
     arguments: list[Placed | None]
     results: list[Placed | None]
-    # Axis -> its sizes in the tensors.
-    sizes: dict[str, set[Any]]
+    # Axis -> its different sizes in the tensors: a list, because a symbolic size has no hash.
+    sizes: dict[str, list[Any]]
 
     def placements(self, axis: str | None) -> tuple[Placements, Placements]:
         """The placements of results and of arguments, on one dimension of a mesh, that shard an
@@ -153,11 +153,11 @@ def tensors_of(op: Op, call: Any, columns: str = "") -> Tensors:
     named = {name: dimensions(role.axes, many[name], columns) for name, (role, _) in roles.items()}
 
     # A size of 1 among others is broadcast: the tensor lacks the axis.
-    sizes: dict[str, set[Any]] = {}
+    sizes: dict[str, list[Any]] = {}
     for name, axes in named.items():
         for axis, size in zip(axes, roles[name][1].shape, strict=True):
-            if axis is not None:
-                sizes.setdefault(axis, set()).add(size)
+            if axis is not None and size not in sizes.setdefault(axis, []):
+                sizes[axis].append(size)
     for name, axes in named.items():
         shape = roles[name][1].shape
         named[name] = [
@@ -165,8 +165,8 @@ def tensors_of(op: Op, call: Any, columns: str = "") -> Tensors:
             for axis, size in zip(axes, shape, strict=True)
         ]
     for found in sizes.values():
-        if len(found) > 1:
-            found.discard(1)
+        if len(found) > 1 and 1 in found:
+            found.remove(1)
 
     arguments = [
         Placed(named[argument.name], roles[argument.name][0].otherwise)
