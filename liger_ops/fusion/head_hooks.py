@@ -56,10 +56,16 @@ def obstacle(head: Any) -> str | None:
     return None
 
 
-def called(head: Any, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """compute(hidden), between the hooks that a call of the head would run."""
-    if not are_known(head):
+def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """compute(hidden), between the hooks that a call of the head would run.
+
+    modules: the head, and what it calls in turn.
+    """
+    if not modules:
         return compute(hidden)
+    head, *others = modules
+    if not are_known(head):
+        return called(others, compute, hidden)
     # A hook may return None, which changes nothing.
     args: Any = (hidden,)
     for hook in head._forward_pre_hooks.values():
@@ -69,7 +75,7 @@ def called(head: Any, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Te
             args = args if changed is None else changed[0]
     if are_over_words(head):
         args = (tensor_parallel.as_input(head, *args),)
-    loss = compute(*args)
+    loss = called(others, compute, *args)
     for hook in head._forward_hooks.values():
         if _is_fsdp(hook):
             changed = hook(head, args, loss)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import classes, head_hooks, loss_output, loss_written, tensor_parallel
-from .loss_head import child_of, head_of
+from .loss_head import called_for, child_of, head_of
 from .loss_lora import LoraHead
 from .loss_options import CHECKS, DEFAULTS, LossOptions, taken_from
 from .loss_value import CausalLoss
@@ -124,7 +124,7 @@ def _obstacle(
     # The loss may have been replaced or the head wrapped after fuse.
     if not _has_its_loss(model, loss):
         return "its loss_function was replaced after liger_ops.fuse"
-    if loss.written and head_hooks.are_known(head):
+    if loss.written and any(map(head_hooks.are_known, called_for(model, loss.head))):
         return "its head is sharded by itself, and its forward calls CrossEntropyLoss"
     if options.wants_predicted and head_hooks.are_over_words(head):
         return "the predicted tokens were asked for, and its head is sharded over words"

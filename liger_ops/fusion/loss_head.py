@@ -32,24 +32,36 @@ def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | L
     return _linear(child_of(model, path), sharded)
 
 
+def called_for(model: nn.Module, path: str) -> list[Any]:
+    """The modules that a call of a head calls, from the one at the path to the linear layer."""
+    found = [child_of(model, path)]
+    while (held := _held_by_peft(found[-1])) is not None:
+        found.append(held)
+    if qualified_name(_class_of(found[-1])) == LAYER:
+        found.append(found[-1].base_layer)
+    return found
+
+
 def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     while True:
         known = head_hooks.are_known(head)
         reason = _what_it_does_beside(head, "its head", but_shard=known)
+        if reason is None and known:
+            reason = head_hooks.obstacle(head)
         if reason is not None:
             return reason
-        # FSDP2 gives a head that it shards by itself a class of its own.
-        cls = classes.class_of(head) if isinstance(head, nn.Module) else type(head)
+        # FSDP2's hooks of a module gather what the modules in it hold, too.
+        sharded = sharded or known
+        cls = _class_of(head)
         if cls is nn.Linear:
-            reason = head_hooks.obstacle(head) if known else None
-            return reason or _with_plain_tensors(head, sharded or known)
+            return _with_plain_tensors(head, sharded)
         held = _held_by_peft(head)
         if held is not None:
             head = held
-        elif qualified_name(type(head)) == LAYER:
+        elif qualified_name(cls) == LAYER:
             return _with_lora(head, sharded)
         else:
-            return f"its head is a {qualified_name(type(head))}, not a torch.nn.Linear"
+            return f"its head is a {qualified_name(cls)}, not a torch.nn.Linear"
 
 
 def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
@@ -81,6 +93,11 @@ def child_of(model: Any, path: str) -> Any:
     return model
 
 
+def _class_of(module: Any) -> type:
+    # FSDP2 gives a module that it shards by itself a class of its own.
+    return classes.class_of(module) if isinstance(module, nn.Module) else type(module)
+
+
 def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
 
@@ -106,6 +123,8 @@ def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
             continue
         if not (sharded and type(tensor).__name__ == "DTensor"):
             return f"its head holds a {type(tensor).__name__}, not a plain tensor"
+    if head.weight.dim() != 2:
+        return "its head holds a part of its weight, as after FullyShardedDataParallel"
     return head
 
 
@@ -118,7 +137,7 @@ def _held_by_peft(head: Any) -> Any:
     merged into the base layer's weight. If disabled and merged, its next call first unmerges them,
     which must be left to peft.
     """
-    name = qualified_name(type(head))
+    name = qualified_name(_class_of(head))
     if name == "peft.utils.other.ModulesToSaveWrapper":
         active = head.active_adapters
         if head.disable_adapters or not active or active[0] not in head.modules_to_save:

@@ -19,9 +19,16 @@ class LoraHead:
     def __init__(self, layer: Any, base: nn.Linear, adapters: list[str]) -> None:
         self.layer = layer
         self.base = base
-        self.weight = base.weight
-        self.bias = base.bias
         self.adapters = adapters
+
+    # FSDP2 sets whole tensors in the place of shards while a loss is computed.
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..ops.head import cast_as_linear
 from . import classes, head_hooks
-from .loss_head import child_of
+from .loss_head import called_for, child_of
 from .loss_lora import LoraHead
 from .loss_options import DEFAULTS, LossOptions
 from .loss_output import drop, extend
@@ -91,7 +91,8 @@ def without_logits(
     loss: CausalLoss, args: Any, kwargs: Any, options: LossOptions = DEFAULTS,
 ) -> Any:  # fmt: skip
     """Run `original` on a model with the loss computed by the op, and without logits."""
-    call = (WrittenHead if loss.written else DeferredHead)(head, loss, options)
+    kind = WrittenHead if loss.written else DeferredHead
+    call = kind(head, loss, options, called_for(model, loss.head))
     output = original(view_of(model, loss.head, call, view), *args, **kwargs)
     if call.hidden is not None:
         raise RuntimeError(
@@ -188,16 +189,23 @@ class _Head:
 
 
 class DeferredHead(_Head):
-    """A head that keeps its first hidden states, and computes when the loss is called."""
+    """A head that keeps its first hidden states, and computes when the loss is called.
 
-    def __init__(self, head: nn.Linear | LoraHead, loss: CausalLoss, options: LossOptions) -> None:
+    modules: those that a call of the head calls.
+    """
+
+    def __init__(
+        self, head: nn.Linear | LoraHead, loss: CausalLoss, options: LossOptions,
+        modules: list[Any],
+    ) -> None:  # fmt: skip
         super().__init__(head, loss, options)
+        self.modules = modules
         self.hidden: Tensor | None = None
         self.logits: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if self.hidden is not None or self.logits is not None:
-            return self.head(hidden)
+            return self.modules[0](hidden)
         self.hidden = hidden
         return hidden[..., :0]
 
@@ -213,7 +221,7 @@ class DeferredHead(_Head):
             source = of(hidden, head, self.loss, self.options)
             return self.fused_loss(source, *args, **kwargs)
 
-        return head_hooks.called(head, compute, hidden)
+        return head_hooks.called(self.modules, compute, hidden)
 
 
 class WrittenHead(DeferredHead):
@@ -223,7 +231,7 @@ class WrittenHead(DeferredHead):
 
     def __call__(self, hidden: Tensor) -> Any:
         if self.called:
-            return self.head(hidden)
+            return self.modules[0](hidden)
         self.called = True
         self.hidden = hidden
         self.shape = hidden.shape[:-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -155,6 +161,22 @@ def the_head_is_sharded_with_the_last_norm() -> None:
         assert isinstance(model.lm_head.weight, DTensor)
 
 
+def sharded_by_fsdp1() -> None:
+    """Before FSDP1, which sets a part of each weight in its place; afterwards fuse says so."""
+    wrap = functools.partial(
+        FullyShardedDataParallel, use_orig_params=True, device_id=torch.device(ranks.DEVICE),
+        auto_wrap_policy=ModuleWrapPolicy({type(made().model.layers[0])}),
+    )  # fmt: skip
+    model, late = made(), made()
+    assert len(fuse(model)) > 5
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="liger_ops")
+        check(trained(wrap(model)))
+    wrap(late)
+    reasons = " ".join(finding.reason for finding in fuse(late).left)
+    assert "held by FSDP" in reasons and "FullyShardedDataParallel" in reasons
+
+
 def a_policy_of_bfloat16() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     runs = []
@@ -193,6 +215,7 @@ CHECKS = [
     whole_parameters_stay_after_the_forward,
     the_head_is_gathered_once_and_freed,
     the_head_is_sharded_with_the_last_norm,
+    sharded_by_fsdp1,
     a_policy_of_bfloat16,
 ]
 WITH_FOUR = [fused_after_it_is_sharded]

@@ -94,6 +94,39 @@ def test_head_sharded_by_itself(mesh: Any, group: list[str], when: str) -> None:
     assert isinstance(fused.lm_head.weight, DTensor)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["lm_head"]},
+    ],
+    ids=["saved", "lora"],
+)
+def test_adapted_head_sharded_by_itself(mesh: Any, adapters: dict[str, Any], when: str) -> None:
+    """As accelerate shards a model of peft: the hooks are those of peft's module."""
+    peft = pytest.importorskip("peft", reason="the adapters are peft's")
+    model, fused = FAMILY.model(), FAMILY.model()
+    if when == "before":
+        loss.fuse(fused)
+    config = peft.LoraConfig(**adapters, init_lora_weights=False)
+    for one in (model, fused):
+        torch.manual_seed(3)
+        peft.get_peft_model(one, config)
+    fully_shard([fused.model.norm, fused.lm_head], mesh=mesh, reshard_after_forward=True)
+    sharded(fused, mesh)
+    if when == "after":
+        assert len(loss.fuse(fused)) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output, expected = fused(**batch()), model(**batch())
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected.loss)
+    found = {name: grad.full_tensor() for name, grad in gradients(fused, output.loss).items()}
+    assert_same_gradients(found, gradients(model, expected.loss))
+    assert all(isinstance(parameter, DTensor) for parameter in fused.lm_head.parameters())
+
+
 def test_head_whose_policy_rounds_its_output(mesh: Any) -> None:
     """It would round the loss in the place of the logits."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from backends import inputs, model
+from liger_ops import backend
 from rewriting import Rewriter, check, values
 
 pytestmark = pytest.mark.usefixtures("empty_caches")
@@ -39,6 +40,19 @@ def test_a_checkpointed_block_under_no_grad():
         return x * y
 
     check(function, *inputs(), counts={"rms_norm": 1, "swiglu": 1})
+
+
+def test_compiled_first_within_hooks_of_saved_tensors():
+    """As a layer that is compiled by itself, in a checkpoint or with offloading: the hooks get the
+    tensors of the call, and none of the compilation."""
+    saved = []
+    compiled = torch.compile(model, backend=backend, options={"inner_backend": "aot_eager"})
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            compiled(*inputs())
+    assert len(saved) > 0
+    assert {type(x) for x in saved} <= {Tensor, torch.nn.Parameter}
+    assert len(saved) % 2 == 0
 
 
 def test_the_branches_of_a_condition_are_rewritten():

@@ -132,11 +132,13 @@ computed without logits for
   such as float32 beside bfloat16, give lora_x and lora_b in that dtype, and both are rounded to
   the head's for the second product, which peft computes in the adapters' dtype;
 - a head whose adapters are merged or disabled, but not both;
-- a head tied to an embedding: a LoRA of the embedding alone changes no logits.
+- a head tied to an embedding: a LoRA of the embedding alone changes no logits;
+- each of these, sharded by FSDP2 with its adapters, by itself or with the last norm, as accelerate
+  does.
 
 A step with any other adapter of the head computes all logits with peft's code, and warns once:
-DoRA and the other variants of LoRA, `lora_bias=True`, adapters with hooks or with sharded
-parameters of their own, adapters that are merged and disabled, which their next call unmerges, and
+DoRA and the other variants of LoRA, `lora_bias=True`, adapters with hooks or that are sharded apart
+from their head, adapters that are merged and disabled, which their next call unmerges, and
 everything that is not LoRA.
 
 ## Hyper-connections

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import ranks
 from causal_models import assert_same_gradients
@@ -23,6 +24,8 @@ LLAMA, GEMMA, MIXTURE = TRAINED = [
 ]
 STEPS, ROWS, LENGTH = 3, 2, 8
 BOUND = 1e-5
+# The names under which wrappers hold a module.
+WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 # What each process would import for itself, most of its time.
 PRELOADED = [
@@ -101,7 +104,8 @@ def trained(
             total += loss.detach() / count
         if count > 1:
             dist.all_reduce(total, group=group)
-        grads = {plain_name(name): full(one.grad) for name, one in model.named_parameters()}
+        with unsharded(model):
+            grads = {plain_name(name): full(one.grad) for name, one in model.named_parameters()}
         run.append((total, grads))
         optimizer.step()
         optimizer.zero_grad()
@@ -115,12 +119,20 @@ def expected(name: str) -> Run:
 
 
 def model_is_distributed(model: nn.Module) -> bool:
-    return isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "unshard")
+    wrappers = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
+    return isinstance(model, wrappers) or hasattr(model, "unshard")
+
+
+def unsharded(model: nn.Module) -> Any:
+    """A context with whole parameters and gradients; those of FSDP2 are DTensors without it."""
+    if isinstance(model, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    return contextlib.nullcontext()
 
 
 def plain_name(name: str) -> str:
     """The name of a parameter in the model itself, without the names of wrappers."""
-    kept = [part for part in name.split(".") if part not in ("module", "_orig_mod")]
+    kept = [part for part in name.split(".") if part not in WRAPPED]
     return ".".join(kept)
 
 
