@@ -4,7 +4,8 @@ FSDP2 gathers a head's weight in a hook that runs before its forward, if it shar
 itself, or in a group with the last norm, as accelerate does. It reduces the gradient and frees the
 weight in hooks that it registers there and after the forward. Tensor parallelism makes the head's
 input a DTensor and its output a tensor. A fused loss does not call the head: FSDP2's hooks run
-around the loss instead, and the input is what tensor parallelism makes of it.
+around the loss instead, and the input is what tensor parallelism makes of it. A head with LoRA is a
+layer of peft's, which FSDP2 may shard, that holds the linear layer that tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import tensor_parallel
+from .loss_lora import LoraHead
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 
@@ -23,6 +25,8 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 def are_known(head: Any) -> bool:
     """Whether a head has hooks or a forward of its own, and all of them are FSDP2's or of a style
     that shards the head over words."""
+    if isinstance(head, LoraHead):
+        return have_fsdp(head.layer) or are_known(head.base)
     if not isinstance(head, nn.Module) or head._backward_hooks or head._backward_pre_hooks:
         return False
     hooks = _hooks(head)
@@ -36,6 +40,8 @@ def are_known(head: Any) -> bool:
 
 def are_over_words(head: Any) -> bool:
     """Whether a head's hooks are known, and shard it over words."""
+    if isinstance(head, LoraHead):
+        return are_over_words(head.base)
     return are_known(head) and (
         "forward" in vars(head) or any(tensor_parallel.is_hook(hook) for hook in _hooks(head))
     )
@@ -47,9 +53,14 @@ def keep_words_apart(head: Any) -> bool:
     return sharded is not None and not sharded.gathers
 
 
+def have_fsdp(module: Any) -> bool:
+    """Whether FSDP2 shards a module by itself, or first of a group."""
+    return any(_is_fsdp(hook) for hook in _hooks(module))
+
+
 def obstacle(head: Any) -> str | None:
     """Reason that a loss cannot run in the place of the head, or None."""
-    if any(_is_fsdp(hook) for hook in _hooks(head)):
+    if have_fsdp(head):
         dtype = head._get_fsdp_state()._mp_policy.output_dtype
         if dtype not in (None, torch.float32):
             return f"its head is sharded by itself, with the output_dtype {dtype}"
@@ -57,8 +68,9 @@ def obstacle(head: Any) -> str | None:
 
 
 def called(head: Any, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """compute(hidden), between the hooks that a call of the head would run."""
-    if not are_known(head):
+    """compute(hidden), between the hooks of FSDP2 that a call of the head would run."""
+    head = head.layer if isinstance(head, LoraHead) else head
+    if not have_fsdp(head):
         return compute(hidden)
     # A hook may return None, which changes nothing.
     args: Any = (hidden,)
@@ -67,8 +79,6 @@ def called(head: Any, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Te
             # FSDP2's take keyword arguments too.
             changed = hook(head, args, {})
             args = args if changed is None else changed[0]
-    if are_over_words(head):
-        args = (tensor_parallel.as_input(head, *args),)
     loss = compute(*args)
     for hook in head._forward_hooks.values():
         if _is_fsdp(hook):

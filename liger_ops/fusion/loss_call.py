@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import classes, head_hooks, loss_output, loss_written, tensor_parallel
-from .loss_head import child_of, head_of
+from .loss_head import child_of, head_of, linear_of
 from .loss_lora import LoraHead
 from .loss_options import CHECKS, DEFAULTS, LossOptions, taken_from
 from .loss_value import CausalLoss
@@ -61,7 +61,7 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
                 f"{base.__name__}: {names} is computed where logits are skipped, as in training or"
                 " for skip_logits=True, and they are not"
             )
-        if head_hooks.keep_words_apart(child_of(self, loss.head)):
+        if head_hooks.keep_words_apart(linear_of(child_of(self, loss.head))):
             names = ", ".join(asked_for(options))
             raise ValueError(
                 f"{base.__name__}: {names} is computed where logits are skipped, and its head"

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import classes, head_hooks
+from . import classes, head_hooks, tensor_parallel
 from .loss_lora import LAYER, LoraHead, adapters_of
+from .tensor_parallel import OverWords
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -46,14 +47,15 @@ def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
         held = _held_by_peft(head)
         if held is not None:
             head = held
-        elif qualified_name(type(head)) == LAYER:
+        elif qualified_name(cls) == LAYER:
             return _with_lora(head, sharded)
         else:
-            return f"its head is a {qualified_name(type(head))}, not a torch.nn.Linear"
+            return f"its head is a {qualified_name(cls)}, not a torch.nn.Linear"
 
 
 def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
-    base = _linear(layer.base_layer, sharded)
+    by_fsdp = head_hooks.have_fsdp(layer)
+    base = _linear(layer.base_layer, sharded or by_fsdp)
     adapters = adapters_of(layer)
     if isinstance(base, str):
         return base
@@ -61,17 +63,54 @@ def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
         return adapters
     if isinstance(base, LoraHead):
         return f"its head is a {LAYER} of another"
-    if head_hooks.are_over_words(base):
-        return "its head has LoRA, and is sharded over words"
-    for part in (*adapters.layers, *(layer.lora_dropout[name] for name in adapters.names)):
-        reason = _what_it_does_beside(part, "an adapter of its head")
+    if head_hooks.have_fsdp(base) or (by_fsdp and not adapters.names):
+        return "a part of its head is sharded by itself, and its head has LoRA"
+    for name in adapters.names:
+        reason = _what_it_does_beside(layer.lora_dropout[name], "an adapter of its head")
         if reason is not None:
             return reason
-    for part in adapters.layers:
-        plain = _with_plain_tensors(part, sharded)
-        if isinstance(plain, str):
-            return plain
+    over_words = tensor_parallel.over_words(base) if head_hooks.are_over_words(base) else None
+    for lora_a, lora_b in adapters.layers:
+        if over_words is not None:
+            reason = _over_words(lora_a, lora_b, base, over_words)
+            if reason is not None:
+                return reason
+            continue
+        for part in (lora_a, lora_b):
+            reason = _what_it_does_beside(part, "an adapter of its head")
+            if reason is not None:
+                return reason
+            plain = _with_plain_tensors(part, sharded or by_fsdp)
+            if isinstance(plain, str):
+                return plain
+    if by_fsdp and (reason := head_hooks.obstacle(layer)):
+        return reason
     return LoraHead(layer, base, adapters.names) if adapters.names else base
+
+
+def _over_words(
+    lora_a: nn.Linear, lora_b: nn.Linear, head: nn.Linear, over_words: OverWords
+) -> str | None:
+    """Reason that an adapter of a head that is sharded over words is not computed, or None.
+
+    lora_A is called. lora_B has the head's style, or adds all words to the logits of all words. If
+    peft adds it to a head that is sharded already, it has the rank's words.
+    """
+    what = "an adapter of its head"
+    styled = tensor_parallel.has_style(lora_a)
+    reason = _what_it_does_beside(lora_a, what, but_shard=styled)
+    styled = tensor_parallel.has_style(lora_b)
+    reason = reason or _what_it_does_beside(lora_b, what, but_shard=styled)
+    if reason is not None:
+        return reason
+    if styled:
+        own = tensor_parallel.over_words(lora_b)
+        alike = own is not None and own.gathers == over_words.gathers
+    else:
+        alike = over_words == OverWords(None, True)
+    if not alike or lora_b.weight.shape[0] != head.weight.shape[0]:
+        return f"{what} is not sharded over words as its head is"
+    return None
 
 
 def child_of(model: Any, path: str) -> Any:
@@ -79,6 +118,16 @@ def child_of(model: Any, path: str) -> Any:
     for name in path.split("."):
         model = getattr(model, name, None)
     return model
+
+
+def linear_of(head: Any) -> Any:
+    """The layer in the wrappers of peft around a head, which may add to its output."""
+    while True:
+        held = _held_by_peft(head)
+        held = getattr(head, "base_layer", None) if held is None else held
+        if held is None:
+            return head
+        head = held
 
 
 def qualified_name(cls: type) -> str:
@@ -118,7 +167,7 @@ def _held_by_peft(head: Any) -> Any:
     merged into the base layer's weight. If disabled and merged, its next call first unmerges them,
     which must be left to peft.
     """
-    name = qualified_name(type(head))
+    name = qualified_name(classes.class_of(head) if isinstance(head, nn.Module) else type(head))
     if name == "peft.utils.other.ModulesToSaveWrapper":
         active = head.active_adapters
         if head.disable_adapters or not active or active[0] not in head.modules_to_save:
