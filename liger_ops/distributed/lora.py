@@ -30,10 +30,8 @@ def head_of(
     return Head(x, weight, bias, *lora)
 
 
-def head_of_input(
-    op: str, given: Arguments, lora_x: Tensor | None, lora_b: Tensor | None
-) -> Head:
-    """The head of a call that is given what multiplies lora_b, with x's rows, in place of lora_a."""
+def head_of_input(op: str, given: Arguments, lora_x: Tensor | None, lora_b: Tensor | None) -> Head:
+    """The head of a call that is given lora_x, which has the rows of x, in place of lora_a."""
     assert given.x is not None
     x, weight, bias = cast_as_linear(given.x, given.sharded, given.bias)
     if lora_x is None or lora_b is None:

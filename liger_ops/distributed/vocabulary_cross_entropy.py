@@ -164,7 +164,7 @@ def linear_cross_entropy(
 
 
 def of_head(
-    head: Layer, target: Tensor,
+    head: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], target: Tensor,
     token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,

@@ -1,10 +1,8 @@
-"""A head with LoRA of peft, sharded over words or by FSDP2: fused models train as in one process."""
+"""A head with LoRA of peft that is sharded: fused models train as in one process."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,37 +11,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from transformers.distributed import DistributedConfig
+from torch.distributed.tensor import Shard
 
 import ranks
+from adapted_heads import HEAD, adapted, styled
 from fused_families import VOCABULARY
 from liger_ops import backend, fuse
 from parallel_plans import parallel
-from sharded_training import LLAMA, PRELOADED, Graphs, batch, compare, loss_of, made, shard, trained
-
-peft = pytest.importorskip("peft", reason="the adapters are peft's")
+from plans_of_transformers import loaded
+from sharded_training import (
+    PRELOADED,
+    Graphs,
+    batch,
+    compare,
+    full,
+    loss_of,
+    made,
+    shard,
+    trained,
+)
 
 pytestmark = pytest.mark.device_kernels
 
 SECONDS = 300
-HEAD = "base_model.model.lm_head"
-RANK = 4
-
-
-def adapted(model: Any, *modules: str, adapters: int = 1) -> Any:
-    """The model with random adapters of its head, and every parameter trained."""
-    config = peft.LoraConfig(
-        target_modules=["lm_head", *modules], init_lora_weights=False, r=RANK, lora_alpha=6
-    )
-    names = ["default", "second"][:adapters]
-    torch.manual_seed(3)
-    model = peft.get_peft_model(model, config)
-    for name in names[1:]:
-        model.add_adapter(name, config)
-    model.base_model.set_adapter(names)
-    return model.requires_grad_().train()
 
 
 def mesh() -> Any:
@@ -58,42 +48,16 @@ def fused(model: Any) -> Iterator[Any]:
         yield model
 
 
-def styled(
-    model: Any, logits: Placement | None = None, sequence: bool = False, adapter: bool = True
-) -> Any:
-    """Tensor parallelism of the model, of its head's linear layer and, with `adapter`, of the
-    adapter: words are sharded, and with `sequence` rows are."""
-    inner, head = model.base_model.model, model.base_model.model.lm_head
-    # The plan names the linear layer.
-    inner.lm_head = head.base_layer
-    parallel(inner, mesh(), sequence, logits)
-    inner.lm_head = head
-    if not adapter:
-        return model
-    local = logits is None or logits.is_replicate()
-    out: dict[str, Any] = {
-        "output_layouts": logits or Replicate(),
-        "use_local_output": local,
-    }
-    plan = {f"{HEAD}.lora_B.default": ColwiseParallel(**out)}
-    if sequence:
-        # A plain lora_A does not take the rows, which are a DTensor.
-        plan[f"{HEAD}.lora_A.default"] = ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Replicate(), use_local_output=False
-        )
-    return parallelize_module(model, mesh(), plan)
-
-
 def adapters_are_whole() -> None:
     """A plan that names the linear layer alone: the gradients of the adapters are whole too."""
-    with fused(styled(adapted(made(), adapters=2), adapter=False)) as model:
+    with fused(styled(adapted(made(), adapters=2), mesh(), adapter=False)) as model:
         compare(trained(model), trained(adapted(made(), adapters=2)))
 
 
 def adapters_are_sharded() -> None:
     truth = trained(adapted(made()))
     for sequence, logits in ((False, None), (False, Shard(-1)), (True, None)):
-        with fused(styled(adapted(made()), logits, sequence)) as model:
+        with fused(styled(adapted(made()), mesh(), logits, sequence)) as model:
             compare(trained(model), truth)
 
 
@@ -102,7 +66,7 @@ def the_head_is_frozen() -> None:
     runs = []
     for sharded in (False, True):
         model = adapted(made())
-        model = styled(model) if sharded else model
+        model = styled(model, mesh()) if sharded else model
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora" in name)
         with fused(model):
@@ -114,15 +78,11 @@ def the_head_is_frozen() -> None:
     compare(runs[1], runs[0])
 
 
-def full(x: Any) -> torch.Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 def no_logits_are_gathered() -> None:
     most = -(-VOCABULARY // dist.get_world_size())
     logits = "all_gather_into_tensor", batch(0, 1)["labels"].numel() * most * 4
     for switches, gathered in (({"loss": False}, True), ({}, False)):
-        model = styled(adapted(made()))
+        model = styled(adapted(made()), mesh())
         fuse(model, **switches)
         with ranks.Traffic() as traffic:
             loss_of(model)(**batch(0, 1)).backward()
@@ -131,22 +91,8 @@ def no_logits_are_gathered() -> None:
 
 def loaded_with_a_plan_of_transformers() -> None:
     """peft shards the adapters, and takes heads that do not gather their logits alone."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [folder]
-        dist.broadcast_object_list(folders)
-        one = made()
-        # Before 5.23, transformers shards words that divide.
-        one.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
-        # The first rank saves.
-        one.save_pretrained(folders[0])
-        dist.barrier()
-        model = type(one).from_pretrained(
-            folders[0], attn_implementation="sdpa",
-            distributed_config=DistributedConfig(tp_plan={"lm_head": "colwise"}, tp_size=int(world)),
-        )  # fmt: skip
-        dist.barrier()
+    one = made()
+    model = loaded(one, tp_plan={"lm_head": "colwise"}, tp_size=dist.get_world_size())
     model, one = (adapted(each, "q_proj") for each in (model, one))
     # Each rank has drawn its part of an adapter.
     with torch.no_grad():
@@ -157,7 +103,7 @@ def loaded_with_a_plan_of_transformers() -> None:
 
 
 def the_step_is_compiled() -> None:
-    graphs, model = Graphs(), styled(adapted(made()))
+    graphs, model = Graphs(), styled(adapted(made()), mesh())
     fuse(model)
     options = {"inner_backend": graphs, "strict": True}
     step = torch.compile(loss_of(model), backend=backend, options=options)
@@ -167,7 +113,7 @@ def the_step_is_compiled() -> None:
 
 def what_the_op_does_not_compute_is_left() -> None:
     truth, calls = trained(adapted(made())), []
-    model = styled(adapted(made()))
+    model = styled(adapted(made()), mesh())
     fuse(model)
     model.get_submodule(f"{HEAD}.lora_B.default").register_forward_hook(
         lambda *given: calls.append(given)
@@ -183,7 +129,7 @@ def what_the_op_does_not_compute_is_left() -> None:
     with pytest.raises(RuntimeError, match="size of tensor"):
         model(**batch(0, 1))
     # A rank's words have no loss of their own.
-    model = styled(adapted(made()), Shard(-1))
+    model = styled(adapted(made()), mesh(), Shard(-1))
     fuse(model)
     with pytest.raises(ValueError, match="its head returns the logits of a rank's words"):
         model(**batch(0, 1), skip_logits=False, reduction="sum")
