@@ -136,17 +136,19 @@ def what_the_op_does_not_compute_is_left() -> None:
 
 
 def sharded_by_fsdp() -> None:
-    """The head and its adapters with the last norm, as accelerate does."""
-    model = adapted(made())
-    inner = model.base_model.model
-    fuse(model)
-    fully_shard([inner.model.norm, inner.lm_head], mesh=ranks.mesh())
-    shard(inner)
-    with warnings.catch_warnings(action="error", category=UserWarning):
-        compare(trained(inner), [
-            (loss, {name.removeprefix("base_model.model."): grad for name, grad in grads.items()})
-            for loss, grads in trained(adapted(made()))
-        ])  # fmt: skip
+    """The head and its adapters with the last norm, as accelerate does; and its linear layer by
+    itself, which is left."""
+    truth = trained(adapted(made()).base_model.model)
+    for together in (True, False):
+        inner = adapted(made()).base_model.model
+        fuse(inner)
+        apart = [inner.model.norm, inner.lm_head] if together else inner.lm_head.base_layer
+        fully_shard(apart, mesh=ranks.mesh())
+        shard(inner)
+        left = pytest.warns(UserWarning, match="a part of its head is sharded by itself")
+        fine = warnings.catch_warnings(action="error", category=UserWarning)
+        with fine if together else left:
+            compare(trained(inner), truth)
 
 
 CHECKS = [

@@ -135,9 +135,9 @@ computed without logits for
 - a head tied to an embedding: a LoRA of the embedding alone changes no logits.
 
 A step with any other adapter of the head computes all logits with peft's code, and warns once:
-DoRA and the other variants of LoRA, `lora_bias=True`, adapters with hooks or with sharded
-parameters of their own, adapters that are merged and disabled, which their next call unmerges, and
-everything that is not LoRA.
+DoRA and the other variants of LoRA, `lora_bias=True`, adapters with hooks or with parameters that
+are sharded in another way than [distributed.md](distributed.md#tensor-parallelism) has, adapters
+that are merged and disabled, which their next call unmerges, and everything that is not LoRA.
 
 ## Hyper-connections
 
