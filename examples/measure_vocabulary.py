@@ -8,7 +8,8 @@
 Forward and backward of a mean over the tokens, a seventh of which are ignored, in bfloat16. Every
 way is first compared with one float32 computation of the whole vocabulary, on 256 of the tokens.
 The time is the median of 9 on the slowest rank, and the memory the first rank's peak beyond what
-was there before. Liger-Kernel's loss runs if it is installed. With --divergence, the loss is the
+was there before. The losses of Liger-Kernel, Megatron Core, torchtitan and verl run if they are
+installed; the line of a way that does not run says why. With --divergence, the loss is the
 head's divergence from a teacher of the same size, over all tokens.
 """
 
@@ -92,15 +93,6 @@ def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
         )
         return F.cross_entropy(logits, target)
 
-    def of_liger_kernel(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        from liger_kernel.transformers.vocab_parallel_cross_entropy import (
-            LigerVocabParallelCrossEntropy,
-        )
-
-        logits = linear(x, weight).unsqueeze(1)
-        losses = LigerVocabParallelCrossEntropy()(logits, target.unsqueeze(1), tp_group=group)
-        return losses.sum() / (target != IGNORED).sum()
-
     head = functools.partial(distributed.linear_cross_entropy, **sharded)
     return {
         "products": lambda x, weight, target: Products.apply(x, weight, group),
@@ -112,7 +104,66 @@ def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
         ),
         "linear, loss_parallel": of_torch,
         "linear, loss_parallel, compiled": torch.compile(of_torch, dynamic=False),
-        "linear, Liger-Kernel": of_liger_kernel,
+    } | ways_of_others(group, words)
+
+
+def ways_of_others(group: Any, words: int) -> dict[str, Loss]:
+    """The losses of other packages, which are imported when they are called."""
+
+    def liger_kernel(logits: Tensor, target: Tensor) -> Tensor:
+        from liger_kernel.transformers.vocab_parallel_cross_entropy import (
+            LigerVocabParallelCrossEntropy as Function,
+        )
+
+        fits("Liger-Kernel", logits, on_gpus=True)
+        return Function()(logits.unsqueeze(1), target.unsqueeze(1), tp_group=group).squeeze(1)
+
+    # verl's log-probabilities of sharded logits are this function's too.
+    def megatron(logits: Tensor, target: Tensor) -> Tensor:
+        from megatron.core.tensor_parallel import cross_entropy
+
+        fits("Megatron Core", logits)
+        return cross_entropy.vocab_parallel_cross_entropy(logits, target, tp_group=group)
+
+    def megatron_fused(logits: Tensor, target: Tensor) -> Tensor:
+        from megatron.core.fusions import fused_cross_entropy
+
+        fits("Megatron Core", logits)
+        return fused_cross_entropy.fused_vocab_parallel_cross_entropy(logits, target, group)
+
+    def torchtitan(logits: Tensor, target: Tensor) -> Tensor:
+        from torchtitan.components.loss import _LossParallelCrossEntropy as Function
+
+        return Function.apply(logits.float(), target, group, words, "none")
+
+    def of_verl(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+        fits("verl", x, on_gpus=True)
+        found, _ = linear_cross_entropy(Whole.apply(x, group), weight, target, 1.0, "none", group)
+        return mean(-found, target)
+
+    def fits(owner: str, x: Tensor, on_gpus: bool = False) -> None:
+        if on_gpus and not x.is_cuda:
+            raise NotImplementedError(f"{owner} computes it on GPUs alone")
+        if words % dist.get_world_size(group):
+            raise NotImplementedError(f"{owner} takes the same number of words on every rank")
+
+    def mean(losses: Tensor, target: Tensor) -> Tensor:
+        kept = target != IGNORED
+        return torch.where(kept, losses, 0.0).sum() / kept.sum()
+
+    def after_linear(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+        return lambda x, weight, target: mean(
+            function(F.linear(Whole.apply(x, group), weight), target), target
+        )
+
+    return {
+        "linear, Liger-Kernel": after_linear(liger_kernel),
+        "linear, Megatron": after_linear(megatron),
+        "linear, Megatron, fused": after_linear(megatron_fused),
+        "linear, torchtitan": after_linear(torchtitan),
+        "verl": of_verl,
     }
 
 
@@ -272,7 +323,7 @@ def main() -> None:
             if on_gpus:
                 call = (loss_of, x.clone().requires_grad_(), weight, target, within)
                 line += f"; {milliseconds(*call):.2f} ms, {mebibytes(*call):.0f} MiB"
-        except ModuleNotFoundError as error:
+        except (ImportError, NotImplementedError) as error:
             line += f" not run: {error}"
         if rank == 0:
             print(line, flush=True)

@@ -1,13 +1,16 @@
-"""Overrides for torchtitan's configurations: its RMSNorm, FeedForward and CrossEntropyLoss by ops.
+"""Overrides for torchtitan's configurations: norms, feed-forwards, experts and the loss by ops.
 
 torchtitan replaces a part of a model or of a trainer by an override that is named on its command
 line, before it builds, parallelises and compiles the model:
 
     --override.imports liger_ops.integrations.torchtitan.rms_norm,\\
-        liger_ops.integrations.torchtitan.swiglu,liger_ops.integrations.torchtitan.cross_entropy
+        liger_ops.integrations.torchtitan.swiglu,\\
+        liger_ops.integrations.torchtitan.grouped_experts,\\
+        liger_ops.integrations.torchtitan.cross_entropy
 
-Parameters keep their names, so that checkpoints are the same. Under tensor parallelism the ops are
-given torchtitan's DTensors, and its loss parallelism by `liger_ops.distributed.cross_entropy`.
+Parameters keep their names, so that checkpoints are the same, and so do the arguments of each
+forward, by which torchtitan finds their shardings. Under tensor parallelism the loss of sharded
+words is `liger_ops.distributed.cross_entropy`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -27,13 +31,14 @@ try:
     from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common import RMSNorm
     from torchtitan.models.common.feed_forward import FeedForward
+    from torchtitan.models.common.moe import GroupedExperts
 except ImportError as error:
     raise ImportError(
         "liger_ops.integrations.torchtitan needs torchtitan 0.3 or later, which has"
         f" --override.imports: {error}"
     ) from error
 
-__all__ = ["cross_entropy", "rms_norm", "swiglu"]
+__all__ = ["cross_entropy", "grouped_experts", "rms_norm", "swiglu"]
 
 
 class LigerRMSNorm(RMSNorm):
@@ -58,6 +63,30 @@ class LigerFeedForward(FeedForward):
         return self.w2(liger_ops.swiglu(self.w1(x), self.w3(x)))
 
 
+class LigerGroupedExperts(GroupedExperts):
+    """torchtitan's GroupedExperts, with the activation of all experts' rows by the op `swiglu`.
+
+    The products are torchtitan's, in bfloat16. With its type checks so is the activation.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        if titan.spmd.is_type_checking():
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+
+        def product(rows: Tensor, weight: Tensor) -> Tensor:
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            return self._grouped_mm(A=rows, B_t=own.bfloat16().transpose(-2, -1), offs=ends)
+
+        rows = x_RD.bfloat16()
+        hidden = liger_ops.swiglu(product(rows, self.w1_EFD), product(rows, self.w3_EFD))
+        return product(hidden, self.w2_EDF).type_as(x_RD)
+
+
 class LigerCrossEntropyLoss(titan.CrossEntropyLoss):
     """torchtitan's CrossEntropyLoss, by the op `cross_entropy`, without a copy in float32."""
 
@@ -76,27 +105,27 @@ def summed_cross_entropy(
 ) -> Tensor:
     """The sum over tokens of the cross-entropy of logits (B, S, V), float32.
 
-    Logits are a tensor, or a DTensor that is sharded over words alone, on a mesh of one dimension.
-    Any other layout gets torchtitan's own function, and so does the backend "spmd_types" with
-    tensor parallelism or with its type checks.
+    Logits are a tensor, or the rank's words of a vocabulary that is sharded over "tp": a DTensor
+    with the backend "partial_dtensor", a tensor with "spmd_types". Any other layout gets
+    torchtitan's own function, and so do its type checks and the backend "full_dtensor".
     """
+    words = (Shard(pred.ndim - 1),)
+    if (
+        titan.spmd.is_type_checking()
+        or isinstance(labels, DTensor)
+        or (isinstance(pred, DTensor) and pred.placements != words)
+    ):
+        return titan.cross_entropy_loss(pred, labels, global_vocab_size=global_vocab_size)
+    logits, target = pred.flatten(0, 1), labels.flatten(0, 1)
     options: dict[str, Any] = {"reduction": "sum", "ignore_index": titan.IGNORE_INDEX}
-    typed = get_spmd_backend() == "spmd_types" and (
-        titan.spmd.is_type_checking() or titan.spmd_mesh_size("tp") > 1
-    )
-    if isinstance(labels, DTensor) or typed:
-        return titan.cross_entropy_loss(pred, labels, global_vocab_size=global_vocab_size)
-    if not isinstance(pred, DTensor):
-        return liger_ops.cross_entropy(pred.flatten(0, 1), labels.flatten(0, 1), **options)
-    if pred.placements != (Shard(pred.ndim - 1),):
-        return titan.cross_entropy_loss(pred, labels, global_vocab_size=global_vocab_size)
-    return cross_entropy_of_shards(
-        pred.to_local().flatten(0, 1),
-        labels.flatten(0, 1),
-        group=pred.device_mesh.get_group(),
-        vocab_size=pred.shape[-1],
-        **options,
-    )
+    if isinstance(pred, DTensor):
+        return cross_entropy_of_shards(logits, target, **options)
+    if get_spmd_backend() == "spmd_types" and titan.spmd_mesh_size("tp") > 1:
+        group = titan.current_spmd_mesh().get_group("tp")
+        return cross_entropy_of_shards(
+            logits, target, group=group, vocab_size=global_vocab_size, **options
+        )
+    return liger_ops.cross_entropy(logits, target, **options)
 
 
 # `exact`: a subclass has another forward, or other numbers.
@@ -110,6 +139,12 @@ def rms_norm(config: Any) -> Any:
 def swiglu(config: Any) -> Any:
     """Compute the activation of every FeedForward by `liger_ops.swiglu`."""
     return derive(config, LigerFeedForward.Config)
+
+
+@override(target=GroupedExperts.Config, exact=True, description="experts by liger_ops.swiglu")
+def grouped_experts(config: Any) -> Any:
+    """Compute the activation of every GroupedExperts by `liger_ops.swiglu`."""
+    return derive(config, LigerGroupedExperts.Config)
 
 
 @override(target=titan.CrossEntropyLoss.Config, exact=True, description="liger_ops.cross_entropy")

@@ -111,8 +111,10 @@ def log_prob_forward(
     x = _kept(logits, within, temperature, softcap, logit_scale)
     lse = logsumexp(x)
     log_prob = picked(x, target, ignore_index, "log_prob") - lse
-    p = torch.exp(x - lse.unsqueeze(-1))
-    entropy = lse - (p * torch.where(p == 0, 0.0, x)).sum(-1)
+    # The rounding error of x - lse is that of a number as large as lse, and all classes share it.
+    log_p = torch.log_softmax(x, -1)
+    p = torch.exp(log_p)
+    entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
     mean_logits = x.detach().mean(-1) if return_mean_logits else None
     log_sum_sq_probs = p.detach().square().sum(-1).log() if return_log_sum_sq_probs else None
     predicted = logits.detach().argmax(-1) if return_predicted else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,11 @@ def test_the_ways_of_a_small_model_agree(tp: str, ways: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "ways"),
     [
-        ([], ["linear_cross_entropy", "linear_log_prob", "linear, loss_parallel"]),
+        (
+            [],
+            ["linear_cross_entropy", "linear_log_prob", "linear, loss_parallel"]
+            + ["linear, Megatron", "linear, torchtitan", "verl"],
+        ),
         (["--divergence", "jsd"], ["linear_divergence", "linear, divergence"]),
     ],
 )
@@ -56,7 +61,9 @@ def test_the_ways_of_a_sharded_vocabulary_are_right(options: list[str], ways: li
     result = run("measure_vocabulary.py", *sizes, *options, "--way", *ways)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert [line.split(" errors")[0].rstrip() for line in lines] == ways
+    # 97 words do not divide by two ranks, and packages that are not installed are named.
+    assert [re.split(" errors| not run: ", line)[0].rstrip() for line in lines] == ways
+    assert all("errors" in line for line in lines[:2])
     assert "WRONG" not in result.stdout
 
 

@@ -1,7 +1,8 @@
-"""Every op with its rows sharded, on a rank without rows too: nothing moves but sums."""
+"""Every op with its rows sharded, compiled too: nothing moves but sums."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,32 @@ def test_four_devices(tmp_path: Path) -> None:
     assert not ranks.failures(checks, ranks.at_most(4), tmp_path, SECONDS)
 
 
+def test_two_devices_compiled(tmp_path: Path) -> None:
+    assert not ranks.failures([every_op_compiled], 2, tmp_path, SECONDS)
+
+
+def a_form_of_each() -> list[OpUnderTest]:
+    """test_rules has all forms."""
+    return list({op.name: op for op in OPS.values()}.values())
+
+
+def every_op_compiled() -> None:
+    failures = []
+    for op in a_form_of_each():
+        torch.compiler.reset()
+        try:
+            own, sharded = arguments(op, ROWS)
+            compiled = torch.compile(op.overload(), backend="aot_eager", fullgraph=True)
+            found, gradients = outcome(op, sharded, compiled)
+            compare([*found, *gradients], op, own)
+        except Exception as error:
+            failures.append(f"{op.id}: {type(error).__name__} {str(error)[:300]}")
+    assert not failures, "\n".join(failures)
+
+
 def every_op_without_collectives() -> None:
     failures = []
-    # A form of each op; test_rules has them all.
-    for op in {op.name: op for op in OPS.values()}.values():
+    for op in a_form_of_each():
         try:
             moved, gradients = run(op, ROWS)
             if op.per_row and op.name not in REPLICATED:
@@ -57,9 +80,26 @@ def one_row() -> None:
 
 def run(op: OpUnderTest, rows: int) -> tuple[list[tuple[str, int]], list[DTensor]]:
     """Compare a call with one process; return its collectives and the gradients."""
+    own, sharded = arguments(op, rows)
+    (found, gradients), moved = recorded(lambda: outcome(op, sharded, op.overload()))
+    compare([*found, *gradients], op, own)
+    return moved, [gradient for gradient in gradients if gradient is not None]
+
+
+def compare(found: list[Any], op: OpUnderTest, own: list[Any]) -> None:
+    results, gradients = outcome(op, own, op.overload())
+    bound = ranks.EXACT[1]
+    for value, truth in zip(found, [*results, *gradients], strict=True):
+        assert (value is None) == (truth is None)
+        if truth is not None:
+            assert isinstance(value, DTensor)
+            torch.testing.assert_close(value.full_tensor(), truth, rtol=bound, atol=bound)
+
+
+def arguments(op: OpUnderTest, rows: int) -> tuple[list[Any], list[Any]]:
+    """The arguments of a call in one process, and with their rows sharded."""
     mesh = ranks.mesh()
-    dtype, bound = ranks.EXACT
-    case = op.sample(dtype, rows=rows)
+    case = op.sample(ranks.EXACT[0], rows=rows)
     # Their values are drawn on the CPU.
     with torch.device("cpu"):
         args = op.forward_args(case, op.tensors(case))
@@ -76,22 +116,17 @@ def run(op: OpUnderTest, rows: int) -> tuple[list[tuple[str, int]], list[DTensor
         if isinstance(value, Tensor) else value
         for name, value in zip(names, own, strict=False)
     ]  # fmt: skip
-    expected, expected_gradients = outcome(op, own)
-    (found, gradients), moved = recorded(lambda: outcome(op, sharded))
-    for value, truth in zip([*found, *gradients], [*expected, *expected_gradients], strict=True):
-        assert (value is None) == (truth is None)
-        if truth is not None:
-            assert isinstance(value, DTensor)
-            torch.testing.assert_close(value.full_tensor(), truth, rtol=bound, atol=bound)
-    return moved, [gradient for gradient in gradients if gradient is not None]
+    return own, sharded
 
 
 def differentiable(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def outcome(op: OpUnderTest, args: list[Any]) -> tuple[list[Any], list[Any]]:
-    outputs = op.overload()(*args)
+def outcome(
+    op: OpUnderTest, args: list[Any], call: Callable[..., Any]
+) -> tuple[list[Any], list[Any]]:
+    outputs = call(*args)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     wanted = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     results = [y for y in op.results(outputs) if y is not None and y.requires_grad]

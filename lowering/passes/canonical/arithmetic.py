@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .call import IDENTITY, Call, calls, dimensions, is_float32, same, spelled, value
+from .call import (
+    IDENTITY,
+    Call,
+    calls,
+    dimensions,
+    is_float32,
+    is_floating,
+    same,
+    spelled,
+    value,
+)
 
 
 @spelled(operator.add, torch.add, "add", "__add__", "__radd__")
@@ -23,11 +33,19 @@ def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
     return Call("sub", (input, other)) if alpha == 1 else None
 
 
+@spelled(torch.rsub, "rsub", "__rsub__")
+def _rsub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
+    return _sub(other, input, alpha=alpha)
+
+
 @spelled(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
 def _mul(input: Any, other: Any) -> Call:
     if _alike(input, other):
         return Call("square", (input,))
     for a, b in ((input, other), (other, input)):
+        # Dynamo records 1 / x as a product of 1 within a function mode.
+        if type(b) in (int, float) and b == 1 and is_floating(a):
+            return Call(IDENTITY, (a,))
         # In a narrower dtype this code rounds the sigmoid before the product, and silu does not.
         if (gate := calls(b, "sigmoid")) and _alike(gate.args[0], a) and is_float32(a):
             return Call("silu", (a,), (b,))

@@ -56,7 +56,7 @@ def canonical(node: Any) -> Call | None:
     if not isinstance(node, fx.Node):
         return None
     if node.op == "call_function":
-        spelling = FUNCTIONS.get(node.target)
+        spelling = FUNCTIONS.get(node.target) or METHODS.get(_as_method(node.target))
     elif node.op == "call_method":
         spelling = METHODS.get(str(node.target))
     else:
@@ -67,6 +67,13 @@ def canonical(node: Any) -> Call | None:
         return spelling(*node.args, **node.kwargs)
     except TypeError:
         return None
+
+
+def _as_method(function: Any) -> str:
+    """The name of a function of torch.Tensor. Within a function mode, such as that of
+    torch.set_default_device, Dynamo records a method that is written in Python so."""
+    name = getattr(function, "__name__", "")
+    return name if getattr(Tensor, name, None) is function else ""
 
 
 def same(a: Any, b: Any) -> bool:
@@ -137,6 +144,11 @@ def is_float32(x: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float64)
 
 
+def is_floating(x: Any) -> bool:
+    tensor = value(x)
+    return isinstance(tensor, Tensor) and tensor.is_floating_point()
+
+
 def calls(x: Any, op: str) -> Call | None:
     call = canonical(x)
     return call if call is not None and call.op == op else None
@@ -153,5 +165,5 @@ def operation(node: fx.Node) -> str | None:
     if node.target in OPERATORS:
         return OPERATORS[node.target]
     name = getattr(node.target, "__name__", "")
-    owners = (operator, torch, torch.nn.functional)
+    owners = (operator, torch, torch.nn.functional, Tensor)
     return name if any(getattr(owner, name, None) is node.target for owner in owners) else None

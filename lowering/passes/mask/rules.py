@@ -305,6 +305,7 @@ def _factor(value: Affine) -> Any:
 
 
 elementwise("sub", operator.sub, "subtract")
+elementwise("rsub", lambda x, y: y - x)
 elementwise("neg", lambda x: x.times(-1), "negative")
 elementwise("abs", lambda x: choose(at_least(x, affine(0)), x, x.times(-1)))
 
