@@ -49,8 +49,7 @@ class LoraHead:
         """lora_x and lora_b as DTensors: lora_x with the placement of x, the layer's input as a
         DTensor, and lora_b sharded over words."""
         found = self._products(hidden)
-        parts = [tensor_parallel.adapter(self.base, lora_b, of, x) for of, lora_b in found]
-        return _side_by_side(parts)
+        return _side_by_side([tensor_parallel.adapter(lora_b, of, x) for of, lora_b in found])
 
     def _products(self, hidden: Tensor) -> list[tuple[Tensor, nn.Linear]]:
         """The input of each adapter's lora_B, scaled, and lora_B.

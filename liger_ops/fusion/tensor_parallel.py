@@ -102,26 +102,25 @@ def as_input(head: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
-def adapter(head: Any, lora_b: Any, lora_x: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+def adapter(lora_b: Any, lora_x: Tensor, x: Any) -> tuple[Tensor, Tensor]:
     """An adapter of a head that is sharded over words: the input of its lora_B, with the placement
-    of x, and its weight, with that of the head's.
+    of x, and its weight, sharded over words.
 
     A lora_B that no style shards is whole on every rank, and so is its gradient, which is gathered.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    mesh, weight = x.device_mesh, lora_b.weight
     if over_words(lora_b) is not None:
         lora_x = as_input(lora_b, lora_x)
-    whole: list[Any] = [lora_x, lora_b.weight]
-    for i, tensor in enumerate(whole):
-        if not isinstance(tensor, DTensor):
-            whole[i] = DTensor.from_local(tensor, x.device_mesh, [Replicate()], run_check=False)
-    # Dynamo of torch 2.11 takes a placement that it makes itself for one of another class.
-    lora_x, weight = whole
-    return (
-        lora_x.redistribute(placements=x.placements),  # type: ignore[attr-defined]
-        weight.redistribute(placements=head.weight.placements),
-    )
+    else:
+        if not isinstance(weight, DTensor):
+            weight = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+        # Dynamo of torch 2.11 does not know the placement that results: its graph breaks.
+        weight = weight.redistribute(placements=[Shard(0)])
+    if not isinstance(lora_x, DTensor):
+        lora_x = DTensor.from_local(lora_x, mesh, [Replicate()], run_check=False)
+    return lora_x.redistribute(placements=x.placements), weight
 
 
 class InstanceForward(NamedTuple):
