@@ -19,15 +19,9 @@ def _nothing() -> object:
     return None
 
 
-def _redispatched(op: Op, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
-    return op.overload.redispatch(keyset, *args)
-
-
 # Called before a tensor subclass or a mode is given a call, so that `distributed` can register the
 # rules of DTensor when they are needed, and not import DTensor before.
 before_subclasses: Callable[[], object] = _nothing
-# Gives them the call. `distributed` checks those of DTensors, and computes some itself.
-redispatch: Callable[[Op, torch._C.DispatchKeySet, tuple[Any, ...]], Any] = _redispatched
 
 
 def formula(op: Op, gradient: Op) -> tuple[Any, Any]:
@@ -148,7 +142,6 @@ def register(op: Op) -> None:
                 return entry(*args)
             if keyset.has(_PYTHON):
                 before_subclasses()
-                return redispatch(op, keyset, args)
             return overload.redispatch(keyset, *args)
 
     class Differentiated(torch.autograd.Function):

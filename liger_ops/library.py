@@ -125,7 +125,10 @@ def _public(function: Function, overload: Any) -> Function:
             # In inference mode a DTensor does not come to the Autograd kernel, which would have
             # had its rules registered.
             if isinstance(error, NotImplementedError) and autograd.before_subclasses():
-                return overload(*args, **kwargs)
+                return public(*args, **kwargs)
+            # DTensor makes a RuntimeError of what the op's checks raise, and adds the placements.
+            if isinstance(error.__cause__, (TypeError, ValueError)):
+                raise type(error.__cause__)(str(error)) from error
             # The dispatcher's messages for an argument of the wrong type or an unknown argument.
             text, name = str(error), f"{NAMESPACE}::{function.__name__}"
             if text.startswith((f"{name}() ", "Unknown keyword argument ")) and name in text:

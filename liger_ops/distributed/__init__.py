@@ -45,11 +45,11 @@ def register_for_dtensor() -> bool:
     if _registered or not hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor"):
         return False
     _registered = True
-    from .calls import redispatch
+    from .calls import register_calls
     from .sharding import register_rules
 
     register_rules()
-    autograd.redispatch = redispatch
+    register_calls()
     return True
 
 

@@ -14,6 +14,9 @@ gradient, each device has its part of a sum. A line must be true in that sense: 
 a result that lacks the axis is the sum of what the devices compute.
 
 An op whose axes depend on its options has a function of the call.
+
+Three kinds of calls are computed otherwise, before DTensor asks for a rule: `columns` those whose
+columns N are sharded, `by_words` losses whose words V are, and `means` means over sharded rows.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def _tiled_mlp(call: Any) -> str:
 def _reduced(call: Any, num_items: Any = None) -> tuple[str, str]:
     """The axes of tokens, and of a loss for each token or of their sum.
 
-    A mean is the sum of what the devices compute only if its divisor is given.
+    A mean is the sum of what the devices compute only if its divisor is given: `means` gives it.
     """
     if call.reduction == "none":
         return "*", "*"
@@ -94,13 +97,23 @@ def _linear_divergence(call: Any) -> str:
     )
 
 
-def _distribution_loss(x: str, y: str) -> Callable[[Any], str]:
+# Losses that are sums over the elements of two tensors, or over some of the rows.
+TERMS = {
+    name: f"{x}=* v, {y}=* v, shift_labels=* -> loss="
+    for name, x, y in (("kl_div", "input", "target"), ("jsd", "input", "target"), ("tvd", "p", "q"))
+}
+
+
+def _distribution_loss(name: str) -> Callable[[Any], str]:
     def axes(call: Any) -> str:
-        if call.reduction == "none":
-            return f"{x}=* v, {y}=* v, shift_labels=* -> loss=* v"
-        rows, loss = _reduced(call)
-        v = "V" if rows == "#" else "v"
-        return f"{x}={rows} {v}, {y}={rows} {v}, shift_labels={rows} -> loss={loss}"
+        # The mean of jsd, and of the others, has a divisor that no device knows alone: `means`
+        # computes it, and this is the rule where it does not.
+        reduction = getattr(call, "reduction", "mean")
+        if reduction == "none":
+            return TERMS[name] + "* v"
+        return (
+            TERMS[name] if reduction == "sum" else TERMS[name].replace("*", "#").replace("v", "V")
+        )
 
     return axes
 
@@ -112,7 +125,7 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "layer_norm": "x=* N, weight=N, bias=N -> y=* N",
     "modulated_rms_norm": "x=* N, scale=* N, shift=* N, weight=N -> y=* N",
     "modulated_layer_norm": "x=* N, scale=* N, shift=* N, weight=N, bias=N -> y=* N",
-    "group_norm": "x=n C #, weight=C, bias=C -> y=n C #",
+    "group_norm": "x=n N #, weight=N, bias=N -> y=n N #",
     "mhc_coeffs": "x=* H C, phi=P Q, b=Q, alpha_pre=, alpha_post=, alpha_res= -> "
     "h_pre=* H, h_post=* H, h_res=* H H, product=* Q, rstd=*",
     "mhc_pre": "x=* H c, h_pre=* H -> y=* c",
@@ -131,17 +144,14 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "embedding": "weight=V d, indices=* -> y=* d",
     # A convolution over heads, queries and keys.
     "multi_token_attention": "scores=b C M N, weight=E D P Q, bias=E -> y=b E M N",
-    "attn_res": "x=B * D, query=D, weight=D -> y=* D",
+    "attn_res": "x=B * N, query=N, weight=N -> y=* N",
     "tiled_mlp": _tiled_mlp,
     "neighborhood_attention": "query=b h # D, key=b h # D, value=b h # D -> y=b h # D, lse=b h #",
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "divergence": "student_logits=* V, teacher_logits=* V, target=* -> "
     "divergence=*, student_share=*, student_lse=*, teacher_lse=*",
-    "kl_div": _distribution_loss("input", "target"),
-    # The mean over the tokens that count, whose number no device knows alone.
-    "jsd": "input=# V, target=# V, shift_labels=# -> loss=",
-    "tvd": _distribution_loss("p", "q"),
+    **{name: _distribution_loss(name) for name in TERMS},
     "log_prob": "logits=* V, target=* -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
     "log_sum_sq_probs=*, predicted_tokens=*",
     "linear_log_prob": "x=* D, weight=V D, target=*, bias=V, lora_x=* R, lora_b=V R -> "
@@ -155,5 +165,10 @@ AXES: dict[str, str | Callable[[Any], str]] = {
 # statistics of rows are summed over the devices.
 SHARDED_COLUMNS = (
     "rms_norm", "fused_add_rms_norm", "gated_rms_norm", "layer_norm", "modulated_rms_norm",
-    "modulated_layer_norm", "poly_norm", "softmax", "log_softmax",
+    "modulated_layer_norm", "poly_norm", "softmax", "log_softmax", "attn_res",
 )  # fmt: skip
+# Ops of groups of columns: a device that has whole groups computes them by itself.
+GROUPED_COLUMNS = ("gated_rms_norm", "group_norm")
+# Ops of a gate and an up, which may be packed in one tensor: so does a device that has both of its
+# columns.
+GATED_COLUMNS = tuple(name for name, axes in AXES.items() if axes is _gated)

@@ -1,40 +1,70 @@
-"""A call of an op with DTensors: its checks, before DTensor is given it."""
+"""A call of an op with DTensors, before DTensor shards it: its checks, and the results that the
+devices compute themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..library import COMPOSED, NAMESPACE, OPS
 from ..record import Op
+from . import means
+from .by_words import computed_by_words
 from .columns import computed_by_columns
 
-
-def redispatch(op: Op, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
-    """Run a call that has a tensor of a subclass among its arguments, below autograd."""
-    sharded = next((i for i, arg in enumerate(args) if isinstance(arg, DTensor)), None)
-    if sharded is None:
-        return op.overload.redispatch(keyset, *args)
-    _check(op, args, sharded)
-    try:
-        results = computed_by_columns(op, args)
-        return op.overload.redispatch(keyset, *args) if results is NotImplemented else results
-    except (RuntimeError, TypeError, ValueError) as error:
-        # DTensor makes a RuntimeError of what the op's checks raise for the whole shapes.
-        cause = error.__cause__ if isinstance(error, RuntimeError) else error
-        if isinstance(cause, (TypeError, ValueError)):
-            raise type(cause)(f"{cause}; {_placements(op, args)}") from error
-        raise
+# Each returns NotImplemented for a call that is not its own.
+COMPUTED = (means.of_sums, means.of_terms, computed_by_columns, computed_by_words)
 
 
-def _check(op: Op, args: tuple[Any, ...], sharded: int) -> None:
+def register_calls() -> None:
+    """Give DTensor's calls of every op to `_taken`.
+
+    PyTorch asks this rule before DTensor in every mode: with gradients, without, in inference mode,
+    and while a graph is traced.
+    """
+    for op in OPS.values():
+        op.custom_op.register_torch_dispatch(DTensor, partial(_taken, op))
+    for name in COMPOSED:
+        torch.library.register_torch_dispatch(f"{NAMESPACE}::{name}", DTensor, _composed)
+
+
+def _taken(
+    op: Op, cls: Any, overload: Any, types: Any, args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """The results of a call, or NotImplemented for one that DTensor shards by the op's rule."""
+    call = op.arguments(*args, **(kwargs or {}))
+    _check(op, call)
+    for computed in COMPUTED:
+        results = computed(op, call)
+        if results is not NotImplemented:
+            return results
+    return NotImplemented
+
+
+def _composed(
+    cls: Any, overload: Any, types: Any, args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """Call the ops of a composed one: in inference mode PyTorch gives it to DTensor undivided."""
+    return overload.decompose(*args, **(kwargs or {}))
+
+
+def _check(op: Op, call: Any) -> None:
     """Raise for tensors that DTensor cannot bring together, in the words of the op."""
-    names = [argument.name for argument in op.schema.arguments]
-    mesh, name_of_op = args[sharded].device_mesh, op.name.removesuffix("_forward")
-    beside = f"which {names[sharded]} has, with the placements {args[sharded].placements}"
-    for name, arg in zip(names, args, strict=False):
+    tensors: dict[str, Any] = {
+        name: arg for name, arg in call._asdict().items() if isinstance(arg, Tensor)
+    }
+    first = next(name for name, arg in tensors.items() if isinstance(arg, DTensor))
+    mesh, placements = tensors[first].device_mesh, tensors[first].placements
+    name_of_op = op.name.removesuffix("_forward")
+    beside = f"which {first} has, with the placements {placements}"
+    for name, arg in tensors.items():
         if isinstance(arg, DTensor):
             if arg.device_mesh != mesh:
                 raise ValueError(
@@ -42,7 +72,7 @@ def _check(op: Op, args: tuple[Any, ...], sharded: int) -> None:
                     f" mesh {arg.device_mesh}, with the placements {arg.placements}"
                 )
         # DTensor takes a number as replicated.
-        elif isinstance(arg, Tensor) and arg.numel() != 1 and not _replicates_plain_tensors():
+        elif arg.numel() != 1 and not _replicates_plain_tensors():
             raise TypeError(
                 f"{name_of_op}: {name} must be a DTensor on the mesh {mesh}, {beside}; got a plain"
                 f" tensor of shape {tuple(arg.shape)}"
@@ -52,11 +82,3 @@ def _check(op: Op, args: tuple[Any, ...], sharded: int) -> None:
 def _replicates_plain_tensors() -> bool:
     """Whether the call is within `torch.distributed.tensor.experimental.implicit_replication`."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
-
-
-def _placements(op: Op, args: tuple[Any, ...]) -> str:
-    """The meshes and placements of a call, for an error."""
-    names = [argument.name for argument in op.schema.arguments]
-    found = [(n, arg) for n, arg in zip(names, args, strict=False) if isinstance(arg, DTensor)]
-    placed = ", ".join(f"{name} {tuple(arg.placements)}" for name, arg in found)
-    return f"on {found[0][1].device_mesh}, with the placements {placed}"

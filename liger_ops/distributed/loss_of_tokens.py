@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.cross_entropy import token_losses
+from ..ops.cross_entropy import token_losses, token_weights
+from .token_statistics import class_sum
+from .words import Words
 
 
 class Tokens(NamedTuple):
@@ -33,6 +35,20 @@ class Tokens(NamedTuple):
     ) -> Tokens:
         target, here, valid, within, weights, counts = parts
         return Tokens(target, here, valid, within, weights, counts, class_weight, class_sum)
+
+    @staticmethod
+    def of_words(
+        words: Words, target: Tensor, ignore_index: int, class_weight: Tensor | None,
+        token_weight: Tensor | None, dtype: torch.dtype,
+    ) -> Tokens:  # fmt: skip
+        """The tokens of a call, whose targets and class weights are of the whole vocabulary."""
+        within = target != ignore_index
+        weights, counts = token_weights(target, within, class_weight, token_weight, dtype)
+        return Tokens(
+            words.local(target, ignore_index), words.here(target),
+            words.valid(target, ignore_index), within, weights, counts, words.of(class_weight),
+            class_sum(class_weight, words.V, weights),
+        )  # fmt: skip
 
     def split(self, size: int) -> list[Tokens]:
         chunks = zip(*(value.split(size) for value in self[:6]), strict=True)

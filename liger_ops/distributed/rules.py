@@ -57,7 +57,10 @@ def line_of(op: Op, call: Any) -> Line:
     entry = AXES.get(base_of(op.name))
     if entry is None:
         raise NotImplementedError(f"{op.name}: there is no sharding rule of this op")
-    text = entry if isinstance(entry, str) else entry(call)
+    return line_of_text(entry if isinstance(entry, str) else entry(call))
+
+
+def line_of_text(text: str) -> Line:
     arguments, results = (
         {name.strip(): axes.split() for name, axes in (part.split("=") for part in side.split(","))}
         for side in text.split("->")
@@ -108,7 +111,7 @@ def dimensions(axes: list[str], many: int, columns: str = "") -> list[str | None
     return named
 
 
-def shardable(sizes: dict[str, set[Any]], devices: int) -> list[str]:
+def shardable(sizes: dict[str, list[Any]], devices: int) -> list[str]:
     """The axes that may be sharded, of those with these sizes in the tensors of a call.
 
     A tensor with fewer elements than others has one for so many neighbours, as keys have a head for
@@ -127,8 +130,8 @@ class Tensors(NamedTuple):
 
     arguments: list[Placed | None]
     results: list[Placed | None]
-    # Axis -> its sizes in the tensors.
-    sizes: dict[str, set[Any]]
+    # Axis -> its different sizes in the tensors: a list, because a symbolic size has no hash.
+    sizes: dict[str, list[Any]]
 
     def placements(self, axis: str | None) -> tuple[Placements, Placements]:
         """The placements of results and of arguments, on one dimension of a mesh, that shard an
@@ -140,9 +143,10 @@ class Tensors(NamedTuple):
         return placed(self.results), placed(self.arguments)
 
 
-def tensors_of(op: Op, call: Any, columns: str = "") -> Tensors:
-    """The tensors of a call, whose arguments are tensors or specs of DTensor."""
-    line = line_of(op, call)
+def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -> Tensors:
+    """The tensors of a call, whose arguments are tensors or specs of DTensor, with the axes of a
+    line, by default the op's."""
+    line = line_of(op, call) if line is None else line
     roles = {
         argument.name: (argument_role(op, line, argument.name), value)
         for argument, value in zip(op.schema.arguments, call, strict=True)
@@ -153,11 +157,11 @@ def tensors_of(op: Op, call: Any, columns: str = "") -> Tensors:
     named = {name: dimensions(role.axes, many[name], columns) for name, (role, _) in roles.items()}
 
     # A size of 1 among others is broadcast: the tensor lacks the axis.
-    sizes: dict[str, set[Any]] = {}
+    sizes: dict[str, list[Any]] = {}
     for name, axes in named.items():
         for axis, size in zip(axes, roles[name][1].shape, strict=True):
-            if axis is not None:
-                sizes.setdefault(axis, set()).add(size)
+            if axis is not None and size not in sizes.setdefault(axis, []):
+                sizes[axis].append(size)
     for name, axes in named.items():
         shape = roles[name][1].shape
         named[name] = [
@@ -165,8 +169,8 @@ def tensors_of(op: Op, call: Any, columns: str = "") -> Tensors:
             for axis, size in zip(axes, shape, strict=True)
         ]
     for found in sizes.values():
-        if len(found) > 1:
-            found.discard(1)
+        if len(found) > 1 and 1 in found:
+            found.remove(1)
 
     arguments = [
         Placed(named[argument.name], roles[argument.name][0].otherwise)

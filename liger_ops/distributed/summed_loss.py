@@ -55,12 +55,8 @@ class SummedLoss(Function):
         tokens = Tokens.of_flat(of_tokens, class_weight, class_sum)
         head = Head(rows, weight, bias, lora_x, lora_b)
         wanted = list(ctx.needs_input_grad[:5])
-        chunked = _Chunked(head, tokens, terms, words, options, wanted, sums_x)
-        lses, target_logits, totals = zip(
-            *(chunked.finished(chunk) for chunk in chunked.chunks()), strict=True
-        )
-        lse, target_logit = torch.cat(lses), torch.cat(target_logits)
-        total = None if totals[0] is None else torch.cat(totals)
+        chunked = ChunkedLoss(head, tokens, terms, words, options, wanted, sums_x)
+        lse, target_logit, total = chunked.statistics()
         computed = chunked.gradients.results()
         ctx.has_dweight = computed[1] is not None
         with nobody_else_sees_the_gradients():
@@ -114,7 +110,7 @@ def chunk_size(row_bytes: int, chunk_bytes: int | None) -> int:
     return fitting if fitting < TILE else fitting // TILE * TILE
 
 
-class _Chunked:
+class ChunkedLoss:
     """The chunks of a head, and its gradients so far."""
 
     def __init__(
@@ -128,6 +124,13 @@ class _Chunked:
         self.size = chunk_size(row_bytes, options.chunk_bytes)
         group = words.group if sums_x else None
         self.gradients = HeadGradients(head, wanted, group, self.size, options.accum_dtype, True)
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The statistics of all tokens; the gradients are then those of all."""
+        chunks = (self.finished(chunk) for chunk in self.chunks())
+        lses, target_logits, totals = zip(*chunks, strict=True)
+        total = None if totals[0] is None else torch.cat(totals)
+        return torch.cat(lses), torch.cat(target_logits), total
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield each chunk of tokens after the next one's logits were computed: meanwhile its

@@ -50,10 +50,7 @@ class TokenLogProbs(Function):
         """x is the logits if weight, that of a linear layer, is None; `target` counts from the
         rank's first word, and is to be read where `here` is True."""
         head = (x, weight, bias, lora_x, lora_b)
-        local = _of_this_rank(head, target, here, words, options)
-        results = _of_all_ranks(local, words)
-        # The ops have no numbers of ignored tokens.
-        log_prob, entropy, lse = (value.masked_fill(target == IGNORED, 0.0) for value in results)
+        log_prob, entropy, lse = results_of(head, target, here, words, options)
         ctx.save_for_backward(*head, target, here, entropy, lse)
         ctx.words, ctx.options = words, options
         ctx.set_materialize_grads(False)
@@ -65,24 +62,41 @@ class TokenLogProbs(Function):
         ctx: Any, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         *head, target, here, entropy, lse = ctx.saved_tensors
-        x, weight, bias, lora_x, lora_b = head
-        wanted = list(ctx.needs_input_grad[:5])
-        if dlog_prob is not None:
-            # log_prob = x_target - lse: without the target, its gradient is that of -lse.
-            of_lse = torch.where(here, 0.0, -dlog_prob)
-            dlse = of_lse if dlse is None else dlse + of_lse
-            dlog_prob = torch.where(here, dlog_prob, 0.0)
-        given = (dlog_prob, dentropy, dlse, x)
-        results: tuple[Tensor | None, ...]
-        if ctx.words.held == 0:
-            results = zeros_of(head, wanted)
-        elif weight is None:
-            dx = log_prob_backward(*given, target, entropy, lse, *ctx.options.of_op)
-            results = (dx, None, None, None, None)
-        else:
-            options = (*ctx.options.of_op, *ctx.options.of_chunks, wanted, lora_x, lora_b)
-            results = linear_log_prob_backward(*given, weight, target, bias, entropy, lse, *options)
+        results = gradients(
+            tuple(head), target, here, entropy, lse, (dlog_prob, dentropy, dlse),
+            ctx.words, ctx.options, list(ctx.needs_input_grad[:5]),
+        )  # fmt: skip
         return (*results, None, None, None, None)
+
+
+def results_of(
+    head: Layer, target: Tensor, here: Tensor, words: Words, options: Options
+) -> list[Tensor]:
+    """log_prob, entropy and lse, of which an ignored token has 0."""
+    results = _of_all_ranks(_of_this_rank(head, target, here, words, options), words)
+    return [value.masked_fill(target == IGNORED, 0.0) for value in results]
+
+
+def gradients(
+    head: Layer, target: Tensor, here: Tensor, entropy: Tensor, lse: Tensor,
+    grads: tuple[Tensor | None, ...], words: Words, options: Options, wanted: list[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of the head, from those of log_prob, entropy and lse."""
+    x, weight, bias, lora_x, lora_b = head
+    dlog_prob, dentropy, dlse = grads
+    if dlog_prob is not None:
+        # log_prob = x_target - lse: without the target, its gradient is that of -lse.
+        of_lse = torch.where(here, 0.0, -dlog_prob)
+        dlse = of_lse if dlse is None else dlse + of_lse
+        dlog_prob = torch.where(here, dlog_prob, 0.0)
+    given = (dlog_prob, dentropy, dlse, x)
+    if words.held == 0:
+        return zeros_of(head, wanted)
+    if weight is None:
+        dx = log_prob_backward(*given, target, entropy, lse, *options.of_op)
+        return dx, None, None, None, None
+    of_op = (*options.of_op, *options.of_chunks, wanted, lora_x, lora_b)
+    return linear_log_prob_backward(*given, weight, target, bias, entropy, lse, *of_op)
 
 
 def _of_this_rank(

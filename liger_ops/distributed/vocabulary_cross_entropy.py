@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..ops.cross_entropy import REDUCTIONS, reduced, token_weights
+from ..ops.cross_entropy import REDUCTIONS, reduced
 from .lora import head_of, head_of_input, head_of_rows, summed_over_ranks
 from .loss_of_tokens import Terms, Tokens, losses
 from .summed_loss import summed_loss
-from .token_statistics import Layer, Options, TokenStatistics, class_sum
+from .token_statistics import Layer, Options, TokenStatistics
 from .words import Arguments, arguments, check_target
 
 
@@ -203,13 +203,9 @@ def _loss(
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    within = target != ignore_index
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    weights, counts = token_weights(target, within, class_weight, token_weight, dtype)
-    tokens = Tokens(
-        words.local(target, ignore_index), words.here(target), words.valid(target, ignore_index),
-        within, weights, counts, words.of(class_weight), class_sum(class_weight, words.V, weights),
-    )  # fmt: skip
+    tokens = Tokens.of_words(words, target, ignore_index, class_weight, token_weight, dtype)
+    counts = tokens.counts
     terms = Terms(label_smoothing, lse_square_scale, words.V)
     needed = (tensor is not None and tensor.requires_grad for tensor in head)
     in_forward = torch.is_grad_enabled() and reduction != "none" and any(needed)

@@ -29,6 +29,13 @@ class Words(NamedTuple):
     V: int
     most: int
 
+    @staticmethod
+    def of_rank(group: str, rank: int, ranks: int, V: int) -> Words:
+        """A rank's words of V, as `torch.chunk` splits them."""
+        most = -(-V // ranks)
+        first = min(rank * most, V)
+        return Words(group, rank, ranks, first, min(first + most, V) - first, V, most)
+
     def here(self, target: Tensor) -> Tensor:
         return (target >= self.first) & (target < self.first + self.held)
 
@@ -107,10 +114,7 @@ def arguments(
         if rank < 0:
             raise ValueError(f"{op}: group must have this process as a member")
         name_of_group = group.group_name
-    most = -(-V // ranks)
-    first = min(rank * most, V)
-    count = min(first + most, V) - first
-    words = Words(name_of_group, rank, ranks, first, count, V, most)
+    words = Words.of_rank(name_of_group, rank, ranks, V)
     local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
     _check_size(op, name, local, dim, words)
     if bias is not None:
@@ -204,7 +208,8 @@ def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:
     if len(placements) != 1 or type(placements[0]) is not Shard or placements[0] != accepted:
         raise ValueError(
             f"{op}: {name} must be sharded over words on a mesh of one dimension, ({accepted},),"
-            f" such as a submesh, got {placements} on {tensor.device_mesh}"
+            f" such as a submesh, got {placements} on {tensor.device_mesh};"
+            f" liger_ops.{op.removeprefix('distributed.')} takes DTensors of any placement"
         )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from . import rows
 from .precision import widened
 
 
@@ -48,7 +49,8 @@ def attn_res(x: Tensor, query: Tensor, weight: Tensor | None = None, eps: float 
         tensor([[ 2., -1.]])
     """
     wide = widened(x)
-    alpha = torch.softmax(_scores(wide, _factor(wide, query, weight), eps), 0)
+    score = _scores(wide, _factor(wide, query, weight), _rstd(wide, eps))
+    alpha = torch.softmax(score, 0)
     return (alpha * wide).sum(0).to(x.dtype).contiguous()
 
 
@@ -80,16 +82,16 @@ def attn_res_backward(
         TypeError, ValueError: as `attn_res`; or dy does not have the shape of a block.
     """
     wide, dy = widened(x), dy.to(widened(x).dtype)
-    w = _factor(wide, query, weight)
-    score = _scores(wide, w, eps)
-    alpha, rstd = torch.softmax(score, 0), _rstd(wide, eps)
-    dalpha = (dy * wide).sum(-1, keepdim=True)
+    w, rstd = _factor(wide, query, weight), _rstd(wide, eps)
+    score = _scores(wide, w, rstd)
+    alpha = torch.softmax(score, 0)
+    dalpha = rows.total(dy * wide)
     slope = alpha * (dalpha - (alpha * dalpha).sum(0)) * rstd
     dx = dquery = dweight = None
     if output_mask[0]:
-        dx = alpha * dy + slope * (w - wide * (rstd * score / x.shape[-1]))
+        dx = alpha * dy + slope * (w - wide * (rstd * score / rows.columns(x)))
         dx = dx.to(x.dtype).contiguous()
-    dw = (slope * wide).reshape(-1, x.shape[-1]).sum(0)
+    dw = rows.columns_sum(slope * wide)
     if output_mask[1]:
         dquery = (dw if weight is None else dw * weight).to(query.dtype)
     if output_mask[2] and weight is not None:
@@ -104,12 +106,12 @@ def _factor(wide: Tensor, query: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _rstd(wide: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(rows.mean(wide * wide) + eps)
 
 
-def _scores(wide: Tensor, w: Tensor, eps: float) -> Tensor:
+def _scores(wide: Tensor, w: Tensor, rstd: Tensor) -> Tensor:
     """(N, ..., 1)."""
-    return (wide * w).sum(-1, keepdim=True) * _rstd(wide, eps)
+    return rows.total(wide * w) * rstd
 
 
 library.gradient("attn_res")

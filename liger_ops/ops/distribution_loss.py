@@ -39,14 +39,17 @@ class Form(NamedTuple):
     @property
     def divisor(self) -> Tensor | int:
         """What the sum of all terms is divided by, at least 1."""
+        return self.divided_by(None if self.within is None else self.within.sum())
+
+    def divided_by(self, counted: Tensor | None) -> Tensor | int:
+        """The divisor, if so many rows count, or None for all."""
         if self.reduction in ("sum", "none"):
             return 1
         *leading, V = self.x.shape
-        V = torch.sym_max(V, 1)
-        if self.within is not None:
-            rows = self.within.sum().clamp(min=1)
-            return rows * V if self.reduction == "mean" else rows
-        of_mean = self.reduction == "mean"
+        V, of_mean = torch.sym_max(V, 1), self.reduction == "mean"
+        if counted is not None:
+            rows = counted.clamp(min=1)
+            return rows * V if of_mean else rows
         return torch.sym_max(math.prod(leading) * V if of_mean else self.batch, 1)
 
 

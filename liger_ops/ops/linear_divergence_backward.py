@@ -16,8 +16,8 @@ from .two_heads import (
     dlogits_of,
     rows_of,
     teacher_of,
+    token_weights,
     upstream_of_tokens,
-    weights_of_tokens,
 )
 
 GRADIENTS = "dx dweight dbias dlora_x dlora_b"
@@ -81,6 +81,7 @@ def linear_divergence_backward(
     """
     tokens = (target, token_weight, num_items_in_batch)
     weights, items = weights_and_items(student_x, *tokens, statistics, ignore_index, reduction)
+    weights = weights.reshape(-1)
     computed = (dx, dweight, dbias, dlora_x, dlora_b)
     finished = finished_in_forward(
         dloss, computed, output_mask, target, ignore_index, items, student_x.dtype
@@ -114,8 +115,8 @@ def weights_and_items(
     student_x: Tensor, target: Tensor | None, token_weight: Tensor | None,
     num_items_in_batch: Tensor | None, statistics: Tensor, ignore_index: int, reduction: str,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """The weights of the tokens, and what the reduction divides by."""
+    """The weights of the tokens, of their shape, and what the reduction divides by."""
     shape, dtype = student_x.shape[:-1], statistics.dtype
     tokens = (target, token_weight, ignore_index, shape, dtype, student_x.device)
-    weights = weights_of_tokens(*tokens)
+    weights = token_weights(*tokens)
     return weights, divisor(reduction, weights, num_items_in_batch)

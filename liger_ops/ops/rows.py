@@ -44,6 +44,11 @@ def parts(value: Parts) -> Iterator[None]:
         _state.parts = None
 
 
+def columns(x: Tensor) -> int | torch.SymInt:
+    """The number of columns of a whole row."""
+    return x.shape[-1] if _state.parts is None else _state.parts.columns
+
+
 def mean(x: Tensor) -> Tensor:
     """The mean over the last dimension, which is kept with size 1."""
     sharded = _state.parts

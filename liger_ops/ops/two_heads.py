@@ -52,14 +52,24 @@ def weights_of_tokens(
     target: Tensor | None, token_weight: Tensor | None, ignore_index: int,
     shape: Any, dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """The weight of each token, 0 for those that are ignored; (M,)."""
-    if token_weight is None:
-        weights = torch.ones(shape, dtype=dtype, device=device)
-    else:
+    """`token_weights`, (M,)."""
+    return token_weights(target, token_weight, ignore_index, shape, dtype, device).reshape(-1)
+
+
+def token_weights(
+    target: Tensor | None, token_weight: Tensor | None, ignore_index: int,
+    shape: Any, dtype: torch.dtype, device: torch.device,
+) -> Tensor:  # fmt: skip
+    """The weight of each token, 0 for those that are ignored, of this shape."""
+    if token_weight is not None:
         weights = token_weight.to(dtype)
-    if target is not None:
-        weights = torch.where(target != ignore_index, weights, 0.0)
-    return weights.reshape(-1)
+        if target is not None:
+            weights = torch.where(target != ignore_index, weights, 0.0)
+    elif target is not None:
+        weights = (target != ignore_index).to(dtype)
+    else:
+        weights = torch.ones(shape, dtype=dtype, device=device)
+    return weights
 
 
 def divisor(reduction: str, weights: Tensor, num_items_in_batch: Tensor | None) -> Tensor | int:

@@ -136,13 +136,12 @@ def what_the_op_does_not_compute_is_left() -> None:
 
 
 def sharded_by_fsdp() -> None:
-    """The head and its adapters with the last norm, as accelerate does; and its linear layer by
-    itself, which is left."""
+    """The head with its adapters; and its linear layer by itself, which is left."""
     truth = trained(adapted(made()).base_model.model)
     for together in (True, False):
         inner = adapted(made()).base_model.model
         fuse(inner)
-        apart = [inner.model.norm, inner.lm_head] if together else inner.lm_head.base_layer
+        apart = inner.lm_head if together else inner.lm_head.base_layer
         fully_shard(apart, mesh=ranks.mesh())
         shard(inner)
         left = pytest.warns(UserWarning, match="a part of its head is sharded by itself")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,21 @@ def test_two_devices(tmp_path: Path) -> None:
     assert not ranks.failures(checks, 2, tmp_path, SECONDS)
 
 
+def test_the_first_call_is_in_inference_mode() -> None:
+    """DTensor is imported after the ops, and no call has had its rules registered."""
+    lines = [
+        "import torch, torch.distributed as dist, liger_ops",
+        "from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh",
+        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())",
+        "mesh = init_device_mesh('cpu', (1,))",
+        "x = distribute_tensor(torch.randn(2, 4), mesh, [Shard(1)])",
+        "with torch.inference_mode(): y = liger_ops.rms_norm(x)",
+        "assert y.placements == (Shard(1),), y.placements",
+        "torch.testing.assert_close(y.full_tensor(), liger_ops.rms_norm(x.full_tensor()))",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=SECONDS)
+
+
 def refused() -> None:
     mesh, named = ranks.mesh(), ranks.mesh(1, 2)
     x, weight, target = torch.randn(4, 6), torch.randn(6), torch.zeros(4, dtype=torch.long)
@@ -59,18 +76,19 @@ def refused() -> None:
          ["rms_norm: weight must be a DTensor on the mesh", "(Shard(dim=0),)", str(named)]),
         # What the op refuses on one device too, of the whole shapes.
         (ops.rms_norm, (rows(x), whole(weight[:5])), ValueError,
-         ["rms_norm: weight must have the shape", "weight (Replicate(),)"]),
+         ["rms_norm: weight must have the shape", "f32[4, 6](S(0))", "f32[5](R)"]),
         (ops.rms_norm, (distribute_tensor(x, mesh, [Shard(1)]), whole(weight[:5])), ValueError,
-         ["rms_norm: weight must have the shape", "x (Shard(dim=1),)"]),
+         ["rms_norm: weight must have the shape", "f32[4, 6](S(1))"]),
         (ops.layer_norm, (rows(x), whole(target[:1].expand(6).contiguous())), TypeError,
-         ["layer_norm: weight must be a floating point", "x (Shard(dim=0),)"]),
+         ["layer_norm: weight must be a floating point", "f32[4, 6](S(0))"]),
     ]  # fmt: skip
     for function, args, kind, said in wrong:
-        with pytest.raises(kind) as error:
-            function(*args)
-        assert type(error.value) is kind
-        for text in (*said, str(mesh)):
-            assert text in str(error.value), (text, str(error.value))
+        for mode in (torch.enable_grad, torch.inference_mode):
+            with mode(), pytest.raises(kind) as error:
+                function(*args)
+            assert type(error.value) is kind
+            for text in (*said, str(mesh)):
+                assert text in str(error.value), (mode, text, str(error.value))
     for function, args, kind, said in (wrong[0], wrong[5], wrong[6]):
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         with pytest.raises(Exception) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 import liger_ops
 import ranks
 from collectives import recorded
+from column_shards import backward, compare, forward, leaves, outcome, over_columns
 from liger_ops.distributed.axes import SHARDED_COLUMNS
 
 pytestmark = pytest.mark.device_kernels
@@ -35,6 +38,8 @@ STATISTICS = {
     "poly_norm": (3, 6),
     "softmax": (2, 1),
     "log_softmax": (2, 1),
+    # The scores and the rows' squares; the backward needs dy * x too.
+    "attn_res": (2, 3),
 }
 
 
@@ -50,7 +55,7 @@ def test_two_devices(tmp_path: Path) -> None:
 
 
 def test_columns_on_two_dimensions_of_a_mesh(tmp_path: Path) -> None:
-    assert not ranks.failures([on_a_square], 4, tmp_path, SECONDS)
+    assert not ranks.failures([on_a_square, sharded_from_right_to_left], 4, tmp_path, SECONDS)
 
 
 def tensors_of(op: str, N: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -66,50 +71,10 @@ def tensors_of(op: str, N: int, dtype: torch.dtype = torch.float32) -> list[Tens
         "poly_norm": [(ROWS, N), (3,)],
         "softmax": [(ROWS, N)],
         "log_softmax": [(ROWS, N)],
+        "attn_res": [(2, 3, N), (N,), (N,)],
     }
     # A mean that is far from 0, as the statistics of two devices' columns are combined.
     return [torch.randn(s, dtype=dtype) + 3 for s in shapes.get(op, [(ROWS, N), (N,)])]
-
-
-def forward(op: str, tensors: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, ...]:
-    results = getattr(liger_ops, op)(*tensors, **options)
-    return results if isinstance(results, tuple) else (results,)
-
-
-def backward(results: tuple[Tensor, ...], tensors: list[Tensor]) -> list[Tensor]:
-    weights = [y.detach().cos() + i for i, y in enumerate(results)]
-    return list(torch.autograd.grad(results, tensors, weights))
-
-
-def outcome(op: str, tensors: list[Tensor], **options: Any) -> list[Tensor]:
-    results = forward(op, tensors, options)
-    return [*results, *backward(results, tensors)]
-
-
-def over_columns(tensors: list[Tensor], mesh: Any, placements: Any = None) -> list[Tensor]:
-    """The tensors, sharded over columns where they have those of the first."""
-    N = tensors[0].shape[-1]
-    found = []
-    for tensor in tensors:
-        last = Shard(tensor.dim() - 1) if tensor.shape[-1] == N else Replicate()
-        given = [last] * mesh.ndim
-        if placements is not None:
-            given = placements(tensor)
-        found.append(distribute_tensor(tensor, mesh, given).requires_grad_())
-    return found
-
-
-def leaves(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone().requires_grad_() for tensor in tensors]
-
-
-def compare(found: list[Any], expected: list[Tensor], tolerance: float = 1e-5) -> None:
-    for value, truth in zip(found, expected, strict=True):
-        assert isinstance(value, DTensor) and value.dtype is truth.dtype
-        assert value.stride() == truth.stride()
-        torch.testing.assert_close(
-            value.full_tensor(), truth, rtol=tolerance, atol=tolerance, equal_nan=True
-        )
 
 
 def only_statistics_move() -> None:
@@ -129,6 +94,12 @@ def only_statistics_move() -> None:
             if op != "poly_norm":
                 assert gradient.placements == one.placements, op
         compare([*results, *gradients], outcome(op, leaves(tensors)), 1e-4)
+        with torch.inference_mode():
+            inferred, moved = recorded(lambda: forward(op, given, {}))  # noqa: B023
+            assert moved == of_forward, (op, moved)
+        for result, value in zip(results, inferred, strict=True):
+            assert value.is_inference() and value.placements == result.placements
+            assert value.to_local().equal(result.to_local())
 
 
 def half_precision_rounds_as_on_one_device() -> None:
@@ -175,26 +146,43 @@ def infinities_are_those_of_the_whole_row() -> None:
 
 
 def compiled() -> None:
-    """The graphs that a compiler gets have a device's columns, and collectives of statistics."""
+    """A graph for all sizes, which has a device's columns, and collectives of statistics."""
     mesh = ranks.mesh()
-    for op in ("rms_norm", "softmax"):
+    # The op, its options, the columns and the collectives.
+    cases: list[tuple[str, dict[str, Any], int, tuple[int, int]]] = [
+        ("softmax", {}, 33, STATISTICS["softmax"]),
+        ("gated_rms_norm", {"group_size": 8}, 32, (0, 0)),
+        ("gated_rms_norm", {"group_size": 8}, 24, STATISTICS["gated_rms_norm"]),
+    ]
+    for op, options, N, counts in cases:
         found = []
 
         def count(graph: Any, _: Any, found: list[int] = found) -> Any:
             collectives = [n for n in graph.graph.nodes if "_c10d_functional" in str(n.target)]
-            shapes = [tuple(n.meta["val"].shape) for n in collectives]
-            assert set(shapes) == {(ROWS, 1)}
+            # Statistics, not columns.
+            assert all(n.meta["val"].shape[-1] == 1 for n in collectives)
             found.append(sum("all_reduce" in str(n.target) for n in collectives))
             return make_boxed_func(graph)
 
-        tensors = tensors_of(op, 33)
-        given = over_columns(tensors, mesh)
+        torch.compiler.reset()
         function = torch.compile(
-            getattr(liger_ops, op), backend=aot_autograd(fw_compiler=count), fullgraph=True
-        )
-        results = (function(*given),)
-        compare([*results, *backward(results, given)], outcome(op, leaves(tensors)))
-        assert tuple(found) == STATISTICS[op], op
+            partial(getattr(liger_ops, op), **options),
+            backend=aot_autograd(fw_compiler=count), fullgraph=True, dynamic=True,
+        )  # fmt: skip
+        for rows in (ROWS, 11):
+            tensors = [t if t.dim() == 1 else torch.randn(rows, N) for t in tensors_of(op, N)]
+            given = over_columns(tensors, mesh)
+            results = (function(*given),)
+            # PyTorch 2.11 gives DTensors of graphs with symbolic sizes wrong strides, x.sin() too.
+            compare(
+                [*results, *backward(results, given)], outcome(op, leaves(tensors), **options),
+                1e-4, strides=torch.__version__ >= "2.13",
+            )  # fmt: skip
+        assert tuple(found) == counts, (op, options)
+        if op == "softmax":
+            with torch.inference_mode():
+                assert function(*given).to_local().equal(results[0].to_local())
+            assert tuple(found) == (*counts, counts[0])
 
 
 def on_a_square() -> None:
@@ -213,3 +201,18 @@ def on_a_square() -> None:
                 lambda t, way=way: way(1) if t.dim() == 2 else [Replicate(), Shard(0)],
             )  # fmt: skip
             compare(outcome(op, given), expected, 1e-9)
+
+
+def sharded_from_right_to_left() -> None:
+    """Placements do not tell the order in which the dimensions of a mesh share columns."""
+    mesh = ranks.mesh(2, 2)
+    x, weight = torch.randn(ROWS, 8), torch.randn(8)
+    first, second = mesh.get_coordinate()
+    order = (ShardOrderEntry(tensor_dim=1, mesh_dims=(1, 0)),)
+    meta = TensorMeta(x.shape, x.stride(), x.dtype)
+    spec = DTensorSpec(mesh, (Shard(1), Shard(1)), meta, shard_order=order)
+    given = DTensor(
+        x.chunk(2, 1)[second].chunk(2, 1)[first].contiguous(), spec, requires_grad=False
+    )
+    weights = distribute_tensor(weight, mesh, [Shard(0), Shard(0)])
+    compare([liger_ops.rms_norm(given, weights)], [liger_ops.rms_norm(x, weight)])
