@@ -30,6 +30,17 @@ def head_of(
     return Head(x, weight, bias, *lora)
 
 
+def head_of_input(op: str, given: Arguments, lora_x: Tensor | None, lora_b: Tensor | None) -> Head:
+    """The head of a call that is given lora_x, which has the rows of x, in place of lora_a."""
+    assert given.x is not None
+    x, weight, bias = cast_as_linear(given.x, given.sharded, given.bias)
+    if lora_x is None or lora_b is None:
+        return Head(x, weight, bias, None, None)
+    lora_x = given.also_rows(op, "lora_x", lora_x, None)
+    lora_b = given.also_sharded(op, "lora_b", lora_b, 0)
+    return Head(x, weight, bias, lora_x.to(x.dtype), lora_b.to(x.dtype))
+
+
 def head_of_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, lora_x: Tensor | None, lora_b: Tensor | None
 ) -> Head:

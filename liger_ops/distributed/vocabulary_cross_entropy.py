@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..ops.cross_entropy import REDUCTIONS, reduced
-from .lora import head_of, head_of_rows, summed_over_ranks
+from .lora import head_of, head_of_input, head_of_rows, summed_over_ranks
 from .loss_of_tokens import Terms, Tokens, losses
 from .summed_loss import summed_loss
 from .token_statistics import Layer, Options, TokenStatistics
@@ -161,6 +161,30 @@ def linear_cross_entropy(
     options = Options(label_smoothing != 0, softcap, logit_scale, accum_dtype, chunk_bytes)
     head = head_of(op, given, lora_a, lora_b, lora_scale)
     return _loss(op, given, head, loss_options, options)
+
+
+def of_head(
+    head: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], target: Tensor,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`linear_cross_entropy` of DTensors, of a head whose LoRA has its first product already.
+
+    head: x, weight, bias, lora_x and lora_b. lora_x, (..., R), has x's placement, and lora_b is
+    sharded over words; both are None without LoRA.
+    """
+    op = "distributed.linear_cross_entropy"
+    x, weight, bias, lora_x, lora_b = head
+    others = {
+        "target": target, "class_weight": None, "token_weight": token_weight,
+        "num_items_in_batch": num_items_in_batch,
+    }  # fmt: skip
+    given = arguments(op, "weight", weight, 0, others, None, None, bias=bias, x=x)
+    loss_options = (ignore_index, reduction, label_smoothing, lse_square_scale)
+    options = Options(label_smoothing != 0, softcap, logit_scale, accum_dtype, chunk_bytes)
+    return _loss(op, given, head_of_input(op, given, lora_x, lora_b), loss_options, options)
 
 
 def _loss(

@@ -4,7 +4,8 @@ FSDP2 gathers a head's weight in a hook that runs before its forward, if it shar
 itself, or in a group with the last norm, as accelerate does. It reduces the gradient and frees the
 weight in hooks that it registers there and after the forward. Tensor parallelism makes the head's
 input a DTensor and its output a tensor. A fused loss does not call the head: FSDP2's hooks run
-around the loss instead, and the input is what tensor parallelism makes of it.
+around the loss instead, and the input is what tensor parallelism makes of it. A head with LoRA is a
+layer of peft's, which FSDP2 may shard, that holds the linear layer that tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import tensor_parallel
+from .loss_lora import LoraHead
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 
@@ -36,6 +38,8 @@ def are_known(head: Any) -> bool:
 
 def are_over_words(head: Any) -> bool:
     """Whether a head's hooks are known, and shard it over words."""
+    if isinstance(head, LoraHead):
+        return are_over_words(head.base)
     return are_known(head) and (
         "forward" in vars(head) or any(tensor_parallel.is_hook(hook) for hook in _hooks(head))
     )
@@ -47,9 +51,14 @@ def keep_words_apart(head: Any) -> bool:
     return sharded is not None and not sharded.gathers
 
 
+def have_fsdp(module: Any) -> bool:
+    """Whether FSDP2 shards a module by itself, or first of a group."""
+    return isinstance(module, nn.Module) and any(_is_fsdp(hook) for hook in _hooks(module))
+
+
 def obstacle(head: Any) -> str | None:
     """Reason that a loss cannot run in the place of the head, or None."""
-    if any(_is_fsdp(hook) for hook in _hooks(head)):
+    if have_fsdp(head):
         dtype = head._get_fsdp_state()._mp_policy.output_dtype
         if dtype not in (None, torch.float32):
             return f"its head is sharded by itself, with the output_dtype {dtype}"
@@ -57,14 +66,14 @@ def obstacle(head: Any) -> str | None:
 
 
 def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """compute(hidden), between the hooks that a call of the head would run.
+    """compute(hidden), between the hooks of FSDP2 that a call of the head would run.
 
     modules: the head, and what it calls in turn.
     """
     if not modules:
         return compute(hidden)
     head, *others = modules
-    if not are_known(head):
+    if not have_fsdp(head):
         return called(others, compute, hidden)
     # A hook may return None, which changes nothing.
     args: Any = (hidden,)
@@ -73,8 +82,6 @@ def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tens
             # FSDP2's take keyword arguments too.
             changed = hook(head, args, {})
             args = args if changed is None else changed[0]
-    if are_over_words(head):
-        args = (tensor_parallel.as_input(head, *args),)
     loss = called(others, compute, *args)
     for hook in head._forward_hooks.values():
         if _is_fsdp(hook):

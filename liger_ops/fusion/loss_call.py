@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import classes, head_hooks, loss_output, loss_written, tensor_parallel
-from .loss_head import called_for, child_of, head_of
+from .loss_head import called_for, head_of
 from .loss_lora import LoraHead
 from .loss_options import CHECKS, DEFAULTS, LossOptions, taken_from
 from .loss_value import CausalLoss
@@ -61,7 +61,7 @@ def methods(base: type, loss: CausalLoss) -> dict[str, Callable[..., Any]]:
                 f"{base.__name__}: {names} is computed where logits are skipped, as in training or"
                 " for skip_logits=True, and they are not"
             )
-        if head_hooks.keep_words_apart(child_of(self, loss.head)):
+        if head_hooks.keep_words_apart(called_for(self, loss.head)[-1]):
             names = ", ".join(asked_for(options))
             raise ValueError(
                 f"{base.__name__}: {names} is computed where logits are skipped, and its head"

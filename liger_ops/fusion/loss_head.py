@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import classes, head_hooks
+from . import classes, head_hooks, tensor_parallel
 from .loss_lora import LAYER, LoraHead, adapters_of
+from .tensor_parallel import OverWords
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -35,11 +36,12 @@ def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | L
 def called_for(model: nn.Module, path: str) -> list[Any]:
     """The modules that a call of a head calls, from the one at the path to the linear layer."""
     found = [child_of(model, path)]
-    while (held := _held_by_peft(found[-1])) is not None:
+    while True:
+        held = _held_by_peft(found[-1])
+        held = getattr(found[-1], "base_layer", None) if held is None else held
+        if held is None:
+            return found
         found.append(held)
-    if qualified_name(_class_of(found[-1])) == LAYER:
-        found.append(found[-1].base_layer)
-    return found
 
 
 def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
@@ -73,17 +75,50 @@ def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
         return adapters
     if isinstance(base, LoraHead):
         return f"its head is a {LAYER} of another"
-    if head_hooks.are_over_words(base):
-        return "its head has LoRA, and is sharded over words"
-    for part in (*adapters.layers, *(layer.lora_dropout[name] for name in adapters.names)):
-        reason = _what_it_does_beside(part, "an adapter of its head")
+    for name in adapters.names:
+        reason = _what_it_does_beside(layer.lora_dropout[name], "an adapter of its head")
         if reason is not None:
             return reason
-    for part in adapters.layers:
-        plain = _with_plain_tensors(part, sharded)
-        if isinstance(plain, str):
-            return plain
+    over_words = tensor_parallel.over_words(base) if head_hooks.are_over_words(base) else None
+    for lora_a, lora_b in adapters.layers:
+        if over_words is not None:
+            reason = _over_words(lora_a, lora_b, base, over_words)
+            if reason is not None:
+                return reason
+            continue
+        for part in (lora_a, lora_b):
+            reason = _what_it_does_beside(part, "an adapter of its head")
+            if reason is not None:
+                return reason
+            plain = _with_plain_tensors(part, sharded)
+            if isinstance(plain, str):
+                return plain
     return LoraHead(layer, base, adapters.names) if adapters.names else base
+
+
+def _over_words(
+    lora_a: nn.Linear, lora_b: nn.Linear, head: nn.Linear, over_words: OverWords
+) -> str | None:
+    """Reason that an adapter of a head that is sharded over words is not computed, or None.
+
+    lora_A is called. lora_B has the head's style, or adds all words to the logits of all words. If
+    peft adds it to a head that is sharded already, it has the rank's words.
+    """
+    what = "an adapter of its head"
+    styled = tensor_parallel.has_style(lora_a)
+    reason = _what_it_does_beside(lora_a, what, but_shard=styled)
+    styled = tensor_parallel.has_style(lora_b)
+    reason = reason or _what_it_does_beside(lora_b, what, but_shard=styled)
+    if reason is not None:
+        return reason
+    if styled:
+        own = tensor_parallel.over_words(lora_b)
+        alike = own is not None and own.gathers == over_words.gathers
+    else:
+        alike = over_words == OverWords(None, True)
+    if not alike or lora_b.weight.shape[0] != head.weight.shape[0]:
+        return f"{what} is not sharded over words as its head is"
+    return None
 
 
 def child_of(model: Any, path: str) -> Any:

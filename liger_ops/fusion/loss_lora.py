@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import tensor_parallel
+
 LAYER = "peft.tuners.lora.layer.Linear"
 
 
@@ -40,27 +42,43 @@ class LoraHead:
     def lora(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """lora_x and lora_b of `linear_cross_entropy_forward`, those of all adapters side by side,
         in the adapters' dtypes.
+        """
+        return _side_by_side([(x, lora_b.weight) for x, lora_b in self._products(hidden)])
+
+    def lora_over_words(self, hidden: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """lora_x and lora_b as DTensors: lora_x with the placement of x, the layer's input as a
+        DTensor, and lora_b sharded over words."""
+        found = self._products(hidden)
+        return _side_by_side([tensor_parallel.adapter(lora_b, of, x) for of, lora_b in found])
+
+    def _products(self, hidden: Tensor) -> list[tuple[Tensor, nn.Linear]]:
+        """The input of each adapter's lora_B, scaled, and lora_B.
 
         The modules of peft's layer are called as it calls them, so that dropout draws the same
         mask.
         """
         layer = self.layer
-        x, inputs, weights = hidden, [], []
+        x, found = hidden, []
         for name in self.adapters:
-            lora_a, weight = layer.lora_A[name], layer.lora_B[name].weight
+            lora_a = layer.lora_A[name]
             x = layer._cast_input_dtype(x, lora_a.weight.dtype)
-            inputs.append(lora_a(layer.lora_dropout[name](x)) * layer.scaling[name])
-            weights.append(weight)
-        if len(inputs) == 1:
-            return inputs[0], weights[0]
-        return torch.cat(inputs, -1), torch.cat(weights, -1)
+            lora_x = lora_a(layer.lora_dropout[name](x)) * layer.scaling[name]
+            found.append((lora_x, layer.lora_B[name]))
+        return found
+
+
+def _side_by_side(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(pairs) == 1:
+        return pairs[0]
+    inputs, weights = zip(*pairs, strict=True)
+    return torch.cat(inputs, -1), torch.cat(weights, -1)
 
 
 class Adapters(NamedTuple):
-    """The names of a layer's active adapters, and their linear layers."""
+    """The names of a layer's active adapters, and lora_A and lora_B of each."""
 
     names: list[str]
-    layers: list[nn.Linear]
+    layers: list[tuple[nn.Linear, nn.Linear]]
 
 
 def adapters_of(layer: Any) -> Adapters | str:
@@ -73,17 +91,18 @@ def adapters_of(layer: Any) -> Adapters | str:
     if layer.merged or layer.disable_adapters:
         return f"{what} that is merged and disabled, which its next call unmerges"
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    layers: list[nn.Linear] = []
+    layers = []
     for name in names:
         if name in getattr(layer, "lora_variant", names):
             return f"{what} whose adapter {name} is not a plain LoRA"
         dropout = layer.lora_dropout[name]
         if type(dropout) not in (nn.Identity, nn.Dropout):
             return f"{what} whose dropout is a {type(dropout).__name__}"
-        for part in (layer.lora_A[name], layer.lora_B[name]):
+        pair = layer.lora_A[name], layer.lora_B[name]
+        for part in pair:
             if type(part) is not nn.Linear:
                 return f"{what} whose adapter {name} has a {type(part).__name__}"
             if part.bias is not None:
                 return f"{what} whose adapter {name} has a bias"
-            layers.append(part)
+        layers.append(pair)
     return Adapters(names, layers)

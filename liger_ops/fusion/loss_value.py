@@ -17,6 +17,7 @@ from ..ops.head import cast_as_linear, needed_gradients
 from ..ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
 from .loss_lora import LoraHead
 from .loss_options import LossOptions
+from .tensor_parallel import as_input
 
 # Arguments of transformers' causal loss, by name.
 COMPUTED = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
@@ -176,9 +177,13 @@ class OfShardedHead(Source):
     """The loss, computed from hidden states and a head that is sharded over words."""
 
     def __init__(
-        self, hidden: Tensor, head: nn.Linear, loss: CausalLoss, options: LossOptions
+        self, hidden: Tensor, head: nn.Linear | LoraHead, loss: CausalLoss, options: LossOptions
     ) -> None:
-        self.x, self.weight, self.bias = hidden, head.weight, head.bias
+        layer = head.base if isinstance(head, LoraHead) else head
+        self.x, self.weight, self.bias = as_input(layer, hidden), head.weight, head.bias
+        self.lora: tuple[Tensor, Tensor] | None = None
+        if isinstance(head, LoraHead):
+            self.lora = head.lora_over_words(hidden, self.x)
         self.options = _head_options(loss, options)
 
     @property
@@ -186,14 +191,15 @@ class OfShardedHead(Source):
         return self.x.device
 
     def loss(self, target: Tensor, **options: Any) -> Tensor:
-        from ..distributed import linear_cross_entropy
+        from ..distributed.vocabulary_cross_entropy import of_head
 
         # A DTensor with sharded rows cannot be flattened.
         options = {**self.options, **options}
         rows = self.x.shape[:-1]
         if options.get("token_weight") is not None:
             options["token_weight"] = options["token_weight"].reshape(rows)
-        loss = linear_cross_entropy(self.x, self.weight, target.reshape(rows), self.bias, **options)
+        head = self.x, self.weight, self.bias, *(self.lora or (None, None))
+        loss = of_head(head, target.reshape(rows), **options)
         return loss.reshape(target.shape) if loss.dim() else loss
 
     def results(self, target: Tensor, **options: Any) -> Results:

@@ -32,6 +32,16 @@ def is_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_TORCH)
 
 
+def has_style(module: nn.Module) -> bool:
+    """Whether all hooks of a module, of which it has some, are those of a style of torch, or its
+    forward is a style's of transformers."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return False
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    own = "forward" in vars(module)
+    return bool(hooks or own) and all(map(is_hook, hooks)) and (not own or _is_of_style(module))
+
+
 def over_words(head: Any) -> OverWords | None:
     """How a style ColwiseParallel, of torch or of transformers, shards a linear layer, or None if
     the layer has no such style, or another style beside it."""
@@ -39,12 +49,17 @@ def over_words(head: Any) -> OverWords | None:
     found = [hook for hook in hooks if is_hook(hook)]
     if "forward" in vars(head):
         found.append(vars(head)["forward"])
-        if getattr(found[-1], "__module__", None) != _TRANSFORMERS:
-            return None
-        if not torch.compiler.is_compiling() and style_of(head) is None:
+        if not _is_of_style(head):
             return None
     constants = constants_of(*found)
     return None if constants is None else OverWords(*constants)
+
+
+def _is_of_style(module: Any) -> bool:
+    """Whether the forward that is set on a module is a style's of transformers."""
+    if getattr(vars(module)["forward"], "__module__", None) != _TRANSFORMERS:
+        return False
+    return torch.compiler.is_compiling() or style_of(module) is not None
 
 
 def constants_of(*functions: Any) -> tuple[int | None, bool] | None:
@@ -85,6 +100,27 @@ def as_input(head: Any, hidden: Tensor) -> Tensor:
     if placement.is_partial() or placement.is_shard(hidden.dim() - 1):
         hidden = hidden.redistribute(placements=[Replicate()])
     return hidden
+
+
+def adapter(lora_b: Any, lora_x: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+    """An adapter of a head that is sharded over words: the input of its lora_B, with the placement
+    of x, and its weight, sharded over words.
+
+    A lora_B that no style shards is whole on every rank, and so is its gradient, which is gathered.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, weight = x.device_mesh, lora_b.weight
+    if over_words(lora_b) is not None:
+        lora_x = as_input(lora_b, lora_x)
+    else:
+        if not isinstance(weight, DTensor):
+            weight = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+        # Dynamo of torch 2.11 does not know the placement that results: its graph breaks.
+        weight = weight.redistribute(placements=[Shard(0)])
+    if not isinstance(lora_x, DTensor):
+        lora_x = DTensor.from_local(lora_x, mesh, [Replicate()], run_check=False)
+    return lora_x.redistribute(placements=x.placements), weight
 
 
 class InstanceForward(NamedTuple):

@@ -49,6 +49,45 @@ def with_a_static_graph() -> None:
     check(trained(replicated(model, static_graph=True)))
 
 
+@contextlib.contextmanager
+def small_buckets(megabytes: float) -> Iterator[dict[str, Any]]:
+    """Dynamo splits the graph of the model at the bounds of DDP's buckets."""
+    first_bucket = dist._DEFAULT_FIRST_BUCKET_BYTES
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 8000
+    try:
+        yield {"bucket_cap_mb": megabytes}
+    finally:
+        dist._DEFAULT_FIRST_BUCKET_BYTES = first_bucket
+
+
+def with_gradients_that_are_views_of_buckets() -> None:
+    model = made()
+    fuse(model)
+    with small_buckets(0.01) as buckets:
+        model = replicated(model, gradient_as_bucket_view=True, static_graph=True, **buckets)
+        check(trained(model))
+    loss_of(model)(**batch(0, 1)).backward()
+    stored = {one.grad.untyped_storage().data_ptr() for one in model.parameters()}
+    assert 2 < len(stored) < len(list(model.parameters()))
+
+
+def the_collectives_are_those_of_the_model() -> None:
+    def collectives(change: Callable[[Any], Any]) -> list[tuple[str, int]]:
+        model = made()
+        change(model)
+        with small_buckets(0.01) as buckets:
+            model = replicated(model, **buckets)
+            # The first step orders the buckets.
+            loss_of(model)(**batch(0, 1)).backward()
+            with ranks.Traffic() as traffic:
+                loss_of(model)(**batch(0, 1)).backward()
+        return traffic.seen
+
+    ours = collectives(fuse)
+    assert sum(name == "allreduce_" for name, _ in ours) > 2
+    assert ours == collectives(lambda model: None)
+
+
 def with_parameters_that_may_be_unused() -> None:
     model = made(MIXTURE)
     fuse(model)
@@ -83,17 +122,6 @@ def accumulated() -> None:
     (2 * loss_of(plain)(**rows)).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-@contextlib.contextmanager
-def small_buckets(megabytes: float) -> Iterator[dict[str, Any]]:
-    """Dynamo splits the graph of the model at the bounds of DDP's buckets."""
-    first_bucket = dist._DEFAULT_FIRST_BUCKET_BYTES
-    dist._DEFAULT_FIRST_BUCKET_BYTES = 8000
-    try:
-        yield {"bucket_cap_mb": megabytes}
-    finally:
-        dist._DEFAULT_FIRST_BUCKET_BYTES = first_bucket
 
 
 def each_graph_of_a_bucket_is_rewritten() -> None:
@@ -138,6 +166,8 @@ def a_padded_batch_follows_a_full_one() -> None:
 CHECKS = [
     fused,
     with_a_static_graph,
+    with_gradients_that_are_views_of_buckets,
+    the_collectives_are_those_of_the_model,
     with_parameters_that_may_be_unused,
     with_a_parameter_that_is_unused,
     accumulated,

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import ranks
 from liger_ops import backend, fuse
@@ -129,12 +128,18 @@ def whole_parameters_stay_after_the_forward() -> None:
 
 
 def the_head_is_gathered_once_and_freed() -> None:
-    def collectives(change: Callable[[Any], Any]) -> dict[Any, int]:
-        model = shard(made())
+    """The collectives of a step, and their bytes, are those of the model without `fuse`, also where
+    the head is sharded with the last norm."""
+
+    def collectives(change: Callable[[Any], Any], apart: bool) -> list[tuple[str, int]]:
+        model = made()
+        if apart:
+            fully_shard([model.model.norm, model.lm_head])
+        shard(model)
         change(model)
         # The first step initialises FSDP2.
         loss_of(model)(**batch(0, 1)).backward()
-        with CommDebugMode() as counted:
+        with ranks.Traffic() as traffic:
             loss_of(model)(**batch(1, 2)).backward()
         assert isinstance(model.lm_head.weight, DTensor)
         for module in model.modules():
@@ -143,9 +148,14 @@ def the_head_is_gathered_once_and_freed() -> None:
                 groups = groups or [module._get_fsdp_state()._fsdp_param_group]
                 for held in (one for group in groups for one in group.fsdp_params):
                     assert held._unsharded_param.untyped_storage().size() == 0
-        return dict(counted.get_comm_counts())
+        return traffic.seen
 
-    assert collectives(fuse) == collectives(lambda model: None)
+    for apart in (False, True):
+        ours = collectives(fuse, apart)
+        # An all-gather of each group, again in the backward but for the model's own, and a
+        # reduce-scatter.
+        assert len(ours) >= 3 * 3 - 1
+        assert ours == collectives(lambda model: None, apart)
 
 
 def the_head_is_sharded_with_the_last_norm() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from transformers.distributed import DistributedConfig
 
 import ranks
-from fused_families import VOCABULARY
+from adapted_heads import adapted, styled
+from fused_families import VOCABULARY, Family
 from liger_ops import backend, fuse
 from parallel_plans import parallel
+from plans_of_transformers import loaded
 from sharded_training import (
     GEMMA,
     LLAMA,
@@ -145,25 +144,10 @@ def other_hooks_of_the_head_are_called() -> None:
 
 def loaded_with_a_plan_of_transformers() -> None:
     """Norms of heads, packed experts, a tied head: the style of each is kept."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     # Before torch 2.13, DTensor does not gather the gradients of packed experts.
     for family in TRAINED if torch.__version__ >= "2.13" else (LLAMA, GEMMA):
-        with tempfile.TemporaryDirectory() as folder:
-            folders = [folder]
-            dist.broadcast_object_list(folders)
-            one = made(family)
-            # Before 5.23, transformers shards words that divide.
-            one.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
-            # The first rank saves.
-            one.save_pretrained(folders[0])
-            dist.barrier()
-            model = type(one).from_pretrained(
-                folders[0], attn_implementation="sdpa",
-                distributed_config=DistributedConfig(tp_plan="auto", tp_size=int(world)),
-                **({"experts_implementation": "batched_mm"} if family is MIXTURE else {}),
-            ).train()  # fmt: skip
-            dist.barrier()
+        one = made(family)
+        model = loaded(one, experts_of(family), tp_plan="auto", tp_size=dist.get_world_size())
         # A step before: the styles register hooks of parameters in the first forward.
         loss_of(model)(**batch(0, 1)).backward()
         model.zero_grad()
@@ -176,6 +160,10 @@ def loaded_with_a_plan_of_transformers() -> None:
         assert {name: traffic.ops[name] for name in counts} == counts
         with without_warnings():
             compare(trained(model), trained(one))
+
+
+def experts_of(family: Family) -> str | None:
+    return "batched_mm" if family is MIXTURE else None
 
 
 def layers_are_rewritten() -> None:
@@ -237,11 +225,39 @@ def sharded_twice() -> None:
             check(trained(model, group=grid["data"].get_group()), family)
 
 
+def adapters_are_sharded_twice() -> None:
+    grid, model = ranks.mesh(2, 2, names=("data", "tp")), adapted(made())
+    fuse(model)
+    inner = styled(model, grid["tp"]).base_model.model
+    sharded_over(inner, grid["data"], head_by_itself=False)
+    with without_warnings():
+        run = trained(inner, group=grid["data"].get_group())
+    compare(run, trained(adapted(made()).base_model.model))
+
+
+def sharded_twice_by_plans_of_transformers() -> None:
+    """Packed experts, whose shards FSDP2 shards again."""
+    # Before torch 2.13, DTensor does not gather the gradients of packed experts.
+    family = MIXTURE if torch.__version__ >= "2.13" else LLAMA
+    one = made(family)
+    model = loaded(one, experts_of(family), tp_plan="auto", tp_size=2, fsdp_size=2)
+    fuse(model)
+    with ranks.Traffic() as traffic, warnings.catch_warnings():
+        # FSDP2 warns of the embedding's view.
+        warnings.filterwarnings("error", message="liger_ops")
+        run = trained(model, group=model._device_mesh["fsdp"].get_group())
+    assert all(traffic.ops[name] for name in family.ops)
+    compare(run, trained(one))
+
+
 def sharded_over(model: Any, over: Any, head_by_itself: bool) -> None:
     if head_by_itself:
         fully_shard([model.model.norm, model.lm_head], mesh=over)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=over)
+
+
+WITH_FOUR = [sharded_twice, adapters_are_sharded_twice, sharded_twice_by_plans_of_transformers]
 
 
 @pytest.fixture(scope="module")
@@ -256,4 +272,4 @@ def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None
 
 
 def test_with_four_ranks(tmp_path: Path) -> None:
-    assert not ranks.failures([sharded_twice], 4, tmp_path, SECONDS, PRELOADED)
+    assert not ranks.failures(WITH_FOUR, 4, tmp_path, SECONDS, PRELOADED)

@@ -137,9 +137,9 @@ computed without logits for
   does.
 
 A step with any other adapter of the head computes all logits with peft's code, and warns once:
-DoRA and the other variants of LoRA, `lora_bias=True`, adapters with hooks or that are sharded apart
-from their head, adapters that are merged and disabled, which their next call unmerges, and
-everything that is not LoRA.
+DoRA and the other variants of LoRA, `lora_bias=True`, adapters with hooks or with parameters that
+are sharded in another way than [distributed.md](distributed.md#tensor-parallelism) has, adapters
+that are merged and disabled, which their next call unmerges, and everything that is not LoRA.
 
 ## Hyper-connections
 

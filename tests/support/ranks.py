@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Check = Callable[[], None]
 
@@ -107,8 +108,9 @@ def _run(rank: int, ranks: int, checks: Sequence[Check], folder: Path) -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """The name and the input's bytes of each collective, also of DTensors, and how often each op
-    of liger_ops is called."""
+    """The name and the bytes of each collective, also of DTensors, and how often each op of
+    liger_ops is called. The bytes are those of a functional collective's input, and of all tensors
+    that another is given, such as those of FSDP2 and DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,5 +124,8 @@ class Traffic(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         if func.namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
             self.seen.append((name, args[0].nbytes))
+        elif func.namespace == "c10d":
+            tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+            self.seen.append((name, sum(one.nbytes for one in tensors)))
         self.ops[name] += func.namespace == "liger"
         return func(*args, **(kwargs or {}))
