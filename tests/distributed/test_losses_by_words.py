@@ -167,7 +167,8 @@ def a_device_without_words() -> None:
     """Four devices have 2, 2, 1 and none of 5 words."""
     mesh = ranks.mesh()
     for call in calls(5):
-        compare(call, mesh)
+        # The few words are fewer bytes in float32 than the numbers of the tokens.
+        compare(call, mesh, by_words=ranks.EXACT[0] is torch.float64)
 
 
 def rows_and_words() -> None:

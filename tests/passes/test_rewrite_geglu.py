@@ -109,7 +109,7 @@ NO_GEGLU: dict[str, tuple[Callable[..., Any], str]] = {
     "no_grad": (gelu_without_gradient, "different gradient or autocast modes"),
     "exponent": (gelu_with(cubed=4.0), "pow has 4.0"),
     "coefficient": (gelu_with(coefficient=0.05), "mul has 0.05"),
-    "factor": (gelu_with(half=0.25), "mul has 0.25"),
+    "factor": (gelu_with(half=1.0), "mul has 1.0"),
     "quick": (lambda gate, up: gate * torch.sigmoid(1.702 * gate) * up, ""),
     "alone": (lambda gate, up: F.gelu(gate), ""),
     "ratio": (lambda gate, up: F.gelu(gate) / up, ""),

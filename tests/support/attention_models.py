@@ -87,7 +87,8 @@ def fuse_attention(made: nn.Module) -> Any:
 def batch(kind: str, length: int = LENGTH, device: str = "cpu") -> dict[str, Tensor]:
     """Two rows: "bare", with a mask of "ones", with padding "left" or "right", or "packed"."""
     generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(1, SIZES["vocab_size"], (2, length), generator=generator)
+    ids = torch.randint(1, SIZES["vocab_size"], (2, length), generator=generator, device="cpu")
+    ids = ids.to(device)
     found = {"input_ids": ids, "labels": ids}
     cut = length // 3
     mask = torch.ones_like(ids)

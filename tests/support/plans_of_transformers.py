@@ -6,9 +6,11 @@ import os
 import tempfile
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
+import ranks
 from fused_families import VOCABULARY
 
 
@@ -18,7 +20,9 @@ def loaded(one: Any, experts: str | None = None, **config: Any) -> Any:
     The one's vocabulary gets another word: before 5.23, transformers shards words that divide.
     """
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    # transformers takes the GPU of this number.
+    gpu = rank if ranks.DEVICE == "cpu" else str(torch.cuda.current_device())
+    os.environ.update(RANK=rank, LOCAL_RANK=gpu, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     options = {} if experts is None else {"experts_implementation": experts}
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]

@@ -88,7 +88,8 @@ def trained(
     count = dist.get_world_size(group) if model_is_distributed(model) else 1
     rank = dist.get_rank(group) if count > 1 else 0
     rows_of_a_rank = ROWS * dist.get_world_size() // count
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # On GPUs foreach is the default, which does not take DTensors beside plain parameters.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     compute, run = loss_of_rows or loss_of(model), []
     for step in range(STEPS):
         whole = batch(step, dist.get_world_size())

@@ -16,7 +16,7 @@ from .call import (
     calls,
     dimensions,
     is_float32,
-    is_floating,
+    operation,
     same,
     spelled,
     value,
@@ -43,13 +43,17 @@ def _mul(input: Any, other: Any) -> Call:
     if _alike(input, other):
         return Call("square", (input,))
     for a, b in ((input, other), (other, input)):
-        # Dynamo records 1 / x as a product of 1 within a function mode.
-        if type(b) in (int, float) and b == 1 and is_floating(a):
+        # Dynamo records 1 / x so within a function mode.
+        if type(b) in (int, float) and b == 1 and _is_reciprocal(a):
             return Call(IDENTITY, (a,))
         # In a narrower dtype this code rounds the sigmoid before the product, and silu does not.
         if (gate := calls(b, "sigmoid")) and _alike(gate.args[0], a) and is_float32(a):
             return Call("silu", (a,), (b,))
     return Call("mul", (input, other))
+
+
+def _is_reciprocal(x: Any) -> bool:
+    return isinstance(x, fx.Node) and operation(x) == "reciprocal"
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -144,11 +144,6 @@ def is_float32(x: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float64)
 
 
-def is_floating(x: Any) -> bool:
-    tensor = value(x)
-    return isinstance(tensor, Tensor) and tensor.is_floating_point()
-
-
 def calls(x: Any, op: str) -> Call | None:
     call = canonical(x)
     return call if call is not None and call.op == op else None
