@@ -237,16 +237,14 @@ def adapters_are_sharded_twice() -> None:
 
 def sharded_twice_by_plans_of_transformers() -> None:
     """Packed experts, whose shards FSDP2 shards again."""
-    # Before torch 2.13, DTensor does not gather the gradients of packed experts.
-    family = MIXTURE if torch.__version__ >= "2.13" else LLAMA
-    one = made(family)
-    model = loaded(one, experts_of(family), tp_plan="auto", tp_size=2, fsdp_size=2)
+    one = made(MIXTURE)
+    model = loaded(one, experts_of(MIXTURE), tp_plan="auto", tp_size=2, fsdp_size=2)
     fuse(model)
     with ranks.Traffic() as traffic, warnings.catch_warnings():
         # FSDP2 warns of the embedding's view.
         warnings.filterwarnings("error", message="liger_ops")
         run = trained(model, group=model._device_mesh["fsdp"].get_group())
-    assert all(traffic.ops[name] for name in family.ops)
+    assert all(traffic.ops[name] for name in MIXTURE.ops)
     compare(run, trained(one))
 
 
@@ -257,7 +255,10 @@ def sharded_over(model: Any, over: Any, head_by_itself: bool) -> None:
         fully_shard(module, mesh=over)
 
 
-WITH_FOUR = [sharded_twice, adapters_are_sharded_twice, sharded_twice_by_plans_of_transformers]
+WITH_FOUR = [sharded_twice, adapters_are_sharded_twice]
+if torch.__version__ >= "2.13":
+    # transformers 5.17 with torch 2.11 fails to load shards of shards.
+    WITH_FOUR.append(sharded_twice_by_plans_of_transformers)
 
 
 @pytest.fixture(scope="module")
