@@ -13,6 +13,7 @@ Each way trains a model of its own from the same weights:
     compile         each layer by torch.compile, or the whole model with --whole
     liger           liger_ops.fuse() of loss and attention, and each layer by
                     torch.compile(backend="liger"), or the whole model with --whole
+    backend         the same without liger_ops.fuse()
     liger-kernel    patched by Liger-Kernel, eager; it patches the process, so it has to be the last
 
 The first rank prints a line for each way: the losses of the first steps, averaged over the ranks,
@@ -55,7 +56,7 @@ SHAPES = {
     "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256),
     "tiny": (64, 128, 2, 4, 2, 257),
 }
-WAYS = ("eager", "fuse", "compile", "liger", "liger-kernel")
+WAYS = ("eager", "fuse", "compile", "liger", "backend", "liger-kernel")
 COMPARED = 4
 # The ways round in different places.
 BOUNDS = {"bf16": 2e-2, "float32": 1e-4}
@@ -172,9 +173,9 @@ def prepared(model: Any, way: str, device: torch.device, options: argparse.Names
         # The loss and the masks, which reach across layers; the backend rewrites the layers.
         liger_ops.fuse(model, norms=False, activations=False, rope=False)
     how: dict[str, Any] = {}
-    if way == "liger":
+    if way in ("liger", "backend"):
         how = {"backend": "liger", "options": {"inner_backend": options.inner_backend}}
-    compiles = way in ("compile", "liger")
+    compiles = way in ("compile", "liger", "backend")
     if compiles and not options.whole:
         for layer in model.model.layers:
             layer.compile(**how)

@@ -29,7 +29,7 @@ def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "ways"), [("1", ["eager", "fuse", "liger"]), ("2", ["eager", "fuse"])]
+    ("tp", "ways"), [("1", ["eager", "fuse", "liger", "backend"]), ("2", ["eager", "fuse"])]
 )
 def test_the_ways_of_a_small_model_agree(tp: str, ways: list[str]) -> None:
     arguments = ["--way", *ways, "--precision", "float32", "--sequence-length", "16", "--tp", tp]
