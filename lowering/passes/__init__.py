@@ -97,13 +97,13 @@ def rewrite(
     If one raises an exception, `module` is restored and a warning is given; with `strict`, or
     LIGER_OPS_STRICT=1 in the environment, the exception is raised.
     """
-    # Imports the compiler, which importing liger_ops does not.
-    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-
     report = Report()
     parts = inlined(module)
     graphs = {} if is_strict(strict) else {part: copy.deepcopy(part.graph) for part in parts}
     try:
+        # Imports the compiler, which importing liger_ops does not.
+        from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+
         # The first call of a compiled function may be within hooks of saved tensors, such as those
         # of a checkpoint or of offloading. The fake tensors of a rewrite are not theirs.
         with _disable_saved_tensors_hooks_during_tracing():
