@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -89,15 +88,6 @@ def rewritten_masks() -> None:
             assert len(graphs) == 1 and len(graphs.nodes("flex_attention")) == 2
 
 
-CHECKS = [block_masks, dense_masks, rewritten_masks]
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("two"), SECONDS, PRELOADED)
-
-
-@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
-def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None:
-    if failure := failed.get(one.__name__):
-        pytest.fail(failure, pytrace=False)
+test_attention_tensor_parallel = ranks.tests(
+    {2: [block_masks, dense_masks, rewritten_masks]}, SECONDS, PRELOADED
+)

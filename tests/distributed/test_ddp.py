@@ -175,13 +175,4 @@ CHECKS = [
     a_padded_batch_follows_a_full_one,
 ]
 
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("ddp"), SECONDS, PRELOADED)
-
-
-@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
-def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None:
-    if failure := failed.get(one.__name__):
-        pytest.fail(failure, pytrace=False)
+test_ddp = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)

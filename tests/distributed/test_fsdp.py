@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,19 +227,5 @@ CHECKS = [
     sharded_by_fsdp1,
     a_policy_of_bfloat16,
 ]
-WITH_FOUR = [fused_after_it_is_sharded]
 
-
-@pytest.fixture(scope="module")
-def failed_with_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("two"), SECONDS, PRELOADED)
-
-
-@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
-def test_with_two_ranks(failed_with_two: dict[str, str], one: Callable[[], None]) -> None:
-    if failure := failed_with_two.get(one.__name__):
-        pytest.fail(failure, pytrace=False)
-
-
-def test_with_four_ranks(tmp_path: Path) -> None:
-    assert not ranks.failures(WITH_FOUR, 4, tmp_path, SECONDS, PRELOADED)
+test_fsdp = ranks.tests({2: CHECKS, 4: [fused_after_it_is_sharded]}, SECONDS, PRELOADED)

@@ -165,13 +165,4 @@ def configured_by_a_file() -> None:
 
 CHECKS = [fused, layers_are_compiled, configured_by_a_file]
 
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("trainer"), SECONDS, PRELOADED)
-
-
-@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
-def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None:
-    if failure := failed.get(one.__name__):
-        pytest.fail(failure, pytrace=False)
+test_fsdp_trainer = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -160,13 +160,4 @@ CHECKS = [
     sharded_by_fsdp,
 ]
 
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("two"), SECONDS, PRELOADED)
-
-
-@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
-def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None:
-    if failure := failed.get(one.__name__):
-        pytest.fail(failure, pytrace=False)
+test_fused_lora_head = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)

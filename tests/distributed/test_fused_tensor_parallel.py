@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,17 +258,4 @@ if torch.__version__ >= "2.13":
     # transformers 5.17 with torch 2.11 fails to load shards of shards.
     WITH_FOUR.append(sharded_twice_by_plans_of_transformers)
 
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ranks.failures(CHECKS, 2, tmp_path_factory.mktemp("two"), SECONDS, PRELOADED)
-
-
-@pytest.mark.parametrize("one", CHECKS, ids=lambda one: one.__name__)
-def test_with_two_ranks(failed: dict[str, str], one: Callable[[], None]) -> None:
-    if failure := failed.get(one.__name__):
-        pytest.fail(failure, pytrace=False)
-
-
-def test_with_four_ranks(tmp_path: Path) -> None:
-    assert not ranks.failures(WITH_FOUR, 4, tmp_path, SECONDS, PRELOADED)
+test_fused_tensor_parallel = ranks.tests({2: CHECKS, 4: WITH_FOUR}, SECONDS, PRELOADED)

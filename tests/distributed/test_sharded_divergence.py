@@ -328,17 +328,5 @@ CHECKS = (
     of_logits, of_heads, words_of_probability_0, ignored_and_undefined,
     dtensors_and_collectives, heads_of_dtensors, no_token_counts, refused,
 )  # fmt: skip
-EVERY_CHECK = {2: (*CHECKS, compiled), 4: CHECKS}
 
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory):
-    return ranks.failures_with(EVERY_CHECK, tmp_path_factory, 300)
-
-
-@pytest.mark.parametrize(
-    ("count", "check"),
-    [(count, check.__name__) for count, checks in EVERY_CHECK.items() for check in checks],
-)
-def test_sharded_divergence(failed, check, count):
-    assert check not in failed(count), failed(count)[check]
+test_sharded_divergence = ranks.tests({2: (*CHECKS, compiled), 4: CHECKS}, 300)

@@ -364,18 +364,6 @@ CHECKS = (
     checkpointed, a_second_backward, no_token_counts, chunks_of_tokens,
     low_precision_and_autocast, results_are_those_of_every_rank, refused,
 )  # fmt: skip
+
 # Compilation takes a rank ten seconds.
-EVERY_CHECK = {2: (*CHECKS, compiled), 4: CHECKS}
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory):
-    return ranks.failures_with(EVERY_CHECK, tmp_path_factory, 300)
-
-
-@pytest.mark.parametrize(
-    ("count", "check"),
-    [(count, check.__name__) for count, checks in EVERY_CHECK.items() for check in checks],
-)
-def test_sharded_vocabulary(failed, check, count):
-    assert check not in failed(count), failed(count)[check]
+test_sharded_vocabulary = ranks.tests({2: (*CHECKS, compiled), 4: CHECKS}, 300)

@@ -3,7 +3,6 @@ NCCL's if each has a GPU of its own. Ranks that share GPUs have gloo's collectiv
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import time
@@ -72,16 +71,23 @@ def failures(
     return failed
 
 
-def failures_with(
-    checks: Mapping[int, Sequence[Check]], folders: pytest.TempPathFactory, seconds: float
-) -> Callable[[int], dict[str, str]]:
-    """The failures of the checks with a number of ranks, which run when they are asked for."""
+def tests(
+    checks: Mapping[int, Sequence[Check]], seconds: float, preloaded: Sequence[str] = ()
+) -> Callable[..., None]:
+    """A test of each check, by the number of ranks. Those of one number run together, when the
+    result of one is asked for."""
+    found: dict[int, dict[str, str]] = {}
+    cases = [(count, check.__name__) for count, some in checks.items() for check in some]
 
-    @functools.cache
-    def found(count: int) -> dict[str, str]:
-        return failures(checks[count], count, folders.mktemp("ranks"), seconds)
+    @pytest.mark.parametrize(("count", "check"), cases)
+    def test(count: int, check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        if count not in found:
+            folder = tmp_path_factory.mktemp("ranks")
+            found[count] = failures(checks[count], count, folder, seconds, preloaded)
+        if failure := found[count].get(check):
+            pytest.fail(failure, pytrace=False)
 
-    return found
+    return test
 
 
 def _run(rank: int, ranks: int, checks: Sequence[Check], folder: Path) -> None:
