@@ -327,6 +327,7 @@ def main() -> None:
             line += f" not run: {error}"
         if rank == 0:
             print(line, flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -12,9 +12,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
+# A thread of gloo's that is left aborts a process while it exits, once in some hundred runs.
+ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
 def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    result = run_once(example, *arguments)
+    return run_once(example, *arguments) if ABORTED_AT_EXIT in result.stderr else result
+
+
+def run_once(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
