@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import liger_ops
 import ranks
-from collectives import recorded
 from liger_ops import distributed
+from ranks import recorded
 
 pytestmark = pytest.mark.device_kernels
 

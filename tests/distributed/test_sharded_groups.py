@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import liger_ops
 import ranks
-from collectives import recorded
 from column_shards import backward, compare, forward, leaves, outcome, over_columns
+from ranks import recorded
 
 pytestmark = pytest.mark.device_kernels
 

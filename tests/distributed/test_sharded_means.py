@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import liger_ops
 import ranks
-from collectives import recorded
+from ranks import recorded
 
 pytestmark = pytest.mark.device_kernels
 

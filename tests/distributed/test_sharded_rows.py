@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ranks
-from collectives import recorded
 from op_table import OPS
 from op_under_test import OpUnderTest
+from ranks import recorded
 
 pytestmark = pytest.mark.device_kernels
 

@@ -148,3 +148,10 @@ class Traffic(TorchDispatchMode):
             self.seen.append((name, sum(one.nbytes for one in tensors)))
         self.ops[name] += func.namespace == "liger"
         return func(*args, **(kwargs or {}))
+
+
+def recorded(function: Callable[[], Any]) -> tuple[Any, list[tuple[str, int]]]:
+    """What a function returns, and the collectives that it ran."""
+    with Traffic() as traffic:
+        result = function()
+    return result, traffic.seen
