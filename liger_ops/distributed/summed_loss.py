@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..ops.chunks import BACKWARD_BYTES, TILE, from_environment
 from ..ops.handed_over import hand_over, nobody_else_sees_the_gradients
 from ..ops.head import factors_of
+from .chunk_sizes import loss_chunk_size
 from .collectives import start_gather, wait
 from .derivatives import once
 from .loss_of_tokens import Terms, Tokens, gradients_of_sum, losses
@@ -96,18 +96,11 @@ class SummedLoss(Function):
 class Chunk(NamedTuple):
     head: Head
     tokens: Tokens
-    logits: Tensor
+    # In a list, from which the last reader takes them.
+    logits: list[Tensor]
     # The statistics of the rank's words, and of all ranks', for which `wait` waits.
     local: Tensor
     gathering: Tensor
-
-
-def chunk_size(row_bytes: int, chunk_bytes: int | None) -> int:
-    """The number of tokens of a chunk of at most chunk_bytes, or one. It is a number while the
-    number of all tokens is a symbol: a graph depends on the number of chunks alone."""
-    most = chunk_bytes or from_environment() or BACKWARD_BYTES
-    fitting = max(1, most // max(1, row_bytes))
-    return fitting if fitting < TILE else fitting // TILE * TILE
 
 
 class ChunkedLoss:
@@ -119,9 +112,9 @@ class ChunkedLoss:
     ) -> None:  # fmt: skip
         self.head, self.tokens = head, tokens
         self.terms, self.words, self.options = terms, words, options
-        # All ranks have as many chunks, whatever number of words they have.
-        row_bytes = words.most * head.rows.element_size()
-        self.size = chunk_size(row_bytes, options.chunk_bytes)
+        self.size = loss_chunk_size(
+            head, words, wanted, options.chunk_bytes, options.accum_dtype
+        )  # fmt: skip
         group = words.group if sums_x else None
         self.gradients = HeadGradients(head, wanted, group, self.size, options.accum_dtype, True)
 
@@ -146,7 +139,8 @@ class ChunkedLoss:
             gathering = start_gather(local, 0, self.words.group)
             if last is not None:
                 yield last
-            last = Chunk(head, tokens, logits, local, gathering)
+            last = Chunk(head, tokens, [logits], local, gathering)
+            del logits
         assert last is not None
         yield last
 
@@ -158,8 +152,9 @@ class ChunkedLoss:
             *gradients_of_sum(lse, tokens, self.terms),
             tokens.here, tokens.class_weight, self.words,
         )  # fmt: skip
+        # The logits are not in memory beside the products of their gradient.
         dlogits = gradients(
-            of_logits(chunk.logits), tokens.target, tokens.class_weight, lse, upstream,
+            of_logits(chunk.logits.pop()), tokens.target, tokens.class_weight, lse, upstream,
             self.words, self.options, [True, False, False, False, False],
         )[0]  # fmt: skip
         assert dlogits is not None

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..ops.cross_entropy import effective
 from . import token_divergences, token_statistics
+from .chunk_sizes import chunk_size
 from .collectives import of_each_rank, start_gather, wait
 from .products import Head, HeadGradients
-from .summed_loss import chunk_size
 from .token_divergences import Found
 from .words import IGNORED, Words
 
@@ -117,7 +117,6 @@ class TwoHeads:
     ) -> None:  # fmt: skip
         self.student, self.teacher, self.labels = student, teacher, labels
         self.words, self.options = words, options
-        # All ranks have as many chunks, whatever number of words they have.
         item_bytes = student.rows.element_size()
         if isinstance(teacher, Head):
             item_bytes += teacher.rows.element_size()

@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -154,10 +156,12 @@ CHECKS = [
     adapters_are_sharded,
     the_head_is_frozen,
     no_logits_are_gathered,
-    loaded_with_a_plan_of_transformers,
     the_step_is_compiled,
     what_the_op_does_not_compute_is_left,
     sharded_by_fsdp,
 ]
+# Before peft 0.21.1 the adapters of a head with a plan are whole, and its output cannot be added.
+if Version(peft.__version__) >= Version("0.21.1"):
+    CHECKS.append(loaded_with_a_plan_of_transformers)
 
 test_fused_lora_head = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import liger_ops
 import ranks
 from liger_ops import distributed
+from liger_ops.distributed import chunk_sizes
 from sharded_heads import D, check_gradients, compare, here, leaf, part, scalar, tokens
 
 pytestmark = pytest.mark.device_kernels
@@ -295,6 +298,28 @@ def chunks_of_tokens() -> None:
         torch.testing.assert_close(grad.double(), part_of_whole, rtol=2e-2, atol=2e-3)
 
 
+def chunks_by_default() -> None:
+    """All tokens are one chunk as long as several would take as much memory."""
+    V = 64
+    words = V // dist.get_world_size()
+    row_bytes, chunk_rows = 2 * words, 4
+    chunk_bytes = chunk_rows * row_bytes
+    seen = set()
+    with patch.object(chunk_sizes, "BACKWARD_BYTES", chunk_bytes):
+        for rows, frozen in itertools.product((3, 6, 12, 30, 60), (False, True)):
+            x, weight = torch.randn(rows, D).bfloat16(), torch.randn(V, D).bfloat16()
+            target = torch.arange(rows) % V
+            own = leaf(here(weight, 0)).requires_grad_(not frozen)
+            call = functools.partial(distributed.linear_cross_entropy, leaf(x), own, target)
+            _, collectives = ranks.recorded(lambda: call(**group_of(V)))
+            sum_bytes = 0 if frozen else 4 * words * D
+            single = 2 * rows * row_bytes <= 3 * chunk_bytes + sum_bytes + 2 * rows * D
+            chunks = 1 if single else -(-rows // chunk_rows)
+            assert [name for name, _ in collectives].count("all_gather_into_tensor") == chunks
+            seen.add((single, frozen))
+    assert len(seen) == 4
+
+
 def low_precision_and_autocast() -> None:
     V = 13
     head, target = tokens(V, torch.float32)
@@ -362,7 +387,7 @@ CHECKS = (
     linear_losses, loras, losses_of_logits, log_probs, words_of_probability_0,
     a_target_that_no_rank_has, dtensors, within_loss_parallel, collectives_and_bytes,
     checkpointed, a_second_backward, no_token_counts, chunks_of_tokens,
-    low_precision_and_autocast, results_are_those_of_every_rank, refused,
+    chunks_by_default, low_precision_and_autocast, results_are_those_of_every_rank, refused,
 )  # fmt: skip
 
 # Compilation takes a rank ten seconds.
