@@ -22,6 +22,7 @@ from ..ops.head import (
     still_missing,
     upstream_of_tokens,
 )
+from ..ops.scaling import scales
 from .cross_entropy import Tokens, tokens_of
 from .sizes import cdiv
 from .tensors import flat
@@ -195,10 +196,10 @@ def product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 def register(device: str, kernels: Any, scale: Callable[..., None], alignment: int) -> None:
     """Register the ops with the row functions of the module `kernels`.
 
-    `scale(gradient, factor, result)` fills result with factor times a gradient that the forward
-    computed. Each row of logits starts at a multiple of `alignment` elements.
+    `scale` is the device's own: see `scaling`. Each row of logits starts at a multiple of
+    `alignment` elements.
     """
-
+    scales[device] = scale
     module = kernels.__name__
 
     # allocates=True, so that the output of a gradient is not in memory beside its wider sum.

@@ -68,8 +68,8 @@ def register(
 ) -> None:
     """Register the ops with the row functions of the modules `divergence` and `cross_entropy`.
 
-    `scale(gradient, factor, result)` fills result with factor times a gradient that the forward
-    computed. Each row of logits starts at a multiple of `alignment` elements.
+    `scale` is the device's own: see `scaling`. Each row of logits starts at a multiple of
+    `alignment` elements.
     """
     kernels = (divergence, cross_entropy, alignment)
     module = divergence.__name__

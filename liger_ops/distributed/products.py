@@ -17,6 +17,7 @@ from ..ops.head import (
     linear,
     products_of,
 )
+from ..ops.scaling import scaled
 from .collectives import start_sum, wait
 
 
@@ -134,11 +135,11 @@ def rounded(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return total if total is None or total.dtype is dtype else total.to(dtype)
 
 
-def scaled(
+def each_scaled(
     computed: Sequence[Tensor | None], factors: Sequence[Tensor], head: Head
 ) -> list[Tensor | None]:
     """The gradients of a head that a forward computed, times the backward's factors."""
     return [
-        None if gradient is None or tensor is None else (gradient * factor).to(tensor.dtype)
+        None if gradient is None or tensor is None else scaled(gradient, factor, tensor.dtype)
         for gradient, factor, tensor in zip(computed, factors, head, strict=True)
     ]

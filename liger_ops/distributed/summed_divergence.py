@@ -11,9 +11,10 @@ from torch.autograd import Function
 
 from ..ops.handed_over import hand_over, nobody_else_sees_the_gradients
 from ..ops.head import factors_of
+from ..ops.scaling import scale_
 from ..ops.two_heads import upstream_of_sum
 from .derivatives import once
-from .products import Head, scaled
+from .products import Head, each_scaled
 from .two_heads import Labels, Options, Statistics, TwoHeads, joined
 from .words import IGNORED, Words
 
@@ -64,10 +65,10 @@ class SummedDivergence(Function):
         saved = ctx.saved_tensors
         tensors, weights, computed = saved[:TENSORS], saved[TENSORS], saved[TENSORS + 7 :]
         of_loss = factors_of(dloss, tensors[11], IGNORED, 1)
-        grads = scaled(computed, of_loss, Head(*tensors[:HEAD]))
+        grads = each_scaled(computed, of_loss, Head(*tensors[:HEAD]))
         if ctx.handed_over:
             # A second backward finds none, and computes it again.
-            grads[1] = ctx.handed_over.pop().mul_(of_loss[1])
+            grads[1] = scale_(ctx.handed_over.pop(), of_loss[1])
         elif ctx.has_dweight and grads[1] is None:
             words, options, factors = ctx.given
             statistics = Statistics.of_flat(saved[TENSORS + 1 : TENSORS + 7])

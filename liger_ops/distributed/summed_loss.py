@@ -11,11 +11,12 @@ from torch.autograd import Function
 
 from ..ops.handed_over import hand_over, nobody_else_sees_the_gradients
 from ..ops.head import factors_of
+from ..ops.scaling import scale_
 from .chunk_sizes import loss_chunk_size
 from .collectives import start_gather, wait
 from .derivatives import once
 from .loss_of_tokens import Terms, Tokens, gradients_of_sum, losses
-from .products import Head, HeadGradients, scaled
+from .products import Head, HeadGradients, each_scaled
 from .token_statistics import (
     Options,
     gradients,
@@ -77,10 +78,10 @@ class SummedLoss(Function):
             Head(*saved[:5]), saved[5:11], saved[11:13], saved[13:],
         )  # fmt: skip
         factors = factors_of(dloss, of_tokens[0], IGNORED, 1)
-        grads = scaled(computed, factors, head)
+        grads = each_scaled(computed, factors, head)
         if ctx.handed_over:
             # A second backward finds none, and computes it again.
-            grads[1] = ctx.handed_over.pop().mul_(factors[1])
+            grads[1] = scale_(ctx.handed_over.pop(), factors[1])
         elif ctx.has_dweight and grads[1] is None:
             terms, words, options = ctx.given
             tokens = Tokens.of_flat(of_tokens, class_weight, ctx.class_sum)

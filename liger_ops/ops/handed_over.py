@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .scaling import scale_
+
 # In float64 gradients are checked, and a second backward has to give the first's to the last bit.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,8 +67,7 @@ def weight_finished(
     """
     dx, dweight, *others = computed
     if handed_over:
-        # A factor of no dimension would be rounded to the gradient's dtype first.
-        return handed_over.pop().mul_(factor()), tuple(computed)
+        return scale_(handed_over.pop(), factor()), tuple(computed)
     if dweight is not None and type(dweight) is not Tensor and dweight.dtype in _DTYPES:
         # While a graph is traced: Inductor writes the product to the memory of what is saved. The
         # op's result would be new memory.

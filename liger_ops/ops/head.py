@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .precision import widened
+from .scaling import scale
 
 Value = TypeVar("Value")
 
@@ -180,12 +181,6 @@ def finished_in_forward(
             scale(gradient, factor, result)
         finished.append(result)
     return finished
-
-
-def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
-    """Fill result with gradient * factor, multiplied in factor's float32 and rounded once. With
-    out=, the float32 product is never in memory."""
-    torch.mul(gradient, factor, out=result)
 
 
 def still_missing(wanted: list[bool], finished: Sequence[Tensor | None]) -> list[bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ops.head import scale
+from ...ops.scaling import scale
 from ..linear_cross_entropy import register
 from . import cross_entropy
 

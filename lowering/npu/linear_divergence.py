@@ -1,6 +1,6 @@
 """linear_divergence: aclnn's products between the kernels of divergence and cross_entropy."""
 
-from ...ops.head import scale
+from ...ops.scaling import scale
 from ..linear_divergence import register
 from . import cross_entropy, divergence
 from .linear_cross_entropy import ALIGNMENT

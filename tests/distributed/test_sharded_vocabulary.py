@@ -311,7 +311,7 @@ def chunks_by_default() -> None:
             target = torch.arange(rows) % V
             own = leaf(here(weight, 0)).requires_grad_(not frozen)
             call = functools.partial(distributed.linear_cross_entropy, leaf(x), own, target)
-            _, collectives = ranks.recorded(lambda: call(**group_of(V)))
+            _, collectives = ranks.recorded(functools.partial(call, **group_of(V)))
             sum_bytes = 0 if frozen else 4 * words * D
             single = 2 * rows * row_bytes <= 3 * chunk_bytes + sum_bytes + 2 * rows * D
             chunks = 1 if single else -(-rows // chunk_rows)
