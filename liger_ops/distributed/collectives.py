@@ -58,6 +58,12 @@ def wait(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def fence(tensor: Tensor) -> Tensor:
+    """The tensor, in memory before anything of it is computed: Inductor would add up the products
+    of all chunks in one kernel, and hold every one until then."""
+    return functional.wait_tensor(tensor)
+
+
 class Replicated(Function):
     """A tensor that every rank has: each rank's gradient is a part of the whole one, which is their
     sum."""

@@ -18,7 +18,7 @@ from ..ops.head import (
     products_of,
 )
 from ..ops.scaling import scaled
-from .collectives import start_sum, wait
+from .collectives import fence, start_sum, wait
 
 
 class Head(NamedTuple):
@@ -109,7 +109,7 @@ def added(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Ten
     up."""
     if torch.compiler.is_compiling():
         part = _traced(a, b, dtype)
-        return part if total is None else total + part
+        return part if total is None else fence(total) + part
     add = total is not None
     if total is None:
         total = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)

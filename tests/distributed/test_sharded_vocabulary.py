@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
@@ -320,6 +322,26 @@ def chunks_by_default() -> None:
     assert len(seen) == 4
 
 
+def chunks_compiled_by_inductor() -> None:
+    """Few gradients of weight are in memory at a time, whatever the number of chunks."""
+    V, rows = 96, 10
+    head = [torch.randn(rows, D).bfloat16(), torch.randn(V, D).bfloat16()]
+    x, weight = (leaf(tensor) for tensor in head)
+    call = functools.partial(distributed.linear_cross_entropy, chunk_bytes=2 * V * 2, **group_of(V))
+    compiled = torch.compile(call, fullgraph=True)
+    code = run_and_get_code(compiled, x, weight, torch.arange(rows))[1][0]
+    alive: set[str] = set()
+    counts = [0]
+    for line in code.splitlines():
+        if made := re.match(rf"\s+(buf\d+) = empty_strided_\w+\(\({V}, {D}\)", line):
+            alive.add(made[1])
+        if renamed := re.match(r"\s+(buf\d+) = (buf\d+); del", line):
+            alive |= {renamed[1]} if renamed[2] in alive else set()
+        alive -= set(re.findall(r"del (buf\d+)", line))
+        counts.append(len(alive))
+    assert 0 < max(counts) < rows // 2, counts
+
+
 def low_precision_and_autocast() -> None:
     V = 13
     head, target = tokens(V, torch.float32)
@@ -391,4 +413,6 @@ CHECKS = (
 )  # fmt: skip
 
 # Compilation takes a rank ten seconds.
-test_sharded_vocabulary = ranks.tests({2: (*CHECKS, compiled), 4: CHECKS}, 300)
+test_sharded_vocabulary = ranks.tests(
+    {1: (chunks_compiled_by_inductor,), 2: (*CHECKS, compiled), 4: CHECKS}, 300
+)
