@@ -116,7 +116,8 @@ def linear_cross_entropy(
 
     Memory, beside the result and the gradients: x whole; three chunks of logits, the next chunk's
     and a chunk with its gradient, for the reduction "none" one; and the accum_dtype sum of weight's
-    gradient, unless all tokens are one bfloat16 chunk.
+    gradient, unless all tokens are one bfloat16 chunk. A single chunk takes its logits and their
+    gradient, and after that weight's in the place of the logits.
 
     Args:
         x: (..., D), floating point: the whole, or the rank's part along `sequence_dim`, of which
@@ -130,7 +131,8 @@ def linear_cross_entropy(
             lse_square_scale, softcap, logit_scale, accum_dtype: as for
             `liger_ops.linear_cross_entropy`.
         chunk_bytes: the size of a chunk of the logits of the rank with most words, in x's dtype;
-            None takes LIGER_OPS_LOGITS_BYTES, or 384 MiB. It must be the same on every rank.
+            None takes LIGER_OPS_LOGITS_BYTES, or 384 MiB, or all tokens if they take no more memory
+            than several chunks of 384 MiB do. It must be the same on every rank.
         lora_a: (R, D), floating point, the whole on every rank, or a DTensor with the placement
             Replicate(): with lora_b, a LoRA that is added to weight, as for
             `liger_ops.linear_cross_entropy`. Its gradient is whole on every rank.
