@@ -64,6 +64,18 @@ def fused_after_it_is_sharded() -> None:
         check(trained(model), family)
 
 
+def sharded_and_replicated() -> None:
+    """A mesh of two dimensions: parameters are sharded over one, and replicated over the other."""
+    mesh = ranks.mesh(2, 2, names=("replicate", "shard"))
+    for first in (True, False):
+        model = made() if first else shard(made(), mesh=mesh)
+        fuse(model)
+        check(trained(shard(model, mesh=mesh) if first else model))
+    graphs, model = Graphs(), parts_left_to_eager(made())
+    check(trained(shard(compiled_layers(model, graphs), mesh=mesh)))
+    assert graphs.nodes("swiglu")
+
+
 def no_logits_are_computed() -> None:
     model = shard(made())
     fuse(model)
@@ -228,4 +240,6 @@ CHECKS = [
     a_policy_of_bfloat16,
 ]
 
-test_fsdp = ranks.tests({2: CHECKS, 4: [fused_after_it_is_sharded]}, SECONDS, PRELOADED)
+test_fsdp = ranks.tests(
+    {2: CHECKS, 4: [fused_after_it_is_sharded, sharded_and_replicated]}, SECONDS, PRELOADED
+)

@@ -66,9 +66,9 @@ def items(whole: dict[str, Tensor]) -> Tensor:
 
 def shard(model: Any, **options: Any) -> Any:
     """Shard each layer, and the rest of the model with the model itself."""
-    mesh = ranks.mesh()
+    options.setdefault("mesh", ranks.mesh())
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, **options)
+        fully_shard(module, **options)
     return model
 
 
