@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ..lowering.passes.torch_functions import torch_linear
 from . import attention as attentions
 from . import classes, experts, gated
 from . import hyper_connections as hyper_connection_modules
@@ -124,6 +125,8 @@ def fuse(
     before or after `parallelize_module`, and after transformers loaded it with a `tp_plan`: norms
     whose weight every rank has stay in place, and the loss of a head under `ColwiseParallel` is
     `liger_ops.distributed.linear_cross_entropy`. Other parameters that are DTensors are left.
+    Parameters that ZeRO-3 of DeepSpeed has partitioned are taken for whole; after
+    `deepspeed.initialize`, an MLP whose activation has DeepSpeed's hooks is left.
 
     Modules that are already fused are skipped: a second call changes nothing. A call in autocast
     has the same result.
@@ -167,14 +170,15 @@ def fuse(
         if not isinstance(value, bool):
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
     planners = _planners(norms, activations, rope, attention, hyper_connections)
-    plans = [plan(model) for plan, wanted in planners if wanted]
-    findings = [finding for plan in plans for finding in plan.findings]
-    with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
-        for plan in plans:
-            for change in plan.changes:
-                change()
-        if loss:
-            findings += losses.fuse(model).findings
+    with torch_linear():
+        plans = [plan(model) for plan, wanted in planners if wanted]
+        findings = [finding for plan in plans for finding in plan.findings]
+        with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
+            for plan in plans:
+                for change in plan.changes:
+                    change()
+            if loss:
+                findings += losses.fuse(model).findings
     return FuseReport(tuple(findings))
 
 
@@ -208,7 +212,8 @@ def unfuse(model: nn.Module) -> int:
     Raises:
         TypeError: model is not a torch.nn.Module.
         RuntimeError: the class of a fused module was changed since, as parametrizations do, or
-            `fully_shard` holds the parameters of a norm that was fused before; nothing is changed.
+            `fully_shard` or DeepSpeed holds the parameters of a norm that was fused before; nothing
+            is changed.
     """
     _check_module("unfuse", model)
     # Both checks raise before anything is changed.

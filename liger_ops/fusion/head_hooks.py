@@ -1,4 +1,4 @@
-"""What runs around the forward of a head that FSDP2 or tensor parallelism shards.
+"""What runs around the forward of a head that FSDP2, DeepSpeed or tensor parallelism shards.
 
 FSDP2 gathers a head's weight in a hook that runs before its forward, if it shards the head by
 itself, or in a group with the last norm, as accelerate does. It reduces the gradient and frees the
@@ -6,6 +6,7 @@ weight in hooks that it registers there and after the forward. Tensor parallelis
 input a DTensor and its output a tensor. A fused loss does not call the head: FSDP2's hooks run
 around the loss instead, and the input is what tensor parallelism makes of it. A head with LoRA is a
 layer of peft's, which FSDP2 may shard, that holds the linear layer that tensor parallelism shards.
+ZeRO-3 of DeepSpeed has hooks on every module, which do what FSDP2's do.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from . import tensor_parallel
 from .loss_lora import LoraHead
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_DEEPSPEED = "deepspeed."
 
 
 def are_known(head: Any) -> bool:
-    """Whether a head has hooks or a forward of its own, and all of them are FSDP2's or of a style
-    that shards the head over words."""
+    """Whether a head has hooks or a forward of its own, and all of them are FSDP2's, DeepSpeed's or
+    of a style that shards the head over words."""
     if not isinstance(head, nn.Module) or head._backward_hooks or head._backward_pre_hooks:
         return False
     hooks = _hooks(head)
     if not hooks and "forward" not in vars(head):
         return False
-    if all(_is_fsdp(hook) for hook in hooks) and "forward" not in vars(head):
+    if all(_gathers(hook) for hook in hooks) and "forward" not in vars(head):
         return True
-    known = all(_is_fsdp(hook) or tensor_parallel.is_hook(hook) for hook in hooks)
+    known = all(_gathers(hook) or tensor_parallel.is_hook(hook) for hook in hooks)
     return known and tensor_parallel.over_words(head) is not None
 
 
@@ -51,14 +53,9 @@ def keep_words_apart(head: Any) -> bool:
     return sharded is not None and not sharded.gathers
 
 
-def have_fsdp(module: Any) -> bool:
-    """Whether FSDP2 shards a module by itself, or first of a group."""
-    return isinstance(module, nn.Module) and any(_is_fsdp(hook) for hook in _hooks(module))
-
-
 def obstacle(head: Any) -> str | None:
     """Reason that a loss cannot run in the place of the head, or None."""
-    if have_fsdp(head):
+    if any(_is_of(_FSDP, hook) for hook in _hooks(head)):
         dtype = head._get_fsdp_state()._mp_policy.output_dtype
         if dtype not in (None, torch.float32):
             return f"its head is sharded by itself, with the output_dtype {dtype}"
@@ -66,25 +63,28 @@ def obstacle(head: Any) -> str | None:
 
 
 def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """compute(hidden), between the hooks of FSDP2 that a call of the head would run.
+    """compute(hidden), between the hooks of FSDP2 or DeepSpeed that a call of the head would run.
 
     modules: the head, and what it calls in turn.
     """
     if not modules:
         return compute(hidden)
     head, *others = modules
-    if not have_fsdp(head):
+    if not isinstance(head, nn.Module):
         return called(others, compute, hidden)
     # A hook may return None, which changes nothing.
     args: Any = (hidden,)
     for hook in head._forward_pre_hooks.values():
-        if _is_fsdp(hook):
-            # FSDP2's take keyword arguments too.
+        if _is_of(_FSDP, hook):
+            # They take keyword arguments too.
             changed = hook(head, args, {})
             args = args if changed is None else changed[0]
+        elif _is_of(_DEEPSPEED, hook):
+            changed = hook(head, args)
+            args = args if changed is None else changed
     loss = called(others, compute, *args)
     for hook in head._forward_hooks.values():
-        if _is_fsdp(hook):
+        if _gathers(hook):
             changed = hook(head, args, loss)
             loss = loss if changed is None else changed
     return loss
@@ -94,5 +94,9 @@ def _hooks(head: Any) -> list[Any]:
     return [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
 
 
-def _is_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(_FSDP)
+def _gathers(hook: Any) -> bool:
+    return _is_of(_FSDP, hook) or _is_of(_DEEPSPEED, hook)
+
+
+def _is_of(package: str, hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(package)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import classes, head_hooks, tensor_parallel
 from .loss_lora import LAYER, LoraHead, adapters_of
+from .sharding import shape_of
 from .tensor_parallel import OverWords
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -152,15 +154,24 @@ def _what_it_does_beside(module: Any, what: str, but_shard: bool = False) -> str
 
 
 def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
-    for tensor in (head.weight, head.bias):
+    weight, bias = (_parameter(head, name) for name in ("weight", "bias"))
+    for tensor in (weight, bias):
         # A replica of DataParallel holds plain tensors; under torch.export they are fake.
         if tensor is None or type(tensor) in (nn.Parameter, Tensor, FakeTensor):
             continue
         if not (sharded and type(tensor).__name__ == "DTensor"):
             return f"its head holds a {type(tensor).__name__}, not a plain tensor"
-    if head.weight.dim() != 2:
+    if len(shape_of(weight)) != 2:
         return "its head holds a part of its weight, as after FullyShardedDataParallel"
     return head
+
+
+def _parameter(head: nn.Linear, name: str) -> Any:
+    parameters = head._parameters
+    if torch.compiler.is_compiling() or type(parameters) is dict:
+        return getattr(head, name)
+    # DeepSpeed's dictionary gathers a parameter that is read in a forward of another module.
+    return dict.get(parameters, name)
 
 
 def _held_by_peft(head: Any) -> Any:

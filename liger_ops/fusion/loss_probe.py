@@ -24,6 +24,7 @@ from .loss_stand_in import RecordingHead, stand_in
 from .loss_value import CausalLoss
 from .loss_view import view_class, view_of, without_logits
 from .probing import DEVICE, NotAnOp, dtype_name, first_line, undisturbed, uniform
+from .sharding import shape_of
 
 BATCH, LENGTH, HIDDEN = 2, 4, 4
 
@@ -68,7 +69,7 @@ class _Probe:
             raise NotAnOp(head)
         # The loss does not depend on the adapters.
         self.head = head.base if isinstance(head, LoraHead) else head
-        self.vocabulary = head.weight.shape[0]
+        self.vocabulary = shape_of(self.head.weight)[0]
         self.forward: Callable[..., Any] = type(model).forward
         self.parameters = inspect.signature(self.forward).parameters
         self.view = view_class(type(model))

@@ -28,8 +28,8 @@ ORIGINAL = "_fused_from"
 def plan(model: nn.Module) -> Plan:
     """Replace every norm of a model by the fused module that computes the same.
 
-    A norm with a gate, and one whose parameters FSDP2 or tensor parallelism holds, stays in place,
-    and its forward is overridden, as is that of a module that modulates norms.
+    A norm with a gate, and one whose parameters FSDP2, tensor parallelism or DeepSpeed holds, stays
+    in place, and its forward is overridden, as is that of a module that modulates norms.
     """
     probes = _Probes(model)
     replacements: dict[nn.Module, nn.Module] = {}
@@ -65,7 +65,8 @@ def plan(model: nn.Module) -> Plan:
 
 
 def check_unfuse(model: nn.Module) -> None:
-    """Raise if FSDP2 or tensor parallelism holds the parameters of modules that would be replaced.
+    """Raise if FSDP2, tensor parallelism or DeepSpeed holds parameters of modules that would be
+    replaced.
 
     Raises:
         RuntimeError: there is such a module.
@@ -73,8 +74,8 @@ def check_unfuse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if ORIGINAL in vars(module) and sharding.is_managed(module):
             raise RuntimeError(
-                f"unfuse: fully_shard or parallelize_module holds the parameters of {name}, which"
-                " fuse had replaced before; unfuse a model before it is sharded"
+                f"unfuse: fully_shard, parallelize_module or DeepSpeed holds the parameters of"
+                f" {name}, which fuse had replaced before; unfuse a model before it is sharded"
             )
 
 

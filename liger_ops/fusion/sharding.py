@@ -1,9 +1,10 @@
-"""Parameters that FSDP2 or tensor parallelism holds.
+"""Parameters that FSDP2, tensor parallelism or DeepSpeed holds.
 
 `fully_shard` keeps the module and the name of every parameter that it shards. It sets whole
 tensors there for a forward, and its shards, which are DTensors, after it. Tensor parallelism makes
-parameters DTensors, registers hooks, or sets a forward on the instance. Such a module has to stay
-in place, and is probed with whole parameters.
+parameters DTensors, registers hooks, or sets a forward on the instance. ZeRO-3 of DeepSpeed sets
+the data of a parameter for a forward, and an empty tensor after it; the parameter knows its shape.
+Such a module has to stay in place, and is probed with whole parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import classes, tensor_parallel
 from .probing import HOOKS, NotAnOp
@@ -27,10 +28,22 @@ Whole = dict[tuple[nn.Module, str], nn.Parameter]
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether FSDP or tensor parallelism holds a module's parameters."""
+    """Whether FSDP, tensor parallelism or DeepSpeed holds a module's parameters."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     by_style = bool(own) and tensor_parallel.style_of(module) is not None
-    return is_held_by_fsdp(module) or by_style or any(map(_is_sharded, own))
+    sharded = any(_is_sharded(parameter) or is_partitioned(parameter) for parameter in own)
+    return is_held_by_fsdp(module) or by_style or sharded
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Whether ZeRO-3 of DeepSpeed holds a parameter, whose data may be an empty tensor."""
+    return hasattr(parameter, "ds_shape")
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter in a forward."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def is_held_by_fsdp(module: nn.Module) -> bool:
@@ -40,14 +53,14 @@ def is_held_by_fsdp(module: nn.Module) -> bool:
 
 
 def whole_parameters(model: nn.Module) -> Whole:
-    """The tensors that stand for DTensors: those that FSDP2 sets in the place of its shards, and
-    parameters that tensor parallelism replicates."""
+    """The tensors that stand for parameters: those that FSDP2 sets in the place of its shards,
+    those that DeepSpeed gathers, and parameters that tensor parallelism replicates."""
     found = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if _is_replicated(parameter):
+            if _is_replicated(parameter) or is_partitioned(parameter):
                 assert parameter is not None
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                whole = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
                 found[module, name] = nn.Parameter(whole)
     for group in _groups(model):
         for held in group.fsdp_params:
@@ -67,7 +80,8 @@ def with_whole_parameters(module: nn.Module, whole: Whole) -> nn.Module:
     parameters: dict[str, nn.Parameter | None] = {}
     by_fsdp = is_held_by_fsdp(module)
     for name, parameter in module._parameters.items():
-        plain = None if by_fsdp or _is_sharded(parameter) else parameter
+        held = by_fsdp or _is_sharded(parameter) or is_partitioned(parameter)
+        plain = None if held else parameter
         parameters[name] = None if parameter is None else whole.get((module, name), plain)
         if parameter is not None and parameters[name] is None:
             raise NotAnOp(f"{name} is held by FSDP, or sharded, and no forward here has the whole")

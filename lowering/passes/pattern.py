@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, same, value
 from .graph_state import fake_mode_of
+from .torch_functions import torch_linear
 
 # With more different constants than this, the code is another computation, not a near miss.
 MOST_DIFFERENCES = 1
@@ -77,7 +78,8 @@ class Pattern:
     ) -> None:
         self.function = function
         self.any_casts = any_casts
-        self._graph = fx.symbolic_trace(function).graph
+        with torch_linear():
+            self._graph = fx.symbolic_trace(function).graph
         self._examples = {
             name: torch.empty(example, device="meta") if isinstance(example, tuple) else example
             for name, example in examples.items()

@@ -96,7 +96,9 @@ def test_fused_before_sharding() -> None:
     model = LLAMA.model()
     fuse(model)
     classes = [type(module) for module in sharded(model).modules()]
-    with pytest.raises(RuntimeError, match="fully_shard .* holds the parameters of model.layers.0"):
+    with pytest.raises(
+        RuntimeError, match="fully_shard, .* holds the parameters of model.layers.0"
+    ):
         unfuse(model)
     assert [type(module) for module in model.modules()] == classes
 
@@ -151,5 +153,5 @@ def test_fused_before_tensor_parallelism() -> None:
     model = nn.Sequential(nn.LayerNorm(8))
     fuse(model)
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": SequenceParallel()})
-    with pytest.raises(RuntimeError, match="parallelize_module holds the parameters of 0"):
+    with pytest.raises(RuntimeError, match="parallelize_module .* holds the parameters of 0"):
         unfuse(model)
