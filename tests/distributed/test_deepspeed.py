@@ -30,10 +30,13 @@ from sharded_training import (
     made,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="deepspeed is not installed: it compiles an operator of its own before it trains",
-)
+pytestmark = [
+    pytest.mark.device_kernels,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="deepspeed is not installed: it compiles an operator of its own before it trains",
+    ),
+]
 
 SECONDS = 400
 
@@ -152,7 +155,8 @@ def activations_are_checkpointed() -> None:
 
 def run_all() -> None:
     # DeepSpeed reads them where a launcher sets them.
-    os.environ.update(LOCAL_RANK=str(dist.get_rank()), DS_ACCELERATOR=ranks.DEVICE)
+    local = torch.cuda.current_device() if ranks.DEVICE == "cuda" else dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(local), DS_ACCELERATOR=ranks.DEVICE)
     for one in (fused_first, fused_after, fused_in_parts, activations_are_checkpointed):
         one()
 
