@@ -19,6 +19,7 @@ from ..ops.head import (
     divisor,
     factors_of,
     products_of,
+    rounds_once,
     still_missing,
     upstream_of_tokens,
 )
@@ -79,18 +80,17 @@ def chunked_linear(
     stride = cdiv(weight.shape[0], alignment) * alignment
     sum_dtype = accumulation_dtype(weight, accum_dtype)
     later_bytes = saved_bytes = 0
-    # A float16 product may overflow where the sum does not.
-    rounds_once = accum_dtype is None and weight.dtype is torch.bfloat16
+    once = rounds_once(weight, accum_dtype)
     if dweight is not None and dweight.dtype is not sum_dtype:
         # Several chunks: memory holds the sum and one chunk, and after the last chunk the sum and
         # its rounded copy. One chunk: memory holds the chunk and the rounded product, without a
         # sum.
         later_bytes = dweight.numel() * dweight.itemsize
-        if rounds_once:
+        if once:
             saved_bytes = dweight.numel() * (sum_dtype.itemsize - dweight.itemsize)
     row_bytes = stride * rows.itemsize + other_bytes
     slices = list(chunks(rows.shape[0], row_bytes, chunk_bytes, later_bytes, saved_bytes))
-    if rounds_once and len(slices) == 1:
+    if once and len(slices) == 1:
         sum_dtype = weight.dtype
     return ChunkedLinear(products, bias, stride, slices, sum_dtype)
 

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ops.chunks import BACKWARD_BYTES, TILE, from_environment
-from .products import Head, rounded_once
+from ..ops.chunks import BACKWARD_BYTES, TILE, set_bytes
+from ..ops.head import accumulation_dtype, rounds_once
+from .products import Head
 from .words import Words
 
 
 def chunk_size(row_bytes: int, chunk_bytes: int | None) -> int:
     """The tokens of a chunk of at most chunk_bytes, or one."""
-    most = chunk_bytes or from_environment() or BACKWARD_BYTES
+    most = set_bytes(chunk_bytes) or BACKWARD_BYTES
     fitting = max(1, most // max(1, row_bytes))
     return fitting if fitting < TILE else fitting // TILE * TILE
 
@@ -33,15 +34,15 @@ def loss_chunk_size(
     place of the logits. Several take three chunks, the gradient of weight in a wider dtype, and
     that of x.
     """
-    rows = head.rows
+    rows, weight = head.rows, head.weight
     item_bytes = rows.element_size()
     row_bytes = words.most * item_bytes
     size = chunk_size(row_bytes, chunk_bytes)
-    if chunk_bytes is not None or from_environment() is not None:
+    if set_bytes(chunk_bytes):
         return size
     sum_bytes = dx_bytes = 0
-    if wanted[1] and rounded_once(head.weight, accum_dtype):
-        sum_bytes = words.most * rows.shape[1] * torch.float32.itemsize
+    if wanted[1] and rounds_once(weight, accum_dtype):
+        sum_bytes = words.most * rows.shape[1] * accumulation_dtype(weight, accum_dtype).itemsize
     if wanted[0]:
         dx_bytes = rows.shape[1] * item_bytes
     single = (3 * BACKWARD_BYTES + sum_bytes) // max(1, 2 * row_bytes - dx_bytes)

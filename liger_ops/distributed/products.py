@@ -16,6 +16,7 @@ from ..ops.head import (
     forward_gradient_dtype,
     linear,
     products_of,
+    rounds_once,
 )
 from ..ops.scaling import scaled
 from .collectives import fence, start_sum, wait
@@ -60,7 +61,7 @@ class HeadGradients:
             self.dtype = forward_gradient_dtype(weight)
             self.dweight_dtype = forward_dweight_dtype(weight, accum_dtype)
         self.sum_dtype = accumulation_dtype(weight, accum_dtype)
-        if rounded_once(weight, accum_dtype) and head.rows.shape[0] <= chunk_size:
+        if rounds_once(weight, accum_dtype) and head.rows.shape[0] <= chunk_size:
             self.sum_dtype = weight.dtype
         self.dx: list[Tensor] = []
         self.dlora_x: list[Tensor] = []
@@ -97,11 +98,6 @@ class HeadGradients:
             rounded(total, self.dweight_dtype) for total in (self.dweight, self.dlora_b)
         )
         return [dx, dweight, rounded(self.dbias, self.dtype), dlora_x, dlora_b]
-
-
-def rounded_once(weight: Tensor, accum_dtype: torch.dtype | None) -> bool:
-    """Whether a product of all tokens is computed in weight's dtype, without a wider sum."""
-    return accum_dtype is None and weight.dtype is torch.bfloat16
 
 
 def added(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

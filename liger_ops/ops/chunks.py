@@ -27,7 +27,7 @@ def chunks(
     then take `saved_bytes` more, memory that only several slices need. If M is 0, there is one
     empty slice.
     """
-    named = chunk_bytes or from_environment()
+    named = set_bytes(chunk_bytes)
     most = named or max(default, later_bytes)
     if M * row_bytes <= (named or most + saved_bytes):
         yield slice(0, M)
@@ -40,11 +40,11 @@ def chunks(
         yield slice(start, min(start + rows, M))
 
 
-def from_environment() -> int | None:
-    """The chunk size in bytes that the environment sets, or None."""
+def set_bytes(chunk_bytes: int | None) -> int | None:
+    """The chunk size in bytes that the caller sets, or else the environment, or None."""
     value = os.environ.get(ENVIRONMENT)
-    if value is None:
-        return None
+    if chunk_bytes or value is None:
+        return chunk_bytes or None
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"{ENVIRONMENT} must be a number of bytes above 0, got {value!r}")
     return int(value)

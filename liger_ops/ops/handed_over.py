@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .scaling import scale_
+from .scaling import scale_, scaled
 
 # In float64 gradients are checked, and a second backward has to give the first's to the last bit.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,5 +71,5 @@ def weight_finished(
     if dweight is not None and type(dweight) is not Tensor and dweight.dtype in _DTYPES:
         # While a graph is traced: Inductor writes the product to the memory of what is saved. The
         # op's result would be new memory.
-        return (dweight * factor()).to(dweight.dtype), (dx, None, *others)
+        return scaled(dweight, factor(), dweight.dtype), (dx, None, *others)
     return None, tuple(computed)

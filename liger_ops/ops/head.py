@@ -105,6 +105,12 @@ def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch
     return torch.float64 if weight.dtype is torch.float64 else torch.float32
 
 
+def rounds_once(weight: Tensor, accum_dtype: torch.dtype | None) -> bool:
+    """Whether the gradient of weight from a single chunk is a product in weight's dtype, without a
+    wider sum. A float16 product may overflow where the sum does not."""
+    return accum_dtype is None and weight.dtype is torch.bfloat16
+
+
 def forward_gradient_dtype(weight: Tensor) -> torch.dtype:
     """Dtype of a gradient that the forward computes and the backward scales: float32 for float16,
     so that loss scaling cannot make it overflow or vanish."""
