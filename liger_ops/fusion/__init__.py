@@ -170,15 +170,14 @@ def fuse(
         if not isinstance(value, bool):
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
     planners = _planners(norms, activations, rope, attention, hyper_connections)
-    with torch_linear():
+    with torch_linear(), wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
         plans = [plan(model) for plan, wanted in planners if wanted]
         findings = [finding for plan in plans for finding in plan.findings]
-        with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
-            for plan in plans:
-                for change in plan.changes:
-                    change()
-            if loss:
-                findings += losses.fuse(model).findings
+        for plan in plans:
+            for change in plan.changes:
+                change()
+        if loss:
+            findings += losses.fuse(model).findings
     return FuseReport(tuple(findings))
 
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from . import tensor_parallel
 from .loss_lora import LoraHead
+from .tensor_parallel import forward_hooks
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
-_DEEPSPEED = "deepspeed."
+_GATHER = (_FSDP, "deepspeed.")
 
 
 def are_known(head: Any) -> bool:
@@ -29,7 +30,7 @@ def are_known(head: Any) -> bool:
     of a style that shards the head over words."""
     if not isinstance(head, nn.Module) or head._backward_hooks or head._backward_pre_hooks:
         return False
-    hooks = _hooks(head)
+    hooks = forward_hooks(head)
     if not hooks and "forward" not in vars(head):
         return False
     if all(_gathers(hook) for hook in hooks) and "forward" not in vars(head):
@@ -43,7 +44,8 @@ def are_over_words(head: Any) -> bool:
     if isinstance(head, LoraHead):
         return are_over_words(head.base)
     return are_known(head) and (
-        "forward" in vars(head) or any(tensor_parallel.is_hook(hook) for hook in _hooks(head))
+        "forward" in vars(head)
+        or any(tensor_parallel.is_hook(hook) for hook in forward_hooks(head))
     )
 
 
@@ -55,7 +57,7 @@ def keep_words_apart(head: Any) -> bool:
 
 def obstacle(head: Any) -> str | None:
     """Reason that a loss cannot run in the place of the head, or None."""
-    if any(_is_of(_FSDP, hook) for hook in _hooks(head)):
+    if any(_gathers(hook, (_FSDP,)) for hook in forward_hooks(head)):
         dtype = head._get_fsdp_state()._mp_policy.output_dtype
         if dtype not in (None, torch.float32):
             return f"its head is sharded by itself, with the output_dtype {dtype}"
@@ -74,12 +76,13 @@ def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tens
         return called(others, compute, hidden)
     # A hook may return None, which changes nothing.
     args: Any = (hidden,)
-    for hook in head._forward_pre_hooks.values():
-        if _is_of(_FSDP, hook):
-            # They take keyword arguments too.
+    for key, hook in head._forward_pre_hooks.items():
+        if not _gathers(hook):
+            continue
+        if key in head._forward_pre_hooks_with_kwargs:
             changed = hook(head, args, {})
             args = args if changed is None else changed[0]
-        elif _is_of(_DEEPSPEED, hook):
+        else:
             changed = hook(head, args)
             args = args if changed is None else changed
     loss = called(others, compute, *args)
@@ -90,13 +93,5 @@ def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tens
     return loss
 
 
-def _hooks(head: Any) -> list[Any]:
-    return [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-
-
-def _gathers(hook: Any) -> bool:
-    return _is_of(_FSDP, hook) or _is_of(_DEEPSPEED, hook)
-
-
-def _is_of(package: str, hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(package)
+def _gathers(hook: Any, packages: tuple[str, ...] = _GATHER) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(packages)

@@ -31,13 +31,7 @@ def is_managed(module: nn.Module) -> bool:
     """Whether FSDP, tensor parallelism or DeepSpeed holds a module's parameters."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     by_style = bool(own) and tensor_parallel.style_of(module) is not None
-    sharded = any(_is_sharded(parameter) or is_partitioned(parameter) for parameter in own)
-    return is_held_by_fsdp(module) or by_style or sharded
-
-
-def is_partitioned(parameter: Any) -> bool:
-    """Whether ZeRO-3 of DeepSpeed holds a parameter, whose data may be an empty tensor."""
-    return hasattr(parameter, "ds_shape")
+    return is_held_by_fsdp(module) or by_style or any(map(_is_sharded, own))
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
@@ -58,7 +52,7 @@ def whole_parameters(model: nn.Module) -> Whole:
     found = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if _is_replicated(parameter) or is_partitioned(parameter):
+            if _is_replicated(parameter) or _is_partitioned(parameter):
                 assert parameter is not None
                 whole = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
                 found[module, name] = nn.Parameter(whole)
@@ -80,8 +74,7 @@ def with_whole_parameters(module: nn.Module, whole: Whole) -> nn.Module:
     parameters: dict[str, nn.Parameter | None] = {}
     by_fsdp = is_held_by_fsdp(module)
     for name, parameter in module._parameters.items():
-        held = by_fsdp or _is_sharded(parameter) or is_partitioned(parameter)
-        plain = None if held else parameter
+        plain = None if by_fsdp or _is_sharded(parameter) else parameter
         parameters[name] = None if parameter is None else whole.get((module, name), plain)
         if parameter is not None and parameters[name] is None:
             raise NotAnOp(f"{name} is held by FSDP, or sharded, and no forward here has the whole")
@@ -118,11 +111,20 @@ def _tensor_parallel_placements(held: Any) -> Any:
 
 
 def _is_sharded(parameter: Any) -> bool:
+    return _is_dtensor(parameter) or _is_partitioned(parameter)
+
+
+def _is_dtensor(parameter: Any) -> bool:
     return type(parameter).__name__ == "DTensor"
 
 
+def _is_partitioned(parameter: Any) -> bool:
+    """Whether ZeRO-3 of DeepSpeed holds a parameter, whose data may be an empty tensor."""
+    return hasattr(parameter, "ds_shape")
+
+
 def _is_replicated(parameter: Any) -> bool:
-    return _is_sharded(parameter) and _are_replicated(parameter.placements)
+    return _is_dtensor(parameter) and _are_replicated(parameter.placements)
 
 
 def _are_replicated(placements: Any) -> bool:

@@ -32,12 +32,17 @@ def is_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_TORCH)
 
 
+def forward_hooks(module: Any) -> list[Any]:
+    """The hooks that run before and after a module's forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def has_style(module: nn.Module) -> bool:
     """Whether all hooks of a module, of which it has some, are those of a style of torch, or its
     forward is a style's of transformers."""
     if module._backward_hooks or module._backward_pre_hooks:
         return False
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = forward_hooks(module)
     own = "forward" in vars(module)
     return bool(hooks or own) and all(map(is_hook, hooks)) and (not own or _is_of_style(module))
 
@@ -45,8 +50,7 @@ def has_style(module: nn.Module) -> bool:
 def over_words(head: Any) -> OverWords | None:
     """How a style ColwiseParallel, of torch or of transformers, shards a linear layer, or None if
     the layer has no such style, or another style beside it."""
-    hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-    found = [hook for hook in hooks if is_hook(hook)]
+    found = [hook for hook in forward_hooks(head) if is_hook(hook)]
     if "forward" in vars(head):
         found.append(vars(head)["forward"])
         if not _is_of_style(head):
