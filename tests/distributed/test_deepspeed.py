@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.util
 import os
-import tempfile
 import warnings
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import ranks
 from fused_families import Family
 from liger_ops import fuse
+from reloaded_models import reloaded
 from sharded_training import (
     LLAMA,
     PRELOADED,
@@ -28,6 +28,7 @@ from sharded_training import (
     compare,
     items,
     made,
+    named,
 )
 
 pytestmark = [
@@ -52,7 +53,14 @@ def configuration(stage: int) -> dict[str, Any]:
     }
 
 
+def as_launched() -> None:
+    """Set what a launcher sets for DeepSpeed."""
+    local = torch.cuda.current_device() if ranks.DEVICE == "cuda" else dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(local), DS_ACCELERATOR=ranks.DEVICE)
+
+
 def engine_of(model: Any, stage: int = 3) -> Any:
+    as_launched()
     import deepspeed
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -80,7 +88,7 @@ def trained(engine: Any) -> Run:
 @functools.cache
 def expected(name: str) -> Run:
     """The same steps without any op."""
-    return trained(engine_of(made(next(family for family in TRAINED if family.name == name))))
+    return trained(engine_of(made(named(name))))
 
 
 @contextlib.contextmanager
@@ -119,18 +127,12 @@ def loaded_in_parts(family: Family) -> Any:
     """A model whose parameters are partitioned as they are loaded, as Trainer's are."""
     from transformers.integrations import HfDeepSpeedConfig
 
+    as_launched()
     model = made(family)
-    with tempfile.TemporaryDirectory() as folder:
-        # The first rank writes.
-        folders = [folder]
-        dist.broadcast_object_list(folders)
-        model.save_pretrained(folders[0])
-        dist.barrier()
-        # transformers partitions while this object lives.
-        partitioning = HfDeepSpeedConfig(configuration(3))
-        loaded = type(model).from_pretrained(folders[0], dtype=torch.float32).train()
-        del partitioning
-        dist.barrier()
+    # transformers partitions while this object lives.
+    partitioning = HfDeepSpeedConfig(configuration(3))
+    loaded = reloaded(model, dtype=torch.float32)
+    del partitioning
     assert all(not parameter.numel() for parameter in loaded.parameters())
     return loaded
 
@@ -153,12 +155,6 @@ def activations_are_checkpointed() -> None:
         compare(trained(engine_of(model)), expected(LLAMA.name))
 
 
-def run_all() -> None:
-    # DeepSpeed reads them where a launcher sets them.
-    local = torch.cuda.current_device() if ranks.DEVICE == "cuda" else dist.get_rank()
-    os.environ.update(LOCAL_RANK=str(local), DS_ACCELERATOR=ranks.DEVICE)
-    for one in (fused_first, fused_after, fused_in_parts, activations_are_checkpointed):
-        one()
+CHECKS = [fused_first, fused_after, fused_in_parts, activations_are_checkpointed]
 
-
-test_deepspeed = ranks.tests({2: [run_all]}, SECONDS, PRELOADED)
+test_deepspeed = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from transformers.distributed import DistributedConfig
 
 import ranks
 from fused_families import VOCABULARY
+from reloaded_models import reloaded
 
 
 def loaded(one: Any, experts: str | None = None, **config: Any) -> Any:
@@ -23,17 +23,7 @@ def loaded(one: Any, experts: str | None = None, **config: Any) -> Any:
     # transformers takes the GPU of this number.
     gpu = rank if ranks.DEVICE == "cpu" else str(torch.cuda.current_device())
     os.environ.update(RANK=rank, LOCAL_RANK=gpu, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    options = {} if experts is None else {"experts_implementation": experts}
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [folder]
-        dist.broadcast_object_list(folders)
-        one.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
-        # The first rank saves.
-        one.save_pretrained(folders[0])
-        dist.barrier()
-        model = type(one).from_pretrained(
-            folders[0], attn_implementation="sdpa",
-            distributed_config=DistributedConfig(**config), **options,
-        )  # fmt: skip
-        dist.barrier()
-    return model.train()
+    options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
+    one.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
+    options["distributed_config"] = DistributedConfig(**config)
+    return reloaded(one, attn_implementation="sdpa", **options)

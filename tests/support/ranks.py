@@ -1,5 +1,5 @@
 """Checks that several processes run together, each a rank of a group: gloo's, or with --device cuda
-NCCL's if each has a GPU of its own. Ranks that share GPUs have gloo's collectives there too."""
+NCCL's, also of ranks that share a GPU."""
 
 from __future__ import annotations
 

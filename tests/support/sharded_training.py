@@ -47,6 +47,10 @@ def made(family: Family = LLAMA, attention: str = "sdpa") -> Any:
     return model
 
 
+def named(name: str) -> Family:
+    return next(family for family in TRAINED if family.name == name)
+
+
 def batch(step: int, count: int) -> dict[str, Tensor]:
     """The rows of `count` ranks. The first rank ignores some tokens, and all of them in step 1."""
     generator = torch.Generator().manual_seed(step)
@@ -116,7 +120,7 @@ def trained(
 @functools.cache
 def expected(name: str) -> Run:
     """The same steps in one process, without any op."""
-    return trained(made(next(family for family in TRAINED if family.name == name)))
+    return trained(made(named(name)))
 
 
 def model_is_distributed(model: nn.Module) -> bool:

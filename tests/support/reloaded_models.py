@@ -1,0 +1,22 @@
+"""Models that transformers loads on several ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch.distributed as dist
+
+
+def reloaded(model: Any, **options: Any) -> Any:
+    """The weights of the first rank's model, in a model that `from_pretrained` makes with these
+    options."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        # The first rank saves.
+        model.save_pretrained(folders[0])
+        dist.barrier()
+        loaded = type(model).from_pretrained(folders[0], **options)
+        dist.barrier()
+    return loaded.train()
