@@ -4,6 +4,7 @@ real device."""
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("LIGER_OPS_STRICT", "1")
     device = config.getoption("--device")
     os.environ["LIGER_OPS_TEST_DEVICE"] = device
+    if not hasattr(config, "workerinput"):
+        # An earlier run's code may be of other formulas: PyTorch's caches ignore those of autograd.
+        cache = tempfile.TemporaryDirectory(prefix="torchinductor_", ignore_cleanup_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.name
+        config.add_cleanup(cache.cleanup)
     # Triton reads this when a kernel is defined.
     # LIGER_OPS_SIMULATED_NPU=1 runs what --device npu runs on the simulated device.
     simulated = device == "npu" and os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1"

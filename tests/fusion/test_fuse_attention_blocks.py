@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from backends import without_caches
 from liger_ops.fusion import attention_blocks
 from liger_ops.fusion.attention_blocks import block_mask, dense
 
@@ -108,7 +109,7 @@ def test_strides_that_the_kernels_of_flex_attention_assume(monkeypatch: pytest.M
         return flex_attention(q, k, v, block_mask=block_mask(mask, BATCH, length, length, CPU))
 
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.no_grad(), without_caches():
         torch.compile(attend, fullgraph=True)(*torch.randn(3, BATCH, 2, length, 16).unbind())
     lists = [one for one in read if one.get_dtype() == torch.int32]
     assert len(lists) == 8

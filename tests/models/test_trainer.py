@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 import transformers
 from torch import Tensor, nn
 
 import liger_ops
-from backends import needs_compiler
+from backends import needs_compiler, without_caches
 from fused_families import FAMILIES, VOCABULARY, text
 from liger_ops.fusion import fuse
 from liger_ops.lowering.passes import graph_pass as pass_module
@@ -168,11 +167,7 @@ def counted() -> Iterator[set[str]]:
         found.update(report.counts())
         return report
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        inductor_config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    with pytest.MonkeyPatch.context() as patch, without_caches():
         patch.setattr(pass_module, "rewrite", recorded)
         yield found
 

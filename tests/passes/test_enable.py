@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import liger_ops
-from backends import inputs, model, needs_compiler, run
+from backends import inputs, model, needs_compiler, run, without_caches
 from liger_ops.lowering.passes import graph_pass as pass_module
 from liger_ops.lowering.passes.report import Report
 
@@ -33,10 +33,7 @@ def reports(monkeypatch) -> Iterator[list[Report]]:
 
     rewrite = pass_module.rewrite
     monkeypatch.setattr(pass_module, "rewrite", recorded)
-    with (
-        inductor_config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    with without_caches():
         yield found
     liger_ops.disable()
 

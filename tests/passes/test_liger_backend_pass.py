@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 import liger_ops
-from backends import ROOT, inputs, model, needs_compiler, run
+from backends import ROOT, inputs, model, needs_compiler, run, without_caches
 from liger_ops.library import OPS
 from liger_ops.lowering.passes import REWRITES
 from liger_ops.lowering.passes import graph_pass as pass_module
@@ -50,10 +50,9 @@ def test_a_pass_in_inductor(monkeypatch):
     rewrite = pass_module.rewrite
     monkeypatch.setattr(pass_module, "rewrite", recorded)
     graph_pass = liger_ops.graph_pass("all")
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        compiled = torch.compile(model, options={"pre_grad_custom_pass": graph_pass})
-        with torch._functorch.config.patch(enable_autograd_cache=False):
-            torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
+    compiled = torch.compile(model, options={"pre_grad_custom_pass": graph_pass})
+    with without_caches():
+        torch.testing.assert_close(compiled(*inputs()), model(*inputs()))
     assert [report.counts() for report in reports] == [{"rms_norm": 1, "swiglu": 1}]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -32,6 +35,16 @@ def has_compiler() -> bool:
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="Inductor needs a C++ compiler, and there is none"
 )
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Inductor and AOTAutograd compile also what they have compiled before."""
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 def inductor_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
