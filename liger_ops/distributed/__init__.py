@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .vocabulary_cross_entropy import cross_entropy, linear_cross_entropy
     from .vocabulary_divergence import divergence, linear_divergence
     from .vocabulary_log_prob import linear_log_prob, log_prob
+    from .vocabulary_top_k_divergence import linear_top_k_divergence
 
 __all__ = [
     "cross_entropy",
@@ -24,6 +25,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "linear_log_prob",
+    "linear_top_k_divergence",
     "log_prob",
 ]
 

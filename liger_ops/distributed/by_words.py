@@ -17,7 +17,7 @@ from .rules import COMPUTED_BY_FORWARD, Line, base_of, line_of, tensors_of
 from .words import Words
 
 VOCABULARY = "V"
-# float32 numbers of a token that are gathered, at most.
+# float32 numbers of a token that move, at most, where no words are listed.
 NUMBERS = 3
 
 
@@ -42,6 +42,8 @@ WAYS = {
     "log_prob_backward": Way("logits", -1, "logits", by_words.log_prob_backward),
     "linear_log_prob_forward": Way("weight", 0, "x", by_words.log_prob),
     "linear_log_prob_backward": Way("weight", 0, "x", by_words.log_prob_backward),
+    "linear_top_k_divergence_forward": Way("weight", 0, "x", by_words.top_k),
+    "linear_top_k_divergence_backward": Way("weight", 0, "x", by_words.top_k_backward),
     "divergence_forward": Way("student_logits", -1, "student_logits", by_words.divergence),
     "divergence_backward": Way(
         "student_logits", -1, "student_logits", by_words.divergence_backward
@@ -127,13 +129,19 @@ def _moves_less(call: Any, placed: Placed, rows: Any, dimension: int) -> bool:
         devices = math.prod(placed.mesh.size(i) for i in others)
         size = value.numel() * value.element_size() // devices
         if value is rows:
-            moved += 4 * NUMBERS * math.prod(value.shape[:-1]) // devices
+            numbers = _numbers(call, placed.mesh.size(dimension))
+            moved += 4 * numbers * math.prod(value.shape[:-1]) // devices
         if isinstance(value.placements[dimension], Shard):
             if isinstance(given[dimension], Shard):
                 instead += size
             else:
                 moved += size
     return bool(moved <= instead)
+
+
+def _numbers(call: Any, ranks: int) -> int:
+    """float32 numbers of a token that move, at most."""
+    return NUMBERS if not hasattr(call, "teacher_ids") else call.teacher_ids.shape[-1] + ranks
 
 
 def _of_all_words(op: Op, call: Any, placed: Placed, dimension: int) -> Placed:

@@ -19,7 +19,7 @@ from ..ops.two_heads import (
     upstream_of_tokens,
     weights_of_tokens,
 )
-from . import token_divergences, token_log_probs
+from . import token_divergences, token_log_probs, token_top_k
 from .collectives import gathered
 from .lora import head_of_rows
 from .products import Head
@@ -54,10 +54,24 @@ def _log_prob(call: Any, words: Words) -> tuple[Layer, Tensor, Tensor, token_log
         getattr(call, "accum_dtype", None), getattr(call, "chunk_bytes", None),
     )  # fmt: skip
     if hasattr(call, "weight"):
-        head: Layer = (call.x, call.weight, call.bias, call.lora_x, call.lora_b)
+        head: Layer = _head(call)
     else:
         head = of_logits(call.logits)
     return head, words.local(call.target, call.ignore_index), words.here(call.target), options
+
+
+def top_k(call: Any, words: Words) -> tuple[Tensor, Tensor]:
+    """`linear_top_k_divergence_forward` of a device's words."""
+    return token_top_k.results_of(_head(call), call.teacher_ids, words, _top_k(call))
+
+
+def top_k_backward(call: Any, words: Words) -> tuple[Tensor | None, ...]:
+    given = (call.dlogits, call.drest, _head(call), call.teacher_ids, call.logits, call.rest)
+    return token_top_k.gradients(*given, words, _top_k(call), call.output_mask)
+
+
+def _top_k(call: Any) -> token_top_k.Options:
+    return token_top_k.Options(*(getattr(call, name) for name in token_top_k.Options._fields))
 
 
 def divergence(call: Any, words: Words) -> Found:
@@ -158,6 +172,6 @@ def _heads(call: Any, words: Words) -> tuple[Head, TwoHeads, Tensor]:
     return student, TwoHeads(head_of_rows(*student), teacher, labels, words, options), weights
 
 
-def _head(call: Any, prefix: str) -> Head:
+def _head(call: Any, prefix: str = "") -> Head:
     names = ("x", "weight", "bias", "lora_x", "lora_b")
     return Head(*(getattr(call, f"{prefix}{name}") for name in names))

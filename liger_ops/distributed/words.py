@@ -76,6 +76,14 @@ class Arguments(NamedTuple):
         """The rank's words of another tensor that is sharded over words."""
         return _of_words(op, name, tensor, dim, self.words, self.mesh)
 
+    def also_whole(self, op: str, name: str, tensor: Tensor) -> Tensor:
+        """The whole of another tensor, whose gradient every rank has whole."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        _check_mesh(op, name, tensor, self.mesh)
+        whole = tensor.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Replicate()])
+
     def also_rows(self, op: str, name: str, tensor: Tensor, sequence_dim: int | None) -> Tensor:
         """The whole of another tensor that has x's rows."""
         return _whole_x(op, name, tensor, self.mesh, self.words, sequence_dim)[0]

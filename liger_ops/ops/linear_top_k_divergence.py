@@ -10,12 +10,11 @@ from torch import Tensor
 from .. import library
 from .chunks import chunks
 from .cross_entropy import effective, logsumexp
-from .divergence import divergence_forward
 from .head import cast_as_linear, linear, products_of, shaped
 from .head_by_words import gradients_by_words
 from .log_prob import tempered
 from .lora import lora_input
-from .top_k import check_teacher, distinct, teacher_classes
+from .top_k import check_teacher, distinct, divergence_of_classes
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -109,21 +108,18 @@ def linear_top_k_divergence(
         >>> liger_ops.linear_top_k_divergence(x, weight, ids, log_prob, kind="forward_kl")
         tensor([1.3863, 0.0000])
     """
-    check_teacher(x, teacher_ids, teacher_log_prob, target, kind, beta, tail)
-    x, weight, bias = cast_as_linear(x, weight, bias)
     op = "linear_top_k_divergence"
+    check_teacher(op, x, teacher_ids, teacher_log_prob, target, kind, beta, tail)
+    x, weight, bias = cast_as_linear(x, weight, bias)
     lora_x, lora_b = lora_input(op, x, weight, lora_a, lora_b, lora_scale)
-    if target is not None:
-        teacher_ids = teacher_ids.masked_fill((target == ignore_index).unsqueeze(-1), -1)
-    ids = distinct(teacher_ids)
+    ids = distinct(teacher_ids, target, ignore_index)
     logits, rest = linear_top_k_divergence_forward(
         x, weight, ids, bias, temperature, softcap, logit_scale, accum_dtype, chunk_bytes,
         lora_x, lora_b,
     )  # fmt: skip
-    student = logits if tail == "drop" else torch.cat([logits, rest.unsqueeze(-1)], -1)
-    teacher = teacher_classes(teacher_log_prob, ids, tail, weight.shape[0])
-    counts = torch.where((ids < 0).all(-1), -100, 0)
-    return divergence_forward(student, teacher, counts, kind, beta)[0]
+    return divergence_of_classes(
+        logits, rest, teacher_log_prob, ids, kind, beta, tail, weight.shape[0]
+    )
 
 
 @library.define(returns="logits rest")
@@ -191,6 +187,8 @@ def linear_top_k_divergence_backward(
     Args:
         dlogits, drest: the gradients of the forward's results, floating point, of the shapes of
             these, any strides; each may be None.
+        teacher_ids: as given to the forward, or from V for a word that weight lacks: it has no
+            gradient here, and its token counts.
         logits, rest: results of the forward.
         output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
         The others: as given to the forward.

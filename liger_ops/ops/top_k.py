@@ -6,24 +6,39 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import logsumexp
-from .divergence import DISTRIBUTION_KINDS, limit
+from .divergence import DISTRIBUTION_KINDS, divergence_forward, limit
 from .precision import widened
 from .shapes import equal
 
-OP = "linear_top_k_divergence"
 TAILS = ("bucket", "zero", "drop")
 # What the teacher leaves to other words is a difference from 1, and not known more precisely.
 LEAST_TAIL = 1e-7
 
 
-def distinct(ids: Tensor) -> Tensor:
-    """The words as int64, -1 for every entry below 0 and for a word that its row has before."""
+def distinct(ids: Tensor, target: Tensor | None, ignore_index: int) -> Tensor:
+    """The words as int64, -1 for every entry below 0, for a word that its row has before, and in
+    the rows of ignored tokens."""
+    if target is not None:
+        ids = ids.masked_fill((target == ignore_index).unsqueeze(-1), -1)
     ids = ids.long().clamp(min=-1)
     # The first of equal words stays before the others.
     ordered, places = ids.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
     return ids.masked_fill(torch.zeros_like(repeated).scatter(-1, places, repeated), -1)
+
+
+def divergence_of_classes(
+    logits: Tensor, rest: Tensor, log_prob: Tensor, ids: Tensor, kind: str, beta: float, tail: str,
+    V: int,
+) -> Tensor:  # fmt: skip
+    """The divergence of each token, from the student's part, as `linear_top_k_divergence_forward`
+    returns it, and the teacher's log-probabilities of the words `ids`, as `distinct` returns them,
+    of V."""
+    student = logits if tail == "drop" else torch.cat([logits, rest.unsqueeze(-1)], -1)
+    teacher = teacher_classes(log_prob, ids, tail, V)
+    counts = torch.where((ids < 0).all(-1), -100, 0)
+    return divergence_forward(student, teacher, counts, kind, beta)[0]
 
 
 def teacher_classes(log_prob: Tensor, ids: Tensor, tail: str, V: int) -> Tensor:
@@ -43,43 +58,43 @@ def teacher_classes(log_prob: Tensor, ids: Tensor, tail: str, V: int) -> Tensor:
 
 
 def check_teacher(
-    x: Tensor, ids: Tensor, log_prob: Tensor, target: Tensor | None,
+    op: str, x: Tensor, ids: Tensor, log_prob: Tensor, target: Tensor | None,
     kind: str, beta: float, tail: str,
 ) -> None:  # fmt: skip
     """Check what `linear_top_k_divergence` does not pass on."""
     for name, tensor in (("teacher_ids", ids), ("target", target)):
         if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"{OP}: {name} must be int64 or int32, got {tensor.dtype}")
+            raise TypeError(f"{op}: {name} must be int64 or int32, got {tensor.dtype}")
     if not log_prob.is_floating_point():
         raise TypeError(
-            f"{OP}: teacher_log_prob must be a floating point tensor, got {log_prob.dtype}"
+            f"{op}: teacher_log_prob must be a floating point tensor, got {log_prob.dtype}"
         )
     given = {"teacher_ids": ids, "teacher_log_prob": log_prob, "target": target}
     for name, tensor in given.items():
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{OP}: {name} must be on x's device, {x.device}, got {tensor.device}")
+            raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {tensor.device}")
     if ids.dim() < 1 or ids.shape[-1] < 1:
         raise ValueError(
-            f"{OP}: teacher_ids must be (..., K) with at least one word, got {tuple(ids.shape)}"
+            f"{op}: teacher_ids must be (..., K) with at least one word, got {tuple(ids.shape)}"
         )
-    if not equal(log_prob.shape, ids.shape, f"{OP}: teacher_log_prob"):
+    if not equal(log_prob.shape, ids.shape, f"{op}: teacher_log_prob"):
         raise ValueError(
-            f"{OP}: teacher_log_prob must have the shape of teacher_ids, {tuple(ids.shape)}, got"
+            f"{op}: teacher_log_prob must have the shape of teacher_ids, {tuple(ids.shape)}, got"
             f" {tuple(log_prob.shape)}"
         )
-    if target is not None and not equal(target.shape, ids.shape[:-1], f"{OP}: target"):
+    if target is not None and not equal(target.shape, ids.shape[:-1], f"{op}: target"):
         raise ValueError(
-            f"{OP}: target must have the shape of teacher_ids but for its last dimension,"
+            f"{op}: target must have the shape of teacher_ids but for its last dimension,"
             f" {tuple(ids.shape[:-1])}, got {tuple(target.shape)}"
         )
     for name, value, accepted in (("kind", kind, DISTRIBUTION_KINDS), ("tail", tail, TAILS)):
         if value not in accepted:
             names = ", ".join(map(repr, accepted))
-            raise ValueError(f"{OP}: {name} must be one of {names}, got {value!r}")
+            raise ValueError(f"{op}: {name} must be one of {names}, got {value!r}")
     if not 0 <= beta <= 1:
-        raise ValueError(f"{OP}: beta must be from 0 to 1, got {beta}")
+        raise ValueError(f"{op}: beta must be from 0 to 1, got {beta}")
     if tail == "zero" and limit(kind, beta) == "reverse_kl":
         raise ValueError(
-            f"{OP}: tail must be 'bucket' or 'drop' for reverse_kl, which is inf where the"
+            f"{op}: tail must be 'bucket' or 'drop' for reverse_kl, which is inf where the"
             " teacher's probability is 0, got 'zero'"
         )

@@ -31,12 +31,14 @@ WORDS = {
 }  # fmt: skip
 # What has rows: sharded over the other dimension of a square.
 ROWS = (
-    "x", "logits", "target", "token_weight", "lora_x", "student_x", "student_lora_x", "teacher_x",
-    "student_logits", "teacher_logits",
+    "x", "logits", "target", "teacher_ids", "token_weight", "lora_x", "student_x",
+    "student_lora_x", "teacher_x", "student_logits", "teacher_logits",
 )  # fmt: skip
 # The rows of a head, which may be sharded over the devices that share its words.
 HEAD_ROWS = ("x", "lora_x", "student_x", "student_lora_x", "teacher_x")
 NO_GRADIENT = ("class_weight", "token_weight", "teacher_x", "teacher_weight")
+# Words that a teacher lists of a token.
+LISTED = 3
 TERMS = {"label_smoothing": 0.1, "lse_square_scale": 0.01, "softcap": 2.0, "logit_scale": 0.7}
 Call = tuple[str, dict[str, Tensor], dict[str, Any]]
 
@@ -65,6 +67,9 @@ def calls(V: int) -> list[Call]:
     of_sum = {"reduction": "sum", "gradient_mask": [True] * 5}
     # A word is ignored.
     other = {**logits, "target": torch.where(target == -100, 2, target)}
+    # Words in no order, of which all or some of a token's may be on one device, or none given.
+    ids = torch.rand(*shape, V).argsort(-1)[..., :LISTED]
+    ids[0], ids[2, 1, 1:], ids[1, 0] = -1, -1, torch.arange(LISTED)
     two = {"gradient_mask": [True] * 2 + [False] * 3}
     both = {"student_logits": logits["logits"], "teacher_logits": 3 * torch.randn(*shape, V)}
     student = {"student_x": x, "student_weight": weight, "teacher_x": torch.randn(*shape, 4)}
@@ -89,6 +94,12 @@ def calls(V: int) -> list[Call]:
         ("linear_divergence_forward", {**student, **teacher}, {"kind": "forward_kl", **two}),
         ("linear_divergence_forward", of_student, {**mixed, **of_sum}),
         ("linear_divergence_forward", of_student, {**mixed, "reduction": "none", "kind": "cosine"}),
+        ("linear_top_k_divergence_forward", {"x": x, "weight": weight, "teacher_ids": ids}, {}),
+        (
+            "linear_top_k_divergence_forward",
+            {"x": x, "weight": weight, "teacher_ids": ids, "bias": all_of_head["bias"], **lora},
+            {"temperature": 0.7, "softcap": 2.0, "logit_scale": 0.7, "chunk_bytes": 64},
+        ),
     ]  # fmt: skip
 
 
@@ -167,8 +178,10 @@ def a_device_without_words() -> None:
     """Four devices have 2, 2, 1 and none of 5 words."""
     mesh = ranks.mesh()
     for call in calls(5):
-        # The few words are fewer bytes in float32 than the numbers of the tokens.
-        compare(call, mesh, by_words=ranks.EXACT[0] is torch.float64)
+        # The few words are fewer bytes in float32 than the numbers of the tokens, and in float64
+        # than those of the words that a teacher lists.
+        exact = ranks.EXACT[0] is torch.float64
+        compare(call, mesh, by_words=exact and "teacher_ids" not in call[1])
 
 
 def rows_and_words() -> None:
@@ -189,14 +202,14 @@ def rows_and_words() -> None:
     torch.testing.assert_close(loss, liger_ops.cross_entropy(**tensors))
 
 
-# Numbers of a token that the forward of each of `calls` gathers.
-NUMBERS = (2, 3, 3, 2, 3, 3, 3, 3, 4, 3, 3, 6, 5)
+# Numbers of a token that the forward of each of `calls` gathers, or sums over two devices.
+NUMBERS = (2, 3, 3, 2, 3, 3, 3, 3, 4, 3, 3, 6, 5, LISTED + 2, LISTED + 2)
 
 
 def what_moves() -> None:
     """A few numbers of each token; and the heads' rows and their gradients, if they are sharded."""
     mesh, V, M = ranks.mesh(), 130, 12
-    gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+    gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
     for call, numbers in zip(calls(V), NUMBERS, strict=True):
         op, tensors, options = call
         rows_of = {n: 4 * M * tensors[n].shape[-1] for n in HEAD_ROWS if n in tensors}
@@ -212,7 +225,8 @@ def what_moves() -> None:
                 back = [(scatter, size) for n, size in rows_of.items() if n != "teacher_x"]
             # The backward reads the rows again, unless the forward has computed the gradients.
             again = [] if "gradient_mask" in options else moved
-            assert total(forward) == total([*moved, (gather, 4 * M * numbers)]), (op, rows, forward)
+            of_tokens = (reduce if "teacher_ids" in tensors else gather, 4 * M * numbers)
+            assert total(forward) == total([*moved, of_tokens]), (op, rows, forward)
             assert total(backward) == total([*again, *back]), (op, rows, backward)
 
 

@@ -330,6 +330,33 @@ def test_words_out_of_range(folder: str) -> None:
 @pytest.mark.device_kernels
 @pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
 @pytest.mark.parametrize("mask", ((True, True, True), (True, False, False)))
+def test_the_backward_of_words_that_the_weight_lacks(
+    implementation: str, mask: tuple[bool, ...]
+) -> None:
+    """The gradients of parts of a weight, from the results for the whole."""
+    case = TopKCase(shape=(6,), V=7, D=4, K=3, ignored="some", softcap=3.0, mask=mask)
+    tensors = OP.tensors(case)
+    backward = BACKWARD.kernels.get(implementation, BACKWARD.definition)
+    dx, dweight, dbias, *_ = backward(*OP.backward_args(case, tensors))
+    parts = []
+    for words in (slice(0, 4), slice(4, 7)):
+        size = words.stop - words.start
+        ids = tensors["teacher_ids"]
+        here = (ids >= words.start) & (ids < words.stop)
+        local = torch.where(here, ids - words.start, torch.where(ids < 0, -1, size))
+        part = {**tensors, "teacher_ids": local}
+        part |= {name: tensors[name][words] for name in ("weight", "bias")}
+        parts.append(backward(*OP.backward_args(case, part)))
+    torch.testing.assert_close(parts[0][0] + parts[1][0], dx)
+    for i, whole in ((1, dweight), (2, dbias)):
+        assert (whole is None) == (not mask[i])
+        if whole is not None:
+            torch.testing.assert_close(torch.cat([parts[0][i], parts[1][i]]), whole)
+
+
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("implementation", ("definition", *FOLDERS))
+@pytest.mark.parametrize("mask", ((True, True, True), (True, False, False)))
 def test_the_logits_are_never_whole_in_memory(implementation: str, mask: tuple[bool, ...]) -> None:
     case = TopKCase(shape=(64,), V=64, D=4, dtype=torch.bfloat16, chunk_bytes=4 * 64 * 2, mask=mask)
     tensors = OP.tensors(case)
