@@ -102,8 +102,6 @@ def _of_this_rank(
     listed = ids >= 0
     instead = listed & (listed.cumsum(-1) == 1) & ~here.any(-1, keepdim=True)
     local = torch.where(here, ids - words.first, torch.where(instead, 0, -1))
-    values, rest = linear_top_k_divergence_forward(
-        x, weight, local, bias, *options, lora_x, lora_b
-    )
+    values, rest = linear_top_k_divergence_forward(x, weight, local, bias, *options, lora_x, lora_b)
     first = torch.where(instead, values, -float("inf")).amax(-1)
     return values, torch.where(counts, torch.logaddexp(rest, first), rest)
