@@ -61,8 +61,8 @@ class TokenTopK(Function):
 
 def results_of(head: Head, ids: Tensor, words: Words, options: Options) -> tuple[Tensor, Tensor]:
     """logits and rest, from `ids` of the whole vocabulary."""
-    here, counts = words.here(ids), (ids >= 0).any(-1)
-    values, rest = _of_this_rank(head, ids, here, counts, words, options)
+    here = words.here(ids)
+    values, rest = _of_this_rank(head, ids, here, words, options)
     # The sum of one rank's number and zeros is that number, in whatever order.
     own = torch.arange(words.ranks, device=rest.device) == words.rank
     of_ranks = torch.where(own, rest.unsqueeze(-1), 0.0)
@@ -70,7 +70,7 @@ def results_of(head: Head, ids: Tensor, words: Words, options: Options) -> tuple
     logits, rests = total.split([ids.shape[-1], words.ranks], -1)
     logits = torch.where(ids < words.V, logits, float("nan"))
     logits = torch.where(ids < 0, -float("inf"), logits)
-    return logits, torch.where(counts, logsumexp(rests), 0.0)
+    return logits, torch.where((ids >= 0).any(-1), logsumexp(rests), 0.0)
 
 
 def gradients(
@@ -90,7 +90,7 @@ def gradients(
 
 
 def _of_this_rank(
-    head: Head, ids: Tensor, here: Tensor, counts: Tensor, words: Words, options: Options
+    head: Head, ids: Tensor, here: Tensor, words: Words, options: Options
 ) -> tuple[Tensor, Tensor]:
     """The logits of the listed words that are the rank's, and the logsumexp of its others."""
     x, weight, bias, lora_x, lora_b = head
@@ -104,4 +104,4 @@ def _of_this_rank(
     local = torch.where(here, ids - words.first, torch.where(instead, 0, -1))
     values, rest = linear_top_k_divergence_forward(x, weight, local, bias, *options, lora_x, lora_b)
     first = torch.where(instead, values, -float("inf")).amax(-1)
-    return values, torch.where(counts, torch.logaddexp(rest, first), rest)
+    return values, torch.logaddexp(rest, first)

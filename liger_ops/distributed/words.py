@@ -78,11 +78,7 @@ class Arguments(NamedTuple):
 
     def also_whole(self, op: str, name: str, tensor: Tensor) -> Tensor:
         """The whole of another tensor, whose gradient every rank has whole."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        _check_mesh(op, name, tensor, self.mesh)
-        whole = tensor.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Replicate()])
+        return _gathered(op, name, tensor, self.mesh)
 
     def also_rows(self, op: str, name: str, tensor: Tensor, sequence_dim: int | None) -> Tensor:
         """The whole of another tensor that has x's rows."""
@@ -185,10 +181,15 @@ def _whole(op: str, name: str, tensor: Tensor | None, mesh: DeviceMesh | None) -
         raise ValueError(
             f"{op}: {name} must not require a gradient, which the result does not give"
         )
-    if isinstance(tensor, DTensor):
-        _check_mesh(op, name, tensor, mesh)
-        tensor = tensor.redistribute(placements=[Replicate()]).to_local()
-    return tensor
+    return _gathered(op, name, tensor, mesh)
+
+
+def _gathered(op: str, name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    _check_mesh(op, name, tensor, mesh)
+    whole = tensor.redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Replicate()])
 
 
 def check_target(op: str, target: Tensor, x: Tensor) -> None:
