@@ -141,7 +141,8 @@ def _moves_less(call: Any, placed: Placed, rows: Any, dimension: int) -> bool:
 
 def _numbers(call: Any, ranks: int) -> int:
     """float32 numbers of a token that move, at most."""
-    return NUMBERS if not hasattr(call, "teacher_ids") else call.teacher_ids.shape[-1] + ranks
+    listed = getattr(call, "teacher_ids", None)
+    return NUMBERS if listed is None else listed.shape[-1] + ranks
 
 
 def _of_all_words(op: Op, call: Any, placed: Placed, dimension: int) -> Placed:

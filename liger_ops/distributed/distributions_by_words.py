@@ -53,10 +53,7 @@ def _log_prob(call: Any, words: Words) -> tuple[Layer, Tensor, Tensor, token_log
         call.temperature, call.softcap, call.logit_scale,
         getattr(call, "accum_dtype", None), getattr(call, "chunk_bytes", None),
     )  # fmt: skip
-    if hasattr(call, "weight"):
-        head: Layer = _head(call)
-    else:
-        head = of_logits(call.logits)
+    head: Layer = _head(call) if hasattr(call, "weight") else of_logits(call.logits)
     return head, words.local(call.target, call.ignore_index), words.here(call.target), options
 
 
