@@ -49,26 +49,26 @@ def log_prob_backward(call: Any, words: Words) -> Any:
 
 
 def _log_prob(call: Any, words: Words) -> tuple[Layer, Tensor, Tensor, token_log_probs.Options]:
-    options = token_log_probs.Options(
+    head: Layer = _head(call) if hasattr(call, "weight") else of_logits(call.logits)
+    target = words.local(call.target, call.ignore_index)
+    return head, target, words.here(call.target), _options_of_tokens(call)
+
+
+def _options_of_tokens(call: Any) -> token_log_probs.Options:
+    return token_log_probs.Options(
         call.temperature, call.softcap, call.logit_scale,
         getattr(call, "accum_dtype", None), getattr(call, "chunk_bytes", None),
     )  # fmt: skip
-    head: Layer = _head(call) if hasattr(call, "weight") else of_logits(call.logits)
-    return head, words.local(call.target, call.ignore_index), words.here(call.target), options
 
 
 def top_k(call: Any, words: Words) -> tuple[Tensor, Tensor]:
     """`linear_top_k_divergence_forward` of a device's words."""
-    return token_top_k.results_of(_head(call), call.teacher_ids, words, _top_k(call))
+    return token_top_k.results_of(_head(call), call.teacher_ids, words, _options_of_tokens(call))
 
 
 def top_k_backward(call: Any, words: Words) -> tuple[Tensor | None, ...]:
     given = (call.dlogits, call.drest, _head(call), call.teacher_ids, call.logits, call.rest)
-    return token_top_k.gradients(*given, words, _top_k(call), call.output_mask)
-
-
-def _top_k(call: Any) -> token_top_k.Options:
-    return token_top_k.Options(*(getattr(call, name) for name in token_top_k.Options._fields))
+    return token_top_k.gradients(*given, words, _options_of_tokens(call), call.output_mask)
 
 
 def divergence(call: Any, words: Words) -> Found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,8 @@ from ..ops.linear_top_k_divergence import (
 from .collectives import summed
 from .derivatives import once
 from .products import Head
+from .token_log_probs import Options
 from .words import Words, zeros_of
-
-
-class Options(NamedTuple):
-    """temperature to chunk_bytes of the ops."""
-
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-    accum_dtype: torch.dtype | None
-    chunk_bytes: int | None
 
 
 class TokenTopK(Function):

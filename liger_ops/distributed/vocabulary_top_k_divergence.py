@@ -8,7 +8,8 @@ from torch.distributed import ProcessGroup
 
 from ..ops.top_k import check_teacher, distinct, divergence_of_classes
 from .lora import head_of, summed_over_ranks
-from .token_top_k import Options, TokenTopK
+from .token_log_probs import Options
+from .token_top_k import TokenTopK
 from .words import arguments
 
 
@@ -64,6 +65,7 @@ def linear_top_k_divergence(
     log_prob = given.also_whole(op, "teacher_log_prob", teacher_log_prob)
     head = head_of(op, given, lora_a, lora_b, lora_scale)
     check_teacher(op, head.rows, ids, log_prob, target, kind, beta, tail)
+    # A rank without words calls no op that would check it.
     if ids.shape[:-1] != head.rows.shape[:-1]:
         raise ValueError(
             f"{op}: teacher_ids must have the shape of the whole x but for its last dimension,"

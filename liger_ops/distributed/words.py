@@ -78,7 +78,7 @@ class Arguments(NamedTuple):
 
     def also_whole(self, op: str, name: str, tensor: Tensor) -> Tensor:
         """The whole of another tensor, whose gradient every rank has whole."""
-        return _gathered(op, name, tensor, self.mesh)
+        return _whole(op, name, tensor, self.mesh)
 
     def also_rows(self, op: str, name: str, tensor: Tensor, sequence_dim: int | None) -> Tensor:
         """The whole of another tensor that has x's rows."""
@@ -126,7 +126,7 @@ def arguments(
     sums_x = False
     if x is not None:
         x, sums_x = _whole_x(op, f"{prefix}x", x, mesh, words, sequence_dim)
-    wholes = [_whole(op, key, value, mesh) for key, value in others.items()]
+    wholes = [_constant(op, key, value, mesh) for key, value in others.items()]
     return Arguments(words, mesh, local, bias, x, wholes, sums_x)
 
 
@@ -173,18 +173,19 @@ def _whole_x(
     return Gathered.apply(x, sequence_dim % x.dim(), words.group), False
 
 
-def _whole(op: str, name: str, tensor: Tensor | None, mesh: DeviceMesh | None) -> Tensor | None:
-    """An argument without a gradient, of which every rank needs the whole."""
+def _constant(op: str, name: str, tensor: Tensor | None, mesh: DeviceMesh | None) -> Tensor | None:
+    """The whole of an argument without a gradient."""
     if tensor is None:
         return None
     if tensor.requires_grad:
         raise ValueError(
             f"{op}: {name} must not require a gradient, which the result does not give"
         )
-    return _gathered(op, name, tensor, mesh)
+    return _whole(op, name, tensor, mesh)
 
 
-def _gathered(op: str, name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def _whole(op: str, name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The whole of an argument, whose gradient every rank has whole."""
     if not isinstance(tensor, DTensor):
         return tensor
     _check_mesh(op, name, tensor, mesh)

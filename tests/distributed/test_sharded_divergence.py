@@ -17,12 +17,24 @@ from torch.fx import Node
 import liger_ops
 import ranks
 from liger_ops import distributed
-from sharded_heads import D, check_gradients, compare, here, leaf, part, scalar, tokens
+from sharded_heads import (
+    FLOAT32,
+    FLOAT64,
+    D,
+    check_gradients,
+    compare,
+    dims_of,
+    group_of,
+    here,
+    leaf,
+    part,
+    parts_of,
+    scalar,
+    tokens,
+)
 
 pytestmark = pytest.mark.device_kernels
 
-FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
-FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 KINDS: list[dict[str, Any]] = [
     {"kind": "forward_kl", "temperature": 0.7},
     {"kind": "reverse_kl", "teacher_temperature": 2.0},
@@ -32,10 +44,6 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "cosine"},
 ]
 BOTH: dict[str, int | None] = {"student_logits": -1, "teacher_logits": -1}
-
-
-def group_of(V: int) -> dict[str, Any]:
-    return {"group": dist.group.WORLD, "vocab_size": V}
 
 
 def logits_of(V: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -89,22 +97,14 @@ def two_heads(V: int, dtype: torch.dtype, i: int) -> tuple[dict[str, Tensor], di
     return student, constants
 
 
-def dims_of(names: Any, sequence_dim: int | None) -> dict[str, int | None]:
-    """The dimension along which each argument is sharded."""
-    words = {"weight": 0, "bias": 0, "lora_b": 0, "logits": -1, "x": sequence_dim}
-    return {
-        name: words.get(name.removeprefix("student_").removeprefix("teacher_")) for name in names
-    }
-
-
 def of_heads() -> None:
     for i, options in enumerate(HEADS):
         for V, dtype, tolerance in ((13, torch.float64, FLOAT64), (5, torch.float32, FLOAT32)):
             dim = (None, 0)[(i // 2 + (V == 5)) % 2]
             student, constants = two_heads(V, dtype, i)
             dims = dims_of((*student, *constants), dim)
-            parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
-            taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
+            parts = parts_of(student, dims)
+            taught = {name: x.detach() for name, x in parts_of(constants, dims).items()}
             given = {**options, "chunk_bytes": 64}
             got = distributed.linear_divergence(
                 **parts, **taught, **given, **group_of(V), sequence_dim=dim
@@ -222,8 +222,8 @@ def no_token_counts() -> None:
     student, constants = two_heads(5, torch.float32, 3)
     constants["target"] = torch.full_like(constants["target"], -100)
     dims = dims_of((*student, *constants), None)
-    parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
-    taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
+    parts = parts_of(student, dims)
+    taught = {name: x.detach() for name, x in parts_of(constants, dims).items()}
     loss, *_ = distributed.linear_divergence(**parts, **taught, **group_of(5))
     assert loss == 0
     for grad in torch.autograd.grad(loss, list(parts.values())):
@@ -243,8 +243,8 @@ def compiled() -> None:
     assert counter.frame_count == 2
     student, constants = two_heads(13, torch.float64, 1)
     dims = dims_of((*student, *constants), None)
-    parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
-    taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
+    parts = parts_of(student, dims)
+    taught = {name: x.detach() for name, x in parts_of(constants, dims).items()}
     given = {**HEADS[1], "chunk_bytes": 6 * 16 * 7}
     f = functools.partial(distributed.linear_divergence, **given, **group_of(13))
     # A mode of functions, which Dynamo traces too.
@@ -262,8 +262,8 @@ def counted_without_a_sum() -> None:
     student, constants = two_heads(13, torch.float64, 4)
     del constants["num_items_in_batch"]
     dims = dims_of((*student, *constants), None)
-    parts = {name: here(tensor, dims[name]) for name, tensor in student.items()}
-    taught = {name: here(tensor, dims[name]).detach() for name, tensor in constants.items()}
+    parts = parts_of(student, dims)
+    taught = {name: x.detach() for name, x in parts_of(constants, dims).items()}
     recorder = EagerAndRecordGraphs()
     f = functools.partial(distributed.linear_divergence, kind="forward_kl", **group_of(13))
     # A symbolic size would be an input of the ones.

@@ -16,12 +16,22 @@ from torch.distributed.tensor.debug import CommDebugMode
 import liger_ops
 import ranks
 from liger_ops import distributed
-from sharded_heads import D, check_gradients, compare, here, leaf, part, tokens
+from sharded_heads import (
+    FLOAT32,
+    FLOAT64,
+    D,
+    check_gradients,
+    compare,
+    dims_of,
+    group_of,
+    leaf,
+    part,
+    parts_of,
+    tokens,
+)
 
 pytestmark = pytest.mark.device_kernels
 
-FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
-FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 OP = "linear_top_k_divergence"
 OPTIONS: list[dict[str, Any]] = [
     {"kind": "forward_kl", "tail": "bucket", "temperature": 0.7, "softcap": 3.0},
@@ -30,11 +40,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"kind": "tvd", "tail": "zero"},
     {"kind": "forward_kl", "tail": "drop"},
 ]
-WORDS = {"weight": 0, "bias": 0, "lora_b": 0}
-
-
-def group_of(V: int) -> dict[str, Any]:
-    return {"group": dist.group.WORLD, "vocab_size": V}
 
 
 def of_tokens(V: int, K: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -53,11 +58,6 @@ def with_lora(V: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     dtype = inputs["x"].dtype
     a, b = (leaf(torch.randn(shape, dtype=dtype)) for shape in ((2, D), (V, 2)))
     return {**inputs, "lora_a": a, "lora_b": b}
-
-
-def dims_of(names: Any, sequence_dim: int | None = None) -> dict[str, int | None]:
-    """The dimension along which each argument is sharded."""
-    return {name: sequence_dim if name == "x" else WORDS.get(name) for name in names}
 
 
 def every_form() -> None:
@@ -86,14 +86,14 @@ def infinite_and_undefined() -> None:
     given = {**constants, "kind": "forward_kl", "tail": "drop"}
     whole = liger_ops.linear_top_k_divergence(**inputs, **given)
     assert not whole.isfinite().all() and whole.isfinite().any()
-    parts = {name: here(x, WORDS.get(name)) for name, x in inputs.items()}
+    parts = parts_of(inputs, dims_of(inputs))
     found = distributed.linear_top_k_divergence(**parts, **given, **group_of(V))
     torch.testing.assert_close(found, whole, equal_nan=True, **FLOAT64)
 
     inputs, constants = of_tokens(V, 3, torch.float64)
     constants["teacher_ids"][3, 0, 1] = V
     inputs["x"] = leaf(inputs["x"].detach().index_fill(0, torch.tensor([0]), torch.nan))
-    parts = {name: here(x, WORDS.get(name)) for name, x in inputs.items()}
+    parts = parts_of(inputs, dims_of(inputs))
     found = distributed.linear_top_k_divergence(**parts, **constants, **group_of(V))
     # The whole first row is ignored.
     assert found.isnan().nonzero().tolist() == [[3, 0]]
@@ -106,11 +106,12 @@ def dtensors_and_collectives() -> None:
     gradient of x."""
     mesh, V, K = ranks.mesh(), 13, 4
     inputs, constants = of_tokens(V, K, torch.float64)
+    dims = dims_of(inputs)
     for rows in (Replicate(), Shard(1)):
         placed = {
             name: distribute_tensor(
                 tensor.detach(), mesh,
-                [Shard(0) if name in WORDS else rows],
+                [rows if dims[name] is None else Shard(dims[name])],
             ).requires_grad_()
             for name, tensor in inputs.items()
         }  # fmt: skip
@@ -135,7 +136,7 @@ def dtensors_and_collectives() -> None:
 def bytes_that_move() -> None:
     V, K = 8, 3
     inputs, constants = of_tokens(V, K, torch.float32)
-    parts = {name: here(x, WORDS.get(name)) for name, x in inputs.items()}
+    parts = parts_of(inputs, dims_of(inputs))
     call = functools.partial(distributed.linear_top_k_divergence, **constants, **group_of(V))
     loss, forward = ranks.recorded(lambda: call(**parts))
     numbers = K + dist.get_world_size()
@@ -150,7 +151,7 @@ def compiled() -> None:
     given = {**OPTIONS[0], **constants, "chunk_bytes": 64}
     f = functools.partial(distributed.linear_top_k_divergence, **given, **group_of(13))
     dims = dims_of(inputs)
-    parts = {name: here(tensor, dims[name]) for name, tensor in inputs.items()}
+    parts = parts_of(inputs, dims)
     got = torch.compile(f, backend="aot_eager", fullgraph=True)(**parts)
     expected = liger_ops.linear_top_k_divergence(**inputs, **given)
     check_gradients(expected, got, inputs, parts, dims, **FLOAT64)

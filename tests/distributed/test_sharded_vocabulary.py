@@ -23,12 +23,24 @@ import liger_ops
 import ranks
 from liger_ops import distributed
 from liger_ops.distributed import chunk_sizes
-from sharded_heads import D, check_gradients, compare, here, leaf, part, scalar, tokens
+from sharded_heads import (
+    FLOAT32,
+    FLOAT64,
+    D,
+    check_gradients,
+    compare,
+    dims_of,
+    group_of,
+    here,
+    leaf,
+    part,
+    parts_of,
+    scalar,
+    tokens,
+)
 
 pytestmark = pytest.mark.device_kernels
 
-FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
-FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 TOLERANCE = {torch.float64: FLOAT64, torch.float32: FLOAT32}
 # 13 divides by no number of ranks; of 5 words, four ranks have 2, 2, 1 and 0.
 SIZES = (13, 5)
@@ -42,16 +54,8 @@ LOGITS: dict[str, int | None] = {"logits": -1}
 LOG_PROBS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "softcap": 2.0, "ignore_index": 2}]
 
 
-def group_of(V: int) -> dict[str, Any]:
-    return {"group": dist.group.WORLD, "vocab_size": V}
-
-
 def weights(V: int, target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.rand(V), torch.rand(target.shape)
-
-
-def sharded_x(dim: int | None) -> dict[str, int | None]:
-    return {"x": dim, "weight": 0, "bias": 0}
 
 
 def linear_losses() -> None:
@@ -64,9 +68,8 @@ def linear_losses() -> None:
         given |= {"class_weight": class_weight, "token_weight": token_weight}
         for dim in (None, 0):
             sharding = {**group_of(V), "sequence_dim": dim}
-            compare(
-                "linear_cross_entropy", head, sharded_x(dim), given, sharding, **TOLERANCE[dtype]
-            )
+            dims = dims_of(head, dim)
+            compare("linear_cross_entropy", head, dims, given, sharding, **TOLERANCE[dtype])
 
 
 def losses_of_logits() -> None:
@@ -86,7 +89,7 @@ def log_probs() -> None:
         dim, given = (None, 0)[i // 2], {**options, "target": target}
         sharding = {**group_of(V), "sequence_dim": dim}
         chunked = {**given, "chunk_bytes": 64}
-        compare("linear_log_prob", head, sharded_x(dim), chunked, sharding, **TOLERANCE[dtype])
+        compare("linear_log_prob", head, dims_of(head, dim), chunked, sharding, **TOLERANCE[dtype])
         logits = {"logits": leaf(torch.randn(4, 3, V, dtype=dtype))}
         compare("log_prob", logits, LOGITS, given, group_of(V), **TOLERANCE[dtype])
 
@@ -104,8 +107,7 @@ def loras() -> None:
         given = {**options, "target": target, "chunk_bytes": 64, "lora_scale": 0.7}
         for dim in (None, 0):
             sharding = {**group_of(V), "sequence_dim": dim}
-            dims = {**sharded_x(dim), "lora_a": None, "lora_b": 0}
-            compare(loss, head, dims, given, sharding, **FLOAT64)
+            compare(loss, head, dims_of(head, dim), given, sharding, **FLOAT64)
 
 
 def words_of_probability_0() -> None:
@@ -193,7 +195,7 @@ def collectives_and_bytes() -> None:
         of_x = [] if dim is None else [(gather, all_of_x // count)]
         of_dx = [("all_reduce" if dim is None else "reduce_scatter_tensor", all_of_x)]
         for loss, numbers in (("linear_cross_entropy", 2), ("linear_log_prob", 3)):
-            parts = {name: here(tensor, sharded_x(dim)[name]) for name, tensor in head.items()}
+            parts = parts_of(head, dims_of(head, dim))
             with CommDebugMode() as counted, ranks.Traffic() as forward:
                 results = getattr(distributed, loss)(
                     **parts, target=target, **group_of(V), sequence_dim=dim
@@ -221,12 +223,12 @@ def both_losses(x: Tensor, weight: Tensor, bias: Tensor, **given: Any) -> tuple[
 
 def checkpointed() -> None:
     head, target = tokens(13, torch.float64)
-    parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+    parts = parts_of(head, dims_of(head))
     got = torch.utils.checkpoint.checkpoint(
         both_losses, *parts.values(), target=target, **group_of(13), use_reentrant=False
     )
     expected = both_losses(**head, target=target)
-    check_gradients(expected, got, head, parts, sharded_x(None), **FLOAT64)
+    check_gradients(expected, got, head, parts, dims_of(head), **FLOAT64)
 
 
 def compiled() -> None:
@@ -235,15 +237,15 @@ def compiled() -> None:
     graphs = []
     for rows in (4, 8):
         head, target = tokens(13, torch.float64, rows=rows)
-        parts = {name: here(tensor, sharded_x(0)[name]) for name, tensor in head.items()}
+        parts = parts_of(head, dims_of(head, 0))
         got = losses(*parts.values(), target=target, **group_of(13), sequence_dim=0)
         expected = both_losses(**head, target=target)
-        check_gradients(expected, got, head, parts, sharded_x(0), **FLOAT64)
+        check_gradients(expected, got, head, parts, dims_of(head, 0), **FLOAT64)
         graphs.append(counter.frame_count)
     # Another number of tokens takes the same graph.
     assert graphs[0] == graphs[1], graphs
     head, target = tokens(13, torch.bfloat16)
-    parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+    parts = parts_of(head, dims_of(head))
     loss = functools.partial(distributed.linear_cross_entropy, **group_of(13))
     results = []
     for f in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
@@ -257,7 +259,7 @@ def compiled() -> None:
 def a_second_backward() -> None:
     """The first takes the gradient of weight that the forward computed."""
     head, target = tokens(13, torch.float32)
-    parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+    parts = parts_of(head, dims_of(head))
     loss = distributed.linear_cross_entropy(
         **parts, target=target, **group_of(13), label_smoothing=0.1, lse_square_scale=0.1
     )
@@ -269,7 +271,7 @@ def a_second_backward() -> None:
 
 def no_token_counts() -> None:
     head, target = tokens(13, torch.float32)
-    parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+    parts = parts_of(head, dims_of(head))
     ignored = torch.full_like(target, -100)
     loss = distributed.linear_cross_entropy(**parts, target=ignored, **group_of(13))
     assert loss.isnan()
@@ -287,7 +289,7 @@ def chunks_of_tokens() -> None:
     head, target = tokens(V, torch.bfloat16)
     given = {"target": target, "chunk_bytes": 2 * 2 * -(-V // count)}
     with ranks.Traffic() as traffic:
-        parts = {name: here(tensor, sharded_x(None)[name]) for name, tensor in head.items()}
+        parts = parts_of(head, dims_of(head))
         loss = distributed.linear_cross_entropy(**parts, **given, **group_of(V))
         grads = torch.autograd.grad(loss, list(parts.values()))
     assert [name for name, _ in traffic.seen].count("all_reduce") == target.numel() // 2
@@ -296,7 +298,7 @@ def chunks_of_tokens() -> None:
     expected = torch.autograd.grad(whole, list(wide.values()))
     torch.testing.assert_close(loss.double(), whole, rtol=1e-2, atol=1e-2)
     for name, grad, of_whole in zip(head, grads, expected, strict=True):
-        part_of_whole = here(of_whole, sharded_x(None)[name]).detach()
+        part_of_whole = here(of_whole, dims_of(head)[name]).detach()
         torch.testing.assert_close(grad.double(), part_of_whole, rtol=2e-2, atol=2e-3)
 
 

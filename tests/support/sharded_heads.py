@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,25 @@ import ranks
 from liger_ops import distributed
 
 D = 6
+FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
+FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def group_of(V: int) -> dict[str, Any]:
+    return {"group": dist.group.WORLD, "vocab_size": V}
+
+
+def dims_of(names: Iterable[str], sequence_dim: int | None = None) -> dict[str, int | None]:
+    """The dimension along which each argument is sharded."""
+    words = {"weight": 0, "bias": 0, "lora_b": 0, "logits": -1, "x": sequence_dim}
+    return {
+        name: words.get(name.removeprefix("student_").removeprefix("teacher_")) for name in names
+    }
+
+
+def parts_of(inputs: dict[str, Tensor], dims: dict[str, int | None]) -> dict[str, Tensor]:
+    """The tensors as this rank has them."""
+    return {name: here(tensor, dims[name]) for name, tensor in inputs.items()}
 
 
 def here(tensor: Tensor, dim: int | None) -> Tensor:
@@ -58,7 +78,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Compare the results and gradients of the loss of this name of whole inputs with those of the
     distributed one of parts of them: along a dimension, or the whole for None."""
-    parts = {name: here(tensor, dims[name]) for name, tensor in inputs.items()}
+    parts = parts_of(inputs, dims)
     options = {
         name: value.to(ranks.DEVICE) if isinstance(value, Tensor) else value
         for name, value in options.items()
