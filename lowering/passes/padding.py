@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .attention import attentions
 from .canonical import value
-from .effects import is_plain
 from .failure import failed, is_strict
 from .graph_state import GraphState
 from .mask.algebra import Condition, Unknown, comparisons, data_of
@@ -28,6 +27,7 @@ from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import scopes
 from .mask_outputs import is_ones
+from .memory import is_plain
 from .report import Report
 from .rewrite import derive
 from .sdpa import visible
