@@ -26,7 +26,7 @@ from .mask.algebra import Unknown
 from .mask.scopes import scopes
 from .mask_outputs import DIMENSIONS, Known, Recipe, known
 from .memory import is_plain
-from .padding import Compile, duplicate, is_split, without_data
+from .padding import COMPILING, Compile, duplicate, is_split, without_data
 from .replay import replay
 from .report import Report
 from .rewrite import ORIGIN
@@ -98,24 +98,22 @@ class Given:
 
     def __call__(self, *args: Any) -> Any:
         masks = self._masks(args)
-        run = self._made.get(_recipes(masks))
-        if run is None:
-            with tracing(self._context):
-                run = self._variant(masks, self._fakes)
-        return run(*args, *_data(masks))
+        recipes = _recipes(masks)
+        if recipes not in self._made:
+            with COMPILING, tracing(self._context):
+                if recipes not in self._made:
+                    self._variant(masks, self._fakes)
+        return self._made[recipes](*args, *_data(masks))
 
     def _masks(self, inputs: Sequence[Any]) -> list[Known | None]:
         return [known(inputs[place]) for place in self._places]
 
-    def _variant(
-        self, masks: Sequence[Known | None], inputs: Sequence[Any]
-    ) -> Callable[..., Any]:  # fmt: skip
+    def _variant(self, masks: Sequence[Known | None], inputs: Sequence[Any]) -> None:
         module = duplicate(self._module)
         put(module, self._places, masks)
         # The data itself, because the compilation may look at it.
         given = [*inputs, *_data(masks)]
-        made = self._made[_recipes(masks)] = self._compile(module, given)
-        return made
+        self._made[_recipes(masks)] = self._compile(module, given)
 
 
 def put_known(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:

@@ -10,6 +10,7 @@ needed.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +40,10 @@ PROMISE = (
     'backend liger: options["padding"] is False, a promise that no token is padding, but the'
     " attention mask is not 1 everywhere"
 )
+
+
+# Held by a call that compiles: Dynamo, which is not running then, holds its own.
+COMPILING = threading.RLock()
 
 
 def found_padding(module: fx.GraphModule, strict: bool | None = None) -> list[int] | None:
@@ -136,8 +141,9 @@ class Looking:
     def __call__(self, *args: Any) -> Any:
         full = self._is_full(args)
         if full not in self._made:
-            with tracing(self._context):
-                self._made[full] = self._compiled(full, self._fakes)
+            with COMPILING, tracing(self._context):
+                if full not in self._made:
+                    self._made[full] = self._compiled(full, self._fakes)
         return self._made[full](*args)
 
     def _is_full(self, inputs: Sequence[Any]) -> bool:
