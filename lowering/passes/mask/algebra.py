@@ -252,7 +252,7 @@ def truth(value: Value) -> Condition:
     """The condition value != 0."""
     if is_condition(value):
         return value
-    return lift(lambda x: at_least(x, affine(1)), value)
+    return negation(lift(lambda x: equal(x, affine(0)), value))
 
 
 def at(value: Value, places: Mapping[int, Affine]) -> Any:
