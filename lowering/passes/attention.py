@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .canonical import value
-from .graph_state import GraphState, fake_mode_of
+from .graph_state import GraphState
+from .replay import fake_mode_of
 from .report import Report
 from .rewrite import check_results, foreign
 

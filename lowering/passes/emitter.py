@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .canonical import value
-from .graph_state import fake_mode_of
+from .replay import fake_mode_of
 from .rewrite import ORIGIN
 
 

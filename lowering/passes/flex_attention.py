@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from .block_masks import BlockMaskNodes
 from .canonical import value
 from .emitter import Emitter
-from .graph_state import fake_mode_of
 from .mask.blocks import BLOCK, Blocks
 from .mask.unseen import read_at, rounded
+from .replay import fake_mode_of
 
 
 def attend(

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .canonical import value
-from .effects import ANYWHERE, memory, written
+from .effects import written
+from .memory import ANYWHERE, memory
 
 _TRANSFORM = "_increment_nesting"
 _DUAL = "_enter_dual_level"
@@ -36,9 +36,8 @@ class GraphState:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.order = _Order(lambda: self._read(graph))
-        # Cached per node: neither a node's value nor the subgraphs that it calls change.
+        # Cached per node, because a node's value does not change.
         self._memory: dict[fx.Node, set[int]] = {}
-        self._written_in_calls: dict[fx.Node, set[int]] = {}
         self._read(graph)
 
     def _read(self, graph: fx.Graph) -> None:
@@ -56,7 +55,7 @@ class GraphState:
         for position, node in enumerate(graph.nodes):
             self.order[node] = position
             self._modes[node] = (grad, *settings.items(), *entered)
-            if keys := self._written_by(node):
+            if keys := written(node):
                 self._writes.append((position, keys))
             for key in self._memory_of(node):
                 self._sharing[key].append(node)
@@ -75,13 +74,6 @@ class GraphState:
                 entered.append(node)
             elif name.startswith("_exit_"):
                 entered = [other for other in entered if other not in node.args]
-
-    def _written_by(self, node: fx.Node) -> set[int]:
-        if not isinstance(node.target, torch._ops.HigherOrderOperator):
-            return written(node)
-        if node not in self._written_in_calls:
-            self._written_in_calls[node] = written(node)
-        return self._written_in_calls[node]
 
     def _memory_of(self, node: fx.Node) -> set[int]:
         if node not in self._memory:
@@ -150,14 +142,6 @@ def erase_unused(node: fx.Node, among: Collection[fx.Node]) -> None:
             continue
         waiting += one.all_input_nodes
         one.graph.erase_node(one)
-
-
-def fake_mode_of(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """The fake mode of the tensors in `values`, which is not the one active in a backend."""
-    for one in values:
-        if isinstance(one, FakeTensor):
-            return one.fake_mode
-    return contextlib.nullcontext()
 
 
 def _leave(entered: list[fx.Node], name: str) -> None:

@@ -10,8 +10,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .canonical import same, value
-from .effects import ANYWHERE, memory, writes
-from .graph_state import GraphState, fake_mode_of
+from .effects import writes
+from .graph_state import GraphState
+from .memory import ANYWHERE, memory
+from .replay import fake_mode_of, replay
 
 _BY_MEMORY = {"as_strided", "as_strided_scatter", "data_ptr", "storage", "untyped_storage"}
 _NAMESPACES = {"aten", "liger", "prims"}
@@ -65,9 +67,7 @@ def _goes_by_memory(node: fx.Node) -> bool:
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     try:
         with fake_mode_of(pytree.tree_leaves((args, kwargs))):
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return replay(node, args, kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError):
         return None
 

@@ -20,13 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .attention import attentions
 from .canonical import value
-from .effects import is_plain
 from .failure import failed, is_strict
 from .graph_state import GraphState
 from .mask.algebra import Unknown
 from .mask.scopes import scopes
 from .mask_outputs import DIMENSIONS, Known, Recipe, known
-from .padding import Compile, duplicate, is_split, without_data
+from .memory import is_plain
+from .padding import COMPILING, Compile, duplicate, is_split, without_data
+from .replay import replay
 from .report import Report
 from .rewrite import ORIGIN
 from .written_attention import written_attentions
@@ -97,24 +98,22 @@ class Given:
 
     def __call__(self, *args: Any) -> Any:
         masks = self._masks(args)
-        run = self._made.get(_recipes(masks))
-        if run is None:
-            with tracing(self._context):
-                run = self._variant(masks, self._fakes)
-        return run(*args, *_data(masks))
+        recipes = _recipes(masks)
+        if recipes not in self._made:
+            with COMPILING, tracing(self._context):
+                if recipes not in self._made:
+                    self._variant(masks, self._fakes)
+        return self._made[recipes](*args, *_data(masks))
 
     def _masks(self, inputs: Sequence[Any]) -> list[Known | None]:
         return [known(inputs[place]) for place in self._places]
 
-    def _variant(
-        self, masks: Sequence[Known | None], inputs: Sequence[Any]
-    ) -> Callable[..., Any]:  # fmt: skip
+    def _variant(self, masks: Sequence[Known | None], inputs: Sequence[Any]) -> None:
         module = duplicate(self._module)
         put(module, self._places, masks)
         # The data itself, because the compilation may look at it.
         given = [*inputs, *_data(masks)]
-        made = self._made[_recipes(masks)] = self._compile(module, given)
-        return made
+        self._made[_recipes(masks)] = self._compile(module, given)
 
 
 def put_known(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
@@ -162,7 +161,9 @@ def _compute(node: fx.Node, recipe: Recipe, data: Sequence[fx.Node], last: fx.No
             with graph.inserting_after(last):
                 copies[one] = last = graph.node_copy(one, copies.__getitem__)
             with value(node).fake_mode:
-                last.meta["example_value"] = _run(last)
+                last.meta["example_value"] = replay(
+                    last, *fx.map_arg((last.args, last.kwargs), value)
+                )
             if user is not None:
                 last.meta.update({key: user.meta[key] for key in ORIGIN if key in user.meta})
     example, traced = value(last), value(node)
@@ -173,14 +174,6 @@ def _compute(node: fx.Node, recipe: Recipe, data: Sequence[fx.Node], last: fx.No
     place = _inputs(graph).index(node)
     node.replace_all_uses_with(last)
     last.meta[_INSTEAD_OF] = place
-
-
-def _run(node: fx.Node) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    function: Any = node.target
-    return function(*args, **kwargs)
 
 
 def put_back(module: fx.GraphModule) -> None:

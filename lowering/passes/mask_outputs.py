@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .canonical import value
-from .effects import is_plain
 from .failure import failed, is_strict
 from .graph_state import GraphState
 from .mask.algebra import Unknown, data_of
 from .mask.blocks import dense_datum
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
+from .memory import is_plain
 from .report import Report
 from .rewrite import derive
 

@@ -10,6 +10,7 @@ needed.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .attention import attentions
 from .canonical import value
-from .effects import is_plain
 from .failure import failed, is_strict
 from .graph_state import GraphState
 from .mask.algebra import Condition, Unknown, comparisons, data_of
@@ -28,6 +28,7 @@ from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
 from .mask.scopes import scopes
 from .mask_outputs import is_ones
+from .memory import is_plain
 from .report import Report
 from .rewrite import derive
 from .sdpa import visible
@@ -39,6 +40,10 @@ PROMISE = (
     'backend liger: options["padding"] is False, a promise that no token is padding, but the'
     " attention mask is not 1 everywhere"
 )
+
+
+# Held by a call that compiles: Dynamo, which is not running then, holds its own.
+COMPILING = threading.RLock()
 
 
 def found_padding(module: fx.GraphModule, strict: bool | None = None) -> list[int] | None:
@@ -136,8 +141,9 @@ class Looking:
     def __call__(self, *args: Any) -> Any:
         full = self._is_full(args)
         if full not in self._made:
-            with tracing(self._context):
-                self._made[full] = self._compiled(full, self._fakes)
+            with COMPILING, tracing(self._context):
+                if full not in self._made:
+                    self._made[full] = self._compiled(full, self._fakes)
         return self._made[full](*args)
 
     def _is_full(self, inputs: Sequence[Any]) -> bool:

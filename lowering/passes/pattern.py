@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, same, value
-from .graph_state import fake_mode_of
+from .replay import fake_mode_of
 from .torch_functions import torch_linear
 
 # With more different constants than this, the code is another computation, not a near miss.

@@ -14,11 +14,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .canonical import IDENTITY, calls, canonical, is_tensor, same, value
-from .effects import is_plain
-from .graph_state import GraphState, erase_unused, fake_mode_of
+from .graph_state import GraphState, erase_unused
 from .layout import noticed
+from .memory import is_plain
 from .outside_autocast import mark, modes_of
 from .pattern import CHEAP, Match, Pattern, last_operation
+from .replay import fake_mode_of
 from .report import Report
 
 # Metadata copied to a new node: its origin in the user's code.

@@ -23,7 +23,7 @@ from torch import fx
 
 from .attention_products import Operand, View, view
 from .canonical import calls, same, value
-from .graph_state import GraphState, fake_mode_of
+from .graph_state import GraphState
 from .layout import noticed
 from .mask.algebra import (
     Condition,
@@ -40,6 +40,7 @@ from .mask.proof import sees_itself, visible_keys
 from .mask.region import Frame, Region
 from .mask.scopes import Scope, scopes
 from .mask_bounds import ORDINARY, MaskBounds, inside
+from .replay import fake_mode_of
 from .report import Report
 from .rewrite import Refused, attempt, derive, insert, replace
 from .written_attention import Mask, WrittenAttention, written_attentions

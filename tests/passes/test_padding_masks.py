@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +92,34 @@ def test_with_symbolic_sizes_both_are_compiled_at_once():
     for length in (LENGTH, 19, 7):
         check(rewritten, "padding", torch.ones(2, length, dtype=torch.int64))
         check(rewritten, "padding", right_padding(length))
+    assert made == ["causal", "mask"]
+
+
+def test_both_masks_of_two_attentions_are_looked_at():
+    def run(query: Tensor, key: Tensor, value: Tensor, data: Tensor, other: Tensor) -> Tensor:
+        once = attention("padding")(query, key, value, data)
+        return attention("padding")(once, key, value, other)
+
+    rewritten, made = compiled(run)
+    ones, padded = torch.ones(2, LENGTH, dtype=torch.int64), right_padding(LENGTH)
+    for masks in ((ones, padded), (padded, ones), (ones, ones)):
+        given = [*batch(masks[0]), masks[1]]
+        torch.testing.assert_close(rewritten(*given), run(*given))
+    assert made == ["mask", "causal"]
+
+
+def test_threads_that_call_at_once_compile_a_variant_once():
+    def slow(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        time.sleep(0.2)
+        return made(module, inputs)
+
+    made = Compilations()
+    rewritten, _ = compiled(attention("padding"), inner_backend=slow)
+    check(rewritten, "padding", torch.ones(2, LENGTH, dtype=torch.int64))
+    data = right_padding(LENGTH)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(check, rewritten, "padding", data) for _ in range(4)]:
+            done.result()
     assert made == ["causal", "mask"]
 
 

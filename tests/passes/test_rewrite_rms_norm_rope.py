@@ -110,6 +110,19 @@ def test_other_rotations(rotation, columns, interleaved):
     assert call["cos"].meta["example_value"].shape[-1] == columns
 
 
+def test_several_views_between():
+    """The views are made of the op's queries in the order in which the code makes them."""
+
+    def turned(x: Tensor, weight: Tensor) -> Tensor:
+        return norms.llama(x.transpose(0, 1), weight).transpose(0, 1).transpose(1, 2)
+
+    def function(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any) -> Any:
+        q, k = turned(q, q_weight), turned(k, k_weight)
+        return used(rotated(q, cos, sin)), used(rotated(k, cos, sin))
+
+    check(function, *inputs(), counts=FOUND)
+
+
 def test_norms_that_are_left_to_inductor():
     """The rewrite finds written norms where the rewrite rms_norm is off."""
     names = ["rope", "rms_norm_rope"]

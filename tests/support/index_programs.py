@@ -97,6 +97,10 @@ def _truths(inner: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
         st.builds(
             lambda x: _of(lambda a: torch.zeros(()).masked_fill(a, float("-inf")) == 0, x), inner
         ),
+        st.builds(
+            lambda x: _of(lambda a: ~torch.zeros(()).masked_fill(~a, float("-inf")).bool(), x),
+            inner,
+        ),
     )
 
 
@@ -107,6 +111,8 @@ def _full(function: Callable[[Tensor], Tensor], program: Program) -> Program:
 COMPARED = st.builds(
     lambda compare, x, y: _of(compare, x, y), st.sampled_from(COMPARISONS), NUMBERS, NUMBERS
 )
+# The truth of numbers, negative ones too.
+TRUTHS = NUMBERS.map(lambda x: _of(Tensor.bool, x))
 # This strategy makes causal masks frequent enough among the drawn programs.
 PLAIN = st.builds(
     lambda n, place: lambda q, k: (_second(q, k) + n) <= (_first(q, k) + n + place),
@@ -120,7 +126,7 @@ TRUE = st.builds(
 
 def masks() -> st.SearchStrategy[Program]:
     """Programs whose mask is (queries, keys), boolean, and sometimes causal."""
-    atoms = st.one_of(PLAIN, PLAIN, TRUE, COMPARED)
+    atoms = st.one_of(PLAIN, PLAIN, TRUE, COMPARED, TRUTHS)
     near = st.builds(lambda x, y: _of(operator.and_, x, y), PLAIN, st.one_of(TRUE, atoms))
     return st.one_of(PLAIN, near, st.recursive(atoms, _truths, max_leaves=4)).map(
         lambda program: lambda q, k: program(q, k).expand(q, k)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..canonical import is_tensor, operation
 from ..canonical import value as traced
-from ..effects import is_plain
+from ..memory import is_plain
 from .algebra import (
     Affine,
     Datum,

@@ -1,0 +1,48 @@
+"""The memory that holds the values of nodes. A tensor of unknown layout may be in any memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from .canonical import value
+
+# Stands for unknown memory.
+ANYWHERE = -1
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether `tensor` is an ordinary dense tensor, not a DTensor, a vmap wrapper or the like."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor within the wrappers of torch.func transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def memory(nodes: Iterable[Any]) -> set[int]:
+    """Keys of the storages of `nodes`, which are nodes or tensors; other values are skipped."""
+    return {key for node in pytree.tree_leaves(list(nodes)) for key in _storages(value(node), node)}
+
+
+def _storages(known: Any, node: Any) -> set[int]:
+    if isinstance(known, (tuple, list)):
+        return {key for part in known for key in _storages(part, part)}
+    if isinstance(known, Tensor):
+        known = unwrapped(known)
+        return {known.untyped_storage()._cdata} if is_plain(known) else {ANYWHERE}
+    # A node without an example value may be a tensor.
+    return {ANYWHERE} if known is None and isinstance(node, fx.Node) else set()
