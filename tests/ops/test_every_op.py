@@ -16,7 +16,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphs import Recorder, liger_ops_of
 from liger_ops import library
-from op_checks import as_tuple, assert_own_memory
+from op_checks import (
+    as_tuple,
+    assert_backward_matches_truth,
+    assert_forward_matches_truth,
+    assert_own_memory,
+)
 from op_table import OPS
 from op_under_test import DY_LAYOUTS, FOLDERS, X_LAYOUTS, Case, OpUnderTest, public
 
@@ -105,15 +110,11 @@ def test_opcheck_of_the_defaults(op: OpUnderTest) -> None:
 @pytest.mark.device_kernels
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_kernels_return_memory_of_their_own(
-    op: OpUnderTest, folder: str, dtype: torch.dtype
-) -> None:
-    """No run-time check covers this."""
-    case = op.sample(dtype)
-    tensors = op.tensors(case)
-    for backward, arguments in ((False, op.forward_args), (True, op.backward_args)):
-        args = arguments(case, tensors)
-        assert_own_memory(args, as_tuple(op.kernel(folder, backward)(*args)))
+@pytest.mark.quick("op", "folder")
+def test_kernels_match_truth(op: OpUnderTest, folder: str, dtype: torch.dtype) -> None:
+    """The results are in memory of their own, too, which no run-time check covers."""
+    assert_forward_matches_truth(op, folder, op.sample(dtype))
+    assert_backward_matches_truth(op, folder, op.sample(dtype))
 
 
 def test_an_output_that_is_not_of_its_own_is_found() -> None:
@@ -126,6 +127,7 @@ def test_an_output_that_is_not_of_its_own_is_found() -> None:
 
 
 @EVERY_OP
+@pytest.mark.quick("op", path="definition")
 def test_gradcheck(op: OpUnderTest) -> None:
     args, tensors = differentiable(op, op.sample())
     assert torch.autograd.gradcheck(as_function(op, op.overload(), args), tensors)
