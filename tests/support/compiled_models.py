@@ -21,7 +21,7 @@ Loss = Callable[..., Tensor]
 
 
 class Inner:
-    """An inner backend that runs a graph, with AOT autograd by default, and counts the ops in it."""
+    """An inner backend that counts the ops in a graph and runs it, with AOT autograd by default."""
 
     def __init__(self, run: Callable[..., Any] = aot_eager) -> None:
         self.run = run
