@@ -27,7 +27,7 @@ demo: $(READY) ## train a small Llama untouched and fused, and compare; ARGS="--
 	$(PY) examples/train_llama.py $(ARGS)
 
 # One thread a process: PyTorch's own threads would compete with the other workers for the same cores.
-test: $(READY) ## every test; ARGS="tests/ops/test_rms_norm.py -k compile" for some of them
+test: $(READY) ## every test; ARGS="-m quick" for a few minutes of them, ARGS="tests/ops/test_rms_norm.py" for a file
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/npu.md

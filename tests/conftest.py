@@ -40,7 +40,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-    config.addinivalue_line("markers", "device_kernels: runs kernels on the device that is named")
     # An exception in a rewrite then fails the test instead of warning.
     os.environ.setdefault("LIGER_OPS_STRICT", "1")
     device = config.getoption("--device")
@@ -62,13 +61,26 @@ def pytest_configure(config: pytest.Config) -> None:
         simulated_npu.install()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Imports liger_ops, which reads the environment that pytest_configure sets.
+    import quick
+
+    quick.select(config, items)
     device = config.getoption("--device")
     if device != "cpu":
         reason = f"runs on the CPU whatever the device; --device {device} runs kernels"
         for item in items:
             if "device_kernels" not in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    import quick
+
+    with quick.rewrites_are_made(item):
+        return (yield)
 
 
 @pytest.fixture(autouse=os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1")

@@ -15,6 +15,7 @@ from liger_ops.fusion import fuse, unfuse
 
 
 @FAMILY
+@pytest.mark.quick("family")
 def test_every_part_is_fused(family: Family) -> None:
     model = family.model()
     report = fuse(model, attention=False)
@@ -25,6 +26,7 @@ def test_every_part_is_fused(family: Family) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @FAMILY
+@pytest.mark.quick("family")
 def test_results_are_as_near_to_truth_as_before(family: Family, dtype: torch.dtype) -> None:
     """Output and every gradient, against the untouched model in float64 with the same weights.
 

@@ -28,7 +28,9 @@ def test_as_near_to_truth_as_before(name: str, kind: str, compiled: bool) -> Non
     """Gradients in bfloat16 against the untouched model in float32, with dense masks.
 
     What Inductor rounds otherwise sends some tokens of Llama 4 to other experts, with untouched
-    attention too.
+    attention too. Where the untouched model is not finite when compiled, as GPT-OSS is with torch
+    2.11, the limit is that of the untouched model run eagerly: it rounds after each operation,
+    which Inductor does not do more often.
     """
     inputs = batch(kind, 333, "cuda")
     if "attention_mask" in inputs:
@@ -39,6 +41,8 @@ def test_as_near_to_truth_as_before(name: str, kind: str, compiled: bool) -> Non
     run = torch.compile if compiled else lambda model: model
     torch._dynamo.reset()
     before = step(made, inputs, run(made))
+    if not all(bool(before[key].isfinite().all()) for key in truth if key != "logits"):
+        before = step(made, inputs)
     fuse_attention(made)
     torch._dynamo.reset()
     found = step(made, inputs, run(made))

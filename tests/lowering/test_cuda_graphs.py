@@ -87,7 +87,8 @@ def test_reduce_overhead_captures_a_fused_model() -> None:
 
     parameters = list(model.parameters())
     expected_loss, expected = step(model)
-    assert len(liger_ops.fuse(model)) == 5 + 2 + 2 + 1
+    fused = {entry.op for entry in liger_ops.fuse(model).fused}
+    assert fused >= {"rms_norm", "rope", "swiglu", "linear_cross_entropy"}
     counters.clear()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")

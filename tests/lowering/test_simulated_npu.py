@@ -66,7 +66,8 @@ def test_eager_runs_the_npu_kernel(op: OpUnderTest) -> None:
 
 
 @EVERY_OP
-@pytest.mark.parametrize("backend", (None, "eager", "aot_eager"))
+@pytest.mark.parametrize("backend", (None, "aot_eager"))
+@pytest.mark.quick("op", path="simulated npu")
 def test_training_runs_the_npu_kernels(op: OpUnderTest, backend: str | None) -> None:
     args = forward_args(op)
     given = on_npu(args)

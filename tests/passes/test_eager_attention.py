@@ -129,6 +129,7 @@ def inputs_of(
     return [*qkv(length, dtype), *sinks, *([data(length)] if data else [])]
 
 
+@pytest.mark.quick(rewrites=("eager_attention",))
 @pytest.mark.parametrize(("name", "what"), CASES)
 def test_the_result_is_that_of_the_code(name, what):
     """In float64, with the gradients of queries, keys, values and sinks."""

@@ -82,6 +82,7 @@ def check(
     return [finding.reason for finding in report.findings]
 
 
+@pytest.mark.quick(rewrites=("grouped_attention",))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", REPEATS)
 def test_repeated_heads_are_found(name, dynamic):

@@ -55,6 +55,7 @@ def compare(
     return report, calls
 
 
+@pytest.mark.quick(rewrites=("masked_attention",))
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_result_is_that_of_the_dense_mask(name, dynamic):

@@ -35,6 +35,7 @@ def test_spellings(name: str, dtype: torch.dtype) -> None:
     assert len(calls(found)) == 1
 
 
+@pytest.mark.quick(rewrites=("attention", "causal_attention"))
 @pytest.mark.parametrize("name", ["llama", "reference", "nanogpt", "where", "einsum"])
 def test_a_causal_mask_is_found_afterwards(name: str) -> None:
     counts = {"attention": 1, "causal_attention": 1}

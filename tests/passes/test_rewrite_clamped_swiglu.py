@@ -30,6 +30,7 @@ def clamped_otherwise(gate: Tensor, up: Tensor) -> Tensor:
     return torch.sigmoid(1.702 * gate).mul(gate).mul(1.0 + torch.clip(up, -2.0, 2.0))
 
 
+@pytest.mark.quick(rewrites=("clamped_swiglu",))
 @every_dtype
 @pytest.mark.parametrize("function", [clamped(), clamped_otherwise], ids=["gpt-oss", "otherwise"])
 def test_clamped_swiglu(function, dtype):

@@ -28,6 +28,7 @@ ADDITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(rewrites=("fused_add_rms_norm",))
 @each_dtype
 @pytest.mark.parametrize("add", ADDITIONS.values(), ids=ADDITIONS)
 def test_fused_add_rms_norm(add, dtype):

@@ -65,6 +65,7 @@ def inputs(dtype: torch.dtype = torch.float32, rows: tuple[int, ...] = (2, 5)) -
     return [values(*rows, 24, dtype=dtype, seed=seed) for seed in (0, 1)]
 
 
+@pytest.mark.quick(rewrites=("gated_rms_norm",))
 @each_dtype
 @pytest.mark.parametrize("name", MODULES)
 def test_models(name, dtype):

@@ -32,6 +32,7 @@ GEGLUS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.quick(rewrites=("geglu",))
 @each_dtype
 @pytest.mark.parametrize(("function", "approximate"), GEGLUS.values(), ids=GEGLUS)
 def test_geglu(function, approximate, dtype):

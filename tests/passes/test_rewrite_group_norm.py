@@ -22,6 +22,7 @@ GROUP_NORMS = {
 }
 
 
+@pytest.mark.quick(rewrites=("group_norm",))
 @each_dtype
 @pytest.mark.parametrize("function", GROUP_NORMS.values(), ids=GROUP_NORMS)
 @pytest.mark.parametrize("shape", [(2, 8, 5), (2, 8, 3, 3)])

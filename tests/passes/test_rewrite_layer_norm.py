@@ -49,6 +49,7 @@ LAYER_NORMS = {
 }
 
 
+@pytest.mark.quick(rewrites=("layer_norm",))
 @each_dtype
 @pytest.mark.parametrize("function", LAYER_NORMS.values(), ids=LAYER_NORMS)
 def test_layer_norm(function, dtype):

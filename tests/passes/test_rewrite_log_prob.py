@@ -49,6 +49,7 @@ def wide_nodes(found: Rewriter) -> list[torch.fx.Node]:
     ]
 
 
+@pytest.mark.quick(rewrites=("linear_log_prob",))
 @each_dtype
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
 def test_the_head_is_taken(spelling, dtype):
@@ -59,6 +60,7 @@ def test_the_head_is_taken(spelling, dtype):
     assert found.findings[0].where
 
 
+@pytest.mark.quick(rewrites=("log_prob",))
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
 def test_of_logits(spelling):
     """The op reads the logits as they are."""

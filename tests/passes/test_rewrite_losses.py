@@ -43,6 +43,7 @@ CHAINS: dict[str, Loss] = {
 }
 
 
+@pytest.mark.quick(rewrites=("cross_entropy",))
 @each_dtype
 @pytest.mark.parametrize("loss", CHAINS.values(), ids=CHAINS)
 def test_cross_entropy(loss, dtype):
@@ -53,6 +54,7 @@ def test_cross_entropy(loss, dtype):
     assert call["logits"].meta["example_value"].dtype == dtype
 
 
+@pytest.mark.quick(rewrites=("linear_cross_entropy",))
 @each_dtype
 @pytest.mark.parametrize("loss", CHAINS.values(), ids=CHAINS)
 def test_linear_cross_entropy(loss, dtype):

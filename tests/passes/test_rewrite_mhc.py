@@ -27,6 +27,7 @@ def streams(*rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return values(*rows, HC, HIDDEN, dtype=dtype)
 
 
+@pytest.mark.quick(rewrites=("mhc_coeffs", "mhc_pre", "mhc_post_res"))
 @each_dtype
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_found(make, dtype):

@@ -66,6 +66,7 @@ def test_scale_alone(op, after):
     check(function, values(2, 3, 8), values(2, 8), counts={op: 1})
 
 
+@pytest.mark.quick(rewrites=("modulated_rms_norm",))
 @pytest.mark.parametrize(
     ("norm", "mode"), ((gemma, "gemma"), (unwidened, "none")), ids=("gemma", "none")
 )
@@ -78,6 +79,7 @@ def test_casting_mode_of_the_norm(norm, mode):
     assert call["casting_mode"] == mode and call["eps"] == EPS
 
 
+@pytest.mark.quick(rewrites=("modulated_layer_norm",))
 def test_any_number_of_samples_and_tokens():
     norm = NORMS["modulated_layer_norm"]()
     check(

@@ -23,6 +23,7 @@ RELUS_SQUARED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(rewrites=("relu_squared",))
 @every_dtype
 @pytest.mark.parametrize("function", RELUS_SQUARED.values(), ids=RELUS_SQUARED)
 def test_relu_squared(function, dtype):

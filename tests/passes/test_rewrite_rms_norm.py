@@ -66,6 +66,7 @@ MODES: dict[str, tuple[Callable[..., Tensor], str, float, bool]] = {
 }
 
 
+@pytest.mark.quick(rewrites=("rms_norm",))
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float16], ids=[*DTYPES, "float16"])
 @pytest.mark.parametrize(("function", "mode", "offset", "weighted"), MODES.values(), ids=MODES)
 def test_rms_norm(function, mode, offset, weighted, dtype):

@@ -74,6 +74,7 @@ def attention(
     return function
 
 
+@pytest.mark.quick(rewrites=("rms_norm_rope",))
 @each_dtype
 @pytest.mark.parametrize("transposed_first", (False, True), ids=("qwen3", "gemma3"))
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def tables(
     return [angles.cos().to(dtype), angles.sin().to(dtype)]
 
 
+@pytest.mark.quick(rewrites=("rope",))
 @each_dtype
 @pytest.mark.parametrize(
     ("rotation", "columns", "interleaved", "per_pair"), SPELLINGS.values(), ids=SPELLINGS

@@ -30,6 +30,7 @@ SWIGLUS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(rewrites=("swiglu",))
 @each_dtype
 @pytest.mark.parametrize("function", SWIGLUS.values(), ids=SWIGLUS)
 def test_swiglu(function, dtype):

@@ -17,6 +17,8 @@ import op_parts
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.quick
+
 # Each layer imports from itself and from those before it. The rest of liger_ops is above ops, and
 # what is in ABOVE also above lowering.
 LAYERS = ("library", "ops", "meta", "lowering")
