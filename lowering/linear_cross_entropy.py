@@ -26,7 +26,6 @@ from ..ops.head import (
 from ..ops.scaling import scales
 from .cross_entropy import given_tokens, tokens_of
 from .sizes import cdiv
-from .tensors import flat
 
 
 @dataclass(frozen=True)

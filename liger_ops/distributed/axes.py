@@ -156,7 +156,8 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "log_prob": "logits=* V, target=* -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
     "log_sum_sq_probs=*, predicted_tokens=*, lse_error=*",
     "linear_log_prob": "x=* D, weight=V D, target=*, bias=V, lora_x=* R, lora_b=V R -> "
-    "log_prob=*, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*, lse_error=*",
+    "log_prob=*, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*, "
+    "lse_error=*",
     "linear_top_k_divergence": "x=* D, weight=V D, teacher_ids=* K, bias=V, lora_x=* R, "
     "lora_b=V R -> logits=* K, rest=*, rest_error=*",
     "linear_divergence": _linear_divergence,

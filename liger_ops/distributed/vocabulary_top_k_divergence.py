@@ -73,5 +73,9 @@ def linear_top_k_divergence(
         )
     ids = distinct(ids, target, ignore_index)
     options = Options(temperature, softcap, logit_scale, accum_dtype, chunk_bytes)
-    logits, rest = TokenTopK.apply(*summed_over_ranks(given, head), ids, given.words, options)
-    return divergence_of_classes(logits, rest, log_prob, ids, kind, beta, tail, given.words.V)
+    logits, rest, error = TokenTopK.apply(
+        *summed_over_ranks(given, head), ids, given.words, options
+    )
+    return divergence_of_classes(
+        logits, rest, error, log_prob, ids, kind, beta, tail, given.words.V
+    )

@@ -95,7 +95,9 @@ def cross_entropy_forward(
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
     return_predicted: bool = False, return_entropy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor
+]:  # fmt: skip
     """`cross_entropy` with its intermediate results.
 
     loss, z_loss, lse and target_logit are each differentiable in the logits. lse, lse_error and

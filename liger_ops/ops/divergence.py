@@ -16,9 +16,7 @@ from .precision import widened
 # The kinds of probabilities, and those of logits.
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 KINDS = (*DISTRIBUTION_KINDS, "cosine")
-RESULTS = (
-    "divergence student_share student_lse teacher_lse student_lse_error teacher_lse_error"
-)
+RESULTS = "divergence student_share student_lse teacher_lse student_lse_error teacher_lse_error"
 
 # exp of it is 0 in every dtype.
 LOWEST_LOGARITHM = -1e4
@@ -151,7 +149,7 @@ def divergence_forward(
         )
         found = [_lse(z, *given) for z, given in zip((x, y), known, strict=True)]
         log_q, log_p = (log_softmax_of(z, *lse) for z, lse in zip((x, y), found, strict=True))
-        lses, errors = zip(*found, strict=True)
+        lses, errors = map(list, zip(*found, strict=True))
         student, teacher = shares(log_p, log_q, limit(kind, beta), beta)
         student_share = student.sum(-1)
         value = student_share + teacher.sum(-1)
@@ -204,8 +202,7 @@ def divergence_backward(
     y = _kept(teacher_logits, within, teacher_temperature)
     if kind == "cosine":
         _, *found = cosine.cosines(x, y)
-        known = (student_share, student_lse, teacher_lse)
-        slopes = cosine.slopes(x, y, *map(valued, known, found))
+        slopes = cosine.slopes(x, y, *map(valued, (student_share, student_lse, teacher_lse), found))
     else:
         known = (student_lse, student_lse_error), (teacher_lse, teacher_lse_error)
         log_q, log_p = (
@@ -276,9 +273,7 @@ def valued(known: Tensor | None, computed: Tensor) -> Tensor:
     return known.detach() + derivative
 
 
-def _lse(
-    x: Tensor, known: Tensor | None, known_error: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _lse(x: Tensor, known: Tensor | None, known_error: Tensor | None) -> tuple[Tensor, Tensor]:
     """lse and its error: what is known, or those of x."""
     if known is None or known_error is None:
         return logsumexp(x)

@@ -133,8 +133,8 @@ def linear_log_prob_forward(
     Returns:
         log_prob, entropy: the results of `linear_log_prob`.
         lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
-        mean_logits, log_sum_sq_probs, predicted_tokens, lse_error: as `log_prob_forward`; 0 for an ignored
-            token, not differentiable, and None if not asked for.
+        mean_logits, log_sum_sq_probs, predicted_tokens, lse_error: as `log_prob_forward`; 0 for an
+            ignored token, not differentiable, and the first three None if not asked for.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_log_prob`.

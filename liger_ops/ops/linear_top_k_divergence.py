@@ -262,8 +262,8 @@ def _split(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ) from None
     others = torch.where(_listed(_columns(ids, z), z), -float("inf"), z)
     counts = (ids >= 0).any(-1)
-    rest, error = (torch.where(counts, value, 0.0) for value in logsumexp(others))
-    return torch.where(ids >= 0, logits, -float("inf")), rest, error
+    rest, lost = (torch.where(counts, value, 0.0) for value in logsumexp(others))
+    return torch.where(ids >= 0, logits, -float("inf")), rest, lost
 
 
 def _dz(

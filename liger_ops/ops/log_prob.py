@@ -34,8 +34,8 @@ def log_prob(
 
     Both results are computed and returned in float32, whatever the dtype of the logits; autocast
     changes nothing. The logits are read once, and never written, widened or normalised in memory:
-    beside the results, two numbers per token are stored. The logits of ignored tokens are not read on
-    a GPU. float64 runs the definition on every device.
+    beside the results, two numbers per token are stored. The logits of ignored tokens are not read
+    on a GPU. float64 runs the definition on every device.
 
     Both results are differentiable. The gradient of the logits is computed from the logits, lse and
     entropy, in float32, in one pass, and rounded once. An ignored token has a gradient of exactly

@@ -280,7 +280,8 @@ def cross_entropy_online_kernel(
             x = effective(logits, logit_scale, softcap)
             shifted = x - maximum
             dx = logit_gradient(
-                x, shifted, flushed_exp(shifted), _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
+                x, shifted, flushed_exp(shifted),
+                _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
                 soft, smoothed, tl.where(cols == column, hard, 0.0), None, None,
                 logit_scale, softcap, HAS_SMOOTHING,
             )  # fmt: skip

@@ -103,8 +103,8 @@ def test_autocast_is_that_of_linear(dtype: torch.dtype) -> None:
             assert torch.equal(a, b)
     with torch.autocast("cpu", dtype):
         mask = [False, True, False, False, False]
-        dweight = FORWARD.overload(*args, False, False, mask)[8]
-    assert torch.equal(dweight, FORWARD.definition(*args, False, False, mask)[8])
+        dweight = FORWARD.overload(*args, False, False, mask)[9]
+    assert torch.equal(dweight, FORWARD.definition(*args, False, False, mask)[9])
 
 
 def test_autocast_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
