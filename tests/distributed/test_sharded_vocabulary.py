@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import re
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
 
+import extreme_logits as extreme
 import liger_ops
 import ranks
 from liger_ops import distributed
@@ -117,6 +119,39 @@ def words_of_probability_0() -> None:
     given = {"target": torch.tensor([1, 3])}
     for loss in ("cross_entropy", "log_prob"):
         compare(loss, {"logits": leaf(logits)}, LOGITS, given, group_of(8), **FLOAT64)
+
+
+class Sharded:
+    """The functions of liger_ops.distributed, of the rank's part of whole tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(distributed, name)
+        words = {"logits": -1, "student_logits": -1, "teacher_logits": -1}
+        if name.startswith("linear"):
+            words |= {"weight": 0, "student_weight": 0, "bias": 0}
+
+        def call(*args: Any, **options: Any) -> Any:
+            given = inspect.signature(function).bind(*args, **options).arguments
+            for argument, dim in words.items():
+                if argument in given:
+                    whole = given[argument]
+                    V = whole.shape[dim]
+                    given[argument] = whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+            return function(**given, **group_of(V))
+
+        return call
+
+
+def extreme_logits() -> None:
+    """One rank has no class of a probability above 0 in some of the rows."""
+    for loss, reference, infinite in extreme.LOSSES.values():
+        x, y = extreme.rows(40, 0, infinite), extreme.rows(40, 1, infinite)
+        values, part_of_gradient = extreme.values_and_gradient(
+            functools.partial(loss, Sharded()), x, y
+        )
+        dist.all_reduce(part_of_gradient)
+        found = [values, part_of_gradient]
+        extreme.assert_as_near_as_pytorch(found, reference, x, y)
 
 
 def a_target_that_no_rank_has() -> None:
@@ -416,5 +451,5 @@ CHECKS = (
 
 # Compilation takes a rank ten seconds.
 test_sharded_vocabulary = ranks.tests(
-    {1: (chunks_compiled_by_inductor,), 2: (*CHECKS, compiled), 4: CHECKS}, 300
+    {1: (chunks_compiled_by_inductor,), 2: (*CHECKS, extreme_logits, compiled), 4: CHECKS}, 300
 )
