@@ -26,13 +26,13 @@ def divergence(
     """`liger_ops.divergence` of logits that are sharded over words.
 
     The equations, kinds, options and precision are those of `liger_ops.divergence`, with V the
-    words of all ranks; both logits are split alike. Each rank computes both lse of its words, by
-    the op `divergence_forward`. With P_r and Q_r the teacher's and the student's probabilities of
-    the words of rank r, one all-gather of three numbers a token gives
+    words of all ranks; both logits are split alike. Each rank computes both lse of its words and
+    what rounding took from them, by the op `divergence_forward`. With P_r and Q_r the teacher's and
+    the student's probabilities of the words of rank r, one all-gather of five numbers a token gives
 
         forward_kl = sum_r P_r * (forward_kl_r + log(P_r / Q_r))
 
-    and likewise reverse_kl, and the cosine. For jsd and tvd, an all-gather of two numbers gives
+    and likewise reverse_kl; for the cosine it has three. For jsd and tvd, one of four numbers gives
     both lse of all words, and a second one the sums of the summands of each rank's words, which the
     op computes in a second reading of the logits. The backward has no collective: the op
     `divergence_backward` computes the gradients of a rank's logits from these sums.

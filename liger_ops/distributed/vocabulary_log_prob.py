@@ -60,7 +60,7 @@ def linear_log_prob(
     """`liger_ops.linear_log_prob` with a weight that is sharded over words.
 
     The equations, options, results, chunks and products are those of `liger_ops.linear_log_prob`,
-    of the rank's words. The collectives are one all-gather of three numbers a token in the forward,
+    of the rank's words. The collectives are one all-gather of four numbers a token in the forward,
     and for x those of `linear_cross_entropy` with the reduction "none".
 
     Sharding, errors and what else differs are as for `linear_cross_entropy`.

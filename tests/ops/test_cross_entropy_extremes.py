@@ -40,10 +40,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     loss, _, lse, _, total_weight, _, _, error = outputs
     reference = x.float().requires_grad_()
     expected = F.cross_entropy(reference, target, reduction="none")
-    # log(40) is lost in the lse of such large logits: PyTorch gives 0 or log(40), by device.
-    assert 0 <= loss[6] <= 3.7
-    others = [row for row in range(10) if row != 6]
-    torch.testing.assert_close(loss[others], expected.detach()[others], equal_nan=True)
+    torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
     assert loss.isnan().tolist() == [row in (3, 4, 5) for row in range(10)]
     assert lse[3] == -INF and total_weight == 8
     dloss = torch.randn(10, generator=torch.Generator().manual_seed(1)).to(DEVICE)
