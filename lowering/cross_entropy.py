@@ -3,7 +3,7 @@
 A row function takes the op's call, for its options, and the tensors of the tokens:
 
     loss_and_gradient(call, logits, tokens, gradient, plan)
-    gradient(call, upstream, logits, tokens, lse, dlogits, plan)
+    gradient(call, upstream, logits, tokens, dlogits, plan)
     reduce(call, V, tokens, loss, z_loss, total_weight)
 """
 
@@ -32,6 +32,7 @@ class Tokens(NamedTuple):
     target_logit: Tensor | None = None
     predicted_tokens: Tensor | None = None
     entropy: Tensor | None = None
+    lse_error: Tensor | None = None
     # In place of loss, z_loss and target_logit, which are then None.
     log_prob: Tensor | None = None
     # Only with log_prob, and without a class weight or label smoothing.
@@ -44,11 +45,17 @@ class Tokens(NamedTuple):
 
 def tokens_of(call, weight, *outputs):
     """A call's tensors of the tokens; if the loss is reduced, with memory for each token's loss."""
-    loss, z_loss, lse, target_logit, _, predicted_tokens, entropy = outputs
+    loss, z_loss, lse, target_logit, _, predicted_tokens, entropy, lse_error = outputs
     if call.reduction != "none":
         loss, z_loss = torch.empty_like(lse), torch.empty_like(lse)
-    results = (loss, z_loss, lse, target_logit, predicted_tokens, entropy)
+    results = (loss, z_loss, lse, target_logit, predicted_tokens, entropy, lse_error)
     return Tokens(*map(flat, (weight, call.target, call.token_weight, *results)))
+
+
+def given_tokens(call, weight):
+    """The tensors of the tokens that a backward op is given."""
+    of_loss = map(flat, (weight, call.target, call.token_weight))
+    return Tokens(*of_loss, lse=flat(call.lse), lse_error=flat(call.lse_error))
 
 
 def per_token(*grads):
@@ -68,7 +75,7 @@ def register(
         *outputs, plan = outputs_and_plan
         tokens = tokens_of(call, call.weight, *outputs)
         loss_and_gradient(call, rows(call.logits), tokens, False, plan)
-        loss, z_loss, _, _, total_weight, _, _ = outputs
+        loss, z_loss, _, _, total_weight, *_ = outputs
         reduce(call, call.logits.shape[-1], tokens, loss, z_loss, total_weight)
 
     @library.kernel("cross_entropy_backward", device, module=module)
@@ -76,6 +83,6 @@ def register(
         reduction = (call.lse, call.total_weight, call.num_items_in_batch, call.reduction)
         dloss, dz_loss = (upstream(grad, *reduction) for grad in (call.dloss, call.dz_loss))
         grads = per_token(dloss, dz_loss, call.dlse, call.dtarget_logit, None)
-        tokens = Tokens(*map(flat, (call.weight, call.target, call.token_weight)))
+        tokens = given_tokens(call, call.weight)
         dlogits = dlogits.view(-1, call.logits.shape[-1])
-        gradient(call, grads, rows(call.logits), tokens, flat(call.lse), dlogits, plan)
+        gradient(call, grads, rows(call.logits), tokens, dlogits, plan)

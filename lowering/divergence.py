@@ -6,7 +6,8 @@ these rows; the tensors of the tokens are (M,) and contiguous:
     divergences(options, student, teacher, target, results, plan, known)
     gradients(options, grad, student, teacher, target, saved, dstudent, dteacher, hard, plan)
 
-known is a pair of None, or both lse of all classes: the logits are then those of a part of them.
+known is None, or both lse of all classes and both errors: the logits are then those of a part of
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import library
-from ..ops.divergence import limit
+from ..ops.divergence import RESULTS, limit
 from ..ops.log_prob import tempered
 from .tensors import flat
 
@@ -41,11 +42,13 @@ class Options(NamedTuple):
 
 class Hard(NamedTuple):
     """The cross-entropy of the labels: the gradient of each token's own, and lse of the student's
-    logits, both (M,); and the student's temperature, by which the kernel multiplies."""
+    logits and its error, (M,) each; and what the kernel multiplies the student's logits by to have
+    those of the labels, or with a cap its capped logits, which the temperature has divided."""
 
     grad: Tensor
     lse: Tensor
-    temperature: float
+    lse_error: Tensor
+    scale: float
 
 
 def options_of(
@@ -67,12 +70,14 @@ def register(device: str, divergences: Callable[..., None], gradients: Callable[
         *results, plan = results_and_plan
         results = tuple(map(flat, results))
         logits = (call.student_logits, call.teacher_logits)
-        known = (flat(call.known_student_lse), flat(call.known_teacher_lse))
+        known = None
+        if call.known_student_lse is not None:
+            known = [flat(getattr(call, f"known_{name}")) for name in RESULTS.split()[2:]]
         divergences(options_of(call), *logits, flat(call.target), results, plan, known)
 
     @library.kernel("divergence_backward", device, module=module)
     def divergence_backward(call, dstudent_logits, dteacher_logits, plan):
-        saved = (call.divergence, call.student_share, call.student_lse, call.teacher_lse)
+        saved = [getattr(call, name) for name in RESULTS.split()]
         V = call.student_logits.shape[-1]
         outputs = (None if x is None else x.view(-1, V) for x in (dstudent_logits, dteacher_logits))
         gradients(

@@ -24,9 +24,8 @@ from ..ops.head import (
     upstream_of_tokens,
 )
 from ..ops.scaling import scales
-from .cross_entropy import Tokens, tokens_of
+from .cross_entropy import given_tokens, tokens_of
 from .sizes import cdiv
-from .tensors import flat
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ def register(device: str, kernels: Any, scale: Callable[..., None], alignment: i
 
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
     allocated = library.allocate("linear_cross_entropy_forward", call)
-    outputs, computed = allocated[:7], allocated[7:]
+    outputs, computed = allocated[:-5], allocated[-5:]
     del allocated
     tokens = tokens_of(call, call.class_weight, *outputs)
     head = head_of(call, computed[1], alignment)
@@ -224,7 +223,7 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
         kernels.loss_and_gradient(call, logits, tokens.chunk(chunk), any(call.gradient_mask))
         gradients.add(chunk, logits)
     del logits
-    loss, z_loss, _, _, total_weight, _, _ = outputs
+    loss, z_loss, _, _, total_weight, *_ = outputs
     kernels.reduce(call, call.weight.shape[0], tokens, loss, z_loss, total_weight)
     return (*outputs, *gradients.rounded())
 
@@ -244,8 +243,7 @@ def _backward(
                 finished[i] = result
     if not any(still_missing(call.output_mask, finished)):
         return tuple(finished)
-    lse = flat(call.lse)
-    tokens = Tokens(*map(flat, (call.class_weight, call.target, call.token_weight)))
+    tokens = given_tokens(call, call.class_weight)
     upstream = upstream_of_tokens(
         call.dloss, call.dz_loss, call.dlse, call.dtarget_logit,
         call.lse, call.reduction, call.total_weight, call.num_items_in_batch,
@@ -256,7 +254,7 @@ def _backward(
     del results, unfinished
     for chunk, logits in head.logits():
         grads = [None if grad is None else grad[chunk] for grad in (*upstream, None)]
-        kernels.gradient(call, grads, logits, tokens.chunk(chunk), lse[chunk], logits)
+        kernels.gradient(call, grads, logits, tokens.chunk(chunk), logits)
         gradients.add(chunk, logits)
     del logits
     return both(finished, gradients.rounded())

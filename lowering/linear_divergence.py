@@ -113,7 +113,7 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     weights, items = _weights(call, statistics.dtype)
     losses = None
     if call.target is None:
-        by_token[-1].zero_()
+        by_token[-2:].zero_()
     else:
         losses = torch.empty_like(weights)
     for chunk, student, teacher in heads.logits():
@@ -129,7 +129,7 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     divergence, cross_entropy = reduced(by_token[0], *reduction), None
     if losses is not None:
         # It is here that a target out of range stops a GPU.
-        tokens = rows.tokens(losses, torch.empty_like(losses), by_token[-1])
+        tokens = rows.tokens(losses, torch.empty_like(losses), *by_token[-2:])
         total = losses.new_empty(())
         V = call.student_weight.shape[0]
         rows.cross_entropy.reduce(rows.loss, V, tokens, None, None, total)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import library
 from .cross_entropy import Tokens
 from .linear_cross_entropy import head_of
-from .log_prob import as_loss, results
+from .log_prob import as_loss, given_tokens, results
 from .recomputed import Outputs, backward
 from .tensors import flat
 
@@ -45,7 +45,7 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
 
 
 def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
-    upstream, all_tokens, lse = _of_tokens(call)
+    upstream, all_tokens = _of_tokens(call)
 
     def dlogits(logits: Tensor, tokens: slice, words: slice) -> None:
         grads = [None if grad is None else grad[tokens] for grad in upstream]
@@ -53,13 +53,13 @@ def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
         # A target that is not among the words is out of range, and has no column.
         part = part._replace(target=part.target - words.start)
         loss = as_loss(call, first=words.start)
-        kernels.gradient(loss, grads, logits, part, lse[tokens], logits)
+        kernels.gradient(loss, grads, logits, part, logits)
 
     return backward("linear_log_prob_backward", call, call.target.numel(), alignment, dlogits)
 
 
-def _of_tokens(call: Any) -> tuple[Upstream, Tokens, Tensor]:
-    """The upstream gradients of cross_entropy's row function, the tokens, and lse.
+def _of_tokens(call: Any) -> tuple[Upstream, Tokens]:
+    """The upstream gradients of cross_entropy's row function, and the tokens.
 
     d(log_prob) is that of the target's logit, less that of lse: the row function takes the two by
     themselves where the target is not among the columns. An ignored token has neither.
@@ -73,5 +73,4 @@ def _of_tokens(call: Any) -> tuple[Upstream, Tokens, Tensor]:
     if dlog_prob is not None:
         soft = -dlog_prob if dlse is None else dlse - dlog_prob
     upstream = (None, None, flat(soft), flat(dlog_prob), flat(call.dentropy))
-    tokens = Tokens(None, flat(call.target), None, entropy=flat(call.entropy))
-    return upstream, tokens, flat(call.lse)
+    return upstream, given_tokens(call)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..ops.cross_entropy import effective
+from ..ops.cross_entropy import effective, rounded_lse
 from ..ops.head import products_of
 from ..ops.log_prob import tempered
 from .cross_entropy import Tokens
@@ -43,12 +43,15 @@ def register(device: str, kernels: Any, alignment: int) -> None:
         return _backward(call, kernels, alignment)
 
 
-def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor]:
-    logits, rest = library.allocate("linear_top_k_divergence_forward", call)
+def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits, rest, error = library.allocate("linear_top_k_divergence_forward", call)
     ids, flat_rest, loss = _ids(call), rest.view(-1), _loss(call)
     flat_logits = logits.view(ids.shape)
     # The log-probability of a word is not used.
-    tokens = Tokens(None, _target(ids), None, lse=flat_rest, log_prob=torch.empty_like(flat_rest))
+    tokens = Tokens(
+        None, _target(ids), None, lse=flat_rest, lse_error=error.view(-1),
+        log_prob=torch.empty_like(flat_rest),
+    )  # fmt: skip
     rows = call.x.reshape(ids.shape[0], call.x.shape[-1])
     products = products_of(rows, call.weight, call.lora_x, call.lora_b)
     bounds = (call.accum_dtype, call.chunk_bytes)
@@ -66,8 +69,11 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor]:
         # A cap has made the -inf of each listed word -softcap.
         count = (ids >= 0).sum(-1)
         share = (count * torch.exp(-loss.softcap - flat_rest)).clamp(max=1.0)
-        flat_rest.copy_(torch.where(count == V, -INF, flat_rest + torch.log1p(-share)))
-    return logits, rest
+        less = torch.log1p(-share) + error.view(-1)
+        capped, of_capped = rounded_lse(flat_rest, less)
+        flat_rest.copy_(torch.where(count == V, -INF, capped))
+        error.view(-1).copy_(of_capped)
+    return logits, rest, error
 
 
 def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
@@ -75,7 +81,8 @@ def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
     assert rest is not None
     target = _target(ids)
     # Without other words, their logits have no gradient.
-    lse = torch.where(rest == -INF, INF, rest)
+    lse, error = torch.where(rest == -INF, INF, rest), flat(call.rest_error)
+    all_tokens = Tokens(None, target, None, lse=lse, lse_error=error)
     drest = None
     if call.drest is not None:
         drest = flat(call.drest.to(rest.dtype)).masked_fill(target == IGNORED, 0.0)
@@ -90,8 +97,7 @@ def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
             logits.zero_()
         else:
             upstream = (None, None, drest[tokens], None, None)
-            rows = Tokens(None, target[tokens], None)
-            kernels.gradient(loss, upstream, logits, rows, lse[tokens], logits)
+            kernels.gradient(loss, upstream, logits, all_tokens.chunk(tokens), logits)
         _place(logits, ids[tokens] - words.start, values[tokens])
 
     return backward("linear_top_k_divergence_backward", call, ids.shape[0], alignment, dlogits)

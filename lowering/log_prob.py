@@ -32,6 +32,12 @@ def results(call: Any, *outputs: Tensor | None) -> Tokens:
     return Tokens(None, flat(call.target), None, **dict(given))
 
 
+def given_tokens(call: Any) -> Tokens:
+    """The tensors of the tokens that a backward op is given."""
+    statistics = {name: flat(getattr(call, name)) for name in ("lse", "entropy", "lse_error")}
+    return Tokens(None, flat(call.target), None, **statistics)
+
+
 def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> None:
     """Register the ops with the row functions of the module `kernels`; `rows` returns the logits as
     (M, V) for them."""
@@ -53,7 +59,6 @@ def register(device: str, kernels: Any, rows: Callable[[Tensor], Tensor]) -> Non
         if dlse is not None:
             dlse = dlse.masked_fill(call.target == call.ignore_index, 0.0)
         upstream = per_token(dloss, None, dlse, None, call.dentropy)
-        tokens = Tokens(None, flat(call.target), None, entropy=flat(call.entropy))
         dlogits = dlogits.view(-1, call.logits.shape[-1])
-        lse = flat(call.lse)
-        kernels.gradient(as_loss(call), upstream, rows(call.logits), tokens, lse, dlogits, plan)
+        tokens = given_tokens(call)
+        kernels.gradient(as_loss(call), upstream, rows(call.logits), tokens, dlogits, plan)

@@ -7,7 +7,7 @@ Options that are not used are None, and kernels are compiled without them. Names
 import triton
 import triton.language as tl
 
-from .triton_math import LOWEST
+from .triton_math import VANISHING
 
 
 @triton.jit
@@ -30,15 +30,18 @@ def log_sum_sq_probs(squares, sum):
 
 @triton.jit
 def logit_gradient(
-    x, p, class_weight, soft, smoothed, hard, dentropy, expectation, logit_scale, softcap,
+    x, shifted, exp, class_weight, soft, smoothed, hard, dentropy, entropy, logit_scale, softcap,
     HAS_SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of logits. hard is 0 except for the target's class. expectation is the
-    sum of p * x over a row."""
-    dx = soft * p - hard
+    """The gradient of a tile of logits. hard is 0 except for the target's class.
+
+    exp is that of shifted, which is x less a number of the row. What p has beside it is a factor of
+    the row, and is part of soft and dentropy; its logarithm is part of entropy.
+    """
+    dx = soft * exp - hard
     if dentropy is not None:
-        # Where p is 0, the product is 0 for -inf too.
-        dx -= dentropy * (p * (tl.maximum(x, LOWEST) - expectation))
+        # Where exp is 0, the product is 0 for -inf too.
+        dx -= dentropy * (exp * (tl.maximum(shifted, VANISHING) + entropy))
     if HAS_SMOOTHING:
         dx -= smoothed * class_weight
     if softcap is not None:

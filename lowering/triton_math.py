@@ -7,12 +7,26 @@ import triton.language as tl
 # exp(-inf - -inf) is NaN: a tile that is all -inf adds 0 to a sum of exponentials, and a row that
 # is all -inf gives 0 / 0.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+# exp of it is 0, and 0 times it is 0, as is not so for -inf.
+VANISHING = tl.constexpr(-1e30)
 
 
 @triton.jit
 def flushed_exp(x):
     """exp(x), or 0 if exp(x) < 2**-126. tl.exp handles these with three more instructions."""
     return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def rounded_lse(maximum, log_sum):
+    """maximum + log_sum, and what rounding took from it, or 0 where it is not finite."""
+    lse = maximum + log_sum
+    # The larger of two numbers, less their rounded sum, is exact.
+    by_maximum = (maximum - lse) + log_sum
+    by_sum = (log_sum - lse) + maximum
+    error = tl.where(tl.abs(maximum) < tl.abs(log_sum), by_sum, by_maximum)
+    # inf - inf is NaN, which compares as unequal.
+    return lse, tl.where(lse - lse == 0.0, error, 0.0)
 
 
 @triton.jit

@@ -38,13 +38,14 @@ class Rows:
         losses: Tensor | None,
     ) -> None:  # fmt: skip
         """Fill the statistics, and the cross-entropy of each token."""
-        *results, lse = (row[chunk] for row in statistics)
+        *results, lse, error = (row[chunk] for row in statistics)
         target = None if self.target is None else self.target[chunk]
         self.divergence.divergences(self.options, student, teacher, target, results)
         if target is not None and losses is not None:
-            tokens = self.tokens(losses, lse.new_empty(losses.shape), statistics[-1]).chunk(chunk)
+            tokens = self.tokens(losses, torch.empty_like(losses), *statistics[-2:]).chunk(chunk)
             self.cross_entropy.loss_and_gradient(self.loss, student, tokens, False)
-            lse.masked_fill_(target == self.options.ignore_index, 0.0)
+            for of_labels in (lse, error):
+                of_labels.masked_fill_(target == self.options.ignore_index, 0.0)
 
     def entropies(self, chunk: slice, student: Tensor, entropy: Tensor) -> None:
         """Fill the entropy of each token of the chunk."""
@@ -56,9 +57,9 @@ class Rows:
         tokens = Tokens(None, target, None, lse=lse, entropy=entropy, log_prob=log_prob)
         self.cross_entropy.loss_and_gradient(self.tempered, student, tokens, False)
 
-    def tokens(self, losses: Tensor, others: Tensor, lse: Tensor) -> Tokens:
+    def tokens(self, losses: Tensor, others: Tensor, lse: Tensor, error: Tensor) -> Tokens:
         """The tokens of cross_entropy's row functions. `others` takes results that are not used."""
-        return Tokens(None, self.target, None, losses, others, lse, others)
+        return Tokens(None, self.target, None, losses, others, lse, others, lse_error=error)
 
     def gradient(
         self, upstream: Upstream, student: Tensor, teacher: Tensor, statistics: Tensor,
@@ -66,13 +67,16 @@ class Rows:
     ) -> None:  # fmt: skip
         """Write the gradient of the student's logits over them, which are those of some tokens, and
         of words from the first on."""
-        *saved, lse = (row[tokens] for row in statistics)
+        *saved, lse, error = (row[tokens] for row in statistics)
         soft, hard = (None if grad is None else grad[tokens] for grad in upstream)
         if soft is None:
             soft = lse.new_zeros(()).expand(lse.shape)
         sharp = None
         if hard is not None:
-            sharp = Hard(hard * self.temperature, lse, self.temperature)
+            scale = self.temperature
+            if self.options.student_softcap is None:
+                scale = self.loss.logit_scale
+            sharp = Hard(hard * self.temperature, lse, error, scale)
         target, options = self.target, self.options
         if target is not None:
             # A target that is not among the words has no column.

@@ -61,6 +61,7 @@ def losses(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
         x.new_empty((), dtype=dtype),
         x.new_empty(tokens, dtype=torch.int64) if call.return_predicted else None,
         x.new_empty(tokens, dtype=dtype) if call.return_entropy else None,
+        x.new_empty(tokens, dtype=dtype),
     )
 
 
@@ -108,7 +109,7 @@ def check_options(call: Any, x: str) -> None:
 
 def check_gradients(call: Any, x: str) -> None:
     """Check a backward op's arguments that are results of the forward, or gradients of these."""
-    reduced, per_token = ("dloss", "dz_loss"), ("dlse", "dtarget_logit", "lse")
+    reduced, per_token = ("dloss", "dz_loss"), ("dlse", "dtarget_logit", "lse", "lse_error")
     checks.floating(call, *reduced, *per_token, "total_weight")
     checks.same_device(call, x, *reduced, *per_token, "total_weight")
     tokens = call.target.shape

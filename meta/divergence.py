@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import library
-from ..ops.divergence import KINDS
+from ..ops.divergence import KINDS, RESULTS
 from . import checks
 from .cross_entropy import check_target
-
-RESULTS = ("divergence", "student_share", "student_lse", "teacher_lse")
 
 
 @library.fake("divergence_forward")
@@ -22,13 +20,13 @@ def divergence_forward(call: Any) -> tuple[Tensor, ...]:
     double = torch.float64 in (x.dtype, call.teacher_logits.dtype)
     dtype = torch.float64 if double else torch.float32
     _check_known(call, dtype)
-    return tuple(x.new_empty(x.shape[:-1], dtype=dtype) for _ in RESULTS)
+    return tuple(x.new_empty(x.shape[:-1], dtype=dtype) for _ in RESULTS.split())
 
 
 @library.fake("divergence_backward")
 def divergence_backward(call: Any) -> tuple[Tensor | None, ...]:
     _check(call)
-    names = ("ddivergence", *RESULTS)
+    names = ("ddivergence", *RESULTS.split())
     checks.floating(call, *names)
     checks.same_device(call, "student_logits", *names)
     for name in names:
@@ -51,14 +49,14 @@ def _check(call: Any) -> None:
 
 
 def _check_known(call: Any, dtype: torch.dtype) -> None:
-    names = ("known_student_lse", "known_teacher_lse")
+    names = tuple(name for name in call._fields if name.startswith("known_"))
     known = checks.given(call, names)
     if not known:
         return
-    if len(known) == 1 or call.kind == "cosine":
+    if len(known) < len(names) or call.kind == "cosine":
         raise ValueError(
-            f"{checks.op(call)}: {names[0]} and {names[1]} must be given together, and be None for"
-            f" the kind 'cosine', got {known[0][0]} and the kind {call.kind!r}"
+            f"{checks.op(call)}: {', '.join(names)} must be given together, and be None for the"
+            f" kind 'cosine', got {', '.join(name for name, _ in known)} and the kind {call.kind!r}"
         )
     checks.same_device(call, "student_logits", *names)
     for name, tensor in known:

@@ -13,22 +13,24 @@ from .linear_cross_entropy import HEAD, check_chunks, check_layer, check_lora, c
 
 
 @library.fake("linear_top_k_divergence_forward")
-def linear_top_k_divergence_forward(call: Any) -> tuple[Tensor, Tensor]:
+def linear_top_k_divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check(call)
     dtype = torch.float64 if call.x.dtype is torch.float64 else torch.float32
     logits = call.x.new_empty(call.teacher_ids.shape, dtype=dtype)
-    return logits, call.x.new_empty(call.teacher_ids.shape[:-1], dtype=dtype)
+    rest, error = (call.x.new_empty(call.teacher_ids.shape[:-1], dtype=dtype) for _ in range(2))
+    return logits, rest, error
 
 
 @library.fake("linear_top_k_divergence_backward")
 def linear_top_k_divergence_backward(call: Any) -> tuple[Tensor | None, ...]:
     _check(call)
     check_mask(call, "output_mask", HEAD)
-    checks.floating(call, "dlogits", "drest", "logits", "rest")
-    checks.same_device(call, "x", "dlogits", "drest", "logits", "rest")
+    names = ("dlogits", "drest", "logits", "rest", "rest_error")
+    checks.floating(call, *names)
+    checks.same_device(call, "x", *names)
     for name in ("dlogits", "logits"):
         checks.shape(call, name, call.teacher_ids.shape, "teacher_ids")
-    for name in ("drest", "rest"):
+    for name in ("drest", "rest", "rest_error"):
         checks.shape(
             call, name, call.teacher_ids.shape[:-1], "teacher_ids but for its last dimension"
         )

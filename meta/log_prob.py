@@ -33,12 +33,12 @@ def results(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
     asked = (True, True, True, call.return_mean_logits, call.return_log_sum_sq_probs)
     floats = (x.new_empty(tokens, dtype=dtype) if wanted else None for wanted in asked)
     predicted = x.new_empty(tokens, dtype=torch.int64) if call.return_predicted else None
-    return *floats, predicted
+    return *floats, predicted, x.new_empty(tokens, dtype=dtype)
 
 
 def check_gradients(call: Any, x: str) -> None:
     """Check a backward op's arguments that are results of the forward, or gradients of these."""
-    names = ("dlog_prob", "dentropy", "dlse", "entropy", "lse")
+    names = ("dlog_prob", "dentropy", "dlse", "entropy", "lse", "lse_error")
     checks.floating(call, *names)
     checks.same_device(call, x, *names)
     for name in names:

@@ -71,7 +71,7 @@ def _cross_entropy(call: Any) -> str:
     return (
         f"logits={rows} V, target={rows}, weight=V, token_weight={rows}, num_items_in_batch= -> "
         f"loss={loss}, z_loss={loss}, lse={rows}, target_logit={rows}, total_weight=, "
-        f"predicted_tokens={rows}, entropy={rows}"
+        f"predicted_tokens={rows}, entropy={rows}, lse_error={rows}"
     )
 
 
@@ -81,7 +81,7 @@ def _linear_cross_entropy(call: Any) -> str:
         f"x={rows} D, weight=V D, target={rows}, bias=V, class_weight=V, token_weight={rows}, "
         f"num_items_in_batch=, lora_x={rows} R, lora_b=V R -> "
         f"loss={loss}, z_loss={loss}, lse={rows}, target_logit={rows}, total_weight=, "
-        f"predicted_tokens={rows}, entropy={rows}, {GRADIENTS.replace('*', rows)}"
+        f"predicted_tokens={rows}, entropy={rows}, lse_error={rows}, {GRADIENTS.replace('*', rows)}"
     )
 
 
@@ -150,14 +150,16 @@ AXES: dict[str, str | Callable[[Any], str]] = {
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     "divergence": "student_logits=* V, teacher_logits=* V, target=* -> "
-    "divergence=*, student_share=*, student_lse=*, teacher_lse=*",
+    "divergence=*, student_share=*, student_lse=*, teacher_lse=*, "
+    "student_lse_error=*, teacher_lse_error=*",
     **{name: _distribution_loss(name) for name in TERMS},
     "log_prob": "logits=* V, target=* -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
-    "log_sum_sq_probs=*, predicted_tokens=*",
+    "log_sum_sq_probs=*, predicted_tokens=*, lse_error=*",
     "linear_log_prob": "x=* D, weight=V D, target=*, bias=V, lora_x=* R, lora_b=V R -> "
-    "log_prob=*, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*",
+    "log_prob=*, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*, "
+    "lse_error=*",
     "linear_top_k_divergence": "x=* D, weight=V D, teacher_ids=* K, bias=V, lora_x=* R, "
-    "lora_b=V R -> logits=* K, rest=*",
+    "lora_b=V R -> logits=* K, rest=*, rest_error=*",
     "linear_divergence": _linear_divergence,
 }
 

@@ -17,8 +17,9 @@ from .rules import COMPUTED_BY_FORWARD, Line, base_of, line_of, tensors_of
 from .words import Words
 
 VOCABULARY = "V"
-# float32 numbers of a token that move, at most, where no words are listed.
-NUMBERS = 3
+# float32 numbers of a token that move, at most, where no words are listed and a divergence has no
+# labels.
+NUMBERS = 5
 
 
 class Way(NamedTuple):
@@ -142,7 +143,7 @@ def _moves_less(call: Any, placed: Placed, rows: Any, dimension: int) -> bool:
 def _numbers(call: Any, ranks: int) -> int:
     """float32 numbers of a token that move, at most."""
     listed = getattr(call, "teacher_ids", None)
-    return NUMBERS if listed is None else listed.shape[-1] + ranks
+    return NUMBERS if listed is None else listed.shape[-1] + 2 * ranks
 
 
 def _of_all_words(op: Op, call: Any, placed: Placed, dimension: int) -> Placed:

@@ -33,15 +33,15 @@ from .words import Words
 def log_prob(call: Any, words: Words) -> tuple[Tensor | None, ...]:
     """`log_prob_forward` of the logits of a device's words, or `linear_log_prob_forward`."""
     head, target, here, options = _log_prob(call, words)
-    log_prob, entropy, lse = token_log_probs.results_of(head, target, here, words, options)
+    log_prob, entropy, lse, error = token_log_probs.results_of(head, target, here, words, options)
     valid = words.valid(call.target, call.ignore_index)
-    return torch.where(valid, log_prob, float("nan")), entropy, lse, None, None, None
+    return torch.where(valid, log_prob, float("nan")), entropy, lse, None, None, None, error
 
 
 def log_prob_backward(call: Any, words: Words) -> Any:
     head, target, here, options = _log_prob(call, words)
     gradients = token_log_probs.gradients(
-        head, target, here, call.entropy, call.lse,
+        head, target, here, (call.entropy, call.lse, call.lse_error),
         (call.dlog_prob, call.dentropy, call.dlse), words, options,
         getattr(call, "output_mask", [True] + [False] * 4),
     )  # fmt: skip
@@ -61,14 +61,15 @@ def _options_of_tokens(call: Any) -> token_log_probs.Options:
     )  # fmt: skip
 
 
-def top_k(call: Any, words: Words) -> tuple[Tensor, Tensor]:
+def top_k(call: Any, words: Words) -> tuple[Tensor, Tensor, Tensor]:
     """`linear_top_k_divergence_forward` of a device's words."""
     return token_top_k.results_of(_head(call), call.teacher_ids, words, _options_of_tokens(call))
 
 
 def top_k_backward(call: Any, words: Words) -> tuple[Tensor | None, ...]:
-    given = (call.dlogits, call.drest, _head(call), call.teacher_ids, call.logits, call.rest)
-    return token_top_k.gradients(*given, words, _options_of_tokens(call), call.output_mask)
+    given = (call.dlogits, call.drest, _head(call), call.teacher_ids, call.logits)
+    rest, options = (call.rest, call.rest_error), _options_of_tokens(call)
+    return token_top_k.gradients(*given, rest, words, options, call.output_mask)
 
 
 def divergence(call: Any, words: Words) -> Found:
@@ -80,7 +81,7 @@ def divergence(call: Any, words: Words) -> Found:
 
 
 def divergence_backward(call: Any, words: Words) -> tuple[Tensor | None, ...]:
-    found = Found(call.divergence, call.student_share, call.student_lse, call.teacher_lse)
+    found = Found(*(getattr(call, name) for name in Found._fields))
     gradients = token_divergences.gradients(
         call.ddivergence, call.student_logits, call.teacher_logits, call.target, found,
         _options(call), call.output_mask,
@@ -108,12 +109,12 @@ def linear_divergence(call: Any, words: Words) -> tuple[Tensor | None, ...]:
     items = divisor(call.reduction, weights, call.num_items_in_batch)
     of_reduction = (weights, items, call.reduction, shape)
     divergence, cross_entropy = reduced(statistics.found.divergence, *of_reduction), None
-    lse = torch.zeros_like(statistics.found.divergence)
-    if statistics.lse is not None:
+    of_labels = [torch.zeros_like(statistics.found.divergence)] * 2
+    if statistics.lse is not None and statistics.lse_error is not None:
         cross_entropy = reduced(cross_entropy_of(statistics), *of_reduction)
-        lse = statistics.lse
+        of_labels = [x.to(weights.dtype) for x in (statistics.lse, statistics.lse_error)]
     loss = mixed(divergence, cross_entropy, call.soft_weight, call.hard_weight)
-    numbers = torch.stack([*statistics.found, lse.to(weights.dtype)]).reshape(-1, *shape)
+    numbers = torch.stack([*statistics.found, *of_labels]).reshape(-1, *shape)
     computed = shaped(gradients.results(), student)
     return loss, divergence, cross_entropy, numbers, *computed, None
 
@@ -134,8 +135,11 @@ def linear_divergence_backward(call: Any, words: Words) -> tuple[Tensor | None, 
         call.dloss, call.ddivergence, call.dcross_entropy, call.target, call.ignore_index,
         weights, items, call.soft_weight, call.hard_weight,
     )  # fmt: skip
-    *found, lse = call.statistics.flatten(1).unbind()
-    statistics = Statistics(Found(*found), None if call.target is None else lse, None)
+    *found, lse, error = call.statistics.flatten(1).unbind()
+    if call.target is None:
+        statistics = Statistics(Found(*found), None, None, None)
+    else:
+        statistics = Statistics(Found(*found), lse, error, None)
     made = again(heads, statistics, upstream, missing, False)
     return both(finished, shaped(made, student))
 

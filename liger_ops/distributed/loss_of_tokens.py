@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.cross_entropy import token_losses, token_weights
-from .token_statistics import class_sum
-from .words import Words
+from .words import ClassSums, Words
 
 
 class Tokens(NamedTuple):
@@ -25,16 +24,16 @@ class Tokens(NamedTuple):
     # The weight of each token, and its product with the weight of its class: 0 if it is ignored.
     weights: Tensor
     counts: Tensor
-    # (held,): the weights of the rank's words; and the sum of all words' weights.
+    # (held,): the weights of the rank's words; and the sum of the weights of each rank's.
     class_weight: Tensor | None
-    class_sum: Tensor | int
+    class_sums: ClassSums
 
     @staticmethod
     def of_flat(
-        parts: Sequence[Tensor], class_weight: Tensor | None, class_sum: Tensor | int
+        parts: Sequence[Tensor], class_weight: Tensor | None, class_sums: ClassSums
     ) -> Tokens:
         target, here, valid, within, weights, counts = parts
-        return Tokens(target, here, valid, within, weights, counts, class_weight, class_sum)
+        return Tokens(target, here, valid, within, weights, counts, class_weight, class_sums)
 
     @staticmethod
     def of_words(
@@ -47,16 +46,16 @@ class Tokens(NamedTuple):
         return Tokens(
             words.local(target, ignore_index), words.here(target),
             words.valid(target, ignore_index), within, weights, counts, words.of(class_weight),
-            class_sum(class_weight, words.V, weights),
+            words.class_sums(class_weight, weights.dtype),
         )  # fmt: skip
 
     def split(self, size: int) -> list[Tokens]:
         chunks = zip(*(value.split(size) for value in self[:6]), strict=True)
-        return [Tokens.of_flat(parts, self.class_weight, self.class_sum) for parts in chunks]
+        return [Tokens.of_flat(parts, self.class_weight, self.class_sums) for parts in chunks]
 
     def flat(self) -> Tokens:
         parts = [value.reshape(-1) for value in self[:6]]
-        return Tokens.of_flat(parts, self.class_weight, self.class_sum)
+        return Tokens.of_flat(parts, self.class_weight, self.class_sums)
 
 
 class Terms(NamedTuple):
@@ -68,13 +67,13 @@ class Terms(NamedTuple):
 
 
 def losses(
-    lse: Tensor, target_logit: Tensor, total: Tensor | None, tokens: Tokens, terms: Terms
+    lse: Tensor, nll: Tensor, surprisal: Tensor | None, tokens: Tokens, terms: Terms
 ) -> tuple[Tensor, Tensor]:
-    """Each token's loss and z-loss; total is None without label smoothing."""
-    target_logit = torch.where(tokens.valid, target_logit, float("nan"))
-    smooth = None if total is None else (lse * tokens.class_sum - total) / terms.V
+    """Each token's loss and z-loss; surprisal is None without label smoothing."""
+    nll = torch.where(tokens.valid, nll, float("nan"))
+    smooth = None if surprisal is None else surprisal / terms.V
     return token_losses(
-        lse, target_logit, smooth, tokens.weights, tokens.counts, tokens.within,
+        lse, nll, smooth, tokens.weights, tokens.counts, tokens.within,
         terms.label_smoothing, terms.lse_square_scale,
     )  # fmt: skip
 
@@ -87,8 +86,10 @@ def gradients_of_sum(
     hard = (1 - terms.label_smoothing) * counts
     # The lse of an ignored token may be NaN.
     lse = torch.where(tokens.within, lse, 0.0)
-    dlse = hard + 2 * terms.lse_square_scale * counts * lse
+    dlse = hard
+    if terms.lse_square_scale != 0:
+        dlse = hard + 2 * terms.lse_square_scale * counts * lse
     if terms.label_smoothing == 0:
         return dlse, -hard, None
     smoothed = terms.label_smoothing / terms.V * weights
-    return dlse + smoothed * tokens.class_sum, -hard, -smoothed
+    return dlse + smoothed * sum(tokens.class_sums), -hard, -smoothed

@@ -18,6 +18,7 @@ from .summed_loss import ChunkedLoss
 from .token_statistics import (
     Layer,
     Options,
+    Statistics,
     Upstream,
     gradients,
     local_statistics,
@@ -38,8 +39,9 @@ def cross_entropy(call: Any, words: Words) -> tuple[Tensor | None, ...]:
 def cross_entropy_backward(call: Any, words: Words) -> Tensor | None:
     tokens = _tokens(call, words, call.logits, call.weight)
     return gradients(
-        of_logits(call.logits), tokens.target, tokens.class_weight, call.lse,
-        _upstream(call, words, tokens), words, _options(call), [True] + [False] * 4,
+        of_logits(call.logits), tokens.target, tokens.class_weight,
+        (call.lse, call.lse_error), _upstream(call, words, tokens), words, _options(call),
+        [True] + [False] * 4,
     )[0]  # fmt: skip
 
 
@@ -55,12 +57,7 @@ def linear_cross_entropy(call: Any, words: Words) -> tuple[Tensor | None, ...]:
     chunked = ChunkedLoss(
         head_of_rows(*head), tokens.flat(), terms, words, options, list(call.gradient_mask), False
     )
-    lse, target_logit, total = chunked.statistics()
-    shape = call.target.shape
-    statistics = (
-        lse.reshape(shape), target_logit.reshape(shape),
-        None if total is None else total.reshape(shape),
-    )  # fmt: skip
+    statistics = chunked.statistics().reshape(call.target.shape)
     computed = shaped(chunked.gradients.results(), head)
     return *_results(call, words, tokens, statistics), *computed
 
@@ -77,8 +74,8 @@ def linear_cross_entropy_backward(call: Any, words: Words) -> tuple[Tensor | Non
     tokens = _tokens(call, words, call.x, call.class_weight)
     options = _options(call)._replace(accum_dtype=call.accum_dtype, chunk_bytes=call.chunk_bytes)
     made = gradients(
-        _head(call), tokens.target, tokens.class_weight, call.lse, _upstream(call, words, tokens),
-        words, options, missing,
+        _head(call), tokens.target, tokens.class_weight, (call.lse, call.lse_error),
+        _upstream(call, words, tokens), words, options, missing,
     )  # fmt: skip
     return both(finished, made)
 
@@ -97,23 +94,22 @@ def _tokens(call: Any, words: Words, x: Tensor, class_weight: Tensor | None) -> 
     return Tokens.of_words(words, call.target, *given)
 
 
-def _statistics(
-    head: Layer, tokens: Tokens, words: Words, options: Options
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _statistics(head: Layer, tokens: Tokens, words: Words, options: Options) -> Statistics:
     local = local_statistics(head, tokens.target, tokens.here, tokens.class_weight, words, options)
-    return of_all_ranks(gathered(local, 0, words.group), local)
+    return of_all_ranks(gathered(local, 0, words.group), local, tokens.class_sums)
 
 
 def _results(
-    call: Any, words: Words, tokens: Tokens, statistics: tuple[Any, ...]
+    call: Any, words: Words, tokens: Tokens, statistics: Statistics
 ) -> tuple[Tensor | None, ...]:
     """The results of `cross_entropy_forward`."""
-    lse, target_logit, total = statistics
+    lse, error, nll, surprisal = statistics
     terms = Terms(call.label_smoothing, call.lse_square_scale, words.V)
-    loss, z_loss = losses(lse, target_logit, total, tokens, terms)
+    loss, z_loss = losses(lse, nll, surprisal, tokens, terms)
+    target_logit = torch.where(tokens.within, (lse - nll) + error, 0.0)
     total_weight = tokens.counts.sum()
     loss, z_loss = reduced(loss, z_loss, total_weight, call.num_items_in_batch, call.reduction)
-    return loss, z_loss, lse, target_logit, total_weight, None, None
+    return loss, z_loss, lse, target_logit, total_weight, None, None, error
 
 
 def _upstream(call: Any, words: Words, tokens: Tokens) -> Upstream:
@@ -131,7 +127,7 @@ def _upstream(call: Any, words: Words, tokens: Tokens) -> Upstream:
     dlse, dtarget_logit, dtotal = gradients_of_sum(
         lse, tokens, terms, torch.zeros_like(lse) if dloss is None else dloss
     )
-    if dz_loss is not None:
+    if dz_loss is not None and terms.lse_square_scale != 0:
         within = torch.where(tokens.within, lse, 0.0)
         dlse = dlse + 2 * terms.lse_square_scale * dz_loss * tokens.counts * within
     if call.dlse is not None:

@@ -15,11 +15,14 @@ from ..ops.scaling import scale_
 from ..ops.two_heads import upstream_of_sum
 from .derivatives import once
 from .products import Head, each_scaled
+from .token_divergences import Found
 from .two_heads import Labels, Options, Statistics, TwoHeads, joined
 from .words import IGNORED, Words
 
-# The tensors of a call: the student's head, the teacher's and its logits, and its labels.
+# The tensors of a call: the student's head, the teacher's and its logits, and its labels. And the
+# statistics of its tokens.
 HEAD, TENSORS = 5, 14
+STATISTICS = len(Found._fields) + 3
 
 
 class SummedDivergence(Function):
@@ -63,7 +66,11 @@ class SummedDivergence(Function):
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # Read only once, because a checkpoint recomputes the saved tensors at each access.
         saved = ctx.saved_tensors
-        tensors, weights, computed = saved[:TENSORS], saved[TENSORS], saved[TENSORS + 7 :]
+        tensors, weights, computed = (
+            saved[:TENSORS],
+            saved[TENSORS],
+            saved[TENSORS + 1 + STATISTICS :],
+        )
         of_loss = factors_of(dloss, tensors[11], IGNORED, 1)
         grads = each_scaled(computed, of_loss, Head(*tensors[:HEAD]))
         if ctx.handed_over:
@@ -71,7 +78,7 @@ class SummedDivergence(Function):
             grads[1] = scale_(ctx.handed_over.pop(), of_loss[1])
         elif ctx.has_dweight and grads[1] is None:
             words, options, factors = ctx.given
-            statistics = Statistics.of_flat(saved[TENSORS + 1 : TENSORS + 7])
+            statistics = Statistics.of_flat(saved[TENSORS + 1 : TENSORS + 1 + STATISTICS])
             upstream = upstream_of_sum(weights * of_loss[1].reshape(()), *factors)
             wanted = [False, True, False, False, False]
             heads = two_heads(tensors, words, options)
@@ -85,8 +92,8 @@ class TokenTerms(Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        tensors, given = arguments[:TENSORS], arguments[TENSORS : TENSORS + 6]
-        words, options, sums_x = arguments[TENSORS + 6 :]
+        tensors, given = arguments[:TENSORS], arguments[TENSORS : TENSORS + STATISTICS]
+        words, options, sums_x = arguments[TENSORS + STATISTICS :]
         if given[0] is None:
             heads = two_heads(tensors, words, options)
             statistics = joined([found for _, found in heads.with_statistics()])
@@ -109,7 +116,7 @@ class TokenTerms(Function):
         wanted = list(ctx.needs_input_grad[:HEAD])
         heads = two_heads(tensors, words, options)
         grads = again(heads, statistics, (soft, hard), wanted, sums_x)
-        return (*grads, *(None for _ in range(TENSORS - HEAD + 9)))
+        return (*grads, *(None for _ in range(TENSORS - HEAD + STATISTICS + 3)))
 
 
 def two_heads(tensors: Any, words: Words, options: Options) -> TwoHeads:
@@ -123,8 +130,9 @@ def two_heads(tensors: Any, words: Words, options: Options) -> TwoHeads:
 
 
 def cross_entropy_of(statistics: Statistics) -> Tensor:
-    assert statistics.lse is not None and statistics.target_logit is not None
-    return statistics.lse - statistics.target_logit
+    assert statistics.nll is not None
+    # A result of a function is another tensor than its arguments.
+    return statistics.nll.clone()
 
 
 def again(

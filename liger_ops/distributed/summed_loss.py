@@ -19,13 +19,14 @@ from .loss_of_tokens import Terms, Tokens, gradients_of_sum, losses
 from .products import Head, HeadGradients, each_scaled
 from .token_statistics import (
     Options,
+    Statistics,
     gradients,
     local_statistics,
     of_all_ranks,
     of_logits,
     upstream_here,
 )
-from .words import IGNORED, Words
+from .words import IGNORED, ClassSums, Words
 
 
 def summed_loss(
@@ -49,15 +50,15 @@ class SummedLoss(Function):
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, lora_x: Tensor | None,
         lora_b: Tensor | None, target: Tensor, here: Tensor,
         valid: Tensor, within: Tensor, token_weights: Tensor, counts: Tensor,
-        class_weight: Tensor | None, class_sum: Tensor | int,
+        class_weight: Tensor | None, class_sums: ClassSums,
         terms: Terms, words: Words, options: Options, sums_x: bool,
     ) -> Tensor:  # fmt: skip
         of_tokens = (target, here, valid, within, token_weights, counts)
-        tokens = Tokens.of_flat(of_tokens, class_weight, class_sum)
+        tokens = Tokens.of_flat(of_tokens, class_weight, class_sums)
         head = Head(rows, weight, bias, lora_x, lora_b)
         wanted = list(ctx.needs_input_grad[:5])
         chunked = ChunkedLoss(head, tokens, terms, words, options, wanted, sums_x)
-        lse, target_logit, total = chunked.statistics()
+        lse, error, nll, surprisal = chunked.statistics()
         computed = chunked.gradients.results()
         ctx.has_dweight = computed[1] is not None
         with nobody_else_sees_the_gradients():
@@ -65,17 +66,17 @@ class SummedLoss(Function):
             ctx.handed_over = [] if tracing else hand_over(computed[1], weight.dtype)
         if ctx.handed_over:
             computed[1] = None
-        ctx.save_for_backward(*head, *of_tokens, class_weight, lse, *computed)
-        ctx.class_sum, ctx.given = class_sum, (terms, words, options)
-        return losses(lse, target_logit, total, tokens, terms)[0].sum()
+        ctx.save_for_backward(*head, *of_tokens, class_weight, lse, error, *computed)
+        ctx.class_sums, ctx.given = class_sums, (terms, words, options)
+        return losses(lse, nll, surprisal, tokens, terms)[0].sum()
 
     @staticmethod
     @once
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         # Read only once, because a checkpoint recomputes the saved tensors at each access.
         saved = ctx.saved_tensors
-        head, of_tokens, (class_weight, lse), computed = (
-            Head(*saved[:5]), saved[5:11], saved[11:13], saved[13:],
+        head, of_tokens, (class_weight, lse, error), computed = (
+            Head(*saved[:5]), saved[5:11], saved[11:14], saved[14:],
         )  # fmt: skip
         factors = factors_of(dloss, of_tokens[0], IGNORED, 1)
         grads = each_scaled(computed, factors, head)
@@ -84,11 +85,11 @@ class SummedLoss(Function):
             grads[1] = scale_(ctx.handed_over.pop(), factors[1])
         elif ctx.has_dweight and grads[1] is None:
             terms, words, options = ctx.given
-            tokens = Tokens.of_flat(of_tokens, class_weight, ctx.class_sum)
+            tokens = Tokens.of_flat(of_tokens, class_weight, ctx.class_sums)
             of_sum = gradients_of_sum(lse, tokens, terms, factors[1].reshape(()))
             upstream = upstream_here(*of_sum, tokens.here, class_weight, words)
             grads[1] = gradients(
-                head, tokens.target, class_weight, lse, upstream,
+                head, tokens.target, class_weight, (lse, error), upstream,
                 words, options, [False, True, False, False, False],
             )[1]  # fmt: skip
         return (*grads, *(None for _ in range(12)))
@@ -119,12 +120,13 @@ class ChunkedLoss:
         group = words.group if sums_x else None
         self.gradients = HeadGradients(head, wanted, group, self.size, options.accum_dtype, True)
 
-    def statistics(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def statistics(self) -> Statistics:
         """The statistics of all tokens; the gradients are then those of all."""
-        chunks = (self.finished(chunk) for chunk in self.chunks())
-        lses, target_logits, totals = zip(*chunks, strict=True)
-        total = None if totals[0] is None else torch.cat(totals)
-        return torch.cat(lses), torch.cat(target_logits), total
+        chunks = [self.finished(chunk) for chunk in self.chunks()]
+        *columns, surprisals = zip(*chunks, strict=True)
+        surprisal = None if surprisals[0] is None else torch.cat(surprisals)
+        lse, error, nll = map(torch.cat, columns)
+        return Statistics(lse, error, nll, surprisal)
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield each chunk of tokens after the next one's logits were computed: meanwhile its
@@ -145,19 +147,19 @@ class ChunkedLoss:
         assert last is not None
         yield last
 
-    def finished(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | None]:
+    def finished(self, chunk: Chunk) -> Statistics:
         """Add the gradients of a chunk, and return its statistics."""
         tokens = chunk.tokens
-        lse, target_logit, total = of_all_ranks(wait(chunk.gathering), chunk.local)
+        found = of_all_ranks(wait(chunk.gathering), chunk.local, tokens.class_sums)
         upstream = upstream_here(
-            *gradients_of_sum(lse, tokens, self.terms),
+            *gradients_of_sum(found.lse, tokens, self.terms),
             tokens.here, tokens.class_weight, self.words,
         )  # fmt: skip
         # The logits are not in memory beside the products of their gradient.
         dlogits = gradients(
-            of_logits(chunk.logits.pop()), tokens.target, tokens.class_weight, lse, upstream,
+            of_logits(chunk.logits.pop()), tokens.target, tokens.class_weight, found[:2], upstream,
             self.words, self.options, [True, False, False, False, False],
         )[0]  # fmt: skip
         assert dlogits is not None
         self.gradients.add(chunk.head, dlogits)
-        return lse, target_logit, total
+        return found

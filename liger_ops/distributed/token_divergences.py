@@ -11,10 +11,10 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from ..ops.cosine import norm_of
-from ..ops.cross_entropy import logsumexp
 from ..ops.divergence import divergence_backward, divergence_forward
 from .collectives import gathered, of_each_rank
 from .derivatives import once
+from .token_statistics import rank_lses
 
 # The kinds whose summands are of a mean of both distributions, or of their difference: no rank can
 # compute its own before it knows both lse.
@@ -38,13 +38,15 @@ class Found(NamedTuple):
     student_share: Tensor
     student_lse: Tensor
     teacher_lse: Tensor
+    student_lse_error: Tensor
+    teacher_lse_error: Tensor
 
 
 class TokenDivergences(Function):
-    """The divergence of logits, by one all-gather of three numbers a token, or by two of two for
-    jsd and tvd. The result is the same on every rank, to the last bit, and its gradient has to be
-    the same too. The backward computes the gradients of the rank's logits by the op's own
-    backward."""
+    """The divergence of logits, by one all-gather of five numbers a token, for jsd and tvd by two
+    of four and of two, and for cosine by one of three. The result is the same on every rank, to the
+    last bit, and its gradient has to be the same too. The backward computes the gradients of the
+    rank's logits by the op's own backward."""
 
     @staticmethod
     def forward(
@@ -78,8 +80,8 @@ def with_a_word(logits: Tensor, kind: str) -> Tensor:
 def local_statistics(
     student: Tensor, teacher: Tensor, target: Tensor | None, options: Options
 ) -> Tensor:
-    """(2 or 3, ...): both lse of the rank's words, and for a kind that has sums of these words
-    alone, the divergence. For cosine they are both norms and the cosine."""
+    """(4 or 5, ...): both lse of the rank's words and both errors, and for a kind that has sums of
+    these words alone, the divergence. For cosine they are both norms and the cosine."""
     kind = options.kind
     if kind in _AFTER_LSE:
         options = options._replace(kind="forward_kl")
@@ -88,7 +90,7 @@ def local_statistics(
     divergence, share, *both = divergence_forward(*given)
     if kind in _AFTER_LSE:
         return torch.stack(both)
-    return torch.stack([*both, share if kind == "cosine" else divergence])
+    return torch.stack([*both[:2], share] if kind == "cosine" else [*both, divergence])
 
 
 def of_all_ranks(
@@ -98,15 +100,16 @@ def of_all_ranks(
     """The statistics of all words, from the gathered ones of the ranks and, for jsd and tvd, the
     rank's logits."""
     kind = options.kind
-    count = 2 if kind in _AFTER_LSE else 3
+    count = {"cosine": 3, **dict.fromkeys(_AFTER_LSE, 4)}.get(kind, 5)
     ranks = of_each_rank(gathered_ranks, count).unbind(1)
     if kind == "cosine":
         found = _cosines(ranks)
     elif kind in _AFTER_LSE:
-        both = [logsumexp(lses.movedim(0, -1)) for lses in ranks]
+        (student_lse, student_error, _), (teacher_lse, teacher_error, _) = _both(ranks)
+        both = (student_lse, teacher_lse, student_error, teacher_error)
         logits = [with_a_word(logits, kind) for logits in (student, teacher)]
         given: tuple[Any, ...] = (*logits, target, *options, *both)
-        divergence, share, _, _ = divergence_forward(*given)
+        divergence, share, *_ = divergence_forward(*given)
         sums = of_each_rank(gathered(torch.stack([divergence, share]), 0, group), 2)
         found = Found(sums[:, 0].sum(0), sums[:, 1].sum(0), *both)
     else:
@@ -119,9 +122,8 @@ def of_all_ranks(
 def _relative_entropies(ranks: Sequence[Tensor], kind: str) -> Found:
     """By the chain rule: with P_r and Q_r the probabilities of the words of rank r, forward_kl is
     sum_r P_r * (divergence_r + log(P_r / Q_r)); reverse_kl has P and Q in each other's place."""
-    student_lses, teacher_lses, divergences = ranks
-    both = [logsumexp(lses.movedim(0, -1)) for lses in (student_lses, teacher_lses)]
-    log_Q, log_P = student_lses - both[0], teacher_lses - both[1]
+    divergences = ranks[4]
+    (student_lse, student_error, log_Q), (teacher_lse, teacher_error, log_P) = _both(ranks)
     log_w, log_other = (log_Q, log_P) if kind == "reverse_kl" else (log_P, log_Q)
     w = torch.exp(log_w)
     # If a side has none of the rank's words, divergence_r is NaN, and log(P_r / Q_r) infinite.
@@ -129,7 +131,12 @@ def _relative_entropies(ranks: Sequence[Tensor], kind: str) -> Found:
     terms = torch.where(w == 0, 0.0, w * (divergences + log_w - log_other))
     divergence = terms.sum(0)
     share = divergence.clone() if kind == "reverse_kl" else torch.zeros_like(divergence)
-    return Found(divergence, share, *both)
+    return Found(divergence, share, student_lse, teacher_lse, student_error, teacher_error)
+
+
+def _both(ranks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """`rank_lses` of the student and of the teacher."""
+    return [rank_lses(ranks[side], ranks[2 + side]) for side in range(2)]
 
 
 def _cosines(ranks: Sequence[Tensor]) -> Found:
@@ -138,7 +145,7 @@ def _cosines(ranks: Sequence[Tensor]) -> Found:
     parts = [n.masked_fill(n == float("inf"), 0.0) for n in (student_norms, teacher_norms)]
     norms = [norm_of(n.movedim(0, -1)) for n in parts]
     cosine = (cosines * (parts[0] / norms[0]) * (parts[1] / norms[1])).sum(0)
-    return Found(1 - cosine, cosine, *norms)
+    return Found(1 - cosine, cosine, *norms, *(torch.zeros_like(cosine) for _ in norms))
 
 
 def gradients(

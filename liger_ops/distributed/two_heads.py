@@ -74,22 +74,21 @@ class Labels(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of each token and all words: those of the divergence, and lse and the target's logit at
-    temperature 1, which are None without labels."""
+    """Of each token and all words: those of the divergence, and lse, its error and the target's
+    surprisal at temperature 1, which are None without labels."""
 
     found: Found
     lse: Tensor | None
-    target_logit: Tensor | None
+    lse_error: Tensor | None
+    nll: Tensor | None
 
     def flat(self) -> list[Tensor | None]:
-        return [*self.found, self.lse, self.target_logit]
+        return [*self.found, self.lse, self.lse_error, self.nll]
 
     @staticmethod
     def of_flat(values: Sequence[Tensor | None]) -> Statistics:
-        divergence, share, student_lse, teacher_lse, lse, target_logit = values
-        assert divergence is not None and share is not None
-        assert student_lse is not None and teacher_lse is not None
-        return Statistics(Found(divergence, share, student_lse, teacher_lse), lse, target_logit)
+        *found, lse, error, nll = values
+        return Statistics(Found(*(value for value in found if value is not None)), lse, error, nll)
 
     def of(self, tokens: slice) -> Statistics:
         return Statistics.of_flat([None if x is None else x[tokens] for x in self.flat()])
@@ -161,21 +160,21 @@ class TwoHeads:
 
     def _of_all_ranks(self, chunk: Chunk, gathering: Tensor) -> Statistics:
         ranks = of_each_rank(wait(gathering), gathering.shape[0] // self.words.ranks)
-        lse = target_logit = target = None
+        lse = error = nll = target = None
         if chunk.labels is not None:
             target = chunk.labels.target
-            of_loss = ranks[:, -2:].flatten(0, 1)
-            lse, target_logit, _ = token_statistics.of_all_ranks(of_loss, ranks[0, -2:])
+            of_loss = ranks[:, -3:].flatten(0, 1)
+            *of_labels, _ = token_statistics.of_all_ranks(of_loss, ranks[0, -3:], ())
             # The op has no numbers of ignored tokens.
-            lse, target_logit = (x.masked_fill(target == IGNORED, 0.0) for x in (lse, target_logit))
-            target_logit = torch.where(chunk.labels.valid, target_logit, float("nan"))
-            ranks = ranks[:, :-2]
+            lse, error, nll = (x.masked_fill(target == IGNORED, 0.0) for x in of_labels)
+            nll = torch.where(chunk.labels.valid, nll, float("nan"))
+            ranks = ranks[:, :-3]
         found = token_divergences.of_all_ranks(
             ranks.flatten(0, 1),
             self.options.student.capped(chunk.logits), self.options.teacher.capped(chunk.teacher),
             target, self.words.group, self.options.of_divergence,
         )  # fmt: skip
-        return Statistics(found, lse, target_logit)
+        return Statistics(found, lse, error, nll)
 
     def dlogits(self, chunk: Chunk, statistics: Statistics, upstream: Upstream) -> Tensor:
         """The gradient of the chunk's logits, from those of every token's divergence and
@@ -192,15 +191,17 @@ class TwoHeads:
             assert gradient is not None
             total = student.of_logits(gradient, capped, chunk.logits.dtype)
         if hard is not None:
-            assert chunk.labels is not None and statistics.lse is not None
+            assert chunk.labels is not None
+            assert statistics.lse is not None and statistics.lse_error is not None
             target, here, _ = chunk.labels
-            lse, dlse = statistics.lse, torch.where(target == IGNORED, 0.0, hard)
+            lse, error = statistics.lse, statistics.lse_error
+            dlse = torch.where(target == IGNORED, 0.0, hard)
             if chunk.logits.dtype is not torch.float64:
                 # They are float64 if the teacher's logits alone are.
-                lse, dlse = lse.float(), dlse.float()
+                lse, error, dlse = lse.float(), error.float(), dlse.float()
             of_loss = token_statistics.upstream_here(dlse, -dlse, None, here, None, self.words)
             part = token_statistics.gradients(
-                token_statistics.of_logits(chunk.logits), target, None, lse, of_loss,
+                token_statistics.of_logits(chunk.logits), target, None, (lse, error), of_loss,
                 self.words, self.options.of_loss, [True, False, False, False, False],
             )[0]  # fmt: skip
             assert part is not None

@@ -24,9 +24,9 @@ def cross_entropy(
     """`liger_ops.cross_entropy` of logits that are sharded over words.
 
     The equations, options and precision are those of `liger_ops.cross_entropy`, with V the words of
-    all ranks. Each rank computes from its own words lse_r and the target's logit, and with label
-    smoothing the sum of the logits, by the op `cross_entropy_forward`. One all-gather of these two
-    or three numbers a token gives
+    all ranks. Each rank computes from its own words lse_r, what rounding took from it, and the
+    target's logit, and with label smoothing the sum of the logits, both relative to lse_r, by the
+    op `cross_entropy_forward`. One all-gather of these three or four numbers a token gives
 
         lse_i = log(sum_r exp(lse_ir))
 
@@ -218,8 +218,8 @@ def _loss(
             return summed
         return summed / (counts.sum() if num_items_in_batch is None else num_items_in_batch)
     head = summed_over_ranks(given, head)
-    lse, target_logit, total = TokenStatistics.apply(
-        *head, tokens.target, tokens.here, tokens.class_weight, words, options
+    lse, nll, surprisal = TokenStatistics.apply(
+        *head, tokens.target, tokens.here, tokens.class_weight, tokens.class_sums, words, options
     )
-    loss, z_loss = losses(lse, target_logit, total, tokens, terms)
+    loss, z_loss = losses(lse, nll, surprisal, tokens, terms)
     return reduced(loss, z_loss, counts.sum(), num_items_in_batch, reduction)[0]

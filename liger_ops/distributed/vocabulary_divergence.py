@@ -12,7 +12,7 @@ from ..ops.two_heads import divisor, mixed, reduced, result_dtype, weights_of_to
 from . import token_divergences, two_heads
 from .lora import head_of, head_of_rows
 from .products import Head
-from .summed_divergence import SummedDivergence, TokenTerms
+from .summed_divergence import STATISTICS, SummedDivergence, TokenTerms
 from .token_divergences import TokenDivergences
 from .words import Arguments, arguments, check_target
 
@@ -26,13 +26,13 @@ def divergence(
     """`liger_ops.divergence` of logits that are sharded over words.
 
     The equations, kinds, options and precision are those of `liger_ops.divergence`, with V the
-    words of all ranks; both logits are split alike. Each rank computes both lse of its words, by
-    the op `divergence_forward`. With P_r and Q_r the teacher's and the student's probabilities of
-    the words of rank r, one all-gather of three numbers a token gives
+    words of all ranks; both logits are split alike. Each rank computes both lse of its words and
+    what rounding took from them, by the op `divergence_forward`. With P_r and Q_r the teacher's and
+    the student's probabilities of the words of rank r, one all-gather of five numbers a token gives
 
         forward_kl = sum_r P_r * (forward_kl_r + log(P_r / Q_r))
 
-    and likewise reverse_kl, and the cosine. For jsd and tvd, an all-gather of two numbers gives
+    and likewise reverse_kl; for the cosine it has three. For jsd and tvd, one of four numbers gives
     both lse of all words, and a second one the sums of the summands of each rank's words, which the
     op computes in a second reading of the logits. The backward has no collective: the op
     `divergence_backward` computes the gradients of a rank's logits from these sums.
@@ -101,8 +101,9 @@ def linear_divergence(
     The equations, options and results are those of `liger_ops.linear_divergence`, with V the words
     of all ranks, which the student and the teacher have in common. Each rank computes both logits
     of its own words, a chunk of tokens at a time; they are never whole. The collectives of the
-    divergence are those of `divergence`; with a target, the first one has two more numbers a token,
-    lse and the target's logit. Those of x, and sharding, are as for `linear_cross_entropy`.
+    divergence are those of `divergence`; with a target, the first one has three more numbers a
+    token, lse, what rounding took from it, and the target's logit. Those of x, and sharding, are as
+    for `linear_cross_entropy`.
 
     If a gradient is needed and the reduction is "mean" or "sum", the forward computes that of loss,
     in three products of the student and one of the teacher; the numbers of a chunk are gathered
@@ -192,13 +193,13 @@ def linear_divergence(
     teachers = (None,) * 5 if teacher is None else head_of_rows(*teacher)
     needed = any(tensor is not None and tensor.requires_grad for tensor in student)
     in_forward = torch.is_grad_enabled() and reduction != "none" and needed
-    loss, statistics = None, (None,) * 6
+    loss, statistics = None, (None,) * STATISTICS
     if in_forward:
         loss, *found = SummedDivergence.apply(
             *head, *teachers, logits, *labels, weights, words, options,
             (soft_weight, hard_weight), given.sums_x,
         )  # fmt: skip
-        statistics = (*found, None, None)[:6]
+        statistics = (*found, None, None, None)[:STATISTICS]
     values = TokenTerms.apply(
         *head, *teachers, logits, *labels, *statistics, words, options, given.sums_x
     )

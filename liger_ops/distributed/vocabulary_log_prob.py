@@ -20,8 +20,9 @@ def log_prob(
     """`liger_ops.log_prob` of logits that are sharded over words.
 
     The equations, options, results and precision are those of `liger_ops.log_prob`. The forward has
-    one all-gather of three numbers a token, lse, the target's logit and the entropy of a rank's
-    words, and the backward none: the gradient of a rank's logits needs nothing of the others'.
+    one all-gather of four numbers a token, lse, what rounding took from it, the target's logit and
+    the entropy of a rank's words, and the backward none: the gradient of a rank's logits needs
+    nothing of the others'.
 
     Sharding, errors and what else differs are as for `cross_entropy`.
 
@@ -59,7 +60,7 @@ def linear_log_prob(
     """`liger_ops.linear_log_prob` with a weight that is sharded over words.
 
     The equations, options, results, chunks and products are those of `liger_ops.linear_log_prob`,
-    of the rank's words. The collectives are one all-gather of three numbers a token in the forward,
+    of the rank's words. The collectives are one all-gather of four numbers a token in the forward,
     and for x those of `linear_cross_entropy` with the reduction "none".
 
     Sharding, errors and what else differs are as for `linear_cross_entropy`.

@@ -28,9 +28,9 @@ def linear_top_k_divergence(
 
     The equations, options, results, chunks and products are those of
     `liger_ops.linear_top_k_divergence`, of the rank's words. The forward has one all-reduce of
-    K + ranks float32 numbers a token: the logits of the listed words, each of which one rank has,
-    and each rank's logsumexp of the others. The collectives for x are those of
-    `linear_cross_entropy` with the reduction "none".
+    K + 2 * ranks float32 numbers a token: the logits of the listed words, each of which one rank
+    has, and each rank's logsumexp of the others and what rounding took from it. The collectives for
+    x are those of `linear_cross_entropy` with the reduction "none".
 
     Sharding, errors and what else differs are as for `linear_cross_entropy`. An entry of
     teacher_ids that is not below V gives NaN, also on a CPU.
@@ -73,5 +73,9 @@ def linear_top_k_divergence(
         )
     ids = distinct(ids, target, ignore_index)
     options = Options(temperature, softcap, logit_scale, accum_dtype, chunk_bytes)
-    logits, rest = TokenTopK.apply(*summed_over_ranks(given, head), ids, given.words, options)
-    return divergence_of_classes(logits, rest, log_prob, ids, kind, beta, tail, given.words.V)
+    logits, rest, error = TokenTopK.apply(
+        *summed_over_ranks(given, head), ids, given.words, options
+    )
+    return divergence_of_classes(
+        logits, rest, error, log_prob, ids, kind, beta, tail, given.words.V
+    )

@@ -16,6 +16,9 @@ from .collectives import Gathered
 # The mark of a token that does not count. It is no word's index, as the user's may be of a shard.
 IGNORED = -100
 
+# One for each rank.
+ClassSums = Tensor | tuple[int, ...]
+
 
 class Words(NamedTuple):
     """Words first to first + held - 1 of V, on one rank of the group of this name, of which no rank
@@ -51,6 +54,15 @@ class Words(NamedTuple):
     def of(self, whole: Tensor | None) -> Tensor | None:
         """The rank's part of a tensor with an element for each word."""
         return None if whole is None else whole[self.first : self.first + self.held]
+
+    def class_sums(self, class_weight: Tensor | None, dtype: torch.dtype) -> ClassSums:
+        """The sum of the weights of each rank's words, from those of all words."""
+        if class_weight is None:
+            firsts = (min(rank * self.most, self.V) for rank in range(self.ranks))
+            return tuple(min(self.V - first, self.most) for first in firsts)
+        missing = self.ranks * self.most - self.V
+        padded = torch.nn.functional.pad(class_weight.to(dtype), (0, missing))
+        return padded.view(self.ranks, self.most).sum(-1)
 
     def no_statistics(self, x: Tensor, target: Tensor, count: int) -> Tensor:
         """The statistics of a rank without words: lse, which is -inf, and zeros."""

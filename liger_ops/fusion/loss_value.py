@@ -223,7 +223,7 @@ class OfLogits(Source):
         return self.results(target, **options)[0]
 
     def results(self, target: Tensor, **options: Any) -> Results:
-        loss, _, lse, target_logit, _, predicted, _ = cross_entropy_forward(
+        loss, _, lse, target_logit, _, predicted, *_ = cross_entropy_forward(
             self.logits, target, **options
         )
         return loss, lse, target_logit, predicted

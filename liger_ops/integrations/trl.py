@@ -99,7 +99,7 @@ class ChunkedLogProb:
         if not _is_linear(x, head, weight) or logit_scale <= 0:
             options = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
             return cls.own.apply(hidden, weight, bias, targets, *options)
-        log_probs, entropy, _, mean_logits, log_sum_sq_probs, predicted = linear_log_prob_forward(
+        log_probs, entropy, _, mean_logits, squares, predicted, _ = linear_log_prob_forward(
             x, head, targets, added, temperature, final_logit_softcapping, logit_scale,
             return_mean_logits="mean_logits" in outputs,
             return_log_sum_sq_probs="log_sum_sq_probs" in outputs,
@@ -108,7 +108,7 @@ class ChunkedLogProb:
         return (
             log_probs,
             entropy if "entropy" in outputs else None,
-            log_sum_sq_probs,
+            squares,
             mean_logits,
             None if predicted is None else predicted == targets,
         )

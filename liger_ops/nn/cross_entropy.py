@@ -82,7 +82,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         arguments: tuple[Any, ...] = (input, target, self.weight, token_weight, items)
         arguments = (*arguments, *self._options, self.wants_predicted, self.return_entropy)
         outputs = cross_entropy_forward(*arguments)
-        loss, z_loss, _, _, _, predicted_tokens, entropy = outputs
+        loss, z_loss, _, _, _, predicted_tokens, entropy, _ = outputs
         if not self.has_parts:
             return loss
         return self._output(target, loss, z_loss, predicted_tokens, entropy)

@@ -12,7 +12,7 @@ from .precision import widened
 
 REDUCTIONS = ("none", "mean", "sum")
 
-RESULTS = "loss z_loss lse target_logit total_weight predicted_tokens entropy"
+RESULTS = "loss z_loss lse target_logit total_weight predicted_tokens entropy lse_error"
 
 
 @library.compose
@@ -41,7 +41,10 @@ def cross_entropy(
 
     The loss is computed and returned in float32, whatever the dtype of the logits; autocast changes
     nothing. The logits are read once, and never written, widened or normalised in memory: beside
-    the result, four numbers per token are stored. float64 runs the definition on every device.
+    the result, five numbers per token are stored. float64 runs the definition on every device.
+
+    Only differences from a row's largest logit are exponentiated and summed, so that a number that
+    all logits of a row have in common changes no result; a term whose factor is 0 is not computed.
 
     The gradient of the logits is computed from the logits and lse, in float32, and rounded once. An
     ignored token has a gradient of exactly 0, whatever its logits are. weight, token_weight and
@@ -92,12 +95,14 @@ def cross_entropy_forward(
     ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
     return_predicted: bool = False, return_entropy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor
+]:  # fmt: skip
     """`cross_entropy` with its intermediate results.
 
-    loss, z_loss, lse and target_logit are each differentiable in the logits. lse and target_logit
-    suffice to compute a loss over a vocabulary that is split over devices: each device ignores the
-    targets that it does not hold, and the lse of an ignored token is still computed.
+    loss, z_loss, lse and target_logit are each differentiable in the logits. lse, lse_error and
+    target_logit suffice to compute a loss over a vocabulary that is split over devices: each device
+    ignores the targets that it does not hold, and the lse of an ignored token is still computed.
 
         entropy_i = -sum_c p_ic * log(p_ic), p_ic = exp(x_ic - lse_i)
 
@@ -117,6 +122,8 @@ def cross_entropy_forward(
             without return_predicted.
         entropy: of target's shape; 0 for an ignored token; not differentiable. None without
             return_entropy.
+        lse_error: of target's shape; what rounding took from lse, so that (x - lse) - lse_error
+            is log_softmax(x) for x of any size; 0 where lse is not finite. Not differentiable.
 
         All but predicted_tokens have the dtype of `cross_entropy`'s result.
 
@@ -130,31 +137,33 @@ def cross_entropy_forward(
     """
     x = effective(logits, softcap, logit_scale)
     V = x.shape[-1]
-    lse = logsumexp(x)
+    shifted, maximum, log_sum = centred(x)
+    lse, lse_error = rounded_lse(maximum, log_sum)
     target_logit = picked(x, target, ignore_index, "cross_entropy")
     within = target != ignore_index
     weights, counts = token_weights(target, within, weight, token_weight, x.dtype)
     smooth = None
     if label_smoothing != 0:
-        surprisals = lse.unsqueeze(-1) - x
+        surprisals = log_sum.unsqueeze(-1) - shifted
         if weight is not None:
             surprisals = surprisals * weight.to(x.dtype)
         smooth = surprisals.sum(-1) / V
+    nll = log_sum - (target_logit - maximum)
     loss, z_loss = token_losses(
-        lse, target_logit, smooth, weights, counts, within, label_smoothing, lse_square_scale
+        lse, nll, smooth, weights, counts, within, label_smoothing, lse_square_scale
     )
     total_weight = counts.sum()
     loss, z_loss = reduced(loss, z_loss, total_weight, num_items_in_batch, reduction)
     predicted_tokens = logits.detach().argmax(-1) if return_predicted else None
-    entropy = _entropy(x.detach(), lse.detach(), within) if return_entropy else None
-    return loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy
+    entropy = _entropy(x.detach(), within) if return_entropy else None
+    return loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy, lse_error
 
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
 def cross_entropy_backward(
     dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
     logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None, lse: Tensor, total_weight: Tensor,
+    num_items_in_batch: Tensor | None, lse: Tensor, lse_error: Tensor, total_weight: Tensor,
     ignore_index: int, reduction: str, label_smoothing: float,
     lse_square_scale: float, softcap: float | None, logit_scale: float,
 ) -> Tensor:  # fmt: skip
@@ -162,7 +171,8 @@ def cross_entropy_backward(
 
     dloss_i and dz_loss_i are those of a token, with the factor of the reduction:
 
-        dx_ic = a_i * p_ic - b_i * weight_c - c_i * (c == target_i), p_ic = exp(x_ic - lse_i)
+        dx_ic = a_i * p_ic - b_i * weight_c - c_i * (c == target_i)
+        p_ic = exp((x_ic - lse_i) - lse_error_i)
         a_i = dloss_i * token_weight_i * ((1 - label_smoothing) * weight[target_i]
                                           + label_smoothing * sum_c weight_c / V)
               + (dloss_i + dz_loss_i) * 2 * z_i / lse_i + dlse_i
@@ -176,7 +186,7 @@ def cross_entropy_backward(
     Args:
         dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
             of the shapes of these results, any strides; each may be None.
-        lse, total_weight: results of the forward.
+        lse, lse_error, total_weight: results of the forward.
         The others: as given to the forward.
 
     Returns:
@@ -195,7 +205,7 @@ def cross_entropy_backward(
         *token_weights(target, within, weight, token_weight, x.dtype), within,
         _class_sum(weight, x), x.shape[-1], label_smoothing, lse_square_scale,
     )  # fmt: skip
-    dx = soft.unsqueeze(-1) * torch.exp(x - lse.unsqueeze(-1))
+    dx = soft.unsqueeze(-1) * torch.exp(log_softmax_of(x, lse, lse_error))
     if label_smoothing != 0:
         smoothed = smoothed.unsqueeze(-1)
         dx = dx - (smoothed if weight is None else smoothed * weight.to(x.dtype))
@@ -215,11 +225,42 @@ def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tens
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def logsumexp(x: Tensor) -> Tensor:
-    """`torch.logsumexp`, except that inf gives NaN, as it does in a softmax."""
+def centred(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x less the largest number of its row, a constant; that number; and the logarithm of the sum
+    of exponentials of these differences. A row with inf in it gives NaN, as it does in a softmax.
+    """
     lowest = torch.finfo(x.dtype).min
     maximum = x.detach().amax(-1, keepdim=True).clamp(min=lowest)
-    return maximum.squeeze(-1) + torch.log(torch.exp(x - maximum).sum(-1))
+    shifted = x - maximum
+    return shifted, maximum.squeeze(-1), torch.log(torch.exp(shifted).sum(-1))
+
+
+def rounded_lse(maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Their sum, and what rounding took from it, or 0 where it is not finite.
+
+    In float32, lse of logits near 1e4 is off by up to 5e-4, and so would be the logarithm of every
+    probability that is computed from the rounded lse alone.
+    """
+    lse = maximum + log_sum
+    total, part = lse.detach(), log_sum.detach()
+    # The larger of two numbers, less their rounded sum, is exact.
+    error = torch.where(
+        maximum.abs() < part.abs(), (part - total) + maximum, (maximum - total) + part
+    )
+    return lse, torch.where(total.isfinite(), error, 0.0)
+
+
+def logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.logsumexp`, except that inf gives NaN, as it does in a softmax; and what rounding took
+    from it."""
+    _, maximum, log_sum = centred(x)
+    return rounded_lse(maximum, log_sum)
+
+
+def log_softmax_of(x: Tensor, lse: Tensor, lse_error: Tensor) -> Tensor:
+    """The logarithms of the probabilities of x, which may be a part of the classes."""
+    lse, lse_error = (value.to(x.dtype).unsqueeze(-1) for value in (lse, lse_error))
+    return (x - lse) - lse_error
 
 
 def picked(x: Tensor, target: Tensor, ignore_index: int, op: str) -> Tensor:
@@ -253,17 +294,21 @@ def token_weights(
 
 
 def token_losses(
-    lse: Tensor, target_logit: Tensor, smooth: Tensor | None, weights: Tensor,
+    lse: Tensor, nll: Tensor, smooth: Tensor | None, weights: Tensor,
     counts: Tensor, within: Tensor, label_smoothing: float, lse_square_scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Each token's loss and z-loss, 0 if not `within`. smooth is None without label smoothing."""
+    """Each token's loss and z-loss, 0 if not `within`. smooth is None without label smoothing. A
+    term whose factor is 0 is left out, and may be inf or NaN."""
     # Values of ignored tokens may be NaN: they are replaced before any differentiated arithmetic.
-    lse = torch.where(within, lse, 0.0)
-    z_loss = counts * lse_square_scale * lse.square()
-    loss = (1 - label_smoothing) * counts * (lse - torch.where(within, target_logit, 0.0))
+    z_loss = loss = torch.zeros_like(counts)
+    if label_smoothing != 1:
+        loss = (1 - label_smoothing) * counts * torch.where(within, nll, 0.0)
     if smooth is not None:
         loss = loss + label_smoothing * weights * torch.where(within, smooth, 0.0)
-    return loss + z_loss, z_loss
+    if lse_square_scale != 0:
+        z_loss = counts * lse_square_scale * torch.where(within, lse, 0.0).square()
+        loss = loss + z_loss
+    return loss, z_loss
 
 
 def reduced(
@@ -302,7 +347,8 @@ def gradient_factors(
     hard = (1 - label_smoothing) * dloss * counts
     smoothed = label_smoothing / V * dloss * weights
     soft = hard + smoothed * class_sum
-    soft = soft + (dloss + dz_loss) * counts * (2 * lse_square_scale) * lse
+    if lse_square_scale != 0:
+        soft = soft + (dloss + dz_loss) * counts * (2 * lse_square_scale) * lse
     if dtarget_logit is not None:
         hard = hard - dtarget_logit.to(lse.dtype)
     soft, smoothed, hard = (torch.where(within, value, 0.0) for value in (soft, smoothed, hard))
@@ -315,11 +361,11 @@ def _class_sum(weight: Tensor | None, x: Tensor) -> Tensor | int:
     return x.shape[-1] if weight is None else weight.to(x.dtype).sum()
 
 
-def _entropy(x: Tensor, lse: Tensor, within: Tensor) -> Tensor:
-    surprisals = lse.unsqueeze(-1) - x
-    p = torch.exp(-surprisals)
-    # A class of probability 0 adds nothing, though its surprisal is inf.
-    entropy = torch.where(p == 0, 0.0, p * surprisals).sum(-1)
+def _entropy(x: Tensor, within: Tensor) -> Tensor:
+    log_p = torch.log_softmax(x, -1)
+    p = torch.exp(log_p)
+    # A class of probability 0 adds nothing, though its logarithm is -inf.
+    entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
     return torch.where(within, entropy, 0.0)
 
 
@@ -330,12 +376,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
             raise ValueError(
                 f"cross_entropy: {name} must not require a gradient, which the loss does not give"
             )
-    _, _, lse, _, total_weight, predicted_tokens, entropy = output
-    ctx.save_for_backward(*inputs[:5], lse, total_weight)
+    _, _, lse, _, total_weight, predicted_tokens, entropy, lse_error = output
+    ctx.save_for_backward(*inputs[:5], lse, lse_error, total_weight)
     ctx.options = inputs[5:11]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(
-        *(value for value in (total_weight, predicted_tokens, entropy) if value is not None)
+        *(x for x in (total_weight, predicted_tokens, entropy, lse_error) if x is not None)
     )
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .. import library
 from . import cosine
-from .cross_entropy import logsumexp
+from .cross_entropy import log_softmax_of, logsumexp
 from .precision import widened
 
 # The kinds of probabilities, and those of logits.
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 KINDS = (*DISTRIBUTION_KINDS, "cosine")
-RESULTS = "divergence student_share student_lse teacher_lse"
+RESULTS = "divergence student_share student_lse teacher_lse student_lse_error teacher_lse_error"
 
 # exp of it is 0 in every dtype.
 LOWEST_LOGARITHM = -1e4
@@ -45,7 +45,7 @@ def divergence(
 
     The result is computed and returned in float32, whatever the dtype of the logits; autocast
     changes nothing. The logits are never written, widened or normalised in memory: beside the
-    result, three numbers per token are stored. The forward reads both rows once if they fit on chip
+    result, five numbers per token are stored. The forward reads both rows once if they fit on chip
     (up to 4096 classes on a GPU) or the kind is "cosine", else twice: online for both lse, and for
     the divergence. The backward reads them once and writes the gradients that are required. The
     logits of ignored tokens are not read on a GPU. float64 runs the definition on every device.
@@ -102,7 +102,8 @@ def divergence_forward(
     kind: str = "jsd", beta: float = 0.5, temperature: float = 1.0,
     teacher_temperature: float | None = None, ignore_index: int = -100,
     known_student_lse: Tensor | None = None, known_teacher_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    known_student_lse_error: Tensor | None = None, known_teacher_lse_error: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`divergence` with what its backward needs.
 
     If the logits are those of a part of the classes, and both lse of all classes are known, the
@@ -113,8 +114,9 @@ def divergence_forward(
     Args:
         student_logits, teacher_logits, target, kind, beta, temperature, teacher_temperature,
             ignore_index: as for `divergence`.
-        known_student_lse, known_teacher_lse: (...), float32, or float64 if the results are: lse of
-            each of all classes, or None and None. Not for "cosine".
+        known_student_lse, known_teacher_lse, known_student_lse_error, known_teacher_lse_error:
+            (...), float32, or float64 if the results are: lse and lse_error of each of all classes,
+            or None for all four. Not for "cosine".
 
     Returns:
         divergence: the result of `divergence`, which alone is differentiable.
@@ -123,6 +125,8 @@ def divergence_forward(
             reverse_kl and nothing of forward_kl. For cosine it is the cosine.
         student_lse, teacher_lse: log(sum(exp(logits / temperature))), or what is known. For cosine
             they are the norms of logits / temperature, and inf for a row of zeros.
+        student_lse_error, teacher_lse_error: what rounding took from lse, as the lse_error of
+            `cross_entropy_forward`, or what is known. For cosine they are 0.
         All are of the same shape and dtype, and 0 for an ignored token.
 
     Raises:
@@ -136,19 +140,21 @@ def divergence_forward(
     x = _kept(student_logits, within, temperature)
     y = _kept(teacher_logits, within, teacher_temperature or temperature)
     if kind == "cosine":
-        value, student_share, student_lse, teacher_lse = cosine.cosines(x, y)
+        value, student_share, *lses = cosine.cosines(x, y)
+        errors = [torch.zeros_like(value) for _ in lses]
     else:
-        # An op's results are other tensors than its arguments.
-        student_lse, teacher_lse = (
-            logsumexp(z) if known is None else known.clone()
-            for z, known in ((x, known_student_lse), (y, known_teacher_lse))
+        known = (
+            (known_student_lse, known_student_lse_error),
+            (known_teacher_lse, known_teacher_lse_error),
         )
-        log_q, log_p = x - student_lse.unsqueeze(-1), y - teacher_lse.unsqueeze(-1)
+        found = [_lse(z, *given) for z, given in zip((x, y), known, strict=True)]
+        log_q, log_p = (log_softmax_of(z, *lse) for z, lse in zip((x, y), found, strict=True))
+        lses, errors = map(list, zip(*found, strict=True))
         student, teacher = shares(log_p, log_q, limit(kind, beta), beta)
         student_share = student.sum(-1)
         value = student_share + teacher.sum(-1)
     results = [value]
-    for other in (student_share, student_lse, teacher_lse):
+    for other in (student_share, *lses, *errors):
         results.append(other.detach().to(value.dtype))
     if within is not None:
         results = [torch.where(within, result, 0.0) for result in results]
@@ -159,6 +165,7 @@ def divergence_forward(
 def divergence_backward(
     ddivergence: Tensor, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
     divergence: Tensor, student_share: Tensor, student_lse: Tensor, teacher_lse: Tensor,
+    student_lse_error: Tensor, teacher_lse_error: Tensor,
     kind: str, beta: float, temperature: float, teacher_temperature: float | None,
     ignore_index: int, output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
@@ -177,7 +184,8 @@ def divergence_backward(
 
     Args:
         ddivergence: the gradient of divergence, floating point, of its shape, any strides.
-        divergence, student_share, student_lse, teacher_lse: results of the forward.
+        divergence, student_share, student_lse, teacher_lse, student_lse_error, teacher_lse_error:
+            results of the forward.
         output_mask: whether dstudent_logits and dteacher_logits are computed and allocated.
         The others: as given to the forward.
 
@@ -194,11 +202,13 @@ def divergence_backward(
     y = _kept(teacher_logits, within, teacher_temperature)
     if kind == "cosine":
         _, *found = cosine.cosines(x, y)
-        known = (student_share, student_lse, teacher_lse)
-        slopes = cosine.slopes(x, y, *map(valued, known, found))
+        slopes = cosine.slopes(x, y, *map(valued, (student_share, student_lse, teacher_lse), found))
     else:
-        lses = valued(student_lse, logsumexp(x)), valued(teacher_lse, logsumexp(y))
-        log_q, log_p = (z - lse.unsqueeze(-1) for z, lse in zip((x, y), lses, strict=True))
+        known = (student_lse, student_lse_error), (teacher_lse, teacher_lse_error)
+        log_q, log_p = (
+            log_softmax_of(z, *_valued_lse(z, *given))
+            for z, given in zip((x, y), known, strict=True)
+        )
         slopes = _slopes(log_p, log_q, limit(kind, beta), beta, divergence, student_share)
     gradients: list[Tensor | None] = []
     for wanted, slope, logits, divisor in zip(
@@ -263,6 +273,22 @@ def valued(known: Tensor | None, computed: Tensor) -> Tensor:
     return known.detach() + derivative
 
 
+def _lse(x: Tensor, known: Tensor | None, known_error: Tensor | None) -> tuple[Tensor, Tensor]:
+    """lse and its error: what is known, or those of x."""
+    if known is None or known_error is None:
+        return logsumexp(x)
+    # An op's results are other tensors than its arguments.
+    return known.clone(), known_error.clone()
+
+
+def _valued_lse(
+    x: Tensor, known: Tensor | None, known_error: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """lse and its error as `_lse`, with the derivatives of the lse of x."""
+    lse, error = logsumexp(x)
+    return valued(known, lse), error if known_error is None else known_error
+
+
 def _slopes(
     log_p: Tensor, log_q: Tensor, kind: str, beta: float,
     divergence: Tensor | None, student_share: Tensor | None,
@@ -299,7 +325,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     target = others.pop(0) if ctx.has_target else None
     mask = list(ctx.needs[:2])
     given: tuple[Any, ...] = (grads[0], student, teacher, target, *others, *ctx.options, mask)
-    return (*divergence_backward(*given), *(None for _ in range(8)))
+    return (*divergence_backward(*given), *(None for _ in range(10)))
 
 
 library.gradient("divergence_forward", _backward, _setup_context)

@@ -143,14 +143,15 @@ def linear_cross_entropy_forward(
     gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False, False, False),
     lora_x: Tensor | None = None, lora_b: Tensor | None = None,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None,
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor,
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
 ]:  # fmt: skip
     """`linear_cross_entropy` with its intermediate results and the gradients it computes.
 
     loss, z_loss, lse and target_logit are each differentiable in x, weight, bias, lora_x and
-    lora_b; the other results are not. lse and target_logit suffice to compute a loss over a
-    vocabulary that is split over devices: each device ignores the targets that it does not hold.
+    lora_b; the other results are not. lse, lse_error and target_logit suffice to compute a loss
+    over a vocabulary that is split over devices: each device ignores the targets that it does not
+    hold.
 
     The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in x's
     dtype; for float16 in float32, and the gradients of weight and lora_b in accum_dtype. The
@@ -169,8 +170,8 @@ def linear_cross_entropy_forward(
         lora_b: (V, R), of x's dtype. Both, or neither.
 
     Returns:
-        loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy: the results of
-            `cross_entropy_forward`.
+        loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy, lse_error: the
+            results of `cross_entropy_forward`.
         dx, dweight, dbias, dlora_x, dlora_b: contiguous, of the shapes of x, weight, bias, lora_x
             and lora_b; each is None unless gradient_mask asks for it.
 
@@ -195,12 +196,13 @@ def linear_cross_entropy_forward(
         parts.append(part)
         if any(gradient_mask):
             with torch.no_grad():
-                _, _, lse, _, total_weight, _, _ = part
+                _, _, lse, _, total_weight, _, _, lse_error = part
                 ones = torch.ones_like(lse)
                 upstream = (ones, None, None, None)
-                dlogits = _GRADIENT(*upstream, logits, *tokens, lse, total_weight, *options)
+                statistics = (lse, lse_error, total_weight)
+                dlogits = _GRADIENT(*upstream, logits, *tokens, *statistics, *options)
                 gradients.add(chunk, dlogits)
-    loss, z_loss, lse, target_logit, total_weights, predicted_tokens, entropy = (
+    loss, z_loss, lse, target_logit, total_weights, predicted_tokens, entropy, lse_error = (
         _joined(values) for values in zip(*parts, strict=True)
     )
     total_weight = total_weights.sum()
@@ -217,6 +219,7 @@ def linear_cross_entropy_forward(
         total_weight,
         predicted_tokens.reshape(target.shape) if return_predicted else None,
         entropy.reshape(target.shape) if return_entropy else None,
+        lse_error.reshape(target.shape),
         *shaped(gradients.results(), (x, weight, bias, lora_x, lora_b)),
     )
 
@@ -225,7 +228,7 @@ def linear_cross_entropy_forward(
 def linear_cross_entropy_backward(
     dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    token_weight: Tensor | None, num_items_in_batch: Tensor | None, lse: Tensor,
+    token_weight: Tensor | None, num_items_in_batch: Tensor | None, lse: Tensor, lse_error: Tensor,
     total_weight: Tensor, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
     ignore_index: int, reduction: str, label_smoothing: float,
     lse_square_scale: float, softcap: float | None, logit_scale: float,
@@ -250,7 +253,7 @@ def linear_cross_entropy_backward(
     Args:
         dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
             of the shapes of these results, any strides; each may be None.
-        lse, total_weight: results of the forward.
+        lse, lse_error, total_weight: results of the forward.
         dx, dweight, dbias, dlora_x, dlora_b: results of the forward, or None: for the reduction
             "none", and if another result than loss has a gradient.
         output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
@@ -277,14 +280,15 @@ def linear_cross_entropy_backward(
     upstream = upstream_of_tokens(
         dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
     )
-    lse = lse.reshape(-1)
+    lse, lse_error = lse.reshape(-1), lse_error.reshape(-1)
     products = products_of(rows, weight, lora_x, lora_b)
     gradients = Gradients(products, missing, accum_dtype, in_forward=False)
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         logits = linear(products, bias, chunk)
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
         grads = [_of(grad, chunk) for grad in upstream]
-        dlogits = _GRADIENT(*grads, logits, *tokens, lse[chunk], total_weight, *options)
+        statistics = (lse[chunk], lse_error[chunk], total_weight)
+        dlogits = _GRADIENT(*grads, logits, *tokens, *statistics, *options)
         gradients.add(chunk, dlogits)
     made = shaped(gradients.results(), (x, weight, bias, lora_x, lora_b))
     return both(finished, made)  # type: ignore[return-value]
@@ -312,20 +316,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
                 f"linear_cross_entropy: {name} must not require a gradient, which the loss does not"
                 " give"
             )
-    _, _, lse, _, total_weight, predicted_tokens, entropy, *gradients = output
+    _, _, lse, _, total_weight, predicted_tokens, entropy, lse_error, *gradients = output
     ctx.handed_over = hand_over(gradients[1], inputs[1].dtype)
     saved = gradients[:1] + [None] + gradients[2:] if ctx.handed_over else gradients
-    ctx.save_for_backward(*inputs[:7], lse, total_weight, *inputs[18:], *saved)
+    ctx.save_for_backward(*inputs[:7], lse, lse_error, total_weight, *inputs[18:], *saved)
     ctx.options = inputs[7:15]
     ctx.set_materialize_grads(False)
-    others = (total_weight, predicted_tokens, entropy, *gradients)
+    others = (total_weight, predicted_tokens, entropy, lse_error, *gradients)
     ctx.mark_non_differentiable(*(value for value in others if value is not None))
 
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     # Read only once, because a checkpoint recomputes the saved tensors at each access.
     saved = ctx.saved_tensors
-    arguments, lora, computed = saved[:9], saved[9:11], saved[11:]
+    arguments, lora, computed = saved[:10], saved[10:12], saved[12:]
     wanted = [ctx.needs[i] for i in (0, 1, 3, 18, 19)]
     if not any(wanted) or all(grad is None for grad in grads[:4]):
         return (None,) * 20
@@ -333,7 +337,7 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     if not _loss_alone(grads):
         computed = (None,) * 5
     elif wanted[1]:
-        items = divisor(ctx.options[1], saved[8], saved[6])
+        items = divisor(ctx.options[1], saved[9], saved[6])
         factor = lambda: factors_of(grads[0], saved[2], ctx.options[0], items)[1]
         whole, computed = weight_finished(ctx.handed_over, computed, factor)
         wanted[1] = whole is None

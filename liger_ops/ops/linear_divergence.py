@@ -43,7 +43,7 @@ from .two_heads import (
 
 RESULTS = "loss divergence cross_entropy statistics"
 # Rows of statistics: those of `divergence_forward`, and lse of the logits at temperature 1.
-STATISTICS = 5
+STATISTICS = 8
 
 
 @library.compose
@@ -265,9 +265,9 @@ def linear_divergence_forward(
 
     Returns:
         loss, divergence, cross_entropy: the results of `linear_divergence`.
-        statistics: (5, ...); for each token the results of `divergence_forward`, and lse of the
-            student's logits at temperature 1, which is 0 without a target. All are 0 for an ignored
-            token. Not differentiable.
+        statistics: (8, ...); for each token the results of `divergence_forward`, and lse and
+            lse_error of the student's logits at temperature 1, which are 0 without a target. All
+            are 0 for an ignored token. Not differentiable.
         dx, dweight, dbias, dlora_x, dlora_b: contiguous, of the shapes of student_x,
             student_weight, student_bias, student_lora_x and student_lora_b; each is None unless
             gradient_mask asks for it.

@@ -133,8 +133,8 @@ def linear_log_prob_forward(
     Returns:
         log_prob, entropy: the results of `linear_log_prob`.
         lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
-        mean_logits, log_sum_sq_probs, predicted_tokens: as `log_prob_forward`; 0 for an ignored
-            token, not differentiable, and None if not asked for.
+        mean_logits, log_sum_sq_probs, predicted_tokens, lse_error: as `log_prob_forward`; 0 for an
+            ignored token, not differentiable, and the first three None if not asked for.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_log_prob`.
@@ -161,7 +161,8 @@ def linear_log_prob_forward(
 @library.define(returns="dx dweight dbias dlora_x dlora_b")
 def linear_log_prob_backward(
     dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None,
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, entropy: Tensor, lse: Tensor,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    entropy: Tensor, lse: Tensor, lse_error: Tensor,
     temperature: float, softcap: float | None, logit_scale: float, ignore_index: int,
     accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
     lora_x: Tensor | None = None, lora_b: Tensor | None = None,
@@ -182,7 +183,7 @@ def linear_log_prob_backward(
     Args:
         dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
             shape of target, any strides; each may be None.
-        entropy, lse: results of the forward.
+        entropy, lse, lse_error: results of the forward.
         output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
         The others: as given to the forward.
 
@@ -196,7 +197,7 @@ def linear_log_prob_backward(
     """
     rows, targets, _ = flattened(x, target, None)
     grads = [None if g is None else g.reshape(-1) for g in (dlog_prob, dentropy, dlse)]
-    statistics = (entropy.reshape(-1), lse.reshape(-1))
+    statistics = [value.reshape(-1) for value in (entropy, lse, lse_error)]
 
     def dlogits_of(logits: Tensor, words: slice) -> Tensor:
         options = (temperature, softcap, logit_scale, ignore_index - words.start)
@@ -213,11 +214,11 @@ _GRADIENT = library.OPS["log_prob_backward"].definition
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, entropy, lse, *extras = output
-    ctx.save_for_backward(*inputs[:4], entropy, lse, *inputs[13:])
+    _, entropy, lse, *extras, lse_error = output
+    ctx.save_for_backward(*inputs[:4], entropy, lse, lse_error, *inputs[13:])
     ctx.options = inputs[4:10]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(value for value in extras if value is not None))
+    ctx.mark_non_differentiable(lse_error, *(value for value in extras if value is not None))
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import library
 from .chunks import chunks
-from .cross_entropy import effective, logsumexp
+from .cross_entropy import effective, log_softmax_of, logsumexp
 from .head import cast_as_linear, linear, products_of, shaped
 from .head_by_words import gradients_by_words
 from .log_prob import tempered
@@ -62,8 +62,8 @@ def linear_top_k_divergence(
 
     The logits are computed in x's dtype, and the result from them in float32. Forward and backward
     together take four products of M, V and D, and hold one chunk of logits, as `linear_log_prob`:
-    see there for chunks, sums and memory. Beside the result, K + 1 float32 numbers per token are
-    stored, of the student and of the teacher.
+    see there for chunks, sums and memory. Beside the result, K + 2 float32 numbers per token are
+    stored of the student, and K + 1 of the teacher.
 
     teacher_log_prob is differentiable too.
 
@@ -113,22 +113,22 @@ def linear_top_k_divergence(
     x, weight, bias = cast_as_linear(x, weight, bias)
     lora_x, lora_b = lora_input(op, x, weight, lora_a, lora_b, lora_scale)
     ids = distinct(teacher_ids, target, ignore_index)
-    logits, rest = linear_top_k_divergence_forward(
+    logits, rest, rest_error = linear_top_k_divergence_forward(
         x, weight, ids, bias, temperature, softcap, logit_scale, accum_dtype, chunk_bytes,
         lora_x, lora_b,
     )  # fmt: skip
     return divergence_of_classes(
-        logits, rest, teacher_log_prob, ids, kind, beta, tail, weight.shape[0]
+        logits, rest, rest_error, teacher_log_prob, ids, kind, beta, tail, weight.shape[0]
     )
 
 
-@library.define(returns="logits rest")
+@library.define(returns="logits rest rest_error")
 def linear_top_k_divergence_forward(
     x: Tensor, weight: Tensor, teacher_ids: Tensor, bias: Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
     accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
     lora_x: Tensor | None = None, lora_b: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The student's part of `linear_top_k_divergence`: with z as there, the z of the words that are
     listed, and the logsumexp of the z of all others.
 
@@ -148,6 +148,8 @@ def linear_top_k_divergence_forward(
             0.
         rest: (...), of the same dtype; -inf if every word is listed, and 0 if none is. Both are
             differentiable.
+        rest_error: (...), of the same dtype; what rounding took from rest, as the lse_error of
+            `cross_entropy_forward`.
 
     Raises:
         TypeError, ValueError, IndexError: as `linear_top_k_divergence`.
@@ -155,7 +157,7 @@ def linear_top_k_divergence_forward(
     Example:
         >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
         >>> liger_ops.linear_top_k_divergence_forward(x, weight, torch.tensor([[3, -1]]))
-        (tensor([[0., -inf]]), tensor([1.0986]))
+        (tensor([[0., -inf]]), tensor([1.0986]), tensor([0.]))
     """
     K, tokens = teacher_ids.shape[-1], teacher_ids.shape[:-1]
     rows, ids = _rows(x, teacher_ids)
@@ -164,15 +166,15 @@ def linear_top_k_divergence_forward(
     for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
         z = _scaled(linear(products, bias, chunk), ids[chunk], temperature, softcap, logit_scale)
         parts.append(_split(z, ids[chunk]))
-    logits, rest = (torch.cat(values) for values in zip(*parts, strict=True))
-    return logits.reshape(*tokens, K), rest.reshape(tokens)
+    logits, rest, error = (torch.cat(values) for values in zip(*parts, strict=True))
+    return logits.reshape(*tokens, K), rest.reshape(tokens), error.reshape(tokens)
 
 
 @library.define(returns="dx dweight dbias dlora_x dlora_b")
 def linear_top_k_divergence_backward(
     dlogits: Tensor | None, drest: Tensor | None,
     x: Tensor, weight: Tensor, teacher_ids: Tensor, bias: Tensor | None,
-    logits: Tensor, rest: Tensor,
+    logits: Tensor, rest: Tensor, rest_error: Tensor,
     temperature: float, softcap: float | None, logit_scale: float,
     accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
     lora_x: Tensor | None = None, lora_b: Tensor | None = None,
@@ -180,7 +182,7 @@ def linear_top_k_divergence_backward(
     """The gradient of `linear_top_k_divergence_forward`, which is 1 for a listed word's own logit,
     and for any other word c
 
-        drest / dz_ic = exp(z_ic - rest_i)
+        drest / dz_ic = exp((z_ic - rest_i) - rest_error_i)
 
     With that, the gradients of the head are those of `linear_log_prob_backward`.
 
@@ -189,7 +191,7 @@ def linear_top_k_divergence_backward(
             these, any strides; each may be None.
         teacher_ids: as given to the forward, or from V for a word that weight lacks: it has no
             gradient here, and its token counts.
-        logits, rest: results of the forward.
+        logits, rest, rest_error: results of the forward.
         output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
         The others: as given to the forward.
 
@@ -203,14 +205,14 @@ def linear_top_k_divergence_backward(
     """
     K = teacher_ids.shape[-1]
     rows, ids = _rows(x, teacher_ids)
-    rest = rest.reshape(-1)
+    rest, rest_error = rest.reshape(-1), rest_error.reshape(-1)
     flat_dlogits = None if dlogits is None else dlogits.reshape(-1, K)
     flat_drest = None if drest is None else drest.reshape(-1)
     cap, scale = tempered(temperature, softcap, logit_scale)
 
     def dlogits_of(chunk: Tensor, words: slice) -> Tensor:
         z = _scaled(chunk, ids, temperature, softcap, logit_scale)
-        dz = _dz(flat_dlogits, flat_drest, z, ids, ids - words.start, rest)
+        dz = _dz(flat_dlogits, flat_drest, z, ids, ids - words.start, rest, rest_error)
         if cap is not None:
             dz = dz * (1 - (z / cap).square())
         return (dz * scale).to(x.dtype)
@@ -249,7 +251,7 @@ def _listed(columns: Tensor, z: Tensor) -> Tensor:
     return none.scatter(-1, columns, True)[..., :V]
 
 
-def _split(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _split(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The results of rows of z."""
     try:
         logits = z.gather(-1, ids.clamp(min=0))
@@ -258,20 +260,23 @@ def _split(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
             "linear_top_k_divergence: teacher_ids must be negative, or from 0 to"
             f" {z.shape[-1] - 1}, got one that is not: {error}"
         ) from None
-    rest = logsumexp(torch.where(_listed(_columns(ids, z), z), -float("inf"), z))
-    rest = torch.where((ids >= 0).any(-1), rest, 0.0)
-    return torch.where(ids >= 0, logits, -float("inf")), rest
+    others = torch.where(_listed(_columns(ids, z), z), -float("inf"), z)
+    counts = (ids >= 0).any(-1)
+    rest, lost = (torch.where(counts, value, 0.0) for value in logsumexp(others))
+    return torch.where(ids >= 0, logits, -float("inf")), rest, lost
 
 
 def _dz(
-    dlogits: Tensor | None, drest: Tensor | None, z: Tensor, ids: Tensor, here: Tensor, rest: Tensor
-) -> Tensor:
+    dlogits: Tensor | None, drest: Tensor | None, z: Tensor, ids: Tensor, here: Tensor,
+    rest: Tensor, rest_error: Tensor,
+) -> Tensor:  # fmt: skip
     """The gradient of a chunk of z; `here` are the words counted from the chunk's first."""
     columns, dz = _columns(here, z), torch.zeros_like(z)
     if drest is not None:
         # Without other words, rest is -inf and there is nothing to multiply.
-        finite = torch.where(rest == -float("inf"), 0.0, rest).to(z.dtype).unsqueeze(-1)
-        p = torch.exp(torch.where(_listed(columns, z), -float("inf"), z - finite))
+        finite = torch.where(rest == -float("inf"), 0.0, rest)
+        log_p = log_softmax_of(z, finite, rest_error)
+        p = torch.exp(torch.where(_listed(columns, z), -float("inf"), log_p))
         drest = torch.where((ids >= 0).any(-1), drest, 0.0)
         dz = dz + drest.to(z.dtype).unsqueeze(-1) * p
     if dlogits is not None:
@@ -284,14 +289,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.save_for_backward(*inputs[:4], *output, *inputs[9:])
     ctx.options = inputs[4:9]
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     wanted = [ctx.needs[i] for i in (0, 1, 3, 9, 10)]
-    if not any(wanted) or all(grad is None for grad in grads):
+    if not any(wanted) or all(grad is None for grad in grads[:2]):
         return (None,) * 11
     *saved, lora_x, lora_b = ctx.saved_tensors
-    given: tuple[Any, ...] = (*grads, *saved, *ctx.options, wanted, lora_x, lora_b)
+    given: tuple[Any, ...] = (*grads[:2], *saved, *ctx.options, wanted, lora_x, lora_b)
     dx, dweight, dbias, *dlora = linear_top_k_divergence_backward(*given)
     return (dx, dweight, None, dbias, *(None for _ in range(5)), *dlora)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import library
-from .cross_entropy import effective, logsumexp, picked
+from .cross_entropy import centred, effective, log_softmax_of, picked, rounded_lse
 
-RESULTS = "log_prob entropy lse mean_logits log_sum_sq_probs predicted_tokens"
-Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+RESULTS = "log_prob entropy lse mean_logits log_sum_sq_probs predicted_tokens lse_error"
+Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 
 @library.compose
@@ -34,8 +34,8 @@ def log_prob(
 
     Both results are computed and returned in float32, whatever the dtype of the logits; autocast
     changes nothing. The logits are read once, and never written, widened or normalised in memory:
-    beside the results, one number per token is stored. The logits of ignored tokens are not read on
-    a GPU. float64 runs the definition on every device.
+    beside the results, two numbers per token are stored. The logits of ignored tokens are not read
+    on a GPU. float64 runs the definition on every device.
 
     Both results are differentiable. The gradient of the logits is computed from the logits, lse and
     entropy, in float32, in one pass, and rounded once. An ignored token has a gradient of exactly
@@ -99,6 +99,7 @@ def log_prob_forward(
             differentiable. None if not asked for. A class of -inf makes mean_logits -inf.
         predicted_tokens: of target's shape, int64; the first class with the largest logit, and 0
             for an ignored token; not differentiable. None without return_predicted.
+        lse_error: as `cross_entropy_forward`; 0 for an ignored token.
 
     Raises:
         TypeError, ValueError, IndexError: as `log_prob`.
@@ -109,16 +110,16 @@ def log_prob_forward(
     """
     within = target != ignore_index
     x = _kept(logits, within, temperature, softcap, logit_scale)
-    lse = logsumexp(x)
-    log_prob = picked(x, target, ignore_index, "log_prob") - lse
-    # The rounding error of x - lse is that of a number as large as lse, and all classes share it.
-    log_p = torch.log_softmax(x, -1)
+    shifted, maximum, log_sum = centred(x)
+    lse, lse_error = rounded_lse(maximum, log_sum)
+    log_prob = picked(shifted, target, ignore_index, "log_prob") - log_sum
+    log_p = shifted - log_sum.unsqueeze(-1)
     p = torch.exp(log_p)
     entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
     mean_logits = x.detach().mean(-1) if return_mean_logits else None
     log_sum_sq_probs = p.detach().square().sum(-1).log() if return_log_sum_sq_probs else None
     predicted = logits.detach().argmax(-1) if return_predicted else None
-    results = (log_prob, entropy, lse, mean_logits, log_sum_sq_probs, predicted)
+    results = (log_prob, entropy, lse, mean_logits, log_sum_sq_probs, predicted, lse_error)
     return tuple(  # type: ignore[return-value]
         None if value is None else value.masked_fill(~within, 0) for value in results
     )
@@ -127,13 +128,14 @@ def log_prob_forward(
 @library.define(strides=torch.Tag.needs_fixed_stride_order)
 def log_prob_backward(
     dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None,
-    logits: Tensor, target: Tensor, entropy: Tensor, lse: Tensor,
+    logits: Tensor, target: Tensor, entropy: Tensor, lse: Tensor, lse_error: Tensor,
     temperature: float, softcap: float | None, logit_scale: float, ignore_index: int,
 ) -> Tensor:  # fmt: skip
     """The gradient of `log_prob_forward`.
 
         dx_ic = dlog_prob_i * ((c == target_i) - p_ic) + dlse_i * p_ic
-                - dentropy_i * p_ic * (log(p_ic) + entropy_i), p_ic = exp(x_ic - lse_i)
+                - dentropy_i * p_ic * (log(p_ic) + entropy_i)
+        p_ic = exp((x_ic - lse_i) - lse_error_i)
         dlogits_ic = dx_ic * logit_scale / temperature * (1 - (x_ic * temperature / softcap)**2)
 
     and dlogits_i = 0 for an ignored token.
@@ -141,7 +143,7 @@ def log_prob_backward(
     Args:
         dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
             shape of target, any strides; each may be None.
-        entropy, lse: results of the forward.
+        entropy, lse, lse_error: results of the forward.
         The others: as given to the forward.
 
     Returns:
@@ -153,8 +155,9 @@ def log_prob_backward(
     within = target != ignore_index
     x = _kept(logits, within, temperature, softcap, logit_scale)
     cap, scale = tempered(temperature, softcap, logit_scale)
-    lse, entropy = (value.to(x.dtype).unsqueeze(-1) for value in (lse, entropy))
-    p = torch.exp(x - lse)
+    entropy = entropy.to(x.dtype).unsqueeze(-1)
+    log_p = log_softmax_of(x, lse, lse_error)
+    p = torch.exp(log_p)
     dx = torch.zeros_like(x)
     if dlse is not None:
         dx = dx + dlse.to(x.dtype).unsqueeze(-1) * p
@@ -163,7 +166,7 @@ def log_prob_backward(
         dx = dx + dlog_prob.to(x.dtype).unsqueeze(-1) * (is_target.to(x.dtype) - p)
     if dentropy is not None:
         # A class of probability 0 has no gradient, though its logarithm is -inf.
-        centred = torch.where(p == 0, 0.0, x - lse + entropy)
+        centred = torch.where(p == 0, 0.0, log_p + entropy)
         dx = dx - dentropy.to(x.dtype).unsqueeze(-1) * (p * centred)
     if cap is not None:
         dx = dx * (1 - (x / cap).square())
@@ -189,11 +192,11 @@ def _kept(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, entropy, lse, *extras = output
-    ctx.save_for_backward(*inputs[:2], entropy, lse)
+    _, entropy, lse, *extras, lse_error = output
+    ctx.save_for_backward(*inputs[:2], entropy, lse, lse_error)
     ctx.options = inputs[2:6]
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(value for value in extras if value is not None))
+    ctx.mark_non_differentiable(lse_error, *(value for value in extras if value is not None))
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

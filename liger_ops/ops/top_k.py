@@ -29,13 +29,20 @@ def distinct(ids: Tensor, target: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def divergence_of_classes(
-    logits: Tensor, rest: Tensor, log_prob: Tensor, ids: Tensor, kind: str, beta: float, tail: str,
-    V: int,
+    logits: Tensor, rest: Tensor, rest_error: Tensor, log_prob: Tensor, ids: Tensor,
+    kind: str, beta: float, tail: str, V: int,
 ) -> Tensor:  # fmt: skip
     """The divergence of each token, from the student's part, as `linear_top_k_divergence_forward`
     returns it, and the teacher's log-probabilities of the words `ids`, as `distinct` returns them,
     of V."""
-    student = logits if tail == "drop" else torch.cat([logits, rest.unsqueeze(-1)], -1)
+    student = logits
+    if tail != "drop":
+        # Relative to their largest, which takes nothing from a divergence.
+        classes = torch.cat([logits, rest.unsqueeze(-1)], -1)
+        highest = classes.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(rest.dtype).min)
+        error = rest_error.to(rest.dtype).unsqueeze(-1)
+        listed, others = (classes - highest).split([logits.shape[-1], 1], -1)
+        student = torch.cat([listed, others + error], -1)
     teacher = teacher_classes(log_prob, ids, tail, V)
     counts = torch.where((ids < 0).all(-1), -100, 0)
     return divergence_forward(student, teacher, counts, kind, beta)[0]
@@ -50,7 +57,7 @@ def teacher_classes(log_prob: Tensor, ids: Tensor, tail: str, V: int) -> Tensor:
     if tail == "zero":
         rest = torch.full_like(log_p[..., :1], -float("inf"))
     else:
-        listed = logsumexp(log_p).clamp(max=-LEAST_TAIL)
+        listed = logsumexp(log_p)[0].clamp(max=-LEAST_TAIL)
         rest = torch.log(-torch.expm1(listed))
         # There may be no other words.
         rest = rest.masked_fill((ids >= 0).sum(-1) == V, -float("inf")).unsqueeze(-1)

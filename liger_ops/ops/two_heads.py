@@ -216,11 +216,12 @@ def values_of(
     z, teacher_z = _effective(student, teacher, target, *caps, ignore_index)
     options = (kind, beta, temperature, teacher_temperature, ignore_index)
     results = _DIVERGENCE(*_as_long(z, teacher_z, kind), target, *options)
-    loss, lse = None, torch.zeros_like(results[0])
+    loss, of_labels = None, [torch.zeros_like(results[0])] * 2
     if target is not None:
-        loss, _, lse, *_ = _LOSS(z, target, None, None, None, ignore_index, "none")
-        lse = torch.where(target == ignore_index, 0.0, lse).to(results[0].dtype)
-    return results[0], loss, torch.stack([*results, lse]).detach()
+        loss, _, lse, *_, error = _LOSS(z, target, None, None, None, ignore_index, "none")
+        ignored = target == ignore_index
+        of_labels = [torch.where(ignored, 0.0, x).to(results[0].dtype) for x in (lse, error)]
+    return results[0], loss, torch.stack([*results, *of_labels]).detach()
 
 
 def entropy_of(
@@ -248,16 +249,15 @@ def dlogits_of(
     dz = torch.zeros_like(z)
     if soft is not None:
         # That definition computes the forward's results where they are not given.
-        saved = (None, None, None, None)
+        saved = (None,) * 6
         inputs = (*_as_long(z, teacher_z, kind), target, *saved, *options)
         dlong, _ = _DIVERGENCE_GRADIENT(soft, *inputs, [True, False])
         dz = dlong[..., : z.shape[-1]]
     if hard is not None:
         assert target is not None
-        total, lse = hard.sum(), logsumexp(z)
         grads = (hard, None, None, None)
         dz = dz + _LOSS_GRADIENT(
-            *grads, z, target, None, None, None, lse, total,
+            *grads, z, target, None, None, None, *logsumexp(z), hard.sum(),
             ignore_index, "none", 0.0, 0.0, None, 1.0,
         )  # fmt: skip
     if student_softcap is not None:

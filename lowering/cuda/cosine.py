@@ -24,7 +24,7 @@ def _load(ptr, mask, scale, softcap):
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def _cosine_kernel(
     student_ptr, teacher_ptr, target_ptr,
-    divergence_ptr, cosine_ptr, student_norm_ptr, teacher_norm_ptr,
+    divergence_ptr, cosine_ptr, student_norm_ptr, teacher_norm_ptr, zero_ptr, other_zero_ptr,
     M, V, W, stride_student, stride_teacher, ignore_index,
     student_scale, teacher_scale, student_softcap, teacher_softcap,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -56,13 +56,15 @@ def _cosine_kernel(
     tl.store(cosine_ptr + rows, tl.where(counted, cosine, 0.0), mask=row_mask)
     tl.store(student_norm_ptr + rows, tl.where(counted, student_norm, 0.0), mask=row_mask)
     tl.store(teacher_norm_ptr + rows, tl.where(counted, teacher_norm, 0.0), mask=row_mask)
+    tl.store(zero_ptr + rows, tl.zeros((BLOCK_M,), tl.float32), mask=row_mask)
+    tl.store(other_zero_ptr + rows, tl.zeros((BLOCK_M,), tl.float32), mask=row_mask)
 
 
 def cosines(
     options: Options, student: Tensor, teacher: Tensor, target: Tensor | None,
     results: tuple[Tensor, ...], plan: WholeRow | Online,
 ) -> None:  # fmt: skip
-    """Fill the four results of each token. student: (M, V) and teacher: (M, W), with unit stride in
+    """Fill the six results of each token. student: (M, V) and teacher: (M, W), with unit stride in
     the last dimension."""
     (M, V), W = student.shape, teacher.shape[1]
     BLOCK_M = plan.BLOCK_M if isinstance(plan, WholeRow) else 1

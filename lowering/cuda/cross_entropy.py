@@ -93,7 +93,8 @@ def loss_and_gradient(
     arguments = (logits, target, weight, _class_weight_sum(call, weight), *others)
     scalars = (
         V, logits.stride(0), call.ignore_index, call.label_smoothing or None,
-        call.lse_square_scale, call.softcap, None if call.logit_scale == 1 else call.logit_scale,
+        call.lse_square_scale or None, call.softcap,
+        None if call.logit_scale == 1 else call.logit_scale,
     )  # fmt: skip
     if isinstance(plan, WholeRow):
         args = (*arguments, M, *scalars)
@@ -113,13 +114,13 @@ def loss_and_gradient(
 
 def gradient(
     call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
-    tokens: Tokens, lse: Tensor, dlogits: Tensor, plan: Plan | None = None,
+    tokens: Tokens, dlogits: Tensor, plan: Plan | None = None,
 ) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
     The incoming gradients of loss, z_loss, lse, target_logit and entropy: (M,) of any stride, 0
     too, with the reduction's factor in them. logits and dlogits: (M, V) with unit stride in the
-    last dimension. lse is contiguous, as are tokens.
+    last dimension. The tokens are contiguous.
     """
     M, V = logits.shape
     if M == 0:
@@ -129,11 +130,11 @@ def gradient(
         cross_entropy_backward_kernel,
         (cdiv(M, plan.BLOCK_M), min(cdiv(V, plan.BLOCK_N), plan.programs)), logits,
         *upstream, logits, tokens.target, tokens.weight, _class_weight_sum(call, tokens.weight),
-        tokens.token_weight, lse, tokens.entropy, dlogits,
+        tokens.token_weight, tokens.lse, tokens.lse_error, tokens.entropy, dlogits,
         M, V,
         *(0 if grad is None else grad.stride(0) for grad in upstream),
         logits.stride(0), dlogits.stride(0),
-        call.ignore_index, call.label_smoothing or None, call.lse_square_scale,
+        call.ignore_index, call.label_smoothing or None, call.lse_square_scale or None,
         call.softcap, None if call.logit_scale == 1 else call.logit_scale,
         BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, NUM_STAGES=1, num_warps=plan.num_warps,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..loss_math import effective, log_sum_sq_probs, logit_gradient
-from ..triton_math import LOWEST, flushed_exp
+from ..triton_math import LOWEST, VANISHING, flushed_exp, rounded_lse
 from .token_loss import gradient_factors, token_loss, token_weights
 
 
@@ -31,8 +31,8 @@ def _class_weights(weight_ptr, cols, V, HAS_SMOOTHING: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def cross_entropy_kernel(
     logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
-    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr, log_prob_ptr,
-    mean_logits_ptr, log_sum_sq_ptr,
+    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr, lse_error_ptr,
+    log_prob_ptr, mean_logits_ptr, log_sum_sq_ptr,
     M, V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
     GRADIENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -53,18 +53,20 @@ def cross_entropy_kernel(
     capped = effective(logits, logit_scale, softcap)
     x = tl.where(mask, capped, -float("inf"))
     maximum = tl.maximum(tl.max(x, 1), LOWEST)
-    exp = flushed_exp(x - maximum[:, None])
+    shifted = x - maximum[:, None]
+    exp = flushed_exp(shifted)
     sum = tl.sum(exp, 1)
-    lse = maximum + tl.log(sum)
+    log_sum = tl.log(sum)
+    lse, lse_error = rounded_lse(maximum, log_sum)
     target_logit = tl.sum(tl.where(is_target, x, 0.0), 1)
     weighted_x = 0.0
     class_weights = _class_weights(weight_ptr, cols, V, label_smoothing is not None)
-    if label_smoothing is not None or mean_logits_ptr is not None:
-        weighted_x = tl.sum(tl.where(mask, capped * class_weights, 0.0), 1)
+    if label_smoothing is not None:
+        weighted_x = tl.sum(tl.where(mask, shifted * class_weights, 0.0), 1)
     weights, counts = token_weights(target, within, rows, weight_ptr, token_weight_ptr)
     classes = _class_sum(classes_ptr, V)
     loss, z_loss = token_loss(
-        lse, target_logit, weighted_x, classes, weights, counts,
+        lse, log_sum, target_logit - maximum, weighted_x, classes, weights, counts,
         within, ignored, V, label_smoothing, lse_square_scale,
     )  # fmt: skip
     if log_prob_ptr is None:
@@ -75,13 +77,16 @@ def cross_entropy_kernel(
     else:
         tl.store(log_prob_ptr + rows, tl.where(ignored, 0.0, -loss), mask=row_mask)
         tl.store(lse_ptr + rows, tl.where(ignored, 0.0, lse), mask=row_mask)
+        lse_error = tl.where(ignored, 0.0, lse_error)
+    if lse_error_ptr is not None:
+        tl.store(lse_error_ptr + rows, lse_error, mask=row_mask)
     if entropy_ptr is not None:
         # Where the exponential is 0, the product is 0 for -inf too.
-        expectation = tl.sum(exp * tl.maximum(x, LOWEST), 1) / sum
-        tl.store(entropy_ptr + rows, tl.where(ignored, 0.0, lse - expectation), mask=row_mask)
+        expectation = tl.sum(exp * tl.maximum(shifted, VANISHING), 1) / sum
+        tl.store(entropy_ptr + rows, tl.where(ignored, 0.0, log_sum - expectation), mask=row_mask)
     if mean_logits_ptr is not None:
-        # Without class weights, weighted_x is the sum of x.
-        tl.store(mean_logits_ptr + rows, tl.where(ignored, 0.0, weighted_x / V), mask=row_mask)
+        mean = tl.sum(tl.where(mask, capped, 0.0), 1) / V
+        tl.store(mean_logits_ptr + rows, tl.where(ignored, 0.0, mean), mask=row_mask)
     if log_sum_sq_ptr is not None:
         log_sum_sq = log_sum_sq_probs(tl.sum(exp * exp, 1), sum)
         tl.store(log_sum_sq_ptr + rows, tl.where(ignored, 0.0, log_sum_sq), mask=row_mask)
@@ -96,7 +101,7 @@ def cross_entropy_kernel(
         if label_smoothing is not None:
             smoothed = smoothed[:, None]
         dx = logit_gradient(
-            capped, flushed_exp(capped - lse[:, None]), class_weights, soft[:, None],
+            capped, shifted, exp, class_weights, (soft / sum)[:, None],
             smoothed, tl.where(is_target, hard[:, None], 0.0), None, None, logit_scale, softcap,
             label_smoothing is not None,
         )  # fmt: skip
@@ -108,26 +113,39 @@ def cross_entropy_kernel(
 @triton.jit
 def _lanes_updated(
     logits, x, weight_ptr, cols, V,
-    maxima, sums, weighted_xs, expectations, squares, best, predictions,
-    HAS_WEIGHTED: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr,
-    HAS_PREDICTED: tl.constexpr,
+    maxima, sums, weighted_xs, weight_sums, expectations, squares, best, predictions,
+    HAS_SMOOTHING: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_SQUARES: tl.constexpr, HAS_PREDICTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile to the running values of every lane. Past the last column x is -inf."""
-    class_weights = _class_weights(weight_ptr, cols, V, HAS_WEIGHTED)
+    """Add a tile to the sums of every lane. Past the last column x is -inf.
+
+    The sums of smoothing and of the entropy are those of x less the lane's maximum, and move with
+    it.
+    """
     LANES: tl.constexpr = maxima.numel
     FOLD: tl.constexpr = x.numel // LANES
     lanes = tl.reshape(x, (LANES, FOLD))
     higher = tl.maximum(maxima, tl.max(lanes, 1))
-    exp = flushed_exp(lanes - higher[:, None])
-    rescaled = flushed_exp(maxima - higher)
-    sums = sums * rescaled + tl.sum(exp, 1)
-    if HAS_WEIGHTED:
-        term = tl.where(cols < V, x * class_weights, 0.0)
-        weighted_xs += tl.sum(tl.reshape(term, (LANES, FOLD)), 1)
+    shifted = lanes - higher[:, None]
+    exp = flushed_exp(shifted)
+    below = maxima - higher
+    rescaled = flushed_exp(below)
+    if HAS_SMOOTHING:
+        inside = tl.reshape(cols < V, (LANES, FOLD))
+        weights = tl.where(cols < V, _class_weights(weight_ptr, cols, V, True), 0.0)
+        weights = tl.reshape(weights, (LANES, FOLD))
+        # A lane without columns so far has a sum of weights of 0, which -inf would make NaN.
+        weighted_xs += weight_sums * tl.maximum(below, LOWEST)
+        weighted_xs += tl.sum(tl.where(inside, shifted * weights, 0.0), 1)
+        weight_sums += tl.sum(weights, 1)
+    if HAS_MEAN:
+        weighted_xs += tl.sum(tl.reshape(tl.where(cols < V, x, 0.0), (LANES, FOLD)), 1)
     if HAS_ENTROPY:
         # Where the exponential is 0, the product is 0 for -inf too.
-        products = exp * tl.maximum(lanes, LOWEST)
+        expectations += sums * tl.maximum(below, VANISHING)
+        products = exp * tl.maximum(shifted, VANISHING)
         expectations = expectations * rescaled + tl.sum(products, 1)
+    sums = sums * rescaled + tl.sum(exp, 1)
     if HAS_SQUARES:
         squares = squares * rescaled * rescaled + tl.sum(exp * exp, 1)
     if HAS_PREDICTED:
@@ -137,14 +155,14 @@ def _lanes_updated(
         first = tl.min(tl.where(lanes == highest[:, None], columns, V - 1), 1)
         predictions = tl.where(highest > best, first, predictions)
         best = tl.maximum(best, highest)
-    return higher, sums, weighted_xs, expectations, squares, best, predictions
+    return higher, sums, weighted_xs, weight_sums, expectations, squares, best, predictions
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_online_kernel(
     logits_ptr, target_ptr, weight_ptr, classes_ptr, token_weight_ptr, loss_ptr,
-    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr, log_prob_ptr,
-    mean_logits_ptr, log_sum_sq_ptr,
+    z_loss_ptr, lse_ptr, target_logit_ptr, predicted_ptr, entropy_ptr, lse_error_ptr,
+    log_prob_ptr, mean_logits_ptr, log_sum_sq_ptr,
     V, stride_logits, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
     GRADIENT: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +173,6 @@ def cross_entropy_online_kernel(
     POLICY: tl.constexpr = "evict_last" if GRADIENT else ""
     LANES: tl.constexpr = BLOCK_N // FOLD
     HAS_SMOOTHING: tl.constexpr = label_smoothing is not None
-    HAS_WEIGHTED: tl.constexpr = HAS_SMOOTHING or (mean_logits_ptr is not None)
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     target = tl.load(target_ptr + row).to(tl.int64)
@@ -168,6 +185,7 @@ def cross_entropy_online_kernel(
     maxima = tl.full((LANES,), LOWEST, tl.float32)
     sums = tl.zeros((LANES,), tl.float32)
     weighted_xs = tl.zeros((LANES,), tl.float32)
+    weight_sums = tl.zeros((LANES,), tl.float32)
     expectations = tl.zeros((LANES,), tl.float32)
     squares = tl.zeros((LANES,), tl.float32)
     best = tl.full((LANES,), -float("inf"), tl.float32)
@@ -181,11 +199,13 @@ def cross_entropy_online_kernel(
         cols = start + tl.arange(0, BLOCK_N)
         logits = tl.load(logits_ptr + cols, eviction_policy=POLICY).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
-        maxima, sums, weighted_xs, expectations, squares, best, predictions = _lanes_updated(
-            logits, x, weight_ptr, cols, V,
-            maxima, sums, weighted_xs, expectations, squares, best, predictions,
-            HAS_WEIGHTED, entropy_ptr is not None, log_sum_sq_ptr is not None,
-            predicted_ptr is not None,
+        maxima, sums, weighted_xs, weight_sums, expectations, squares, best, predictions = (
+            _lanes_updated(
+                logits, x, weight_ptr, cols, V,
+                maxima, sums, weighted_xs, weight_sums, expectations, squares, best, predictions,
+                HAS_SMOOTHING, mean_logits_ptr is not None, entropy_ptr is not None,
+                log_sum_sq_ptr is not None, predicted_ptr is not None,
+            )
         )  # fmt: skip
     if whole < readable:
         cols = whole + tl.arange(0, BLOCK_N)
@@ -195,22 +215,26 @@ def cross_entropy_online_kernel(
         x = effective(logits, logit_scale, softcap)
         if softcap is not None:
             x = tl.where(cols < V, x, -float("inf"))
-        maxima, sums, weighted_xs, expectations, squares, best, predictions = _lanes_updated(
-            logits, x, weight_ptr, cols, V,
-            maxima, sums, weighted_xs, expectations, squares, best, predictions,
-            HAS_WEIGHTED, entropy_ptr is not None, log_sum_sq_ptr is not None,
-            predicted_ptr is not None,
+        maxima, sums, weighted_xs, weight_sums, expectations, squares, best, predictions = (
+            _lanes_updated(
+                logits, x, weight_ptr, cols, V,
+                maxima, sums, weighted_xs, weight_sums, expectations, squares, best, predictions,
+                HAS_SMOOTHING, mean_logits_ptr is not None, entropy_ptr is not None,
+                log_sum_sq_ptr is not None, predicted_ptr is not None,
+            )
         )  # fmt: skip
 
     maximum = tl.max(maxima, 0)
     rescaled = flushed_exp(maxima - maximum)
     sum = tl.sum(sums * rescaled, 0)
-    lse = maximum + tl.log(sum)
+    log_sum = tl.log(sum)
+    lse, lse_error = rounded_lse(maximum, log_sum)
+    below = tl.maximum(maxima - maximum, LOWEST)
     weights, counts = token_weights(target, within, row, weight_ptr, token_weight_ptr)
     classes = _class_sum(classes_ptr, V)
     loss, z_loss = token_loss(
-        lse, target_logit, tl.sum(weighted_xs, 0), classes, weights,
-        counts, within, ignored, V, label_smoothing, lse_square_scale,
+        lse, log_sum, target_logit - maximum, tl.sum(weighted_xs + weight_sums * below, 0), classes,
+        weights, counts, within, ignored, V, label_smoothing, lse_square_scale,
     )  # fmt: skip
     if log_prob_ptr is None:
         tl.store(loss_ptr + row, loss)
@@ -220,11 +244,15 @@ def cross_entropy_online_kernel(
     else:
         tl.store(log_prob_ptr + row, tl.where(ignored, 0.0, -loss))
         tl.store(lse_ptr + row, tl.where(ignored, 0.0, lse))
+        lse_error = tl.where(ignored, 0.0, lse_error)
+    if lse_error_ptr is not None:
+        tl.store(lse_error_ptr + row, lse_error)
     if entropy_ptr is not None:
+        expectations += sums * tl.maximum(below, VANISHING)
         expectation = tl.sum(expectations * rescaled, 0) / sum
-        tl.store(entropy_ptr + row, tl.where(ignored, 0.0, lse - expectation))
+        tl.store(entropy_ptr + row, tl.where(ignored, 0.0, log_sum - expectation))
     if mean_logits_ptr is not None:
-        # Without class weights, the sums are those of x.
+        # Without smoothing, the sums are those of x itself.
         mean = tl.sum(weighted_xs, 0) / V
         tl.store(mean_logits_ptr + row, tl.where(ignored, 0.0, mean))
     if log_sum_sq_ptr is not None:
@@ -239,7 +267,8 @@ def cross_entropy_online_kernel(
         soft, smoothed, hard = gradient_factors(
             1.0, 0.0, lse, classes, weights, counts, within, V, label_smoothing, lse_square_scale
         )
-        lse = tl.where(within, lse, 0.0)
+        soft /= tl.where(within, sum, 1.0)
+        maximum = tl.where(within, maximum, 0.0)
         column = tl.where(within, target, -1).to(tl.int32)
         readable = tl.where(within, V, 0)
         for tile in tl.range(1, tl.cdiv(V, BLOCK_N) + 1, num_stages=1):
@@ -249,8 +278,10 @@ def cross_entropy_online_kernel(
                 logits_ptr + cols, mask=cols < readable, other=0.0, eviction_policy="evict_first"
             ).to(tl.float32)
             x = effective(logits, logit_scale, softcap)
+            shifted = x - maximum
             dx = logit_gradient(
-                x, flushed_exp(x - lse), _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
+                x, shifted, flushed_exp(shifted),
+                _class_weights(weight_ptr, cols, V, HAS_SMOOTHING),
                 soft, smoothed, tl.where(cols == column, hard, 0.0), None, None,
                 logit_scale, softcap, HAS_SMOOTHING,
             )  # fmt: skip
@@ -270,7 +301,7 @@ def _upstream(ptr, rows, stride, row_mask):
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def cross_entropy_backward_kernel(
     dloss_ptr, dz_loss_ptr, dlse_ptr, dtarget_logit_ptr, dentropy_ptr, logits_ptr, target_ptr,
-    weight_ptr, classes_ptr, token_weight_ptr, lse_ptr, entropy_ptr, dlogits_ptr,
+    weight_ptr, classes_ptr, token_weight_ptr, lse_ptr, lse_error_ptr, entropy_ptr, dlogits_ptr,
     M, V,
     stride_dloss, stride_dz_loss, stride_dlse, stride_dtarget_logit, stride_dentropy,
     stride_logits, stride_dlogits,
@@ -292,7 +323,10 @@ def cross_entropy_backward_kernel(
         dloss, dz_loss, lse, _class_sum(classes_ptr, V), weights,
         counts, within, V, label_smoothing, lse_square_scale,
     )  # fmt: skip
-    soft = (soft + dlse)[:, None]
+    # exp((x - lse) - lse_error) is exp(x - lse) with a factor of the row.
+    lse_error = tl.load(lse_error_ptr + rows, mask=row_mask, other=0.0)
+    factor = tl.exp(-lse_error)
+    soft = ((soft + dlse) * factor)[:, None]
     hard = (hard - tl.where(within, dtarget_logit, 0.0))[:, None]
     if label_smoothing is not None:
         smoothed = smoothed[:, None]
@@ -300,14 +334,14 @@ def cross_entropy_backward_kernel(
     nonzero = within
     if dlse_ptr is not None:
         nonzero = within | (row_mask & (dlse != 0.0))
-    dentropy, expectation = None, None
+    dentropy, entropy = None, None
     if dentropy_ptr is not None:
         dentropy = _upstream(dentropy_ptr, rows, stride_dentropy, row_mask)
         dentropy = tl.where(target != ignore_index, dentropy, 0.0)
         nonzero = nonzero | (row_mask & (dentropy != 0.0))
         entropy = tl.load(entropy_ptr + rows, mask=row_mask, other=0.0)
-        expectation = tl.where(nonzero, lse - entropy, 0.0)[:, None]
-        dentropy = dentropy[:, None]
+        entropy = tl.where(nonzero, entropy - lse_error, 0.0)[:, None]
+        dentropy = (dentropy * factor)[:, None]
     nonzero = nonzero[:, None]
     lse = tl.where(nonzero, lse[:, None], 0.0)
     column = tl.where(within, target, -1).to(tl.int32)[:, None]
@@ -319,10 +353,11 @@ def cross_entropy_backward_kernel(
         mask = cols < V
         logits = tl.load(logits_ptr + cols, mask=mask & nonzero, other=0.0).to(tl.float32)
         x = effective(logits, logit_scale, softcap)
+        shifted = x - lse
         dx = logit_gradient(
-            x, flushed_exp(x - lse),
+            x, shifted, flushed_exp(shifted),
             _class_weights(weight_ptr, cols, V, label_smoothing is not None), soft,
-            smoothed, tl.where(cols == column, hard, 0.0), dentropy, expectation,
+            smoothed, tl.where(cols == column, hard, 0.0), dentropy, entropy,
             logit_scale, softcap, label_smoothing is not None,
         )  # fmt: skip
         dx = dx.to(dlogits_ptr.dtype.element_ty)

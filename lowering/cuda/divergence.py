@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,7 +12,7 @@ from ..divergence import Hard, Options, register
 from ..divergence_math import cosine_slopes, logits_gradient, shares, slopes
 from ..loss_math import effective
 from ..sizes import cdiv
-from ..triton_math import LOWEST, flushed_exp
+from ..triton_math import LOWEST, flushed_exp, rounded_lse
 from .cosine import cosines
 from .cross_entropy import Online, SplitRows, plan_backward
 from .launch import WholeRow, launch, launch_whole_rows, plan_whole_rows, rows
@@ -28,16 +30,19 @@ def _load(ptr, mask, scale, softcap, policy: tl.constexpr, other=-float("inf")):
 
 @triton.jit
 def _log_softmax(x):
-    """The logarithms of the probabilities of whole rows, and lse."""
+    """The logarithms of the probabilities of whole rows, and lse and its error."""
     maximum = tl.maximum(tl.max(x, 1), LOWEST)
-    lse = maximum + tl.log(tl.sum(flushed_exp(x - maximum[:, None]), 1))
-    return x - lse[:, None], lse
+    shifted = x - maximum[:, None]
+    log_sum = tl.log(tl.sum(flushed_exp(shifted), 1))
+    lse, error = rounded_lse(maximum, log_sum)
+    return shifted - log_sum[:, None], lse, error
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def _divergence_kernel(
     student_ptr, teacher_ptr, target_ptr,
     divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
+    student_error_ptr, teacher_error_ptr,
     M, V, W, stride_student, stride_teacher, ignore_index,
     beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -58,8 +63,8 @@ def _divergence_kernel(
         teacher_ptr + rows[:, None] * stride_teacher + cols,
         counted_rows & (cols < W), teacher_scale, teacher_softcap, "",
     )  # fmt: skip
-    log_q, student_lse = _log_softmax(x)
-    log_p, teacher_lse = _log_softmax(y)
+    log_q, student_lse, student_error = _log_softmax(x)
+    log_p, teacher_lse, teacher_error = _log_softmax(y)
     p, q = flushed_exp(log_p), flushed_exp(log_q)
     student, teacher = shares(log_p, log_q, p, q, beta, KIND, True)
     share = tl.sum(student, 1)
@@ -68,6 +73,8 @@ def _divergence_kernel(
     tl.store(share_ptr + rows, tl.where(counted, share, 0.0), mask=row_mask)
     tl.store(student_lse_ptr + rows, tl.where(counted, student_lse, 0.0), mask=row_mask)
     tl.store(teacher_lse_ptr + rows, tl.where(counted, teacher_lse, 0.0), mask=row_mask)
+    tl.store(student_error_ptr + rows, tl.where(counted, student_error, 0.0), mask=row_mask)
+    tl.store(teacher_error_ptr + rows, tl.where(counted, teacher_error, 0.0), mask=row_mask)
 
 
 @triton.jit
@@ -83,13 +90,15 @@ def _lanes_updated(x, maxima, sums, FOLD: tl.constexpr):
 @triton.jit
 def _lanes_lse(maxima, sums):
     maximum = tl.max(maxima, 0)
-    return maximum + tl.log(tl.sum(sums * flushed_exp(maxima - maximum), 0))
+    return rounded_lse(maximum, tl.log(tl.sum(sums * flushed_exp(maxima - maximum), 0)))
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def _divergence_two_pass_kernel(
-    student_ptr, teacher_ptr, target_ptr, known_student_ptr, known_teacher_ptr,
+    student_ptr, teacher_ptr, target_ptr,
+    known_student_ptr, known_teacher_ptr, known_student_error_ptr, known_teacher_error_ptr,
     divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
+    student_error_ptr, teacher_error_ptr,
     V, W, stride_student, stride_teacher, ignore_index,
     beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
     KIND: tl.constexpr, BLOCK_N: tl.constexpr, FOLD: tl.constexpr,
@@ -119,11 +128,13 @@ def _divergence_two_pass_kernel(
             y = _load(teacher_ptr + cols, cols < W, teacher_scale, teacher_softcap, "evict_last")
             student_maxima, student_sums = _lanes_updated(x, student_maxima, student_sums, FOLD)
             teacher_maxima, teacher_sums = _lanes_updated(y, teacher_maxima, teacher_sums, FOLD)
-        student_lse = _lanes_lse(student_maxima, student_sums)
-        teacher_lse = _lanes_lse(teacher_maxima, teacher_sums)
+        student_lse, student_error = _lanes_lse(student_maxima, student_sums)
+        teacher_lse, teacher_error = _lanes_lse(teacher_maxima, teacher_sums)
     else:
         student_lse = tl.load(known_student_ptr + row)
         teacher_lse = tl.load(known_teacher_ptr + row)
+        student_error = tl.load(known_student_error_ptr + row)
+        teacher_error = tl.load(known_teacher_error_ptr + row)
 
     student_shares = tl.zeros((LANES,), tl.float32)
     teacher_shares = tl.zeros((LANES,), tl.float32)
@@ -131,8 +142,8 @@ def _divergence_two_pass_kernel(
         cols = (tl.cdiv(size, BLOCK_N) - tile) * BLOCK_N + tl.arange(0, BLOCK_N)
         x = _load(student_ptr + cols, cols < V, student_scale, student_softcap, "evict_first")
         y = _load(teacher_ptr + cols, cols < W, teacher_scale, teacher_softcap, "evict_first")
-        log_q = x - student_lse
-        log_p = y - teacher_lse
+        log_q = (x - student_lse) - student_error
+        log_p = (y - teacher_lse) - teacher_error
         p, q = flushed_exp(log_p), flushed_exp(log_q)
         student, teacher = shares(log_p, log_q, p, q, beta, KIND, True)
         student_shares += tl.sum(tl.reshape(student, (LANES, FOLD)), 1)
@@ -143,15 +154,18 @@ def _divergence_two_pass_kernel(
     tl.store(share_ptr + row, share)
     tl.store(student_lse_ptr + row, tl.where(counted, student_lse, 0.0))
     tl.store(teacher_lse_ptr + row, tl.where(counted, teacher_lse, 0.0))
+    tl.store(student_error_ptr + row, tl.where(counted, student_error, 0.0))
+    tl.store(teacher_error_ptr + row, tl.where(counted, teacher_error, 0.0))
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def _divergence_backward_kernel(
     grad_ptr, student_ptr, teacher_ptr, target_ptr,
-    divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr, hard_ptr, hard_lse_ptr,
+    divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
+    student_error_ptr, teacher_error_ptr, hard_ptr, hard_lse_ptr, hard_error_ptr,
     dstudent_ptr, dteacher_ptr,
     M, V, W, stride_grad, stride_student, stride_teacher, stride_dstudent, ignore_index,
-    beta, student_scale, teacher_scale, student_softcap, teacher_softcap, temperature,
+    beta, student_scale, teacher_scale, student_softcap, teacher_softcap, hard_scale,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # dstudent may be the student's logits: a program reads a tile before it writes it.
@@ -166,10 +180,13 @@ def _divergence_backward_kernel(
     share = tl.load(share_ptr + rows, mask=row_mask, other=0.0)
     student_lse = tl.load(student_lse_ptr + rows, mask=row_mask, other=0.0)
     teacher_lse = tl.load(teacher_lse_ptr + rows, mask=row_mask, other=0.0)
+    student_error = tl.load(student_error_ptr + rows, mask=row_mask, other=0.0)
+    teacher_error = tl.load(teacher_error_ptr + rows, mask=row_mask, other=0.0)
     hard = None
     if hard_ptr is not None:
         hard = tl.load(hard_ptr + rows, mask=row_mask, other=0.0)
         hard_lse = tl.load(hard_lse_ptr + rows, mask=row_mask, other=0.0)
+        hard_error = tl.load(hard_error_ptr + rows, mask=row_mask, other=0.0)
         column = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     size = V
     if dteacher_ptr is not None:
@@ -188,8 +205,8 @@ def _divergence_backward_kernel(
         else:
             x = _load(x_ptr, counted & (cols < V), student_scale, student_softcap, "")
             y = _load(y_ptr, counted & (cols < W), teacher_scale, teacher_softcap, "")
-            log_q = x - student_lse
-            log_p = y - teacher_lse
+            log_q = (x - student_lse) - student_error
+            log_p = (y - teacher_lse) - teacher_error
             p, q = flushed_exp(log_p), flushed_exp(log_q)
             student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, True)
         # The gradient of an ignored token's result may be inf or NaN.
@@ -197,7 +214,12 @@ def _divergence_backward_kernel(
             sharp = None
             if hard_ptr is not None:
                 label = tl.where(cols == column, 1.0, 0.0)
-                sharp = flushed_exp(x * temperature - hard_lse) - label
+                if student_softcap is not None:
+                    z = x * hard_scale
+                else:
+                    # Not x, which the temperature has rounded.
+                    z = _load(x_ptr, counted & (cols < V), hard_scale, None, "")
+                sharp = flushed_exp((z - hard_lse) - hard_error) - label
             dx = logits_gradient(student, grad, x, student_scale, student_softcap, hard, sharp)
             dx = tl.where(counted, dx, 0.0).to(dstudent_ptr.dtype.element_ty)
             inside = row_mask & (cols < V)
@@ -218,15 +240,15 @@ def plan_forward(logits: Tensor, V: int) -> WholeRow | Online:
 def divergences(
     options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
     results: tuple[Tensor, ...], plan: WholeRow | Online | None = None,
-    known: tuple[Tensor | None, Tensor | None] = (None, None),
+    known: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fill the four results of each token."""
+    """Fill the six results of each token."""
     student, teacher = rows(student_logits), rows(teacher_logits)
     (M, V), W = student.shape, teacher.shape[1]
     if M == 0:
         return
     plan = plan or plan_forward(student, max(V, W))
-    if known[0] is not None and isinstance(plan, WholeRow):
+    if known is not None and isinstance(plan, WholeRow):
         plan = Online(min(plan.BLOCK_N, 2048), plan.threads)
     if options.kind == "cosine":
         cosines(options, student, teacher, target, results, plan)
@@ -240,7 +262,7 @@ def divergences(
         fold = min(plan.BLOCK_N, 16 // student.element_size())
         launch(
             _divergence_two_pass_kernel, (M,), student,
-            student, teacher, target, *known, *results, *sizes, *options.scalars,
+            student, teacher, target, *(known or (None,) * 4), *results, *sizes, *options.scalars,
             KIND=options.kind, BLOCK_N=plan.BLOCK_N, FOLD=fold, num_warps=plan.num_warps,
         )  # fmt: skip
 
@@ -259,15 +281,15 @@ def gradients(
     if M == 0:
         return
     plan = plan or plan_backward(student)
-    hard_grad, hard_lse, temperature = hard or (None, None, None)
+    *of_labels, hard_scale = hard or (None,) * 4
     size = max(V if dstudent is not None else 0, W if dteacher is not None else 0)
     launch(
         _divergence_backward_kernel,
         (cdiv(M, plan.BLOCK_M), min(cdiv(size, plan.BLOCK_N), plan.programs)), student,
-        grad, student, teacher, target, *saved, hard_grad, hard_lse, dstudent, dteacher,
+        grad, student, teacher, target, *saved, *of_labels, dstudent, dteacher,
         M, V, W, grad.stride(0), student.stride(0), teacher.stride(0),
         0 if dstudent is None else dstudent.stride(0), options.ignore_index,
-        *options.scalars, temperature,
+        *options.scalars, hard_scale,
         KIND=options.kind, BLOCK_M=plan.BLOCK_M, BLOCK_N=plan.BLOCK_N, num_warps=plan.num_warps,
     )  # fmt: skip
 

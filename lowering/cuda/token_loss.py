@@ -25,21 +25,25 @@ def token_weights(target, within, rows, weight_ptr, token_weight_ptr):
 
 @triton.jit
 def token_loss(
-    lse, target_logit, weighted_x, classes, weights, counts,
+    lse, log_sum, target_x, weighted_x, classes, weights, counts,
     within, ignored, V, label_smoothing, lse_square_scale,
 ):  # fmt: skip
     """The loss and the z-loss of a token: 0 where it is ignored, NaN where its target is out of
     range.
 
-    weighted_x is sum_c weight_c * x_c, and classes is sum_c weight_c.
+    target_x, and x in weighted_x, which is sum_c weight_c * x_c, are relative to the row's maximum,
+    as is log_sum. classes is sum_c weight_c.
     """
-    z_loss = counts * lse_square_scale * lse * lse
-    loss = counts * (lse - target_logit)
+    loss = counts * (log_sum - target_x)
     if label_smoothing is not None:
-        smooth = (classes * lse - weighted_x) / V
+        smooth = (classes * log_sum - weighted_x) / V
         loss = (1.0 - label_smoothing) * loss + label_smoothing * weights * smooth
+    z_loss = tl.zeros_like(loss)
+    if lse_square_scale is not None:
+        z_loss = counts * lse_square_scale * lse * lse
+        loss += z_loss
     other = tl.where(ignored, 0.0, float("nan"))
-    return tl.where(within, loss + z_loss, other), tl.where(within, z_loss, other)
+    return tl.where(within, loss, other), tl.where(within, z_loss, other)
 
 
 @triton.jit
@@ -55,5 +59,6 @@ def gradient_factors(
         hard = (1.0 - label_smoothing) * hard
         smoothed = tl.where(within, label_smoothing / V * dloss * weights, 0.0)
         soft = hard + smoothed * classes
-    soft += (dloss + dz_loss) * counts * (2.0 * lse_square_scale) * lse
+    if lse_square_scale is not None:
+        soft += (dloss + dz_loss) * counts * (2.0 * lse_square_scale) * lse
     return tl.where(within, soft, 0.0), smoothed, tl.where(within, hard, 0.0)

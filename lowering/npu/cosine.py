@@ -63,13 +63,15 @@ def cosines(
     options: Options, student: Tensor, teacher: Tensor, results: tuple[Tensor, ...],
     plan: Plan | None,
 ) -> None:  # fmt: skip
-    """Fill the four results of each token, as if none were ignored. student: (M, V) and teacher:
+    """Fill the six results of each token, as if none were ignored. student: (M, V) and teacher:
     (M, W), contiguous."""
     (M, V), W = student.shape, teacher.shape[1]
     size = max(V, W)
     plan = plan or tiling.plan("cosine", size, student, teacher)
     launch(
         _cosine_kernel, plan, cdiv(M, plan.BLOCK_M),
-        student, teacher, *results,
+        student, teacher, *results[:4],
         M, V, None if W == V else W, size, *options.scalars[1:],
     )  # fmt: skip
+    for error in results[4:]:
+        error.zero_()

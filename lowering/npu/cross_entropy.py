@@ -17,7 +17,7 @@ from ...ops import cross_entropy as definition
 from ..cross_entropy import Tokens, register
 from ..loss_math import effective, log_sum_sq_probs, logit_gradient
 from ..sizes import cdiv
-from ..triton_math import LOWEST
+from ..triton_math import LOWEST, VANISHING, rounded_lse
 from . import tiling
 from .tile import load, remaining, tile_offsets, within
 from .tiling import COSTS, Cost, Plan, launch
@@ -41,9 +41,10 @@ COSTS.update(
 
 @triton.jit(do_not_specialize=["M"])
 def _walk_kernel(
-    logits_ptr, weight_ptr, lse_ptr, weighted_x_ptr, predicted_ptr, entropy_ptr, log_sum_sq_ptr,
+    logits_ptr, weight_ptr, lse_ptr, lse_error_ptr, maximum_ptr, weighted_x_ptr, predicted_ptr,
+    entropy_ptr, log_sum_sq_ptr,
     M, V, softcap, logit_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Online softmax: each row keeps a running maximum, and a sum of exponentials relative to it.
     rows, cols, offsets = tile_offsets(V, BLOCK_M, BLOCK_N)
@@ -55,6 +56,7 @@ def _walk_kernel(
         maximum = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
         sum = tl.zeros((BLOCK_M, 1), tl.float32)
         weighted_x = tl.zeros((BLOCK_M, 1), tl.float32)
+        weight_sum = tl.zeros((BLOCK_M, 1), tl.float32)
         expectation = tl.zeros((BLOCK_M, 1), tl.float32)
         squares = tl.zeros((BLOCK_M, 1), tl.float32)
         best = tl.full((BLOCK_M, 1), LOWEST, tl.float32)
@@ -70,24 +72,33 @@ def _walk_kernel(
             else:
                 logits = load(logits_ptr + start, offsets, mask)
                 x = effective(logits, logit_scale, softcap)
-                if weighted_x_ptr is not None:
-                    term = x
-                    if weight_ptr is not None:
-                        term = x * load(weight_ptr + col, cols, cols < count)
-                    weighted_x += tl.sum(term, axis=1)[:, None]
+                capped = x
                 # 2 * LOWEST is -inf, and 0 * -inf would be NaN.
                 outside = (2.0 - 2.0 * within(cols, count)) * LOWEST
                 x += outside
                 logits += outside
             higher = tl.maximum(maximum, tl.max(x, axis=1)[:, None])
             exp = tl.exp(x - higher)
-            rescaled = tl.exp(maximum - higher)
+            below = maximum - higher
+            rescaled = tl.exp(below)
+            if weighted_x_ptr is not None:
+                class_weight = within(cols, count)
+                if weight_ptr is not None:
+                    class_weight = load(weight_ptr + col, cols, cols < count)
+                if CENTRED:
+                    # The sum is that of x less the row's maximum, and moves with it. Without
+                    # classes so far the sum of weights is 0, which -inf would make NaN.
+                    weighted_x += weight_sum * tl.maximum(below, LOWEST)
+                    weight_sum += tl.sum(class_weight, axis=1)[:, None]
+                    capped -= higher
+                weighted_x += tl.sum(capped * class_weight, axis=1)[:, None]
+            if entropy_ptr is not None:
+                # VANISHING in place of -inf: the exponential is 0, and 0 * -inf would be NaN.
+                expectation += sum * tl.maximum(below, VANISHING)
+                products = exp * tl.maximum(x - higher, VANISHING)
+                expectation = expectation * rescaled + tl.sum(products, axis=1)[:, None]
             sum = sum * rescaled + tl.sum(exp, axis=1)[:, None]
             maximum = higher
-            if entropy_ptr is not None:
-                # LOWEST in place of -inf: the exponential is 0, and 0 * LOWEST is 0, not NaN.
-                products = exp * tl.maximum(x, LOWEST)
-                expectation = expectation * rescaled + tl.sum(products, axis=1)[:, None]
             if log_sum_sq_ptr is not None:
                 squares = squares * rescaled * rescaled + tl.sum(exp * exp, axis=1)[:, None]
             if predicted_ptr is not None:
@@ -95,12 +106,16 @@ def _walk_kernel(
                 first = tl.argmax(logits, axis=1)[:, None].to(tl.int32) + col
                 predicted = tl.where(highest > best, first, predicted)
                 best = tl.maximum(best, highest)
-        lse = maximum + tl.log(sum)
+        log_sum = tl.log(sum)
+        lse, lse_error = rounded_lse(maximum, log_sum)
         tl.store(lse_ptr + row + rows, lse, mask=row_mask)
+        tl.store(lse_error_ptr + row + rows, lse_error, mask=row_mask)
+        if maximum_ptr is not None:
+            tl.store(maximum_ptr + row + rows, maximum, mask=row_mask)
         if weighted_x_ptr is not None:
             tl.store(weighted_x_ptr + row + rows, weighted_x, mask=row_mask)
         if entropy_ptr is not None:
-            tl.store(entropy_ptr + row + rows, lse - expectation / sum, mask=row_mask)
+            tl.store(entropy_ptr + row + rows, log_sum - expectation / sum, mask=row_mask)
         if log_sum_sq_ptr is not None:
             log_sum_sq = log_sum_sq_probs(squares, sum)
             tl.store(log_sum_sq_ptr + row + rows, log_sum_sq, mask=row_mask)
@@ -111,7 +126,7 @@ def _walk_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _gradient_kernel(
     logits_ptr, weight_ptr, lse_ptr, soft_ptr, smoothed_ptr, hard_ptr, column_ptr,
-    dentropy_ptr, expectation_ptr, dlogits_ptr,
+    dentropy_ptr, entropy_ptr, dlogits_ptr,
     M, V, softcap, logit_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -126,10 +141,10 @@ def _gradient_kernel(
         smoothed = 0.0
         if smoothed_ptr is not None:
             smoothed = load(smoothed_ptr + row, rows, row_mask)
-        dentropy, expectation = None, None
+        dentropy, entropy = None, None
         if dentropy_ptr is not None:
             dentropy = load(dentropy_ptr + row, rows, row_mask)
-            expectation = load(expectation_ptr + row, rows, row_mask)
+            entropy = load(entropy_ptr + row, rows, row_mask)
         for col in tl.range(0, V, BLOCK_N):
             count = remaining(V, col, BLOCK_N)
             mask = row_mask & (cols < count)
@@ -142,9 +157,10 @@ def _gradient_kernel(
             if weight_ptr is not None:
                 class_weight = load(weight_ptr + col, cols, cols < count)
             is_target = (cols == column - col).to(tl.float32)
+            shifted = x - lse
             dx = logit_gradient(
-                x, tl.exp(x - lse), class_weight, soft, smoothed,
-                hard * is_target, dentropy, expectation, logit_scale, softcap,
+                x, shifted, tl.exp(shifted), class_weight, soft, smoothed,
+                hard * is_target, dentropy, entropy, logit_scale, softcap,
                 smoothed_ptr is not None,
             )  # fmt: skip
             tl.store(dlogits_ptr + start + offsets, dx.to(dlogits_ptr.dtype.element_ty), mask=mask)
@@ -162,9 +178,13 @@ def loss_and_gradient(
     if M == 0:
         return
     weight, target, token_weight, loss, z_loss, lse, _, predicted_tokens, entropy, *extras = tokens
-    log_prob, mean_logits, log_sum_sq = extras
-    # Without class weights, weighted_x is the sum of x.
-    weighted_x = torch.empty_like(lse) if call.label_smoothing != 0 else mean_logits
+    lse_error, log_prob, mean_logits, log_sum_sq = extras
+    lse_error = torch.empty_like(lse) if lse_error is None else lse_error
+    # Without label smoothing, weighted_x is the sum of x, and not of x less the maximum.
+    smoothing = call.label_smoothing != 0
+    weighted_x, maximum = mean_logits, None
+    if smoothing:
+        weighted_x, maximum = torch.empty_like(lse), torch.empty_like(lse)
     predicted = None if predicted_tokens is None else lse.new_empty(M, dtype=torch.int32)
     name = "cross_entropy" if entropy is None else "cross_entropy_entropy"
     if any(extra is not None for extra in (weighted_x, call.softcap, predicted, log_sum_sq)):
@@ -172,8 +192,9 @@ def loss_and_gradient(
     forward_plan = plan or tiling.plan(name, V, logits)
     launch(
         _walk_kernel, forward_plan, cdiv(M, forward_plan.BLOCK_M),
-        logits, weight if call.label_smoothing != 0 else None, lse, weighted_x, predicted, entropy,
-        log_sum_sq, M, V, call.softcap, _scale(call),
+        logits, weight if smoothing else None, lse, lse_error, maximum, weighted_x, predicted,
+        entropy, log_sum_sq, M, V, call.softcap, _scale(call),
+        CENTRED=smoothing,
     )  # fmt: skip
     ignored = target == call.ignore_index
     inside = _inside(target, V, call.ignore_index)
@@ -183,22 +204,27 @@ def loss_and_gradient(
     target_logit = torch.where(inside, picked, 0.0)
     if mean_logits is not None:
         mean_logits.div_(V)
+    nll = lse_error - (target_logit - lse)
     for result in (entropy, mean_logits, log_sum_sq):
         if result is not None:
             result.copy_(torch.where(ignored, 0.0, result))
     if log_prob is not None:
-        value = torch.where(inside, target_logit - lse, float("nan"))
+        value = torch.where(inside, -nll, float("nan"))
         log_prob.copy_(torch.where(ignored, 0.0, value))
-        lse.copy_(torch.where(ignored, 0.0, lse))
+        for result in (lse, lse_error):
+            result.copy_(torch.where(ignored, 0.0, result))
         if predicted_tokens is not None:
             predicted_tokens.copy_(torch.where(ignored, 0, predicted))
         return
     tokens.target_logit.copy_(target_logit)
     weights, counts = definition.token_weights(target, inside, weight, token_weight, torch.float32)
     class_sum = _class_sum(weight, V, call.label_smoothing)
-    smooth = None if weighted_x is None else (class_sum * lse - weighted_x) / V
+    smooth = None
+    if maximum is not None:
+        log_sum = (lse - maximum) + lse_error
+        smooth = (class_sum * log_sum - weighted_x) / V
     losses = definition.token_losses(
-        lse, target_logit, smooth, weights, counts, inside,
+        lse, nll, smooth, weights, counts, inside,
         call.label_smoothing, call.lse_square_scale,
     )  # fmt: skip
     for result, value in zip((loss, z_loss), losses, strict=True):
@@ -211,23 +237,25 @@ def loss_and_gradient(
             class_sum, V, call.label_smoothing, call.lse_square_scale,
         )  # fmt: skip
         column = torch.where(inside, target, -1)
-        _launch_gradient(call, factors, column, None, None, logits, weight, lse, logits, plan)
+        rows = (lse, lse_error)
+        _launch_gradient(call, factors, column, None, None, logits, weight, rows, logits, plan)
 
 
 def gradient(
     call: Any, upstream: Sequence[Tensor | None], logits: Tensor,
-    tokens: Tokens, lse: Tensor, dlogits: Tensor, plan: Plan | None = None,
+    tokens: Tokens, dlogits: Tensor, plan: Plan | None = None,
 ) -> None:  # fmt: skip
     """Fill dlogits, which may be the logits themselves.
 
     upstream: the gradients of loss, z_loss, lse, target_logit and entropy: (M,) each, of any
     stride, also 0, with the reduction's factor included. logits and dlogits: (M, V), contiguous, as
-    are lse and tokens.
+    are the tokens.
     """
     M, V = logits.shape
     if M == 0:
         return
     weight, target, token_weight, *_ = tokens
+    lse, lse_error = tokens.lse, tokens.lse_error
     *upstream, dentropy = upstream
     inside = _inside(target, V, call.ignore_index)
     factors = definition.gradient_factors(
@@ -235,25 +263,29 @@ def gradient(
         *definition.token_weights(target, inside, weight, token_weight, torch.float32), inside,
         _class_sum(weight, V, call.label_smoothing), V, call.label_smoothing, call.lse_square_scale,
     )  # fmt: skip
-    expectation = None
+    entropy = None
     if dentropy is not None:
         soft, smoothed, hard, alive = factors
         dentropy = torch.where(target == call.ignore_index, 0.0, dentropy.to(lse.dtype))
         alive = alive | (dentropy != 0)
-        expectation = torch.where(alive, lse - tokens.entropy, 0.0)
+        entropy = torch.where(alive, tokens.entropy - lse_error, 0.0)
         factors = (soft, smoothed, hard, alive)
     column = torch.where(inside, target, -1)
-    _launch_gradient(
-        call, factors, column, dentropy, expectation, logits, weight, lse, dlogits, plan
-    )
+    rows = (lse, lse_error)
+    _launch_gradient(call, factors, column, dentropy, entropy, logits, weight, rows, dlogits, plan)
 
 
 def _launch_gradient(
     call: Any, factors: tuple[Tensor, Tensor, Tensor, Tensor], column: Tensor,
-    dentropy: Tensor | None, expectation: Tensor | None,
-    logits: Tensor, weight: Tensor | None, lse: Tensor, dlogits: Tensor, plan: Plan | None,
+    dentropy: Tensor | None, entropy: Tensor | None,
+    logits: Tensor, weight: Tensor | None, rows: tuple[Tensor, Tensor], dlogits: Tensor,
+    plan: Plan | None,
 ) -> None:  # fmt: skip
+    """rows: lse and its error. exp((x - lse) - lse_error) is exp(x - lse) with a factor of the row,
+    and entropy has the error's part of the logarithm."""
     M, V = logits.shape
+    lse, lse_error = rows
+    factor = torch.exp(-lse_error)
     smoothing = call.label_smoothing != 0
     soft, smoothed, hard, alive = factors
     plain = call.softcap is None and not smoothing and dentropy is None
@@ -262,7 +294,8 @@ def _launch_gradient(
     launch(
         _gradient_kernel, plan, cdiv(M, plan.BLOCK_M),
         logits, weight if smoothing else None, torch.where(alive, lse, float("inf")),
-        soft, smoothed if smoothing else None, hard, column.int(), dentropy, expectation, dlogits,
+        soft * factor, smoothed if smoothing else None, hard, column.int(),
+        None if dentropy is None else dentropy * factor, entropy, dlogits,
         M, V, call.softcap, _scale(call),
     )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from ..divergence import Hard, Options, register
 from ..divergence_math import cosine_slopes, logits_gradient, shares, slopes
 from ..loss_math import effective
 from ..sizes import cdiv
-from ..triton_math import LOWEST
+from ..triton_math import LOWEST, rounded_lse
 from . import tiling
 from .cosine import cosines
 from .tile import load, load_logits, online_updated, remaining, tile_offsets, within
@@ -44,16 +46,20 @@ def _load(ptr, offsets, mask, cols, count, scale, softcap):
 
 @triton.jit
 def _log_softmax(x):
-    """The logarithms of the probabilities of whole rows, and lse."""
+    """The logarithms of the probabilities of whole rows, and lse and its error."""
     highest = tl.maximum(tl.max(x, axis=1), LOWEST)[:, None]
-    lse = highest + tl.log(tl.sum(tl.exp(x - highest), axis=1)[:, None])
-    return x - lse, lse
+    shifted = x - highest
+    log_sum = tl.log(tl.sum(tl.exp(shifted), axis=1)[:, None])
+    lse, error = rounded_lse(highest, log_sum)
+    return shifted - log_sum, lse, error
 
 
 @triton.jit(do_not_specialize=["M"])
 def _divergence_kernel(
-    student_ptr, teacher_ptr, known_student_ptr, known_teacher_ptr,
+    student_ptr, teacher_ptr,
+    known_student_ptr, known_teacher_ptr, known_student_error_ptr, known_teacher_error_ptr,
     divergence_ptr, share_ptr, student_lse_ptr, teacher_lse_ptr,
+    student_error_ptr, teacher_error_ptr,
     M, V, W, size, beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
     KIND: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -71,13 +77,13 @@ def _divergence_kernel(
         if WHOLE:
             mask = row_mask & (cols < V)
             x = _load(student_ptr + row * V, offsets, mask, cols, V, student_scale, student_softcap)
-            log_q, student_lse = _log_softmax(x)
+            log_q, student_lse, student_error = _log_softmax(x)
             mask = row_mask & (cols < W)
             y = _load(
                 teacher_ptr + row * W, teacher_offsets, mask, cols, W,
                 teacher_scale, teacher_softcap,
             )  # fmt: skip
-            log_p, teacher_lse = _log_softmax(y)
+            log_p, teacher_lse, teacher_error = _log_softmax(y)
             student, teacher = shares(log_p, log_q, tl.exp(log_p), tl.exp(log_q), beta, KIND, False)
             share = tl.sum(student, axis=1)[:, None]
             divergence = share + tl.sum(teacher, axis=1)[:, None]
@@ -100,11 +106,13 @@ def _divergence_kernel(
                         cols, count, teacher_scale, teacher_softcap,
                     )  # fmt: skip
                     teacher_max, teacher_sum = online_updated(y, teacher_max, teacher_sum)
-                student_lse = student_max + tl.log(student_sum)
-                teacher_lse = teacher_max + tl.log(teacher_sum)
+                student_lse, student_error = rounded_lse(student_max, tl.log(student_sum))
+                teacher_lse, teacher_error = rounded_lse(teacher_max, tl.log(teacher_sum))
             else:
                 student_lse = load(known_student_ptr + row, rows, row_mask)
                 teacher_lse = load(known_teacher_ptr + row, rows, row_mask)
+                student_error = load(known_student_error_ptr + row, rows, row_mask)
+                teacher_error = load(known_teacher_error_ptr + row, rows, row_mask)
             share = tl.zeros((BLOCK_M, 1), tl.float32)
             divergence = tl.zeros((BLOCK_M, 1), tl.float32)
             for col in tl.range(0, size, BLOCK_N):
@@ -113,13 +121,13 @@ def _divergence_kernel(
                     student_ptr + row * V + col, offsets, row_mask & (cols < count), cols, count,
                     student_scale, student_softcap,
                 )  # fmt: skip
-                log_q = x - student_lse
+                log_q = (x - student_lse) - student_error
                 count = remaining(W, col, BLOCK_N)
                 y = _load(
                     teacher_ptr + row * W + col, teacher_offsets, row_mask & (cols < count),
                     cols, count, teacher_scale, teacher_softcap,
                 )  # fmt: skip
-                log_p = y - teacher_lse
+                log_p = (y - teacher_lse) - teacher_error
                 p, q = tl.exp(log_p), tl.exp(log_q)
                 student, teacher = shares(log_p, log_q, p, q, beta, KIND, False)
                 share += tl.sum(student, axis=1)[:, None]
@@ -129,14 +137,17 @@ def _divergence_kernel(
         tl.store(share_ptr + row + rows, share, mask=row_mask)
         tl.store(student_lse_ptr + row + rows, student_lse, mask=row_mask)
         tl.store(teacher_lse_ptr + row + rows, teacher_lse, mask=row_mask)
+        tl.store(student_error_ptr + row + rows, student_error, mask=row_mask)
+        tl.store(teacher_error_ptr + row + rows, teacher_error, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _divergence_backward_kernel(
     student_ptr, teacher_ptr, grad_ptr, divergence_ptr, share_ptr, student_lse_ptr,
-    teacher_lse_ptr, hard_ptr, hard_lse_ptr, column_ptr, dstudent_ptr, dteacher_ptr,
+    teacher_lse_ptr, student_error_ptr, teacher_error_ptr, hard_ptr, hard_lse_ptr, hard_error_ptr,
+    column_ptr, dstudent_ptr, dteacher_ptr,
     M, V, W, size, beta, student_scale, teacher_scale, student_softcap, teacher_softcap,
-    temperature,
+    hard_scale,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if W is None:
@@ -152,10 +163,13 @@ def _divergence_backward_kernel(
         share = load(share_ptr + row, rows, row_mask)
         student_lse = load(student_lse_ptr + row, rows, row_mask)
         teacher_lse = load(teacher_lse_ptr + row, rows, row_mask)
+        student_error = load(student_error_ptr + row, rows, row_mask)
+        teacher_error = load(teacher_error_ptr + row, rows, row_mask)
         hard = None
         if hard_ptr is not None:
             hard = load(hard_ptr + row, rows, row_mask)
             hard_lse = load(hard_lse_ptr + row, rows, row_mask)
+            hard_error = load(hard_error_ptr + row, rows, row_mask)
             column = tl.load(column_ptr + row + rows, mask=row_mask, other=0)
         for col in tl.range(0, size, BLOCK_N):
             count = remaining(V, col, BLOCK_N)
@@ -183,15 +197,23 @@ def _divergence_backward_kernel(
             if KIND == "cosine":
                 student, teacher = cosine_slopes(x, y, student_lse, teacher_lse, share)
             else:
-                log_q = x - student_lse
-                log_p = y - teacher_lse
+                log_q = (x - student_lse) - student_error
+                log_p = (y - teacher_lse) - teacher_error
                 p, q = tl.exp(log_p), tl.exp(log_q)
                 student, teacher = slopes(log_p, log_q, p, q, divergence, share, beta, KIND, False)
             if dstudent_ptr is not None:
                 sharp = None
                 if hard_ptr is not None:
                     label = (cols == column - col).to(tl.float32)
-                    sharp = tl.exp(x * temperature - hard_lse) - label
+                    if student_softcap is not None:
+                        z = x * hard_scale
+                    else:
+                        # Not x, which the temperature has rounded.
+                        count = remaining(V, col, BLOCK_N)
+                        mask = row_mask & (cols < count)
+                        z = _load(student_tile, offsets, mask, cols, count, hard_scale, None)
+                        z = tl.where(student_lse != float("inf"), z, 0.0)
+                    sharp = tl.exp((z - hard_lse) - hard_error) - label
                 dx = logits_gradient(student, grad, x, student_scale, student_softcap, hard, sharp)
                 dx = dx.to(dstudent_ptr.dtype.element_ty)
                 mask = row_mask & (cols < remaining(V, col, BLOCK_N))
@@ -206,9 +228,9 @@ def _divergence_backward_kernel(
 def divergences(
     options: Options, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
     results: tuple[Tensor, ...], plan: Plan | None = None,
-    known: tuple[Tensor | None, Tensor | None] = (None, None),
+    known: Sequence[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fill the four results of each token."""
+    """Fill the six results of each token."""
     student, teacher = tiling.rows(student_logits), tiling.rows(teacher_logits)
     (M, V), W = student.shape, teacher.shape[1]
     if M == 0:
@@ -221,9 +243,9 @@ def divergences(
         plan = plan or tiling.plan(name, size, student, teacher)
         launch(
             _divergence_kernel, plan, cdiv(M, plan.BLOCK_M),
-            student, teacher, *known, *results,
+            student, teacher, *(known or (None,) * 4), *results,
             M, V, None if W == V else W, size, *options.scalars,
-            KIND=options.kind, WHOLE=known[0] is None and plan.whole(size),
+            KIND=options.kind, WHOLE=known is None and plan.whole(size),
         )  # fmt: skip
     if target is not None:
         for result in results:
@@ -247,21 +269,21 @@ def gradients(
     more = hard is not None or _capped(options)
     name = "divergence_options_backward" if more else "divergence_backward"
     plan = plan or tiling.plan(name, size, student, teacher)
-    divergence, share, *both_lse = saved
+    divergence, share, *both_lse, student_error, teacher_error = saved
     grad, column = grad.contiguous(), None
     if target is not None:
         ignored = target == options.ignore_index
         grad = torch.where(ignored, 0.0, grad)
         both_lse = [torch.where(ignored, float("inf"), lse) for lse in both_lse]
-    hard_grad, hard_lse, temperature = hard or (None, None, None)
+    hard_grad, hard_lse, hard_error, hard_scale = hard or (None,) * 4
     if hard is not None:
         hard_grad = torch.where(ignored, 0.0, hard_grad)
         column = torch.where((target >= 0) & (target < V), target, -1).int()
     launch(
         _divergence_backward_kernel, plan, cdiv(M, plan.BLOCK_M),
-        student, teacher, grad, divergence, share, *both_lse,
-        hard_grad, hard_lse, column, dstudent, dteacher,
-        M, V, None if W == V else W, size, *options.scalars, temperature,
+        student, teacher, grad, divergence, share, *both_lse, student_error, teacher_error,
+        hard_grad, hard_lse, hard_error, column, dstudent, dteacher,
+        M, V, None if W == V else W, size, *options.scalars, hard_scale,
         KIND=options.kind,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from .losses import NO_CLASS, End, Loss, Pieces
 from .rewrite import Refused, derive, emit
 
 # Positions among the results of the ops that end in _forward.
-_LOSS, _LSE, _TARGET_LOGIT = 0, 2, 3
+_LOSS, _LSE, _TARGET_LOGIT, _LSE_ERROR = 0, 2, 3, 7
 _LOG_PROB, _ENTROPY = 0, 1
 
 
@@ -111,8 +111,12 @@ def _cross_entropy_parts(
         lse = derive(at, operator.getitem, new, _LSE)
         target_logit = derive(at, operator.getitem, new, _TARGET_LOGIT)
         parts = {"lse": (lse, False), "target_logit": (target_logit, False)}
-        if "log_prob" in names:
-            parts["log_prob"] = (derive(at, torch.sub, lse, target_logit), True)
+        if "log_prob" in names and "total" not in names:
+            parts["log_prob"] = (derive(at, operator.getitem, new, _LOSS), True)
+        elif "log_prob" in names:
+            less = derive(at, torch.sub, lse, target_logit)
+            error = derive(at, operator.getitem, new, _LSE_ERROR)
+            parts["log_prob"] = (derive(at, torch.add, less, error), True)
     if "total" in names:
         if not isinstance(classes, int):
             raise Refused("the number of classes is not known while the graph is compiled")

@@ -203,7 +203,7 @@ def rows_and_words() -> None:
 
 
 # Numbers of a token that the forward of each of `calls` gathers, or sums over two devices.
-NUMBERS = (2, 3, 3, 2, 3, 3, 3, 3, 4, 3, 3, 6, 5, LISTED + 2, LISTED + 2)
+NUMBERS = (3, 4, 4, 3, 4, 4, 4, 4, 6, 5, 5, 9, 6, LISTED + 4, LISTED + 4)
 
 
 def what_moves() -> None:

@@ -195,11 +195,11 @@ def test_the_grid_stays_below_65536(
     target = torch.zeros(logits.shape[0], dtype=torch.int64)
     loss = kernel["cross_entropy_forward"](logits, target)
     grads, options = (loss[0], None, None, None), (-100, "mean", 0.0, 0.0, None, 1.0)
-    inputs = (logits, target, None, None, None, loss[2], loss[4])
+    inputs = (logits, target, None, None, None, loss[2], loss[7], loss[4])
     kernel["cross_entropy_backward"](*grads, *inputs, *options)
-    log_prob, entropy, lse, *_ = kernel["log_prob_forward"](logits, target)
+    log_prob, entropy, lse, *_, error = kernel["log_prob_forward"](logits, target)
     kernel["log_prob_backward"](
-        log_prob, lse, None, logits, target, entropy, lse, 1.0, None, 1.0, -100
+        log_prob, lse, None, logits, target, entropy, lse, error, 1.0, None, 1.0, -100
     )
     results = kernel["divergence_forward"](logits, logits)
     kernel["divergence_backward"](

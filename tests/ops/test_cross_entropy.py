@@ -72,7 +72,7 @@ def test_what_the_rewrites_of_losses_of_tokens_ask_for(folder: str) -> None:
 def test_predictions_and_entropy(folder: str, case: LossCase) -> None:
     case = replace(case, return_predicted=True, return_entropy=True)
     args = cross_entropy_cases.forward_args(case, cross_entropy_cases.tensors(case))
-    *_, predicted, entropy = op_checks.run_kernel(OP, folder, False, case, args)
+    *_, predicted, entropy, _ = op_checks.run_kernel(OP, folder, False, case, args)
     logits = args[0]
     assert torch.equal(predicted, logits.argmax(-1))
     x = logits.double() * case.logit_scale
@@ -117,7 +117,8 @@ def test_loss_and_gradient_in_one_call(folder: str, case: LossCase) -> None:
     ones = {"dloss": torch.ones(5, device=DEVICE), "dz_loss": None, "dlse": None}
     upstream = {**tensors, **ones, "dtarget_logit": None}
     args = cross_entropy_cases.backward_args(
-        case, {**upstream, "lse": kernel[2], "total_weight": kernel[4]}
+        case,
+        {**upstream, "lse": kernel[2], "total_weight": kernel[4], "lse_error": kernel[7]},
     )
     (expected,) = op_checks.run_kernel(OP, folder, True, case, args)
     bound = 4 * torch.finfo(case.dtype).eps

@@ -58,7 +58,8 @@ def test_the_definition_takes_what_is_known() -> None:
     """Of parts, in float64; a kind whose logits have no gradient through known statistics."""
     student, teacher = (torch.randn(2, 6, dtype=torch.float64) for _ in range(2))
     whole = liger_ops.divergence_forward(student, teacher, kind="jsd")
-    given = {"known_student_lse": whole[2], "known_teacher_lse": whole[3]}
+    names = ("student_lse", "teacher_lse", "student_lse_error", "teacher_lse_error")
+    given = {f"known_{name}": known for name, known in zip(names, whole[2:], strict=True)}
     parts = [
         liger_ops.divergence_forward(student[:, own], teacher[:, own], kind="jsd", **given)[0]
         for own in (slice(0, 2), slice(2, 6))

@@ -54,7 +54,8 @@ def results(
         "chunk_bytes": case.chunk_bytes,
     }
     if op == "linear_log_prob":
-        found = list(forward(**given, **form)[:3])
+        outputs = forward(**given, **form)
+        found = list(outputs[:3])
         options = {
             "temperature": 1.0,
             "softcap": None,
@@ -62,18 +63,18 @@ def results(
             "output_mask": case.mask,
         }
         names = ("dlog_prob", "dentropy", "dlse")
-        statistics = {"entropy": found[1], "lse": found[2]}
+        statistics = {"entropy": found[1], "lse": found[2], "lse_error": outputs[-1]}
         grads = dict(zip(names, upstream, strict=True))
         return found, backward(**grads, **given, **statistics, **options, **form)
     mask = [wanted and case.reduction == "sum" for wanted in case.mask]
     outputs = forward(**given, **form, reduction=case.reduction, gradient_mask=mask)
     if case.reduction == "sum":
-        return [outputs[2]], outputs[7:]
+        return [outputs[2]], outputs[8:]
     names = ("class_weight", "token_weight", "num_items_in_batch", "dx", "dweight", "dbias",
              "softcap", "dz_loss", "dlse", "dtarget_logit")  # fmt: skip
     options = dict.fromkeys(names) | {"label_smoothing": 0.0, "lse_square_scale": 0.0}
     options |= {"logit_scale": 1.0, "output_mask": case.mask, "reduction": "none"}
-    statistics = {"lse": outputs[2], "total_weight": outputs[4]}
+    statistics = {"lse": outputs[2], "total_weight": outputs[4], "lse_error": outputs[7]}
     gradients = backward(dloss=upstream[0], **given, **statistics, **options, **form)
     return [outputs[2], outputs[0]], gradients
 

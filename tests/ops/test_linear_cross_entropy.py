@@ -92,10 +92,12 @@ def gradient_roundings(args: list[Any], upstream: list[Tensor | None]) -> dict[s
     logits = F.linear(wide_x, wide_weight, wide_bias)
     loss = library.OPS["cross_entropy_forward"].definition
     gradient = library.OPS["cross_entropy_backward"].definition
-    _, _, lse, _, total, _, _ = loss(logits, *rest, *options[:6])
+    _, _, lse, _, total, _, _, error = loss(logits, *rest, *options[:6])
 
     def dlogits(*grads: Tensor | None) -> Tensor:
-        return gradient(*grads, logits, *rest, lse, total, *options[:6]).abs().nan_to_num(0.0)
+        return (
+            gradient(*grads, logits, *rest, lse, error, total, *options[:6]).abs().nan_to_num(0.0)
+        )
 
     ones = torch.ones_like(lse)
     dloss, dz_loss, dlse, dtarget_logit = (
@@ -182,9 +184,9 @@ def test_backward_of_what_the_forward_computed(
     outputs = FORWARD.definition(
         *tensors, *options, False, False, [True, True, False, False, False]
     )
-    lse, total_weight, dx, dweight = outputs[2], outputs[4], outputs[7], outputs[8]
+    lse, total_weight, error, dx, dweight = outputs[2], outputs[4], *outputs[7:10]
     dloss = torch.tensor(0.37, device=DEVICE)
-    args = [dloss, None, None, None, *tensors, lse, total_weight]
+    args = [dloss, None, None, None, *tensors, lse, error, total_weight]
     found = run_kernel(BACKWARD, folder, [*args, dx, dweight, None, *options, WITHOUT_LORA])
     factor = dloss.double() / (total_weight.double() if reduction == "mean" else 1)
     factor = torch.where(total_weight == 0, 0.0, factor)
@@ -211,8 +213,8 @@ def test_backward_matches_truth(folder: str, case: HeadCase) -> None:
         torch.randn(output.shape, generator=values.generator).to(DEVICE) if wanted else None
         for output, wanted in zip(outputs[:4], case.upstream, strict=True)
     ]
-    _, _, lse, _, total_weight, *_ = outputs
-    args = [*upstream, *tensors, lse, total_weight, *NOT_COMPUTED, *options, list(case.mask)]
+    lse, total_weight, error = outputs[2], outputs[4], outputs[7]
+    args = [*upstream, *tensors, lse, error, total_weight, *NOT_COMPUTED, *options, list(case.mask)]
     gradients = run_kernel(BACKWARD, folder, args)
     references = BACKWARD.definition(*args)
     wide = list(widened(tuple(args)))

@@ -113,12 +113,21 @@ def test_the_logits_are_never_whole_in_memory(implementation: str, backward: boo
     case = HeadCase(shape=(256,), V=256, D=4, rows=4, dtype=torch.bfloat16)
     op = BACKWARD if backward else FORWARD
     tensors, options = tensors_of(case), options_of(case)
-    *_, lse, _, total_weight = FORWARD.definition(*tensors, *options)[:5]
+    outputs = FORWARD.definition(*tensors, *options)
     args = [*tensors, *options, True, True, WITHOUT_LORA]
     if backward:
         ones = torch.ones((), device=DEVICE)
         upstream = [ones, None, None, None]
-        args = [*upstream, *tensors, lse, total_weight, *NOT_COMPUTED, *options, WITHOUT_LORA]
+        args = [
+            *upstream,
+            *tensors,
+            outputs[2],
+            outputs[7],
+            outputs[4],
+            *NOT_COMPUTED,
+            *options,
+            WITHOUT_LORA,
+        ]
     function = op.definition if implementation == "definition" else op.kernels[implementation]
     with Calls() as calls:
         function(*args)

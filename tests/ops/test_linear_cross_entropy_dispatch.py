@@ -60,10 +60,11 @@ def test_opcheck(dtype: torch.dtype) -> None:
     args, tensors = leaves(HeadCase(dtype=dtype, class_weight=True, token_weight=True))
     torch.library.opcheck(FORWARD.overload, (*args, True, True, WITHOUT_LORA))
     torch.library.opcheck(torch.ops.liger.linear_cross_entropy.default, tuple(args))
-    outputs = [output.detach() for output in FORWARD.definition(*args)[:5]]
+    outputs = [x.detach() for x in FORWARD.definition(*args) if x is not None]
     upstream = [torch.ones_like(output) for output in outputs[:4]]
     plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-    statistics = (outputs[2], outputs[4])
+    lse, total_weight, lse_error = outputs[2], *outputs[4:6]
+    statistics = (lse, lse_error, total_weight)
     computed = [torch.ones_like(tensor) for tensor in tensors]
     mask = [True, False, True, False, False]
     for made in (NOT_COMPUTED, computed):
@@ -91,8 +92,8 @@ def test_autocast_is_that_of_linear(dtype: torch.dtype) -> None:
             assert torch.equal(a, b)
     with torch.autocast("cpu", dtype):
         mask = [False, True, False, False, False]
-        dweight = FORWARD.overload(*args, False, False, mask)[8]
-    assert torch.equal(dweight, FORWARD.definition(*args, False, False, mask)[8])
+        dweight = FORWARD.overload(*args, False, False, mask)[9]
+    assert torch.equal(dweight, FORWARD.definition(*args, False, False, mask)[9])
 
 
 def test_autocast_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:

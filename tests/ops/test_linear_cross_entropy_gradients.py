@@ -117,15 +117,15 @@ def test_who_sees_the_gradient_keeps_it() -> None:
     """The caller of the forward op, and hooks of saved tensors."""
     args, tensors = leaves(narrow(torch.bfloat16))
     outputs = FORWARD.overload(*args, False, False, [True, True, True, False, False])
-    before = outputs[8].clone()
+    before = outputs[9].clone()
     torch.autograd.grad(3 * outputs[0], tensors)
-    assert torch.equal(outputs[8], before)
+    assert torch.equal(outputs[9], before)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
         loss = call(args)
     kept = [x.clone() for x in packed]
     torch.autograd.grad(3 * loss, tensors)
-    assert any(x.shape == tensors[1].shape and torch.equal(x, outputs[8]) for x in packed)
+    assert any(x.shape == tensors[1].shape and torch.equal(x, outputs[9]) for x in packed)
     assert all(torch.equal(a, b) for a, b in zip(packed, kept, strict=True))
 
 

@@ -40,6 +40,13 @@ EXAMPLES = (
 )
 
 
+# Of a teacher with so many more classes than the student that no kernel holds a row.
+MORE_CLASSES = TwoHeadsCase(
+    shape=(2,), V=64, W=5000, D=4, by_logits=True, has_target=False, reduction="none",
+    chunk_bytes=None,
+)  # fmt: skip
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> TwoHeadsCase:
     """Mostly of several chunks, with all gradients."""
@@ -172,6 +179,7 @@ def test_the_definition_is_the_formula(case: TwoHeadsCase) -> None:
 @example(case=EXAMPLES[0])
 @example(case=EXAMPLES[1])
 @example(case=EXAMPLES[2])
+@example(case=MORE_CLASSES)
 def test_forward_matches_truth(folder: str, case: TwoHeadsCase) -> None:
     tensors = OP.tensors(case)
     args = OP.forward_args(case, tensors)

@@ -67,7 +67,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     target = torch.tensor([39, 0, 0, 1, 2, 3, -100, -100], device=DEVICE)
     case = LogProbCase(shape=(8, 40), dtype=dtype, tile=tile)
     outputs = op_checks.run_kernel(OP, folder, False, case, (x, target, *case.options, True, True))
-    log_prob, entropy, lse, mean, squares, _ = outputs
+    log_prob, entropy, lse, mean, squares, _, error = outputs
     assert mean.tolist()[:5] == [-INF] * 4 + [INF] and mean[5].isnan()
     assert squares[3:6].isnan().all() and bool((torch.stack((mean, squares))[:, 6:] == 0).all())
     p = x[:3].double().softmax(-1)
@@ -78,7 +78,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
         assert values[[3, 4, 5]].isnan().all()
     assert (log_prob[2], entropy[2]) == (0, 0)
     grads = [torch.full((8,), value, device=DEVICE) for value in (3.0, -5.0)]
-    args = (*grads, None, x, target, entropy, lse, *case.options)
+    args = (*grads, None, x, target, entropy, lse, error, *case.options)
     (dx,) = op_checks.run_kernel(OP, folder, True, case, args)
     assert dx[[3, 4, 5]].isnan().all() and bool((dx[[6, 7]] == 0).all())
     good = x[:3].double().requires_grad_()
@@ -99,7 +99,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
 def test_predictions(folder: str, case: LogProbCase) -> None:
     case = replace(case, return_predicted=True)
     args = OP.forward_args(case, OP.tensors(case))
-    *_, predicted = op_checks.run_kernel(OP, folder, False, case, args)
+    *_, predicted, _ = op_checks.run_kernel(OP, folder, False, case, args)
     logits, target, *_ = args
     assert torch.equal(predicted, logits.argmax(-1) * (target != case.ignore_index))
 
@@ -124,7 +124,9 @@ def test_each_statistic_by_itself(folder: str, V: int) -> None:
     run = lambda *asked: op_checks.run_kernel(OP, folder, False, case, (*args, *asked))
     every = run(True, True, True)
     for asked in ((False, False, False), (True, False, False), (False, True, False)):
-        for one, other, wanted in zip(run(*asked), every, (True,) * 3 + asked, strict=True):
+        for one, other, wanted in zip(
+            run(*asked), every, (True,) * 3 + asked + (True,), strict=True
+        ):
             assert torch.equal(one, other) if wanted else one is None
 
 

@@ -54,6 +54,16 @@ def test_properties(folder: str, case: NeighborhoodCase) -> None:
     op_checks.assert_rows_are_independent(OP, folder, case)
 
 
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_a_tile_of_keys_that_ends_at_the_shifted_border(folder: str) -> None:
+    """Every query from the 27th on attends to the last key of the second tile, the 32nd of 40."""
+    case = NeighborhoodCase(
+        shape=(1, 1, 40, 8), dtype=torch.float32, kernel_size=(9,), border="shifted", tile=(1, 16)
+    )
+    op_checks.assert_backward_matches_truth(OP, folder, case)
+
+
 def keys_of(i: int, length: int, size: int, dilation: int, causal: bool, border: str) -> set[int]:
     """The keys of query i, by enumeration."""
     if border == "clipped" and not causal:

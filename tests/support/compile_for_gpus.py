@@ -271,7 +271,7 @@ def cross_entropy_calls(
     for options in ((0.7, None, 1.0, -100), (0.7, 30.0, 0.5, -100)):
         asked = [options[1] is not None] * 3
         yield lambda given=(*options, *asked): kernel["log_prob_forward"](logits, target, *given)
-        inputs = (row, row, None, logits, target, row, row, *options)
+        inputs = (row, row, None, logits, target, row, row, row, *options)
         yield lambda inputs=inputs: kernel["log_prob_backward"](*inputs)
     # A whole row, and two passes; all widths and kinds would take a minute.
     if V in (100, 128256):
@@ -280,16 +280,16 @@ def cross_entropy_calls(
             options = (kind, 0.5, 0.7, None, -100)
             yield partial(kernel["divergence_forward"], *given, *options)
             if kind == "jsd":
-                yield partial(kernel["divergence_forward"], *given, *options, row, row)
-            inputs = (row, *given, row, row, row, row, *options)
+                yield partial(kernel["divergence_forward"], *given, *options, row, row, row, row)
+            inputs = (row, *given, *[row] * 6, *options)
             yield partial(kernel["divergence_backward"], *inputs, [True, True])
     for args, grads in ((plain, (one, None, None, None)), (full, (one, one, row, row))):
-        inputs = (*args[:5], row, one, *args[5:])
+        inputs = (*args[:5], row, row, one, *args[5:])
         yield lambda grads=grads, inputs=inputs: kernel["cross_entropy_backward"](*grads, *inputs)
         yield lambda args=args: cross_entropy.loss_and_gradient(
             library.OPS["cross_entropy_forward"].arguments(*args),
             args[0],
-            Tokens(args[2], args[1], args[3], row, row, row, row),
+            Tokens(args[2], args[1], args[3], row, row, row, row, lse_error=row),
             gradient=True,
         )
 
@@ -316,7 +316,7 @@ def finish_gradients(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> 
     """Call linear_cross_entropy's backward with the results of its forward."""
     one, lse = torch.tensor(1.0), torch.zeros(4)
     target = torch.zeros(4, dtype=torch.int64)
-    inputs = (one, None, None, None, x, x, target, None, None, None, None, lse, one)
+    inputs = (one, None, None, None, x, x, target, None, None, None, None, lse, lse, one)
     options = (-100, "mean", 0.0, 0.0, None, 1.0, None, None)
     kernel["linear_cross_entropy_backward"](
         *inputs, x, x, None, *options, [True, True, False, False, False]
@@ -327,17 +327,17 @@ def gradients_by_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -
     """Call linear_log_prob's backward, whose targets need not be among the columns."""
     row, target = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
     options = (0.7, None, 1.0, -100, None, None, [True, True, False, False, False])
-    kernel["linear_log_prob_backward"](row, row, None, x, x, target, None, row, row, *options)
+    kernel["linear_log_prob_backward"](row, row, None, x, x, target, None, row, row, row, *options)
 
 
 def listed_words(kernel: dict[str, Callable[..., Any]], x: torch.Tensor) -> None:
     """Call linear_top_k_divergence, which has a gradient of lse alone."""
     ids = torch.tensor([[0, 1]]).expand(4, 2)
     options = (0.7, None, 1.0, None, None)
-    logits, rest = kernel["linear_top_k_divergence_forward"](x, x, ids, None, *options)
+    logits, rest, error = kernel["linear_top_k_divergence_forward"](x, x, ids, None, *options)
     mask = [True, True, False, False, False]
     kernel["linear_top_k_divergence_backward"](
-        logits, rest, x, x, ids, None, logits, rest, *options, mask
+        logits, rest, x, x, ids, None, logits, rest, error, *options, mask
     )
 
 

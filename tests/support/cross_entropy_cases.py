@@ -66,7 +66,8 @@ def tensors(case: LossCase) -> Tensors:
         "num_items_in_batch": torch.tensor(7, device=DEVICE) if case.has_items else None,
     }
     forward = library.OPS["cross_entropy_forward"].definition
-    loss, _, given["lse"], _, given["total_weight"], _, _ = forward(*forward_args(case, given))
+    loss, _, given["lse"], _, given["total_weight"], *_, error = forward(*forward_args(case, given))
+    given["lse_error"] = error
     dtype = loss.dtype
     layout = case.dy_layout if loss.dim() else "contiguous"
     given["dloss"] = values.draw(tuple(loss.shape), dtype, layout)
@@ -87,7 +88,7 @@ def forward_args(case: LossCase, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def backward_args(case: LossCase, tensors: Tensors) -> tuple[Any, ...]:
-    names = (*UPSTREAM, *INPUTS, "lse", "total_weight")
+    names = (*UPSTREAM, *INPUTS, "lse", "lse_error", "total_weight")
     return (*(tensors[name] for name in names), *case.options)
 
 
@@ -181,7 +182,7 @@ def cross_entropy(reduction: str) -> OpUnderTest:
         output_magnitudes=output_magnitudes,
         gradient_magnitudes=gradient_magnitudes,
         sample=partial(sample, reduction),
-        per_row=(*INPUTS[:2], "token_weight", "lse", *UPSTREAM),
+        per_row=(*INPUTS[:2], "token_weight", "lse", "lse_error", *UPSTREAM),
         leading=(),
         autocast_as="mul.Tensor",
     )

@@ -10,6 +10,7 @@ import torch
 
 from cross_entropy_cases import targets
 from liger_ops import library
+from liger_ops.ops.divergence import RESULTS as NAMES
 from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, max_abs
 
 
@@ -35,7 +36,7 @@ class DivergenceCase(Case):
         )  # fmt: skip
 
 
-RESULTS = ("divergence", "student_share", "student_lse", "teacher_lse")
+RESULTS = NAMES.split()
 
 
 def tensors(case: DivergenceCase) -> Tensors:

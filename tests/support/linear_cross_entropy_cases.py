@@ -124,7 +124,7 @@ UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 def tensors(case: HeadCase) -> Tensors:
     given: Tensors = dict(zip((*INPUTS, *LORA), (*tensors_of(case), *lora_of(case)), strict=True))
     outputs = library.OPS["linear_cross_entropy_forward"].definition(*forward_args(case, given))
-    given["lse"], given["total_weight"] = outputs[2], outputs[4]
+    given["lse"], given["total_weight"], given["lse_error"] = outputs[2], outputs[4], outputs[7]
     values = Values(case.seed + 1)
     for name, output in zip(UPSTREAM, outputs, strict=False):
         given[name] = values.draw(tuple(output.shape), output.dtype)
@@ -140,7 +140,7 @@ def forward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def backward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
-    names = (*UPSTREAM, *INPUTS, "lse", "total_weight")
+    names = (*UPSTREAM, *INPUTS, "lse", "lse_error", "total_weight")
     values = (tensors[name] for name in names)
     lora = (tensors[name] for name in LORA)
     return (*values, *NOT_COMPUTED, *options_of(case), list(case.mask), *lora, None, None)
@@ -183,7 +183,7 @@ def linear_cross_entropy(reduction: str) -> OpUnderTest:
         output_magnitudes=lambda case, tensors: [],
         gradient_magnitudes=lambda case, tensors: [],
         sample=partial(sample, reduction),
-        per_row=("x", "target", "token_weight", "lse", "lora_x", *UPSTREAM),
+        per_row=("x", "target", "token_weight", "lse", "lse_error", "lora_x", *UPSTREAM),
         leading=("x",),
         multiplies=True,
         autocast_as="linear",

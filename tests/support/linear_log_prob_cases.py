@@ -40,7 +40,7 @@ def tensors(case: LogProbHeadCase) -> Tensors:
     given: Tensors = dict(zip(INPUTS, tensors_of(case), strict=False))
     given.update(zip(LORA, lora_of(case), strict=True))
     forward = library.OPS["linear_log_prob_forward"].definition
-    _, given["entropy"], given["lse"], *_ = forward(*forward_args(case, given))
+    _, given["entropy"], given["lse"], *_, given["lse_error"] = forward(*forward_args(case, given))
     values = Values(case.seed + 1)
     given.update(log_prob_cases.upstream(case.upstream, given["lse"], values, case.dy_layout))
     return given
@@ -53,7 +53,7 @@ def forward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def backward_args(case: LogProbHeadCase, tensors: Tensors) -> tuple[Any, ...]:
-    values = (tensors[name] for name in (*UPSTREAM, *INPUTS, "entropy", "lse"))
+    values = (tensors[name] for name in (*UPSTREAM, *INPUTS, "entropy", "lse", "lse_error"))
     return (*values, *case.options, list(case.mask), *(tensors[name] for name in LORA))
 
 
@@ -79,7 +79,7 @@ OPS = (
         output_magnitudes=lambda case, tensors: [],
         gradient_magnitudes=lambda case, tensors: [],
         sample=sample,
-        per_row=("x", "target", "entropy", "lse", "lora_x", *UPSTREAM),
+        per_row=("x", "target", "entropy", "lse", "lse_error", "lora_x", *UPSTREAM),
         leading=("x",),
         multiplies=True,
         autocast_as="linear",

@@ -49,7 +49,7 @@ def tensors(case: LogProbCase) -> Tensors:
         "target": targets(case),
     }
     forward = library.OPS["log_prob_forward"].definition
-    _, given["entropy"], given["lse"], *_ = forward(*forward_args(case, given))
+    _, given["entropy"], given["lse"], *_, given["lse_error"] = forward(*forward_args(case, given))
     given.update(upstream(case.output_mask, given["lse"], values, case.dy_layout))
     return given
 
@@ -69,7 +69,7 @@ def forward_args(case: LogProbCase, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def backward_args(case: LogProbCase, tensors: Tensors) -> tuple[Any, ...]:
-    names = (*UPSTREAM, "logits", "target", "entropy", "lse")
+    names = (*UPSTREAM, "logits", "target", "entropy", "lse", "lse_error")
     return (*(tensors[name] for name in names), *case.options)
 
 
@@ -115,7 +115,7 @@ OPS = (
         output_magnitudes=output_magnitudes,
         gradient_magnitudes=gradient_magnitudes,
         sample=sample,
-        per_row=("logits", "target", "entropy", "lse", *UPSTREAM),
+        per_row=("logits", "target", "entropy", "lse", "lse_error", *UPSTREAM),
         leading=(),
         autocast_as="mul.Tensor",
     ),
