@@ -215,11 +215,9 @@ def unfuse(model: nn.Module) -> int:
             is changed.
     """
     _check_module("unfuse", model)
-    # Both checks raise before anything is changed.
-    norm_modules.check_unfuse(model)
-    attentions.restore(model)
-    count = classes.restore(model)
-    return count + norm_modules.unfuse(model)
+    with attentions.names_kept_on_error(model):
+        attentions.restore(model)
+        return classes.restore(model)
 
 
 def _check_module(function: str, model: object) -> None:
