@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .classes import BEFORE
 from .probing import HOOKS, MODULE_STATE, NotAnOp
 
 # Types whose values do not change.
@@ -71,7 +72,8 @@ class State(NamedTuple):
             return self._change_of_object(one)
         state = one.__dict__
         if children:
-            if type(one) is not self.cls:
+            cls = type(one)
+            if getattr(cls, BEFORE, cls) is not self.cls:
                 return f"{'.'.join(children)} is another module"
             if (
                 state["_forward_hooks"] or state["_forward_pre_hooks"]
@@ -251,7 +253,7 @@ class Reads:
                     constants.append((name, value))
                 elif _is_frozen(value):
                     values.append((name, _frozen(value, name)))
-        cls = None if path == SELF else type(one)
+        cls = None if path == SELF else getattr(type(one), BEFORE, type(one))
         every = (constants, values, present, absent, missing)
         return State(path, cls, *map(tuple, every))
 

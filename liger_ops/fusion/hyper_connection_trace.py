@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from ..lowering.passes import rewrite
 from ..lowering.passes.canonical import IDENTITY, calls, canonical
 from ..lowering.passes.pattern import CHEAP
+from .assumptions import Assumptions, Reads
 from .probing import NotAnOp, dtype_name, first_line, own_attributes
 from .trace import Trace, unchanged
 
@@ -47,6 +48,7 @@ class Connection:
     parameters: Parameters
     values: tuple[Any, ...]
     results: tuple[str, ...]
+    assumptions: Assumptions = Assumptions((), ())
 
     def options(self) -> dict[str, Any]:
         return dict(zip(OPTIONS, self.values, strict=True))
@@ -58,15 +60,18 @@ def found(module: nn.Module, parameters: Parameters) -> Connection:
     Raises:
         NotAnOp: it is not a hyper-connection; the text gives the reason.
     """
-    connections = [_traced(module, parameters, *case) for case in CASES]
+    reads = Reads()
+    connections = [_traced(module, parameters, reads, *case) for case in CASES]
     if any(one != connections[0] for one in connections):
         raise NotAnOp("it computes something else in another dtype, or in evaluation")
-    return connections[0]
+    dtypes = {case[0] for case in CASES}
+    return replace(connections[0], assumptions=reads.assumptions(module, dtypes))
 
 
 def _traced(
-    module: nn.Module, of: Parameters, dtype: torch.dtype, own_dtype: torch.dtype, training: bool
-) -> Connection:
+    module: nn.Module, of: Parameters, reads: Reads,
+    dtype: torch.dtype, own_dtype: torch.dtype, training: bool,
+) -> Connection:  # fmt: skip
     trace = Trace()
     x = trace.input("x", (2, 3, of.hc, of.hidden_size), dtype)
     columns = of.hc * (of.hc + 2)
@@ -77,9 +82,11 @@ def _traced(
     one = _copied(module, own).train(training)
     before = own_attributes(one)
     try:
-        with trace.running():
+        with reads.of(one), trace.running():
             # `forward` is called directly, because a call of the module would run its hooks.
             results = one.forward(x)
+    except NotAnOp:
+        raise
     except Exception as error:
         text = f"it fails on fake tensors ({dtype_name(dtype)}): {first_line(error)}"
         raise NotAnOp(text) from None

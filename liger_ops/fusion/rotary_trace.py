@@ -89,6 +89,7 @@ class _Function:
             self.default,
             self.wide_tables(forms),
             tuple(forms),
+            self.in_float64(forms),
         )
 
     def calls(self) -> Iterator[Form]:
@@ -113,6 +114,13 @@ class _Function:
                 raise NotAnOp(f"{self.name} returns another dtype than {dtype_name(dtype)}")
         if self.recognised(forms[0], dtype, table_dtype) != forms[0]:
             raise NotAnOp(f"{self.name} is another rope in {dtype_name(dtype)}")
+
+    def in_float64(self, forms: Sequence[Form]) -> bool:
+        try:
+            self.compare(forms, torch.float64, torch.float64)
+        except NotAnOp:
+            return False
+        return True
 
     def wide_tables(self, forms: Sequence[Form]) -> str | None:
         """Return how float32 tables of narrower queries are used, in autocast or not, or None."""

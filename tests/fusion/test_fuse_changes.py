@@ -122,12 +122,6 @@ def test_report_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(fuse(nn.Linear(2, 2))) == "0 ops used"
 
 
-def test_a_norm_by_itself_is_left() -> None:
-    report = fuse(nn.LayerNorm(8))
-    assert not report
-    assert "it is the model itself" in report.left[0].reason
-
-
 @pytest.mark.parametrize("function", [fuse, unfuse])
 def test_needs_a_module(function: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"):
