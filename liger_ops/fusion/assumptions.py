@@ -11,7 +11,6 @@ Dynamo traces the comparison, and makes guards of it. It does not guard on the h
 
 from __future__ import annotations
 
-import copy
 import enum
 import functools
 import types
@@ -212,13 +211,15 @@ class Reads:
         """A copy of an attribute's value that records what is read of it."""
         key = path, name
         if key not in self._objects:
+            recording = self._recording(type(value))
             try:
-                # A module that is not a child is not copied: its own children would be shared.
-                copied = copy.copy(value) if not isinstance(value, nn.Module) else None
-                self._paths[id(copied)] = [(path[0], (*path[1], name))]
-                copied.__class__ = self._recording(type(value))
-            except Exception:
+                if isinstance(value, nn.Module):
+                    raise TypeError("a module that is not a child")
+                copied = recording.__new__(recording)
+                vars(copied).update(vars(value))
+            except TypeError:
                 raise NotAnOp(f"it reads its {name}, a {type(value).__name__}") from None
+            self._paths[id(copied)] = [(path[0], (*path[1], name))]
             self._objects[key] = copied
         return self._objects[key]
 
