@@ -27,7 +27,7 @@ from .probing import (
     first_line,
     leaf_key,
 )
-from .trace import Trace
+from .trace import ANY_SIZES, Trace
 
 KIND = "experts"
 METHOD = "_apply_gate"
@@ -101,7 +101,8 @@ def _found(module: nn.Module) -> tuple[Activation, Assumptions]:
 
     def traced(dtype: torch.dtype, training: bool) -> fx.GraphModule:
         trace = Trace()
-        gate_up = trace.input("gate_up", (2, 3, WIDTH), dtype)
+        rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+        gate_up = trace.input("gate_up", (*rows, WIDTH), dtype)
         copied.train(training)
         try:
             with reads.of(copied), trace.running():

@@ -33,7 +33,7 @@ from .probing import (
     leaf_key,
     own_attributes,
 )
-from .trace import UNCHANGED, Trace, unchanged
+from .trace import ANY_SIZES, UNCHANGED, Trace, unchanged
 
 KIND = "gated MLP"
 
@@ -232,9 +232,10 @@ class _Copy:
     def traced(self, dtype: torch.dtype, training: bool) -> fx.GraphModule:
         """The graph from the outputs of the first projections to the input of the last one."""
         trace = Trace()
-        x = trace.input("_input", (2, 3, self.width), dtype)
+        rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+        x = trace.input("_input", (*rows, self.width), dtype)
         for name, width in self.widths.items():
-            getattr(self.copy, name).value = trace.input(name, (2, 3, width), dtype)
+            getattr(self.copy, name).value = trace.input(name, (*rows, width), dtype)
         self.calls.clear()
         before = own_attributes(self.copy.train(training))
         try:

@@ -15,7 +15,7 @@ from ..lowering.passes.canonical import IDENTITY, calls, canonical
 from ..lowering.passes.pattern import CHEAP
 from .assumptions import Assumptions, Reads
 from .probing import NotAnOp, dtype_name, first_line, own_attributes
-from .trace import Trace, unchanged
+from .trace import ANY_SIZES, Trace, unchanged
 
 REWRITES = ("mhc_coeffs", "mhc_pre")
 OPTIONS = ("tmax", "rms_eps", "pre_eps", "sinkhorn_eps", "post_mult")
@@ -73,7 +73,8 @@ def _traced(
     dtype: torch.dtype, own_dtype: torch.dtype, training: bool,
 ) -> Connection:  # fmt: skip
     trace = Trace()
-    x = trace.input("x", (2, 3, of.hc, of.hidden_size), dtype)
+    rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+    x = trace.input("x", (*rows, of.hc, of.hidden_size), dtype)
     columns = of.hc * (of.hc + 2)
     shapes = {
         of.fn: (columns, of.hc * of.hidden_size), of.base: (columns,), of.scale: (3,),

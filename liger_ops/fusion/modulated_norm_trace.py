@@ -22,7 +22,7 @@ from ..lowering.passes.canonical.call import operation
 from .assumptions import Assumptions, Reads
 from .modulated_norm_code import MODULATED, ChildCall, Code, Program, op_of
 from .probing import NotAnOp, first_line, own_attributes
-from .trace import Trace
+from .trace import ANY_SIZES, Trace
 
 NORM_OPS = ("layer_norm", "rms_norm")
 # More parts of a projection than any module has.
@@ -40,7 +40,8 @@ class Shapes:
     forms: tuple[str, ...]
 
     def of(self, form: str) -> tuple[int, ...]:
-        rows = {"tokens": (self.samples, self.tokens), "samples": (self.samples,), "one": ()}[form]
+        samples, tokens = ANY_SIZES[self.samples], ANY_SIZES[self.tokens]
+        rows = {"tokens": (samples, tokens), "samples": (samples,), "one": ()}[form]
         return (*rows, self.width if form == "tokens" else self.columns)
 
 

@@ -17,7 +17,7 @@ from ..lowering.passes.rewrite import Refused, before_widening
 from . import classes
 from .assumptions import Assumptions, Reads
 from .probing import NotAnOp, dtype_name, first_line, own_attributes
-from .trace import Trace
+from .trace import ANY_SIZES, Trace
 
 REWRITES = ("rms_norm", "layer_norm", "group_norm")
 # Of a module that is called with a gate too.
@@ -70,8 +70,10 @@ class _Case:
     training: bool = True
 
     def shape(self) -> tuple[int, ...]:
-        leading = (2, 3, 5)[: self.dims - 1]
-        return (*leading, self.width) if self.channels_last else (2, self.width, *leading[1:])
+        leading = tuple(ANY_SIZES[n] for n in {2: (4,), 3: (2, 3), 4: (5, 4, 2)}[self.dims])
+        return (
+            (*leading, self.width) if self.channels_last else (leading[0], self.width, *leading[1:])
+        )
 
     def __str__(self) -> str:
         x, parameters = map(dtype_name, self.dtypes)

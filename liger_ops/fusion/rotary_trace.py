@@ -26,7 +26,7 @@ from .rotary import (
     parameters_of,
     tables_of,
 )
-from .trace import Trace
+from .trace import ANY_SIZES, Trace
 
 # The sizes of a trace. All differ, so that the shape of a view says which dimension is which.
 SIZES = {"b": 2, "s": 5, "d": 12}
@@ -190,10 +190,17 @@ class _Function:
         """The form of a call with the op's options."""
         trace = Trace()
         given = self.given(call, dtype, table_dtype or dtype)
-        tensors = [trace.input(name, *one) for name, one in given.items()]
+        any_sizes = (2, 5) if dtype is torch.bfloat16 else (3, 4)
+        free = {SIZES[name]: ANY_SIZES[n] for name, n in zip("bs", any_sizes, strict=True)}
+        tensors = [
+            trace.input(name, tuple(free.get(n, n) for n in shape), one)
+            for name, (shape, one) in given.items()
+        ]
         try:
             with trace.running():
                 results = self.called(call, tensors)
+        except NotAnOp as reason:
+            raise NotAnOp(f"{self.name}: {reason}") from None
         except Exception as error:
             raise NotAnOp(f"{self.name} fails on fake tensors: {first_line(error)}") from None
         module = trace.module(results)
