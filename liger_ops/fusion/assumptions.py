@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .classes import BEFORE
+from .head_hooks import only_gather
 from .probing import HOOKS, MODULE_STATE, NotAnOp
 
 # Types whose values do not change.
@@ -77,7 +78,7 @@ class State(NamedTuple):
             if (
                 state["_forward_hooks"] or state["_forward_pre_hooks"]
                 or state["_backward_hooks"] or state["_backward_pre_hooks"]
-            ):  # fmt: skip
+            ) and not only_gather(one):  # fmt: skip
                 return f"{'.'.join(children)}, which would not be called, has hooks"
         for name, constant in self.constants:
             if name not in state or state[name] != constant:
@@ -304,13 +305,14 @@ _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 def _say_once(module: nn.Module, reason: str) -> None:
     """Warn that a module runs its own code, once per module and reason."""
-    if not torch.compiler.is_compiling():
-        # DataParallel makes new replicas in each step, so the class is the key.
-        reasons = _said.setdefault(type(module) if "_is_replica" in vars(module) else module, set())
-        if reason in reasons:
-            return
+    if torch.compiler.is_compiling():
+        # A warning would break the graph.
+        return
+    # DataParallel makes new replicas in each step, so the class is the key.
+    reasons = _said.setdefault(type(module) if "_is_replica" in vars(module) else module, set())
+    if reason not in reasons:
         reasons.add(reason)
-    warnings.warn(
-        f"liger_ops: {type(module).__name__} runs its own code, not a fused one: {reason}",
-        stacklevel=4,
-    )
+        warnings.warn(
+            f"liger_ops: {type(module).__name__} runs its own code, not a fused one: {reason}",
+            stacklevel=4,
+        )

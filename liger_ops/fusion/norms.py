@@ -71,7 +71,7 @@ def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
         if torch.is_autocast_enabled(x.device.type):
             # The op's rule for autocast says what it casts.
             others = []
-        is_usual = inputs[-1] is not None and width in (None, x.shape[dim])
+        is_usual = inputs[-1] is not None and (width is None or x.shape[dim] == width)
         if not is_usual or not hold(self, x, *others):
             return original(self, *inputs)
         return norm.computed_by(overload, inputs, weight, bias)

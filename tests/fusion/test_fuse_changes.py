@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -342,3 +340,100 @@ def test_a_change_after_fuse_has_its_effect(
     assert not same(expected, before)
     for module in (fused, *copies):
         torch.testing.assert_close(outcome(module, args), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_change_is_told_once() -> None:
+    model = nn.ModuleList(MLP() for _ in range(2))
+    fuse(model)
+    x = torch.randn(2, HIDDEN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model[0](x)
+    for module in model:
+        module.drop[0].p = 0.5
+    with pytest.warns(
+        UserWarning, match=r"MLP runs its own code.*: drop\.0\.p was changed"
+    ) as told:
+        for module in (*model, *model):
+            module(x)
+    assert len(told) == 2
+
+
+@pytest.mark.filterwarnings("ignore:liger_ops:UserWarning")
+@pytest.mark.parametrize("name", ["dropout", "another-act", "config", "child", "act-forward"])
+def test_compiled_code_notices_a_change(name: str) -> None:
+    """One graph before and one after it: Dynamo guards on what `fuse` assumed."""
+    torch._dynamo.reset()
+    make, given, changes = KINDS["mlp"]
+    plain, args = make().eval(), given()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    counter = CompileCounter()
+    compiled = torch.compile(fused, backend=counter, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*args), plain(*args))
+    assert counter.frame_count == 1
+    changes[name](plain)
+    changes[name](fused)
+    torch.testing.assert_close(compiled(*args), plain(*args))
+    assert counter.frame_count == 2
+
+
+def half_turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """Rope whose pairs are made by another global function."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["rotate", "turned"])
+def test_a_rotary_function_of_a_file_is_another_later(
+    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotating.set_rotate(monkeypatch, half_turned)
+    torch._dynamo.reset()
+    module, args = rotating.Rotating(), rotating.tensors()
+    fuse(module)
+    assert rotating.ops_of(module, args) == ["rope"]
+    called = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
+    torch.testing.assert_close(called(*args), half_turned(*args))
+    if name == "rotate":
+        rotating.set_rotate(monkeypatch, rotating.interleaved)
+    else:
+        monkeypatch.setitem(globals(), "turned", torch.neg)
+    assert rotating.ops_of(module, args) == []
+    torch.testing.assert_close(called(*args), rotating.rotate(*args), rtol=0, atol=0)
+
+
+def test_an_attention_function_is_registered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The implementation that `fuse` calls, and masks for it, are those of the registries."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    plain = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    fused, x = copy.deepcopy(plain), LLAMA.inputs(torch.float32)
+    assert "attention" in fuse(fused).counts()
+    before = output(plain, x)
+    sdpa, mask = functions["sdpa"], masks["sdpa"]
+
+    def halved(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa(module, query / 2, *args, **kwargs)
+
+    monkeypatch.setitem(type(functions)._global_mapping, "sdpa", halved)
+    torch.testing.assert_close(output(fused, x), output(plain, x), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(output(plain, x), before)
+    called: list[Any] = []
+    monkeypatch.setitem(
+        type(masks)._global_mapping, "sdpa", lambda *a, **k: called.append(1) or mask(*a, **k)
+    )
+    output(fused, x)
+    assert called

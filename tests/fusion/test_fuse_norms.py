@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,6 +165,23 @@ class RoundedLayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, eps=self.eps) * self.weight + self.bias
 
 
+class ByLength(Rms):
+    """Another result for lengths, or batches, that `decides` is true of."""
+
+    def __init__(self, decides: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.decides = decides
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.decides(x) else x
+
+
+class OtherInFloat64(Rms):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 0.5 if x.dtype is torch.float64 else y
+
+
 class StoppedGradient(Rms):
     def normalised(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.small).detach()
@@ -258,6 +276,18 @@ def parametrized(module: nn.Module) -> nn.Module:
 
 NO_NORM = "it computes none of rms_norm, layer_norm and group_norm"
 
+OTHER_LENGTHS = "it computes something else for other lengths or batches"
+DECISIONS: list[Callable[[Tensor], Any]] = [
+    lambda x: x.shape[-2] > 6,
+    lambda x: x.shape[0] != 1,
+    lambda x: x.size(0) * 2 + 1 >= 3,
+    lambda x: len(x) < 10**6,
+    lambda x: x.numel() / x.shape[-1] > 2,
+    lambda x: max(x.shape[:-1]) == 1,
+    lambda x: int(x.shape[0]) - 1,
+    lambda x: x.reshape(-1, 24).shape[0] % 2,
+]
+
 # Modules that each differ from an op in one thing, and a part of the reason in the report.
 NEAR_MISSES = [
     (Gated(), "gated_rms_norm: its casts or sizes are not the op's"),
@@ -269,6 +299,7 @@ NEAR_MISSES = [
     (Unbiased(24), NO_NORM),
     (OffsetLayerNorm(24), "it is layer_norm, and of another weight than its own"),
     (RoundedLayerNorm(24), "it is layer_norm and more"),
+    *((ByLength(one), OTHER_LENGTHS) for one in DECISIONS),
     (StoppedGradient(), NO_NORM),
     (StoppedWeight(), NO_NORM),
     (WritesIntoItsInput(), "it does more than compute its result: zero_"),
@@ -309,6 +340,14 @@ def test_near_miss_is_left_with_the_reason(module: nn.Module, reason: str) -> No
     ]
     assert reason in report.left[0].reason
     assert reason in str(report)
+
+
+def test_a_norm_that_is_another_in_float64_runs_its_own_code_there() -> None:
+    model = nn.Sequential(OtherInFloat64())
+    assert len(fuse(model)) == 1
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(x), Rms()(x))
+    assert torch.equal(model.double()(x.double()), OtherInFloat64().double()(x.double()))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
