@@ -127,7 +127,8 @@ class Rotary:
 
     tables: how many it takes. wide_tables: the dtype of the result for float32 or complex64 tables
     with queries of another dtype: KEPT, the queries' dtype; WIDENED, float32, as in autocast; None,
-    anything else. in_float64: whether it is the same in float64.
+    anything else. in_float64: whether it is the same in float64. function: the id of the function,
+    so that a class made for one function is not used for another with the same forms.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Rotary:
     wide_tables: str | None
     forms: tuple[Form, ...]
     in_float64: bool
+    function: int
 
     def takes(self, table_dtype: torch.dtype, dtype: torch.dtype) -> bool:
         """Whether it computes rope for tables of another dtype than the queries."""

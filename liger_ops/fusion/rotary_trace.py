@@ -90,6 +90,7 @@ class _Function:
             self.wide_tables(forms),
             tuple(forms),
             self.in_float64(forms),
+            id(self.function),
         )
 
     def calls(self) -> Iterator[Form]:

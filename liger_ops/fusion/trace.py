@@ -158,7 +158,7 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         self.is_watching, before = False, self.is_watching
         try:
-            return self._called(func, args, kwargs or {})
+            return self._called(func, *_plain((args, kwargs or {})))
         finally:
             self.is_watching = before
 
@@ -215,6 +215,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def _plain(given: Any) -> Any:
+    """The arguments of a call with plain ints."""
+    if isinstance(given, slice):
+        return slice(*map(_plain, (given.start, given.stop, given.step)))
+    if isinstance(given, dict):
+        return {name: _plain(one) for name, one in given.items()}
+    if type(given) in (tuple, list, torch.Size):
+        return type(given)([_plain(one) for one in given])
+    return int.__pos__(given) if isinstance(given, _AnySize) else given
 
 
 def unchanged(node: fx.Node) -> fx.Node:
