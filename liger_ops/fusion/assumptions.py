@@ -257,7 +257,7 @@ class Reads:
                     values.append((name, _frozen(value, name)))
         cls = None if path == SELF else getattr(type(one), BEFORE, type(one))
         every = (constants, values, present, absent, missing)
-        return State(path, cls, *map(tuple, every))
+        return State(path, cls, *(tuple(one) for one in every))
 
 
 def _kind(module: nn.Module, name: str) -> str | None:
