@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from causal_models import batch, pair
 from fused_families import output
 from fused_models import LLAMA, QWEN3_MOE
 from gated_modules import HIDDEN, WIDTH
@@ -159,3 +161,14 @@ def test_switches_are_bools(name: str) -> None:
 def test_the_model_itself_has_a_place_in_the_table() -> None:
     text = str(fuse(nn.LayerNorm(8)))
     assert text.splitlines()[-1] == "      (the model itself)"
+
+
+def test_flops_of_a_step_are_those_of_the_untouched_model() -> None:
+    untouched, fused = pair()
+    fuse(fused)
+    counts = []
+    for model in (untouched, fused):
+        with FlopCounterMode(display=False) as counter:
+            model(**batch()).loss.backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

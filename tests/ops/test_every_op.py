@@ -13,6 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.flop_counter import FlopCounterMode
 
 from graphs import Recorder, liger_ops_of
 from liger_ops import library
@@ -99,6 +100,19 @@ def test_opcheck_of_the_defaults(op: OpUnderTest) -> None:
         if isinstance(arg, Tensor) and op.has_gradient(i):
             arg.requires_grad_()
     torch.library.opcheck(op.overload(), args)
+
+
+@EVERY_OP
+@pytest.mark.parametrize("backward", [False, True])
+def test_flops_are_those_of_the_products_of_the_definition(op: OpUnderTest, backward: bool) -> None:
+    case = op.sample(torch.float32)
+    args = (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
+    overload = op.overload(backward=backward)
+    with FlopCounterMode(display=False) as counted:
+        overload(*args)
+    with FlopCounterMode(display=False) as expected:
+        library.OPS[overload._opname].definition(*args)
+    assert counted.get_total_flops() == expected.get_total_flops()
 
 
 @EVERY_OP

@@ -1,0 +1,40 @@
+"""FLOPs of the ops for `torch.utils.flop_counter`, counted in the products of their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+
+from .library import OPS
+from .record import Op
+
+
+def register_flop_formulas() -> None:
+    """Let FlopCounterMode count every op; it counts nothing for an op without a formula.
+
+    A loss with its head that recomputes its logits in the backward counts these products too, as
+    FlopCounterMode does for a recomputed part of a model.
+    """
+    for op in OPS.values():
+        packet = getattr(torch.ops.liger, op.name)
+        register_flop_formula(packet, get_raw=True)(_formula(op))
+
+
+def _formula(op: Op) -> Callable[..., int]:
+    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        # Tensors on the device "meta" have shapes and no data, so that nothing is computed.
+        args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
+        with FlopCounterMode(display=False) as counter:
+            op.definition(*args, **kwargs)
+        return int(counter.get_total_flops())
+
+    return count
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
