@@ -39,11 +39,10 @@ def fuse(
 
     * Norms: a module without children, and with no parameters but a weight and a bias of one size,
       that computes `rms_norm`, `layer_norm` or `group_norm` with some offset, eps and casting mode,
-      is replaced by the fused module, which has the same Parameter objects under the same names. A
-      module that computes `gated_rms_norm` of its arguments, the second named gate, gets a forward
-      that calls the op. A module that projects an embedding and modulates norms by the projection,
-      as AdaLayerNormZero of diffusers, gets a forward that calls `modulated_layer_norm` or
-      `modulated_rms_norm` and the same children, except for the norms.
+      gets a forward that calls the op. So does a module that computes `gated_rms_norm` of its
+      arguments, the second named gate. A module that projects an embedding and modulates norms by
+      the projection, as AdaLayerNormZero of diffusers, gets a forward that calls
+      `modulated_layer_norm` or `modulated_rms_norm` and the same children, except for the norms.
     * Gated activations: a module that projects its input once or twice, applies `swiglu`, `geglu`,
       `clamped_swiglu` or `relu_squared`, and projects the result, gets a forward that calls the
       same children and the op. The children may be anything, such as quantised layers and
@@ -95,10 +94,12 @@ def fuse(
 
     Each kind has a switch, an argument of this function.
 
-    For all kinds but norms no module is replaced: the class of each such module becomes a subclass
-    of its own, with the same name, in which one method is overridden. Attributes, children, hooks
-    and signature do not change. Attributes that the module's code computes with, such as a limit or
-    the name of an activation, are read once, during this call.
+    No module is replaced: the class of each fused module becomes a subclass of its own, with the
+    same name, in which one method is overridden. Attributes, children, hooks and signature do not
+    change. If an attribute that the module's code computes with, such as a limit, eps or the name
+    of an activation, is changed later, or a child that the new forward does not call is replaced or
+    gets hooks, the module's own code runs, with one warning. So it does in dtypes, such as float64,
+    in which it computes something else. docs/fuse.md lists what is assumed after this call.
 
     In float32 results differ by rounding in the last place. In bfloat16 and float16 the norms round
     where the model's code does; gated activations and rope round once where that code rounds after
@@ -112,21 +113,20 @@ def fuse(
 
     A module is left, and the report gives the reason, if fusing it could change what the model
     does: it computes something else (another activation, an operation in between, an active
-    dropout), its parts have side effects (hooks, a forward set on the instance, as accelerate does,
-    parametrizations), its code fails in a trace or a probe, or a norm's parameters are not plain
-    tensors. A norm whose class returns the weight's dtype is left if other parameters of the model
-    have another dtype than its weight. Experts with an eager implementation, whose forward contains
-    the activation, are left too. The loss is left if the head is not a torch.nn.Linear, is adapted
-    or quantised, if the logits are used for anything else, and for classifiers.
+    dropout), its parts have side effects (hooks of a child that would not be called, a forward set
+    on the instance, as accelerate does, parametrizations), its code fails in a trace or a probe, or
+    decides by a length or a batch what it computes, or a norm's parameters are not plain tensors. A
+    norm whose class returns the weight's dtype is left if other parameters of the model have
+    another dtype than its weight. Experts with an eager implementation, whose forward contains the
+    activation, are left too. The loss is left if the head is not a torch.nn.Linear, is adapted or
+    quantised, if the logits are used for anything else, and for classifiers.
 
-    A model can be fused before or after FSDP2's `fully_shard`. After it, norms whose parameters
-    FSDP2 holds stay in place too, and their classes become subclasses. Where FSDP2 shards the head
-    by itself or with other modules, its hooks of the head run around the loss. It can also be fused
+    A model can be fused before or after FSDP2's `fully_shard`. Where FSDP2 shards the head by
+    itself or with other modules, its hooks of the head run around the loss. It can also be fused
     before or after `parallelize_module`, and after transformers loaded it with a `tp_plan`: norms
-    whose weight every rank has stay in place, and the loss of a head under `ColwiseParallel` is
+    whose weight every rank has are fused, and the loss of a head under `ColwiseParallel` is
     `liger_ops.distributed.linear_cross_entropy`. Other parameters that are DTensors are left.
-    Parameters that ZeRO-3 of DeepSpeed has partitioned are taken for whole; after
-    `deepspeed.initialize`, an MLP whose activation has DeepSpeed's hooks is left.
+    Parameters that ZeRO-3 of DeepSpeed has partitioned are taken for whole.
 
     Modules that are already fused are skipped: a second call changes nothing. A call in autocast
     has the same result.
@@ -197,10 +197,7 @@ def _planners(
 def unfuse(model: nn.Module) -> int:
     """Undo `fuse`, and keep the current parameters and training mode.
 
-    Norms become the original module objects again, and get the Parameter objects that the fused
-    modules hold now, which loading or casting may have replaced. Hooks registered on a fused norm
-    are lost with it. The other modules get their classes back,
-    and configurations the names of attention implementations.
+    Modules get their classes back, and configurations the names of attention implementations.
 
     Args:
         model: a module that was given to `fuse`, or a copy of one. It is changed in place.
@@ -210,16 +207,13 @@ def unfuse(model: nn.Module) -> int:
 
     Raises:
         TypeError: model is not a torch.nn.Module.
-        RuntimeError: the class of a fused module was changed since, as parametrizations do, or
-            `fully_shard` or DeepSpeed holds the parameters of a norm that was fused before; nothing
+        RuntimeError: the class of a fused module was changed since, as parametrizations do; nothing
             is changed.
     """
     _check_module("unfuse", model)
-    # Both checks raise before anything is changed.
-    norm_modules.check_unfuse(model)
-    attentions.restore(model)
-    count = classes.restore(model)
-    return count + norm_modules.unfuse(model)
+    with attentions.names_kept_on_error(model):
+        attentions.restore(model)
+        return classes.restore(model)
 
 
 def _check_module(function: str, model: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from ..lowering.passes.rewrite import Refused, before_widening
 from .probing import NotAnOp, dtype_name
 
 REWRITES = ("swiglu", "geglu", "clamped_swiglu", "relu_squared")
+
+USUAL = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,9 @@ class Activation:
 Traced = Callable[[torch.dtype, bool], fx.GraphModule]
 
 
-def find(traced: Traced, projections: Sequence[str]) -> Activation:
-    """Find the op that the graphs of `traced` compute from `projections`, one packed or two.
+def find(traced: Traced, projections: Sequence[str]) -> tuple[Activation, tuple[torch.dtype, ...]]:
+    """Find the op that the graphs of `traced` compute from `projections`, one packed or two, and
+    the dtypes in which they do.
 
     It must be the same in bfloat16, float16 and float32, in training and in evaluation.
 
@@ -43,7 +47,7 @@ def find(traced: Traced, projections: Sequence[str]) -> Activation:
     activation = _recognised(traced(torch.bfloat16, False), projections, REWRITES)
     # swiglu of interleaved halves is clamped_swiglu without a limit.
     rewrites = ("swiglu", "clamped_swiglu") if "clamped" in activation.op else (activation.op,)
-    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+    for dtype in USUAL:
         try:
             found = _recognised(traced(dtype, True), projections, rewrites)
         except NotAnOp as reason:
@@ -54,7 +58,12 @@ def find(traced: Traced, projections: Sequence[str]) -> Activation:
             raise NotAnOp(f"{reason} ({dtype_name(dtype)})") from None
         if found != activation:
             raise NotAnOp(f"it is {activation.op}, and something else in {dtype_name(dtype)}")
-    return activation
+    wide = torch.float64
+    with contextlib.suppress(NotAnOp):
+        modes = [_recognised(traced(wide, mode), projections, rewrites) for mode in (True, False)]
+        if modes == [activation, activation]:
+            return activation, (*USUAL, wide)
+    return activation, USUAL
 
 
 def _recognised(

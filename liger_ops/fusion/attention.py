@@ -113,10 +113,20 @@ def _register(facts: Facts) -> None:
     attention: Any = sdpa_attention_forward
     mask: Any = masking_utils.sdpa_mask
     if facts.source:
-        attention = getattr(importlib.import_module(facts.source), EAGER_FUNCTION)
+        file = importlib.import_module(facts.source)
+        attention = getattr(file, EAGER_FUNCTION)
         mask = masking_utils.eager_mask
-    options = {"causal_is_none": not facts.source, "gives_means": facts.adds == "softcap"}
-    ALL_ATTENTION_FUNCTIONS.register(facts.name, attention_function(attention, facts.adds))
+
+    def current() -> Any:
+        if facts.source:
+            return getattr(file, EAGER_FUNCTION)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    options: dict[str, Any] = {
+        "causal_is_none": not facts.source, "gives_means": facts.adds == "softcap",
+        "current": lambda: masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[facts.original],
+    }  # fmt: skip
+    ALL_ATTENTION_FUNCTIONS.register(facts.name, attention_function(attention, facts.adds, current))
     masking_utils.AttentionMaskInterface.register(
         facts.name, mask_function(mask, masking_utils.is_tracing, **options)
     )

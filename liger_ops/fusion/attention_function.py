@@ -28,9 +28,12 @@ SDPA = torch._C._nn.scaled_dot_product_attention
 LEFT = ("position_bias", "cache")
 
 
-def attention_function(original: Callable[..., Any], adds: str = "") -> Callable[..., Any]:
+def attention_function(
+    original: Callable[..., Any], adds: str = "", current: Callable[[], Any] | None = None
+) -> Callable[..., Any]:
     """An attention function to register, for layers that may use `original`.
 
+    `current` returns what the model would call now: if that is another function, it is called.
     If `adds` is "sinks", `original` adds a column of scores, its argument `s_aux`, to the softmax;
     if it is "softcap", `original` caps the scores by its argument `softcap`. Either adds its mask
     to the scores; any other `original` takes boolean masks, and neither of the arguments.
@@ -41,11 +44,12 @@ def attention_function(original: Callable[..., Any], adds: str = "") -> Callable
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
         dropout: float = 0.0, scaling: float | None = None, **others: Any,
     ) -> Any:  # fmt: skip
+        now = original if current is None else current()
         if isinstance(attention_mask, Blocks):
             sinks = others.get("s_aux") if has_sinks else None
             softcap = others.get("softcap")
             plain = all(others.get(name) is None for name in LEFT) and dropout == 0
-            plain = plain and (softcap is None or adds == "softcap")
+            plain = plain and (softcap is None or adds == "softcap") and now is original
             if plain and (sinks is not None) is has_sinks and not others.get("output_attentions"):
                 given = (query, key, value, attention_mask, scaling, sinks, softcap)
                 return _attention(*given), None
@@ -55,7 +59,7 @@ def attention_function(original: Callable[..., Any], adds: str = "") -> Callable
                     attention_mask, torch.zeros_like(query[:1, :1, :1, :1]), _lowest(query)
                 )
         arguments = {"dropout": dropout, "scaling": scaling, **others}
-        return original(module, query, key, value, attention_mask, **arguments)
+        return now(module, query, key, value, attention_mask, **arguments)
 
     return attention
 

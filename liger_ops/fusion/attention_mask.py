@@ -25,16 +25,20 @@ EVERYWHERE = False
 
 def mask_function(
     original: Callable[..., Any], is_tracing: Callable[[Tensor], bool], causal_is_none: bool,
-    gives_means: bool = False,
+    gives_means: bool = False, current: Callable[[], Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """A mask function to register, for layers that may use `original`.
 
+    `current` returns what the model would call now: if that is another function, it is called.
     A causal mask is None if `causal_is_none`, and a block mask otherwise. `is_tracing` says whether
     the data of a tensor cannot be looked at, as in transformers. With `gives_means`, a query that
     sees no key is to get the mean of all values, as from a mask that adds the lowest number.
     """
 
     def mask(*args: Any, **given: Any) -> Any:
+        now = original if current is None else current()
+        if now is not original:
+            return now(*args, **given)
         if args or not has_engine(**given) or not _is_for_blocks(given):
             return original(*args, **given)
         padding, size = given.get("attention_mask"), given.get("local_size")

@@ -31,6 +31,8 @@ KINDS: dict[str, Methods] = {}
 
 # Attribute of a subclass: the class that it replaces, the kind and the facts.
 OVERRIDDEN = "_liger_ops_overridden"
+# Attribute of a subclass: the class that the module had before `fuse`.
+BEFORE = "_liger_ops_before"
 
 _subclasses: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
@@ -159,6 +161,7 @@ def _subclass(base: type, name: str, facts: Hashable) -> type:
             "__doc__": base.__doc__,
             "__reduce_ex__": _reduce,
             OVERRIDDEN: key,
+            BEFORE: getattr(base, BEFORE, base),
             **KINDS[name](base, facts),
         }
         subclass = type(base)(base.__name__, (base,), namespace)

@@ -18,16 +18,16 @@ from torch import Tensor, fx, nn
 from .. import library
 from . import classes
 from .activation_trace import Activation, find
+from .assumptions import Assumptions, Reads
 from .planning import Plan
 from .probing import (
     NotAnOp,
     Probes,
     attributes_key,
     first_line,
-    has_hooks,
     leaf_key,
 )
-from .trace import Trace
+from .trace import ANY_SIZES, Trace
 
 KIND = "experts"
 METHOD = "_apply_gate"
@@ -53,21 +53,24 @@ def plan(model: nn.Module) -> Plan:
             raise NotAnOp(obstacle)
         children = tuple(leaf_key(child) for child in module._modules.values())
         key = cls, attributes_key(module), children
-        activation = probes.once(key, lambda: _found(module))
+        activation, assumptions = facts = probes.once(key, lambda: _found(module))
+        assumptions.check(module)
         plan.fuse(name, module, activation.op, dict(activation.options))
-        plan.changes.append(lambda: classes.override(module, KIND, activation))
+        plan.changes.append(lambda: classes.override(module, KIND, facts))
 
     return Plan("gated activation", model, look)
 
 
 @classes.kind(KIND)
-def methods(base: Any, activation: Activation) -> dict[str, Callable[..., Any]]:
+def methods(base: Any, facts: tuple[Activation, Assumptions]) -> dict[str, Callable[..., Any]]:
+    activation, assumptions = facts
+    original, hold = getattr(base, METHOD), assumptions.hold
     op = functools.partial(library.OPS[activation.op].overload, **dict(activation.options))
 
     def apply_gate(self: Any, gate_up: Tensor) -> Tensor:
-        return op(gate_up)
+        return op(gate_up) if hold(self, gate_up) else original(self, gate_up)
 
-    return {METHOD: functools.wraps(getattr(base, METHOD))(apply_gate)}
+    return {METHOD: functools.wraps(original)(apply_gate)}
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
@@ -79,8 +82,6 @@ def _looks_like_experts(module: nn.Module) -> bool:
 def _obstacle(module: nn.Module) -> str | None:
     if METHOD in vars(module):
         return f"the instance has an {METHOD} of its own"
-    if any(has_hooks(child) for child in module.children()):
-        return "its activation has hooks"
     config = getattr(module, "config", None)
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     is_eager = getattr(config, "_experts_implementation", None) == "eager"
@@ -89,7 +90,8 @@ def _obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def _found(module: nn.Module) -> Activation:
+def _found(module: nn.Module) -> tuple[Activation, Assumptions]:
+    reads = Reads()
     copied: Any = object.__new__(classes.class_of(module))
     try:
         children = copy.deepcopy(module._modules)
@@ -99,15 +101,19 @@ def _found(module: nn.Module) -> Activation:
 
     def traced(dtype: torch.dtype, training: bool) -> fx.GraphModule:
         trace = Trace()
-        gate_up = trace.input("gate_up", (2, 3, WIDTH), dtype)
+        rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+        gate_up = trace.input("gate_up", (*rows, WIDTH), dtype)
         copied.train(training)
         try:
-            with trace.running():
+            with reads.of(copied), trace.running():
                 y = getattr(copied, METHOD)(gate_up)
+        except NotAnOp:
+            raise
         except Exception as error:
             raise NotAnOp(f"its {METHOD} fails on fake tensors: {first_line(error)}") from None
         if not isinstance(y, Tensor):
             raise NotAnOp(f"its {METHOD} returns {type(y).__name__}, not a tensor")
         return trace.module(y)
 
-    return find(traced, ["gate_up"])
+    activation, dtypes = find(traced, ["gate_up"])
+    return activation, reads.assumptions(module, dtypes)

@@ -23,17 +23,17 @@ from .. import library
 from ..lowering.passes.canonical import canonical
 from . import classes
 from .activation_trace import Activation, find
+from .assumptions import Assumptions, Reads
 from .planning import Plan
 from .probing import (
     NotAnOp,
     Probes,
     attributes_key,
     first_line,
-    has_hooks,
     leaf_key,
     own_attributes,
 )
-from .trace import UNCHANGED, Trace, unchanged
+from .trace import ANY_SIZES, UNCHANGED, Trace, unchanged
 
 KIND = "gated MLP"
 
@@ -56,6 +56,7 @@ class MLP:
     activation: Activation
     down: str | None
     multiplier: float
+    assumptions: Assumptions
 
 
 def plan(model: nn.Module) -> Plan:
@@ -81,7 +82,9 @@ def _found(probes: Probes, module: nn.Module) -> MLP:
     obstacle = _obstacle(module)
     if obstacle is not None:
         raise NotAnOp(obstacle)
-    return probes.once(_trace_key(module), lambda: _Copy(module).mlp())
+    mlp = probes.once(_trace_key(module), lambda: _Copy(module).mlp())
+    mlp.assumptions.check(module)
+    return mlp
 
 
 @classes.kind(KIND)
@@ -92,10 +95,10 @@ def methods(base: Any, mlp: MLP) -> dict[str, Callable[..., Any]]:
     )
     gate_first, down, multiplier = mlp.activation.gate_first, mlp.down, mlp.multiplier
     first, second = mlp.projections[0], mlp.projections[-1]
-    is_packed = len(mlp.projections) == 1
+    is_packed, hold = len(mlp.projections) == 1, mlp.assumptions.hold
 
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not hold(self, x):
             return base.forward(self, x, *args, **kwargs)
         projection = getattr(self, first)(x)
         if is_packed and gate_first:
@@ -174,11 +177,6 @@ def _obstacle(module: nn.Module) -> str | None:
         return f"it has {count} children that may be projections"
     if reason := classes.obstacle(module):
         return reason
-    for name, child in module.named_modules():
-        if name.partition(".")[0] in _projections(module) or child is module:
-            continue
-        if has_hooks(child) or "forward" in vars(child):
-            return f"{name}, which would not be called, has hooks or a forward of its own"
     arguments = list(inspect.signature(module.forward).parameters.values())
     # diffusers' GEGLU takes any further arguments; a call with some reaches the original forward.
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -212,6 +210,7 @@ class _Copy:
         self.width, self.widths = _widths(_projections(module))
         self.is_alone = len(self.widths) == 1
         self.calls: list[tuple[str, Tensor]] = []
+        self.module, self.reads = module, Reads(self.widths)
         self.copy = object.__new__(classes.class_of(module))
         try:
             children = {
@@ -226,21 +225,23 @@ class _Copy:
         self.traced(torch.bfloat16, False)
         projections = [name for name, _ in self.calls]
         down = None if self.is_alone else projections.pop()
-        activation = find(self.traced, projections)
-        return MLP(tuple(projections), activation, down, self.multiplier)
+        activation, dtypes = find(self.traced, projections)
+        assumptions = self.reads.assumptions(self.module, dtypes)
+        return MLP(tuple(projections), activation, down, self.multiplier, assumptions)
 
     def traced(self, dtype: torch.dtype, training: bool) -> fx.GraphModule:
         """The graph from the outputs of the first projections to the input of the last one."""
         trace = Trace()
-        x = trace.input("_input", (2, 3, self.width), dtype)
+        rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+        x = trace.input("_input", (*rows, self.width), dtype)
         for name, width in self.widths.items():
-            getattr(self.copy, name).value = trace.input(name, (2, 3, width), dtype)
+            getattr(self.copy, name).value = trace.input(name, (*rows, width), dtype)
         self.calls.clear()
-        before = own_attributes(self.copy)
+        before = own_attributes(self.copy.train(training))
         try:
-            with trace.running():
+            with self.reads.of(self.copy), trace.running():
                 # `forward` is called directly, because a call of the module would run its hooks.
-                result = self.copy.train(training).forward(x)
+                result = self.copy.forward(x)
         except NotAnOp:
             raise
         except Exception as error:

@@ -93,5 +93,12 @@ def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tens
     return loss
 
 
+def only_gather(module: nn.Module) -> bool:
+    """Whether the hooks of a module gather its own parameters, of which it has none."""
+    if module._backward_hooks or module._backward_pre_hooks or module._parameters:
+        return False
+    return all(map(_gathers, forward_hooks(module)))
+
+
 def _gathers(hook: Any, packages: tuple[str, ...] = _GATHER) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(packages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 from ..lowering.passes import rewrite
 from ..lowering.passes.canonical import IDENTITY, calls, canonical
 from ..lowering.passes.pattern import CHEAP
+from .assumptions import Assumptions, Reads
 from .probing import NotAnOp, dtype_name, first_line, own_attributes
-from .trace import Trace, unchanged
+from .trace import ANY_SIZES, Trace, unchanged
 
 REWRITES = ("mhc_coeffs", "mhc_pre")
 OPTIONS = ("tmax", "rms_eps", "pre_eps", "sinkhorn_eps", "post_mult")
@@ -47,6 +48,7 @@ class Connection:
     parameters: Parameters
     values: tuple[Any, ...]
     results: tuple[str, ...]
+    assumptions: Assumptions = Assumptions((), ())
 
     def options(self) -> dict[str, Any]:
         return dict(zip(OPTIONS, self.values, strict=True))
@@ -58,17 +60,21 @@ def found(module: nn.Module, parameters: Parameters) -> Connection:
     Raises:
         NotAnOp: it is not a hyper-connection; the text gives the reason.
     """
-    connections = [_traced(module, parameters, *case) for case in CASES]
+    reads = Reads()
+    connections = [_traced(module, parameters, reads, *case) for case in CASES]
     if any(one != connections[0] for one in connections):
         raise NotAnOp("it computes something else in another dtype, or in evaluation")
-    return connections[0]
+    dtypes = {case[0] for case in CASES}
+    return replace(connections[0], assumptions=reads.assumptions(module, dtypes))
 
 
 def _traced(
-    module: nn.Module, of: Parameters, dtype: torch.dtype, own_dtype: torch.dtype, training: bool
-) -> Connection:
+    module: nn.Module, of: Parameters, reads: Reads,
+    dtype: torch.dtype, own_dtype: torch.dtype, training: bool,
+) -> Connection:  # fmt: skip
     trace = Trace()
-    x = trace.input("x", (2, 3, of.hc, of.hidden_size), dtype)
+    rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+    x = trace.input("x", (*rows, of.hc, of.hidden_size), dtype)
     columns = of.hc * (of.hc + 2)
     shapes = {
         of.fn: (columns, of.hc * of.hidden_size), of.base: (columns,), of.scale: (3,),
@@ -77,9 +83,11 @@ def _traced(
     one = _copied(module, own).train(training)
     before = own_attributes(one)
     try:
-        with trace.running():
+        with reads.of(one), trace.running():
             # `forward` is called directly, because a call of the module would run its hooks.
             results = one.forward(x)
+    except NotAnOp:
+        raise
     except Exception as error:
         text = f"it fails on fake tensors ({dtype_name(dtype)}): {first_line(error)}"
         raise NotAnOp(text) from None

@@ -20,7 +20,7 @@ from ..nn import MHCCoeffs
 from . import classes, sharding
 from .hyper_connection_trace import Connection, Parameters, found
 from .planning import Plan
-from .probing import NotAnOp, Probes, attributes_key, has_hooks, leaf_key
+from .probing import NotAnOp, Probes, attributes_key, leaf_key
 
 KIND = "hyper connection"
 
@@ -43,6 +43,7 @@ def plan(model: nn.Module) -> Plan:
                 raise NotAnOp(reason)
             key = _key(module, parameters)
             connection = probes.once(key, lambda: found(module, parameters))
+            connection.assumptions.check(module)
         except NotAnOp:
             if not NAME.search(classes.class_of(module).__name__) or not module._parameters:
                 return
@@ -57,9 +58,11 @@ def plan(model: nn.Module) -> Plan:
 def methods(base: Any, connection: Connection) -> dict[str, Callable[..., Any]]:
     coefficients = library.OPS["mhc_coeffs_forward"].overload
     collapse = library.OPS["mhc_pre"].overload
-    of, options = connection.parameters, connection.values
+    of, options, hold = connection.parameters, connection.values, connection.assumptions.hold
 
     def forward(self: Any, x: Tensor) -> Any:
+        if not hold(self, x):
+            return base.forward(self, x)
         fn, base_, scale = (getattr(self, name) for name in (of.fn, of.base, of.scale))
         if not _is_usual(x, of, fn, base_, scale):
             return base.forward(self, x)
@@ -127,8 +130,6 @@ def _obstacle(module: nn.Module) -> str | None:
     for name, child in module.named_modules():
         if child is module:
             continue
-        if has_hooks(child) or "forward" in vars(child):
-            return f"{name}, which would not be called, has hooks or a forward of its own"
         if child._buffers or any(one is not None for one in child._parameters.values()):
             return f"{name} has parameters or buffers"
     return None

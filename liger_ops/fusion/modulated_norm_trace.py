@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 from ..lowering.passes import rewrite
 from ..lowering.passes.canonical import value
 from ..lowering.passes.canonical.call import operation
+from .assumptions import Assumptions, Reads
 from .modulated_norm_code import MODULATED, ChildCall, Code, Program, op_of
 from .probing import NotAnOp, first_line, own_attributes
-from .trace import Trace
+from .trace import ANY_SIZES, Trace
 
 NORM_OPS = ("layer_norm", "rms_norm")
 # More parts of a projection than any module has.
@@ -39,7 +40,8 @@ class Shapes:
     forms: tuple[str, ...]
 
     def of(self, form: str) -> tuple[int, ...]:
-        rows = {"tokens": (self.samples, self.tokens), "samples": (self.samples,), "one": ()}[form]
+        samples, tokens = ANY_SIZES[self.samples], ANY_SIZES[self.tokens]
+        rows = {"tokens": (samples, tokens), "samples": (samples,), "one": ()}[form]
         return (*rows, self.width if form == "tokens" else self.columns)
 
 
@@ -53,8 +55,9 @@ class Dtypes:
     projected: torch.dtype | None = None
 
 
-def found(module: nn.Module, norms: dict[str, int | None]) -> Program:
-    """The program of a module, whose children `norms` are norms of these widths.
+def found(module: nn.Module, norms: dict[str, int | None]) -> tuple[Program, Assumptions]:
+    """The program of a module, whose children `norms` are norms of these widths, and what that
+    assumes of the module.
 
     Raises:
         NotAnOp: it modulates no norm, or does more; the text gives the reason.
@@ -97,13 +100,16 @@ def is_projection(child: Any) -> bool:
     )
 
 
-def _verified(module: nn.Module, norms: dict[str, int | None], shapes: Shapes) -> Program:
+def _verified(
+    module: nn.Module, norms: dict[str, int | None], shapes: Shapes
+) -> tuple[Program, Assumptions]:
     """The program, which must be the same for other sizes, dtypes, modes and arguments."""
     half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
     names = tuple(inspect.signature(module.forward).parameters)
+    reads = Reads(module._modules.keys() - norms.keys())
 
     def traced(dtypes: Dtypes, of: Shapes = shapes, **options: Any) -> Program:
-        return _Tracing(module, norms, of, dtypes, **options).program()
+        return _Tracing(module, norms, of, dtypes, **options).program(reads)
 
     program = traced(Dtypes(bfloat, bfloat))
     given = tuple(name for name in names if name in program.used)
@@ -121,7 +127,8 @@ def _verified(module: nn.Module, norms: dict[str, int | None], shapes: Shapes) -
     if any(other != program for other in others):
         raise NotAnOp("it computes something else for other sizes or dtypes, or in evaluation")
     with_casts = traced(Dtypes(single, half, bfloat), given=given, options=modes, casts="to x")
-    return replace(with_casts, is_cast=program.is_cast)
+    assumptions = reads.assumptions(module, (half, bfloat, single))
+    return replace(with_casts, is_cast=program.is_cast), assumptions
 
 
 class _Tracing:
@@ -169,10 +176,10 @@ class _Tracing:
     def _stand_in(self, name: str, child: Any) -> Any:
         return None if child is None else _Child(name, child, self)
 
-    def program(self) -> Program:
+    def program(self, reads: Reads) -> Program:
         before = own_attributes(self.copy)
         try:
-            with self.trace.running():
+            with reads.of(self.copy), self.trace.running():
                 result = self.copy.forward(**self.arguments)
         except NotAnOp:
             raise

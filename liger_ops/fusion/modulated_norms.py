@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from .. import library
 from . import classes
+from .assumptions import Assumptions
 from .modulated_norm_code import FUNCTIONS, TENSORS, Program
 from .modulated_norm_trace import found, is_projection
 from .planning import Plan
-from .probing import NotAnOp, Probes, attributes_key, has_hooks, leaf_key
+from .probing import NotAnOp, Probes, attributes_key, leaf_key
 
 KIND = "modulated norm"
 
@@ -50,19 +51,22 @@ def plan(model: nn.Module, width_of: Callable[[nn.Module], int | None]) -> Plan:
             norms = _norms(module, width_of)
             if reason := _norm_obstacle(module, norms):
                 raise NotAnOp(reason)
-            program = probes.once(_key(module, norms), lambda: found(module, norms))
+            facts = probes.once(_key(module, norms), lambda: found(module, norms))
+            program, assumptions = facts
+            assumptions.check(module)
         except NotAnOp:
             if not NAME.search(classes.class_of(module).__name__) or not module._modules:
                 return
             raise
         plan.fuse(name, module, program.ops[0].name, dict(program.ops[0].options))
-        plan.changes.append(lambda: classes.override(module, KIND, program))
+        plan.changes.append(lambda: classes.override(module, KIND, facts))
 
     return Plan(KIND, model, look)
 
 
 @classes.kind(KIND)
-def methods(base: Any, program: Program) -> dict[str, Callable[..., Any]]:
+def methods(base: Any, facts: tuple[Program, Assumptions]) -> dict[str, Callable[..., Any]]:
+    program, assumptions = facts
     names = list(inspect.signature(base.forward).parameters)[1:]
     ops = [library.OPS[op.name].overload for op in program.ops]
 
@@ -79,6 +83,7 @@ def methods(base: Any, program: Program) -> dict[str, Callable[..., Any]]:
 
     unused = [name for name in names if name not in program.used]
     other = [f"{name} is None" for name in program.used] + [f"{n} is not None" for n in unused]
+    other.append(f"not hold(self, {names[0]})")
     original = f"return original(self, {', '.join(names)})"
     body = [f"if {' or '.join(other)}:", f"    {original}"]
     for line in program.lines:
@@ -92,6 +97,7 @@ def methods(base: Any, program: Program) -> dict[str, Callable[..., Any]]:
     namespace: dict[str, Any] = {
         **{name: getattr(torch, name, None) or getattr(F, name) for name in FUNCTIONS},
         "torch": torch, "original": base.forward, "modulate": modulate,
+        "hold": assumptions.hold,
     }  # fmt: skip
     exec(source, namespace)
     return {"forward": classes.in_place_of(base.forward, namespace["forward"])}
@@ -185,8 +191,6 @@ def _norm_obstacle(module: nn.Module, norms: dict[str, int | None]) -> str | Non
     for name in norms:
         norm = module._modules[name]
         assert norm is not None
-        if has_hooks(norm) or "forward" in vars(norm) or norm._compiled_call_impl is not None:
-            return f"{name}, which would not be called, has hooks or a forward of its own"
         for own, one in norm._parameters.items():
             if one is not None and type(one) is not nn.Parameter:
                 return f"{name}.{own} is a {type(one).__name__}, not a plain Parameter"

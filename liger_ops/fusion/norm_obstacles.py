@@ -1,4 +1,4 @@
-"""Reasons that a norm cannot be replaced, independent of what it computes."""
+"""Reasons that a norm's forward cannot be overridden, independent of what it computes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .probing import has_hooks
-
-# Methods other than forward: a class that overrides one of them does more than compute.
-BEYOND_FORWARD = (
-    "__call__",
-    "_apply",
-    "_load_from_state_dict",
-    "_save_to_state_dict",
-    "get_extra_state",
-    "set_extra_state",
-)
-
 
 def obstacle(module: nn.Module) -> str | None:
-    """Reason that a module cannot be replaced, whatever it computes, or None."""
+    """Reason that a module's forward cannot be overridden, whatever it computes, or None."""
     if parametrize.is_parametrized(module):
         return "it is parametrized"
     if isinstance(module, torch.jit.ScriptModule):
@@ -31,18 +19,7 @@ def obstacle(module: nn.Module) -> str | None:
         return "it holds other modules"
     if "forward" in vars(module):
         return "the instance has a forward of its own"
-    if has_hooks(module):
-        return "it has hooks"
-    if module._compiled_call_impl is not None:
-        return "it is compiled by itself"
-    return _parameters_obstacle(module) or _class_obstacle(module) or _forward_obstacle(module)
-
-
-def _class_obstacle(module: nn.Module) -> str | None:
-    for name in BEYOND_FORWARD:
-        if getattr(type(module), name) is not getattr(nn.Module, name):
-            return f"its class overrides {name}"
-    return None
+    return _parameters_obstacle(module) or _forward_obstacle(module)
 
 
 def _parameters_obstacle(module: nn.Module) -> str | None:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from ..lowering.passes.recognise import Recognised, recognise
 from ..lowering.passes.rewrite import Refused, before_widening
+from . import classes
+from .assumptions import Assumptions, Reads
 from .probing import NotAnOp, dtype_name, first_line, own_attributes
-from .trace import Trace
+from .trace import ANY_SIZES, Trace
 
 REWRITES = ("rms_norm", "layer_norm", "group_norm")
 # Of a module that is called with a gate too.
@@ -68,8 +70,10 @@ class _Case:
     training: bool = True
 
     def shape(self) -> tuple[int, ...]:
-        leading = (2, 3, 5)[: self.dims - 1]
-        return (*leading, self.width) if self.channels_last else (2, self.width, *leading[1:])
+        leading = tuple(ANY_SIZES[n] for n in {2: (4,), 3: (2, 3), 4: (5, 4, 2)}[self.dims])
+        return (
+            (*leading, self.width) if self.channels_last else (leading[0], self.width, *leading[1:])
+        )
 
     def __str__(self) -> str:
         x, parameters = map(dtype_name, self.dtypes)
@@ -82,8 +86,8 @@ class _FailsInTrace(NotAnOp):
     """The code does not accept such an input."""
 
 
-def norm_of(module: nn.Module, mixed_dtypes: Sequence[Dtypes] = ()) -> Norm:
-    """Find the op that computes what a module computes.
+def norm_of(module: nn.Module, mixed_dtypes: Sequence[Dtypes] = ()) -> tuple[Norm, Assumptions]:
+    """Find the op that computes what a module computes, and what that assumes of the module.
 
     The module's parameters, at most a weight and a bias, are one-dimensional and of one size. Its
     forward is traced in bfloat16, where the positions of rounding show. It must be the same op for
@@ -101,16 +105,17 @@ class _Norm:
         self.module = module
         self.is_gated = len(inspect.signature(module.forward).parameters) == 2
         self.parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        self.reads = Reads()
 
-    def found(self, mixed_dtypes: Sequence[Dtypes]) -> Norm:
+    def found(self, mixed_dtypes: Sequence[Dtypes]) -> tuple[Norm, Assumptions]:
         refusals = []
         for case in self.cases():
             try:
                 norm = self.traced(case)
                 if (norm.op != "group_norm") is not case.channels_last:
                     raise NotAnOp(f"it is {norm.op} of inputs of another layout")
-                self.verify(norm, case, mixed_dtypes)
-                return norm
+                dtypes = self.verified(norm, case, mixed_dtypes)
+                return norm, self.reads.assumptions(self.module, dtypes)
             except NotAnOp as refusal:
                 refusals.append(refusal)
         # A refusal of a case that runs says more than the failure of one that does not.
@@ -138,8 +143,8 @@ class _Norm:
                 found[value] = None
         return list(found)
 
-    def verify(self, norm: Norm, first: _Case, mixed_dtypes: Sequence[Dtypes]) -> None:
-        """Raise if the module is not the same op in the other cases."""
+    def verified(self, norm: Norm, first: _Case, mixed_dtypes: Sequence[Dtypes]) -> list[Dtypes]:
+        """The dtypes in which the module is the op. Raises NotAnOp if it is not in another case."""
         half, single = (torch.float16, torch.float16), (torch.float32, torch.float32)
         cases = [
             replace(first, dims=2, training=False),
@@ -150,10 +155,19 @@ class _Norm:
             cases.append(replace(first, width=ANY_WIDTHS[1]))
         for case in cases:
             self.compare(norm, case)
+        proved = [first.dtypes, half, single]
         for dtypes in mixed_dtypes if self.parameters else ():
             # A pair of dtypes on which the module fails cannot occur in the model.
             with contextlib.suppress(_FailsInTrace):
                 self.compare(norm, replace(first, dtypes=dtypes))
+                proved.append(dtypes)
+        wide = (torch.float64, torch.float64)
+        # In float64 much code rounds to float32, and is no op.
+        with contextlib.suppress(NotAnOp):
+            for training in (True, False):
+                self.compare(norm, replace(first, dtypes=wide, training=training))
+            proved.append(wide)
+        return proved
 
     def compare(self, norm: Norm, case: _Case) -> None:
         try:
@@ -163,8 +177,8 @@ class _Norm:
         except NotAnOp as reason:
             raise NotAnOp(f"{reason} ({case})") from None
         options = dict(found.options)
-        if "casting_mode" in options and case.dtypes[0] is torch.float32:
-            # In float32 nothing is rounded in between, so all casting modes are equal.
+        if "casting_mode" in options and case.dtypes[0] in (torch.float32, torch.float64):
+            # In these nothing is rounded in between, so all casting modes are equal.
             options["casting_mode"] = norm.options.get("casting_mode")
         if (found.op, options) != (norm.op, norm.options):
             raise NotAnOp(f"it is {norm} once, and {found} in another case ({case})")
@@ -181,8 +195,11 @@ class _Norm:
         module = self.copied(parameters).train(case.training)
         before = own_attributes(module)
         try:
-            with trace.running():
-                y = module(*inputs)
+            with self.reads.of(module), trace.running():
+                # `forward` is called directly, because a call of the module would run its hooks.
+                y = module.forward(*inputs)
+        except NotAnOp:
+            raise
         except Exception as error:
             raise _FailsInTrace(f"it fails on fake tensors ({case}): {first_line(error)}") from None
         if list(map(id, before.values())) != list(map(id, own_attributes(module).values())):
@@ -226,10 +243,12 @@ class _Norm:
         return Norm(found.op, options, case.width if has_width else None)
 
     def copied(self, parameters: dict[str, Tensor]) -> nn.Module:
-        """A copy of the module with these parameters."""
-        # deepcopy does not copy objects in its memo, so the real parameters are not read.
-        memo: dict[int, Any] = {id(p): parameters[name] for name, p in self.parameters.items()}
+        """A copy of the module with these parameters, and without hooks."""
+        copied: nn.Module = object.__new__(classes.class_of(self.module))
         try:
-            return copy.deepcopy(self.module, memo)
+            attributes = copy.deepcopy(own_attributes(self.module))
         except Exception as error:
             raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
+        every = {**self.module._parameters, **parameters}
+        vars(copied).update(vars(self.module), **attributes, _parameters=every)
+        return copied

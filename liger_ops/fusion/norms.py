@@ -1,4 +1,4 @@
-"""Norms: replace modules by the fused modules that compute the same."""
+"""Norms: their forward becomes one op."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import library
 from ..nn import FusedAddRMSNorm, GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm
 from . import classes, modulated_norms, sharding, tensor_parallel
+from .assumptions import Assumptions
 from .norm_obstacles import obstacle
 from .norm_trace import Dtypes, Norm, norm_of
 from .planning import Plan
@@ -21,18 +22,10 @@ KIND = "norm"
 
 FUSED_CLASSES = (RMSNorm, FusedAddRMSNorm, GatedRMSNorm, LayerNorm, GroupNorm)
 
-# Attribute in which a fused module keeps the original, outside of the module tree.
-ORIGINAL = "_fused_from"
-
 
 def plan(model: nn.Module) -> Plan:
-    """Replace every norm of a model by the fused module that computes the same.
-
-    A norm with a gate, and one whose parameters FSDP2, tensor parallelism or DeepSpeed holds, stays
-    in place, and its forward is overridden, as is that of a module that modulates norms.
-    """
+    """Override the forward of every norm of a model, and of every module that modulates norms."""
     probes = _Probes(model)
-    replacements: dict[nn.Module, nn.Module] = {}
     modulated = modulated_norms.plan(model, probes.width)
     told = {finding.where for finding in modulated.findings}
 
@@ -42,50 +35,19 @@ def plan(model: nn.Module) -> Plan:
         if is_fused or name in told or "parametrizations" in name.split("."):
             return
         try:
-            norm = probes.norm(module)
-            # In training the mixers of Mamba 2 read the weight and the eps of their gated norm.
-            if sharding.is_managed(module) or norm.op == "gated_rms_norm":
-                facts = norm.op, tuple(norm.options.items()), norm.width
-                plan.changes.append(lambda: _override(module, facts))
-            elif module is model:
-                raise NotAnOp("it is the model itself; fuse replaces the modules inside a model")
-            else:
-                replacements[module] = _replacement(module, norm)
+            norm, assumptions = probes.norm(module)
+            facts = norm.op, tuple(norm.options.items()), norm.width, assumptions
         except NotAnOp:
             if not _looks_like_a_norm(name, module):
                 return
             raise
         plan.fuse(name, module, norm.op, norm.options)
+        plan.changes.append(lambda: _override(module, facts))
 
     plan = Plan(KIND, model, look)
-    plan.changes.append(lambda: _swap(model, replacements.get))
     plan.findings += modulated.findings
     plan.changes += modulated.changes
     return plan
-
-
-def check_unfuse(model: nn.Module) -> None:
-    """Raise if FSDP2, tensor parallelism or DeepSpeed holds parameters of modules that would be
-    replaced.
-
-    Raises:
-        RuntimeError: there is such a module.
-    """
-    for name, module in model.named_modules():
-        if ORIGINAL in vars(module) and sharding.is_managed(module):
-            raise RuntimeError(
-                f"unfuse: fully_shard, parallelize_module or DeepSpeed holds the parameters of"
-                f" {name}, which fuse had replaced before; unfuse a model before it is sharded"
-            )
-
-
-def unfuse(model: nn.Module) -> int:
-    """Put back the norms that `fuse` replaced, with the current parameters and training mode."""
-    originals = {
-        module: _restored(module) for module in model.modules() if ORIGINAL in vars(module)
-    }
-    _swap(model, originals.get)
-    return len(originals)
 
 
 def _override(module: nn.Module, facts: Any) -> None:
@@ -97,15 +59,24 @@ def _override(module: nn.Module, facts: Any) -> None:
 
 @classes.kind(KIND)
 def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
-    op, options, width = facts
+    op, options, width, assumptions = facts
     norm = Norm(op, dict(options), width)
+    overload, hold, original = library.OPS[op].overload, assumptions.hold, base.forward
+    dim = 1 if op == "group_norm" else -1
 
-    def forward(self: Any, *inputs: Tensor) -> Tensor:
-        parameters = self._parameters
-        return norm.computed_by(overload, inputs, parameters.get("weight"), parameters.get("bias"))
+    def forward(self: Any, *inputs: Any) -> Any:
+        x, parameters = inputs[0], self._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        others = [one for one in (*inputs[1:], weight, bias) if one is not None]
+        if torch.is_autocast_enabled(x.device.type):
+            # The op's rule for autocast says what it casts.
+            others = []
+        is_usual = inputs[-1] is not None and (width is None or x.shape[dim] == width)
+        if not is_usual or not hold(self, x, *others):
+            return original(self, *inputs)
+        return norm.computed_by(overload, inputs, weight, bias)
 
-    overload = library.OPS[op].overload
-    return {"forward": classes.in_place_of(base.forward, forward)}
+    return {"forward": classes.in_place_of(original, forward)}
 
 
 class _Probes:
@@ -119,7 +90,7 @@ class _Probes:
         ]
         self.probes = Probes()
 
-    def norm(self, module: nn.Module) -> Norm:
+    def norm(self, module: nn.Module) -> tuple[Norm, Assumptions]:
         if sharding.is_managed(module):
             module = sharding.with_whole_parameters(module, self.whole)
         reason = obstacle(module)
@@ -134,7 +105,7 @@ class _Probes:
         if isinstance(module, (RMSNorm, LayerNorm)):
             width: Any = module.hidden_size
             return None if width is None else int(width)
-        norm = self.norm(module)
+        norm, _ = self.norm(module)
         if norm.op not in ("rms_norm", "layer_norm"):
             raise NotAnOp(f"it is {norm.op}")
         return norm.width
@@ -163,41 +134,3 @@ def _looks_like_a_norm(name: str, module: nn.Module) -> bool:
     named = "norm" in f"{class_name}.{name.rpartition('.')[2]}".lower()
     has_weight = "Norm" in class_name and "weight" in module._parameters
     return (named and (is_leaf or parametrize.is_parametrized(module))) or has_weight
-
-
-def _replacement(original: nn.Module, norm: Norm) -> nn.Module:
-    has_weight = original._parameters.get("weight") is not None
-    module: nn.Module
-    # The parameters made here are on the meta device, and are replaced at once.
-    if norm.op == "rms_norm":
-        module = RMSNorm(norm.width, elementwise_affine=has_weight, device="meta", **norm.options)
-    elif norm.op == "layer_norm":
-        module = LayerNorm(norm.width, elementwise_affine=has_weight, device="meta", **norm.options)
-    else:
-        assert norm.width is not None
-        module = GroupNorm(
-            num_channels=norm.width, affine=has_weight, device="meta", **norm.options
-        )
-    for name in module._parameters:
-        module.register_parameter(name, original._parameters.get(name))
-    module.training = original.training
-    vars(module)[ORIGINAL] = original
-    return module
-
-
-def _restored(module: nn.Module) -> nn.Module:
-    original: nn.Module = vars(module)[ORIGINAL]
-    for name, parameter in module._parameters.items():
-        if name in original._parameters:
-            original.register_parameter(name, parameter)
-    original.training = module.training
-    return original
-
-
-def _swap(model: nn.Module, new: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace every child in the model by new(child), unless that is None."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            module = None if child is None else new(child)
-            if module is not None:
-                parent.set_submodule(name, module)

@@ -52,15 +52,12 @@ class Plan:
 
 @contextmanager
 def wholly_or_not_at_all(model: nn.Module) -> Iterator[None]:
-    """If the body raises, restore the class and children of every module of a model."""
-    before = [(module, type(module), dict(module._modules)) for module in model.modules()]
+    """If the body raises, restore the class of every module of a model."""
+    before = [(module, type(module)) for module in model.modules()]
     try:
         yield
     except BaseException:
-        for module, cls, children in before:
+        for module, cls in before:
             if type(module) is not cls:
                 module.__class__ = cls
-            for name, child in children.items():
-                if module._modules[name] is not child:
-                    module._modules[name] = child
         raise

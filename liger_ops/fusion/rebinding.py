@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+
+
+class Names:
+    """Global names of a file and the values that they have now."""
+
+    def __init__(self, scope: dict[str, Any], names: Iterable[str]) -> None:
+        file = sys.modules.get(scope.get("__name__", ""))
+        # Dynamo guards on the attributes of a module, and not on a dict.
+        self._places = [(file, name, scope[name]) for name in names if file and vars(file) is scope]
+
+    def add_functions(self, function: Any) -> None:
+        """Add the global functions that a function and these call."""
+        scope = getattr(function, "__globals__", {})
+        for name in getattr(getattr(function, "__code__", None), "co_names", ()):
+            value = scope.get(name)
+            known = any(value is one for _, _, one in self._places)
+            if isinstance(value, types.FunctionType) and not known:
+                self._places += Names(scope, [name])._places
+                self.add_functions(value)
+
+    def are_unchanged(self) -> bool:
+        return all(getattr(file, name, None) is value for file, name, value in self._places)
 
 
 def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
     """A copy of a function, and of the functions that it wraps, over a copy of its globals.
 
     The innermost function refers to the names in `changes`. In the copy, each name is bound to what
-    its change returns for the value that it has.
+    its change returns for the value that it has. Once the file binds one to another value, a call
+    reaches the function itself.
     """
     scope, closure, inner = function.__globals__, function.__closure__, None
-    own = {}
+    own: dict[str, Any] = {}
     if any(name in function.__code__.co_names for name in changes):
         own = {name: change(scope[name]) for name, change in changes.items() if name in scope}
     else:
@@ -34,6 +58,7 @@ def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
         return found
 
     own_globals = seen()
+    names = Names(scope, own)
     made = types.FunctionType(
         function.__code__, own_globals, function.__name__, function.__defaults__, closure
     )
@@ -41,6 +66,8 @@ def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
 
     @functools.wraps(function)
     def copied(*args: Any, **kwargs: Any) -> Any:
+        if not names.are_unchanged():
+            return function(*args, **kwargs)
         if not torch.compiler.is_compiling():
             # Pick up names that the file has rebound since.
             own_globals.update(seen())

@@ -22,7 +22,7 @@ from .. import library
 from . import classes
 from .planning import Plan
 from .probing import NotAnOp, Probes, own_attributes
-from .rebinding import rebound
+from .rebinding import Names, rebound
 from .rotary import SECTIONS, WIDENED, Rotary, parameters_of
 from .rotary_trace import find
 
@@ -139,13 +139,15 @@ def _calling(forward: Any, rotary: Rotary) -> Any:
 def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., Any]:
     """A function that calls rope for the forms in `rotary`, and the original for any other."""
     op = library.OPS["rope"].overload
+    called = Names({}, ())
+    called.add_functions(original)
 
     @functools.wraps(original)
     def rotated(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(rotary.parameters, args, strict=False))
         given.update(kwargs)
         form = rotary.form_of(given)
-        if form is None:
+        if form is None or not called.are_unchanged():
             return original(*args, **kwargs)
         q, k, *tables = (given[name] for name in rotary.parameters[: 2 + rotary.tables])
         if rotary.wide_tables == WIDENED and tables[0].dtype is not q.dtype:

@@ -127,7 +127,8 @@ class Rotary:
 
     tables: how many it takes. wide_tables: the dtype of the result for float32 or complex64 tables
     with queries of another dtype: KEPT, the queries' dtype; WIDENED, float32, as in autocast; None,
-    anything else.
+    anything else. in_float64: whether it is the same in float64. function: the id of the function,
+    so that a class made for one function is not used for another with the same forms.
     """
 
     name: str
@@ -136,6 +137,8 @@ class Rotary:
     unsqueeze_dim: int | None
     wide_tables: str | None
     forms: tuple[Form, ...]
+    in_float64: bool
+    function: int
 
     def takes(self, table_dtype: torch.dtype, dtype: torch.dtype) -> bool:
         """Whether it computes rope for tables of another dtype than the queries."""
@@ -155,6 +158,8 @@ class Rotary:
         q, k, *tables = (given[name] for name in names)
         if self.tables == 1 and not tables[0].is_complex():
             # After model.to(torch.bfloat16), which drops the imaginary parts.
+            return None
+        if q.dtype is torch.float64 and not self.in_float64:
             return None
         if tables[0].dtype is not q.dtype and not self.takes(tables[0].dtype, q.dtype):
             return None

@@ -26,7 +26,7 @@ from .rotary import (
     parameters_of,
     tables_of,
 )
-from .trace import Trace
+from .trace import ANY_SIZES, Trace
 
 # The sizes of a trace. All differ, so that the shape of a view says which dimension is which.
 SIZES = {"b": 2, "s": 5, "d": 12}
@@ -89,6 +89,8 @@ class _Function:
             self.default,
             self.wide_tables(forms),
             tuple(forms),
+            self.in_float64(forms),
+            id(self.function),
         )
 
     def calls(self) -> Iterator[Form]:
@@ -113,6 +115,13 @@ class _Function:
                 raise NotAnOp(f"{self.name} returns another dtype than {dtype_name(dtype)}")
         if self.recognised(forms[0], dtype, table_dtype) != forms[0]:
             raise NotAnOp(f"{self.name} is another rope in {dtype_name(dtype)}")
+
+    def in_float64(self, forms: Sequence[Form]) -> bool:
+        try:
+            self.compare(forms, torch.float64, torch.float64)
+        except NotAnOp:
+            return False
+        return True
 
     def wide_tables(self, forms: Sequence[Form]) -> str | None:
         """Return how float32 tables of narrower queries are used, in autocast or not, or None."""
@@ -182,10 +191,17 @@ class _Function:
         """The form of a call with the op's options."""
         trace = Trace()
         given = self.given(call, dtype, table_dtype or dtype)
-        tensors = [trace.input(name, *one) for name, one in given.items()]
+        any_sizes = (2, 5) if dtype is torch.bfloat16 else (3, 4)
+        free = {SIZES[name]: ANY_SIZES[n] for name, n in zip("bs", any_sizes, strict=True)}
+        tensors = [
+            trace.input(name, tuple(free.get(n, n) for n in shape), one)
+            for name, (shape, one) in given.items()
+        ]
         try:
             with trace.running():
                 results = self.called(call, tensors)
+        except NotAnOp as reason:
+            raise NotAnOp(f"{self.name}: {reason}") from None
         except Exception as error:
             raise NotAnOp(f"{self.name} fails on fake tensors: {first_line(error)}") from None
         module = trace.module(results)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 
 from ..lowering.passes.canonical import IDENTITY, canonical
 from ..lowering.passes.effects import writes
-from .probing import DEVICE
+from .probing import DEVICE, NotAnOp
 
 # Types of results that code reads from a tensor without computing.
-CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+CONSTANTS = (
+    bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 # Reflected operators, whose left operand is a number, by the methods that Python calls.
 TURNED = {
@@ -37,6 +39,58 @@ TURNED = {
 
 # Operations whose result has the elements of their first argument.
 UNCHANGED = {IDENTITY, "contiguous"}
+
+
+# Sizes of a trace that stand for any size, by the sizes that a reader would choose. They are primes
+# that no model has for a width, so that each multiple of one shows where it comes from.
+ANY_SIZES = {2: 10007, 3: 10009, 4: 10037, 5: 10039}
+
+
+class _AnySize(int):
+    """A size that stands for any size. Its trace takes note if code decides by it.
+
+    Symbolic shapes of PyTorch show the same, and take ten times as long.
+    """
+
+    trace: Trace
+
+    def __new__(cls, size: int, trace: Trace) -> _AnySize:
+        made = super().__new__(cls, size)
+        made.trace = trace
+        return made
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+
+def _deciding(name: str) -> Callable[..., Any]:
+    method = getattr(int, name)
+
+    def decide(self: _AnySize, *others: Any) -> Any:
+        is_same = all(isinstance(one, _AnySize) and int.__eq__(one, self) for one in others)
+        if self.trace.is_watching and not (others and is_same):
+            self.trace.decides = True
+        return method(self, *others)
+
+    return decide
+
+
+def _computing(name: str) -> Callable[..., Any]:
+    method = getattr(int, name)
+
+    def compute(self: _AnySize, *others: Any) -> Any:
+        result = method(self, *others)
+        return _AnySize(result, self.trace) if type(result) is int else result
+
+    return compute
+
+
+for _name in (
+    "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "truediv", "rtruediv", "pow",
+):  # fmt: skip
+    setattr(_AnySize, f"__{_name}__", _deciding(f"__{_name}__"))
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "neg"):
+    setattr(_AnySize, f"__{_name}__", _computing(f"__{_name}__"))
 
 
 class Trace(TorchFunctionMode):
@@ -51,11 +105,16 @@ class Trace(TorchFunctionMode):
         self.graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Any] = []
+        self.is_watching = self.decides = False
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Trace the body with gradients, without autocast and on fake tensors."""
+        """Trace the body with gradients, without autocast and on fake tensors.
+
+        Raises:
+            NotAnOp: the body decides by a size of `ANY_SIZES` what it computes.
+        """
         with (
             _quiet(),
             torch.inference_mode(False),
@@ -64,7 +123,11 @@ class Trace(TorchFunctionMode):
             self._fake_mode,
             self,
         ):
+            self.is_watching = True
             yield
+            self.is_watching = False
+        if self.decides:
+            raise NotAnOp("it computes something else for other lengths or batches")
 
     def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Add an input without data to the graph, while it is traced or before."""
@@ -93,11 +156,20 @@ class Trace(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        self.is_watching, before = False, self.is_watching
+        try:
+            return self._called(func, *_plain((args, kwargs or {})))
+        finally:
+            self.is_watching = before
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__len__" and type(self._watched(result)) is not int:
+            # Python turns what len returns into an int.
+            self.decides = True
         leaves = pytree.tree_leaves(result)
         if leaves and all(isinstance(leaf, CONSTANTS) for leaf in leaves) or result == ():
-            return result
+            return pytree.tree_map_only(int, self._watched, result)
         if not torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE.type):
             # No pattern knows this node: a call in this mode differs from one outside.
             func = _in_another_mode
@@ -111,6 +183,10 @@ class Trace(TorchFunctionMode):
         else:
             self._remember(node, result)
         return result
+
+    def _watched(self, size: int) -> int:
+        is_any = type(size) is int and size and any(size % n == 0 for n in ANY_SIZES.values())
+        return _AnySize(size, self) if is_any else size
 
     def _remember(self, node: fx.Node, result: Any) -> None:
         node.meta["example_value"] = result
@@ -139,6 +215,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def _plain(given: Any) -> Any:
+    """The arguments of a call with plain ints."""
+    if isinstance(given, slice):
+        return slice(*map(_plain, (given.start, given.stop, given.step)))
+    if isinstance(given, dict):
+        return {name: _plain(one) for name, one in given.items()}
+    if type(given) in (tuple, list, torch.Size):
+        return type(given)([_plain(one) for one in given])
+    return int.__pos__(given) if isinstance(given, _AnySize) else given
 
 
 def unchanged(node: fx.Node) -> fx.Node:

@@ -82,6 +82,34 @@ Call `unfuse`, or `fuse(model, attention=False)`, before code that asks for an i
 name: context parallelism of `Trainer`, continuous batching, `config.output_attentions = True`. A
 configuration that several models share names the implementation for all of them.
 
+## Changes after `fuse`
+
+What each door assumes of a model after it was applied, and what happens when that is so no longer:
+
+| door | assumed | a change |
+| --- | --- | --- |
+| `fuse`: gated activations, norms, modulated norms, hyper-connections | every attribute that the \
+traced code read, of the module, of the children that are not called and of objects such as a \
+configuration; these children, without hooks and with the forwards of their classes; the traced \
+dtypes | the module's own code runs, in the same call, eager and compiled. One warning for a \
+module and a reason; none in compiled code, or for a dtype |
+| `fuse`: rotary functions | the function that the forward's file names, and the functions that \
+it calls; the form of the call | the file's function runs |
+| `fuse`: attention | the functions of transformers' registries, or of the model's file; the \
+implementation's name | the registered functions run, and get a dense mask |
+| `fuse`: the loss | the loss function, the head, its hooks and adapters | all logits are \
+computed, with a warning once |
+| `torch.compile(model, backend="liger")` and `enable()` | what Dynamo guards on | Dynamo \
+compiles again. It guards on no hooks, of any model: \
+`torch._dynamo.config.skip_nnmodule_hook_guards` |
+
+In each: the code of classes, and of functions other than rotary and attention functions, stays as
+it was. Hooks of a fused module itself, and a forward that is set on it, work as without `fuse`. The
+hooks of FSDP2 and DeepSpeed on an activation without parameters change nothing. A module whose code
+decides by a length or a batch, outside of calls of PyTorch, is left; one that is another op in
+float64 runs its own code there. `make test ARGS=tests/fusion/test_fuse_changes.py` changes each of
+these after `fuse`, and compares results and gradients with an untouched model.
+
 ## Norms of heads
 
 The norms of queries and keys and their rotation, as in Qwen3 and Gemma 3, are fused as modules of
@@ -99,8 +127,8 @@ model that is compiled, whole or layer by layer ([compile.md](compile.md)).
 A module that projects an embedding, takes scale and shift from the projection and returns
 norm(x) * (1 + scale) + shift gets a forward that calls `modulated_layer_norm` or
 `modulated_rms_norm`. It returns the same further chunks, such as gates, and calls the same children
-in the same order, except for the norms, whose parameters it reads. Hooks that are set on such a
-norm later have no effect. In diffusers 0.42 these are AdaLayerNorm, AdaLayerNormZero,
+in the same order, except for the norms, whose parameters it reads. With hooks on such
+a norm the module's own code runs. In diffusers 0.42 these are AdaLayerNorm, AdaLayerNormZero,
 AdaLayerNormZeroSingle, AdaLayerNormContinuous, SD35AdaLayerNormZeroX, CogVideoXLayerNormZero,
 LuminaRMSNormZero, LuminaLayerNormContinuous and those of CogView 4: the norms of DiT, SD3, SD3.5,
 Flux, AuraFlow, HunyuanVideo and Lumina 2 before attention, and their last norm. In transformers
