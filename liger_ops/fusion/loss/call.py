@@ -6,7 +6,6 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from .facts import LossFacts
 from .head import called_for, head_of
 from .lora import LoraHead
 from .made_losses import with_traced_loss
-from .options import CHECKS, DEFAULTS, LossOptions, taken_from
+from .options import CHECKS, LossOptions, taken_from
 from .view import view_class, view_of
 
 
@@ -57,12 +56,12 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
         if skips and reason is not None:
             _say_once(self, base.__name__, reason)
         if not skips or isinstance(head, str) or reason is not None:
-            if options == DEFAULTS:
+            if not options.asked:
                 return original(self, *args, **kwargs)
             head = None
             if head_hooks.keep_words_apart(called_for(self, facts.head)[-1]):
                 raise ValueError(
-                    f"{base.__name__}: {_asked_for(options)} is computed where logits are skipped,"
+                    f"{base.__name__}: {', '.join(options.asked)} is computed where logits are skipped,"
                     " and its head returns the logits of a rank's words"
                     f" ({reason or 'they are not skipped'})"
                 )
@@ -75,9 +74,9 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
         deferring = DeferringHead(head, called_for(self, facts.head), options, say)
         function = traced if torch.compiler.is_compiling() else original
         found = function(view_of(self, facts.head, deferring, view), *args, **kwargs)
-        if options != DEFAULTS and not deferring.losses:
+        if options.asked and not deferring.losses:
             raise ValueError(
-                f"{base.__name__}: {_asked_for(options)} is computed by the cross_entropy of the"
+                f"{base.__name__}: {', '.join(options.asked)} is computed by the cross_entropy of the"
                 " head's logits, and its forward computes its loss in another way"
             )
         found = output.settled(found, skips=deferring.losses > 0)
@@ -114,8 +113,8 @@ def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None)
     """Raise if a call without labels asks for anything that belongs to the loss."""
     if skip_logits:
         raise ValueError(f"{name}: skip_logits=True and no labels were given")
-    if options != DEFAULTS:
-        raise ValueError(f"{name}: {_asked_for(options)} needs labels, and no labels were given")
+    if options.asked:
+        raise ValueError(f"{name}: {', '.join(options.asked)} needs labels, and no labels were given")
 
 
 def _obstacle(
@@ -133,12 +132,6 @@ def _obstacle(
     if facts.makes_loss and not facts.rebinds and torch.compiler.is_compiling():
         return "torch.compile traces the CrossEntropyLoss that its forward makes for tensors alone"
     return None
-
-
-def _asked_for(options: LossOptions) -> str:
-    """The names of the options that differ from the defaults."""
-    names = [field.name for field in fields(options)]
-    return ", ".join(n for n in names if getattr(options, n) != getattr(DEFAULTS, n))
 
 
 _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()

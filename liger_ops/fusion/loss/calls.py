@@ -16,7 +16,7 @@ from .deferred import DeferredLogits
 from .form import Form
 from .head import parameter_of
 from .lora import LoraHead
-from .options import DEFAULTS, LossOptions
+from .options import LossOptions
 from .value import OfHidden, OfLogits, OfShardedHead, Source, value_of
 
 # Called when logits are computed, with the reason and with the operands of the operation.
@@ -61,7 +61,7 @@ class DeferringHead:
         if logits.value is None and reason is not None:
             call.compute(reason, ())
         if logits.value is not None:
-            if self.options == DEFAULTS:
+            if not self.options.asked:
                 return F.cross_entropy(logits.value, target, **options)
             return self.value(OfLogits(logits.value), logits, target, options)
 

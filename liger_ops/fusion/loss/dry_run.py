@@ -25,7 +25,7 @@ from .form import Form
 from .head import head_of, parameter_of
 from .lora import LoraHead
 from .made_losses import with_traced_loss
-from .options import CHECKS, DEFAULTS
+from .options import CHECKS, LossOptions
 from .output import settled
 from .stand_in import Names, stand_in
 from .view import view_class, view_of
@@ -54,7 +54,7 @@ class _DryHead(DeferringHead):
     """A head that keeps what reaches its loss."""
 
     def __init__(self, layer: nn.Linear, names: Names, modules: list[Any]) -> None:
-        super().__init__(layer, [layer], DEFAULTS, self._left)
+        super().__init__(layer, [layer], LossOptions(), self._left)
         self.names = names
         self.own_modules = modules
         self.forms: list[Form] = []
@@ -66,6 +66,8 @@ class _DryHead(DeferringHead):
         raise NotAnOp(f"{reason}, with its {found[0]}" if found else reason)
 
     def loss(self, logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
+        if target.shape != logits.shape[:-1]:
+            raise ValueError("there are not as many labels as logits")
         self.losses += 1
         self.forms.append(logits.form)
         self.targets.append(target)
@@ -164,14 +166,15 @@ class _DryRun:
         return arguments
 
     def once(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, _DryHead]:
-        words, columns = shape_of(parameter_of(self.head, "weight"))
-        hidden = torch.zeros((), device=DEVICE).expand(*arguments["labels"].shape, columns)
-        hidden = hidden.detach().requires_grad_()
+        weight = parameter_of(self.head, "weight")
+        words, columns = shape_of(weight)
+        zero = torch.zeros((), dtype=weight.dtype, device=DEVICE)
+        hidden = zero.expand(*arguments["labels"].shape, columns).detach().requires_grad_()
         layer = nn.Linear(1, 1, self.head.bias is not None, device=DEVICE)
         layer.in_features, layer.out_features = columns, words
-        layer.weight = nn.Parameter(torch.zeros((), device=DEVICE).expand(words, columns))
+        layer.weight = nn.Parameter(zero.expand(words, columns))
         if layer.bias is not None:
-            layer.bias = nn.Parameter(torch.zeros((), device=DEVICE).expand(words))
+            layer.bias = nn.Parameter(zero.expand(words))
         names: Names = {}
         model = stand_in(self.model, self.path.split("."), hidden, layer, names)
         head = _DryHead(layer, names, list(self.model.modules()))
