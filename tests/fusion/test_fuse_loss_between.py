@@ -4,19 +4,21 @@ otherwise done by the model's own code to all logits."""
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from causal_models import Tiny, assert_same_gradients, batch, gradients
-from fused_families import TEXT, VOCABULARY
+from causal_models import Tiny, assert_same_gradients, assert_trains_alike, batch, gradients
+from fused_families import VOCABULARY
 from liger_ops.fusion import loss
+from small_configs import HIDDEN, small
 
 
 class Cap(nn.Module):
@@ -206,11 +208,7 @@ def test_a_step_is_that_of_the_model(name: str, dtype: torch.dtype) -> None:
         warnings.simplefilter("error")
         for length in (4, 8):
             assert_equal_steps(fused, fused, model, length, bound)
-        assert (fused(**batch())["loss"].requires_grad, finding.used) == (True, fused_like(fused))
-
-
-def fused_like(model: nn.Module) -> bool:
-    return list(model(**batch())) == ["loss"]
+        assert list(fused(**batch())) == ["loss", *([] if finding.used else ["logits"])]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -263,10 +261,110 @@ def test_schedules_are_followed() -> None:
     for scale in (0.5, 0.25, 3.0):
         model.scale = fused.scale = scale
         assert_equal_steps(fused, fused, model, 8, 2e-6)
-        assert fused_like(fused)
+        assert list(fused(**batch())) == ["loss"]
 
 
-INKLING = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-}
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Any) -> Any:
+        return None, None
+
+
+def test_an_autograd_function_has_to_get_a_tensor() -> None:
+    """A gradient would be lost in silence."""
+    fused = Tiny()
+    loss.fuse(fused)
+    fused.loss_function = lambda logits, labels, *args: Sum.apply(logits, labels)
+    with pytest.raises(RuntimeError, match="skip_logits=False keeps them"):
+        fused(**batch())
+    assert fused(**batch(), skip_logits=False)["loss"].requires_grad
+    report = loss.fuse(own_loss := Tiny.__class__("Own", (Tiny,), {"loss_function": Summed()})())
+    assert not report and "a torch.autograd.Function takes them" in report.left[0].reason, own_loss
+
+
+class Summed:
+    def __call__(self, logits: Tensor, labels: Tensor, *args: Any) -> Tensor:
+        return Sum.apply(logits, labels)
+
+
+def test_methods_that_an_instance_replaces_are_called() -> None:
+    model = Tiny()
+    fused = copy.deepcopy(model)
+    loss.fuse(fused)
+    for one in (model, fused):
+        one.logits = lambda hidden, one=one: one.head(hidden).clamp(max=0.1)
+    with pytest.warns(UserWarning, match="computed no loss of its head's logits"):
+        assert_equal_steps(fused, fused, model, 8, 2e-6)
+
+
+def test_autocast_is_that_of_the_head() -> None:
+    """A loss that turns autocast off has logits of a head that was called in it."""
+
+    class Off(Tiny):
+        @staticmethod
+        def loss_function(logits: Tensor, *args: Any) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return Tiny.loss_function(logits, *args)
+
+    model, fused = Off(), Off()
+    fused.load_state_dict(model.state_dict())
+    assert loss.fuse(fused)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal_steps(fused, fused, model, 8, 2e-3)
+
+
+def test_a_graph_that_breaks_between_head_and_loss() -> None:
+    class Breaks(Tiny):
+        def logits(self, hidden: Tensor) -> Tensor:
+            logits = 0.5 * self.head(hidden)
+            torch._dynamo.graph_break()
+            return torch.tanh(logits)
+
+    model, fused = Breaks(), Breaks()
+    fused.load_state_dict(model.state_dict())
+    assert loss.fuse(fused)
+    torch._dynamo.reset()
+    assert_equal_steps(fused, torch.compile(fused, backend="aot_eager"), model, 8, 2e-6)
+
+
+def test_a_call_leaves_nothing_behind() -> None:
+    """No circle of references, which would hold hidden states until the next collection."""
+    fused = Behind(Cap())
+    loss.fuse(fused)
+    held: list[Any] = []
+    fused.head.weight.requires_grad_(False)
+    fused.body.register_forward_hook(lambda module, args, y: held.append(weakref.ref(y)))
+    gc.collect(), gc.disable()
+    try:
+        with torch.no_grad():
+            fused(**batch()), fused(**batch(), skip_logits=False, reduction="sum")
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def inkling() -> nn.Module:
+    return transformers.Inkling2ForCausalLM(small(transformers.Inkling2TextConfig()))
+
+
+def multimodal_inkling() -> nn.Module:
+    config = small("inkling2", vision_config={"text_hidden_size": HIDDEN})
+    return transformers.Inkling2ForConditionalGeneration(config)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Inkling2Config"), reason="an older transformers")
+@pytest.mark.parametrize("build", [inkling, multimodal_inkling])
+def test_a_cap_that_is_a_module(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = build().train()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)
+    fused = copy.deepcopy(model)
+    (finding,) = loss.fuse(fused).fused
+    assert finding.options == own(softcap=30.0)
+    assert model(**batch()).logits.abs().max() > 10
+    assert_trains_alike(fused, model, **batch())

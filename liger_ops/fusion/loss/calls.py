@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ from .value import OfHidden, OfLogits, OfShardedHead, Source, value_of
 
 # Called when logits are computed, with the reason and with the operands of the operation.
 Say = Callable[[str, tuple[Any, ...]], None]
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 class DeferringHead:
@@ -57,34 +61,26 @@ class DeferringHead:
         """The cross-entropy of a call's logits, under the options of the model's call."""
         self.losses += 1
         call: Any = logits.call
+        call.check_gradient()
         reason = self.obstacle(logits)
         if logits.value is None and reason is not None:
-            call.compute(reason, ())
+            call.compute(logits, reason, ())
         if logits.value is not None:
             if not self.options.asked:
                 return F.cross_entropy(logits.value, target, **options)
-            return self.value(OfLogits(logits.value), logits, target, options)
+            return self.value(OfLogits(logits), target, options)
 
         def compute(hidden: Tensor) -> Tensor:
-            return self.value(self.source(logits, hidden), logits, target, options)
+            value = self.value(self.source(logits, hidden), target, options)
+            return value.to(_dtype_of_loss(logits.form.dtype or call.dtype_for(hidden), value))
 
         def computed(hidden: Tensor) -> Tensor:
             return call.in_its_autocast(compute, hidden)
 
-        value = head_hooks.called(self.modules, computed, call.hidden)
-        dtype = logits.form.dtype or call.dtype
-        if dtype is None:
-            return value
-        if dtype is not value.dtype and torch.is_autocast_enabled(value.device.type):
-            # The dtype that PyTorch returns here.
-            row = value.new_zeros((1, 1), dtype=dtype)
-            dtype = F.cross_entropy(row, target.new_zeros(1)).dtype
-        return value.to(dtype)
+        return head_hooks.called(self.modules, computed, call.hidden)
 
-    def value(
-        self, source: Source, logits: DeferredLogits, target: Tensor, options: dict[str, Any]
-    ) -> Tensor:
-        value, beside = value_of(source, target, logits.tokens, options, self.options)
+    def value(self, source: Source, target: Tensor, options: dict[str, Any]) -> Tensor:
+        value, beside = value_of(source, target, options, self.options)
         # The options are those of the first loss.
         self.beside = self.beside or beside
         return value
@@ -104,7 +100,9 @@ class DeferringHead:
         return None
 
     def finish(self) -> None:
-        """Forget the calls, which refer to this object."""
+        """Forget the logits, which would live in a circle of references."""
+        for call in self.calls:
+            call.made = []
         self.calls = []
 
 
@@ -115,37 +113,44 @@ class HeadCall:
         self.head = head
         self.hidden = hidden
         self.made: list[DeferredLogits] = []
+        self.computed = False
         self.with_grad = torch.is_grad_enabled()
         device = hidden.device.type
         self.in_autocast = torch.is_autocast_enabled(device)
         self.low = torch.get_autocast_dtype(device) if self.in_autocast else None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the logits are computed at once, to be kept."""
+        return self.head.head is None
+
     def root(self) -> DeferredLogits:
-        hidden = self.hidden
-        if self.head.head is None:
-            # Rows of the logits themselves are what later operations choose.
-            hidden = self.head.modules[0](hidden)
-        logits = DeferredLogits(self, hidden, Form(), tuple(hidden.shape[:-1]))
-        if self.head.head is None:
-            logits.value = hidden
-        self.made.append(logits)
+        if not self.keeps:
+            logits = DeferredLogits(self, self.hidden, Form(), tuple(self.hidden.shape[:-1]))
+            self.made.append(logits)
+            return logits
+        # Later operations choose and shape rows of the logits themselves.
+        value = self.head.modules[0](self.hidden)
+        logits = DeferredLogits(self, value, Form(), tuple(value.shape[:-1]))
+        logits.value = value
         return logits
 
     @property
     def vocabulary(self) -> int:
         head = self.head.head
-        if head is None:
-            columns: Tensor = self.made[0].computed("")
-            return columns.shape[-1]
+        assert head is not None
         layer = head.base if isinstance(head, LoraHead) else head
         return shape_of(parameter_of(layer, "weight"))[0]
 
+    def dtype_for(self, hidden: Tensor) -> torch.dtype:
+        low = self.low is not None and hidden.dtype is not torch.float64
+        return self.low if low and self.low is not None else hidden.dtype
+
     @property
     def dtype(self) -> torch.dtype | None:
-        if any(head_hooks.are_known(module) for module in self.head.modules):
-            # FSDP2 may cast the hidden states.
-            return None
-        return self.low if self.in_autocast else self.hidden.dtype
+        # FSDP2 may cast the hidden states.
+        known = any(head_hooks.are_known(module) for module in self.head.modules)
+        return None if known else self.dtype_for(self.hidden)
 
     @property
     def rows(self) -> tuple[int, ...] | None:
@@ -158,28 +163,47 @@ class HeadCall:
         return tuple(self.hidden.shape[:-1])
 
     def may_record(self) -> bool:
-        kept = self.head.head is None
-        return kept or self.made[0].value is None and torch.is_grad_enabled() == self.with_grad
+        return self.keeps or not self.computed and torch.is_grad_enabled() == self.with_grad
 
     def add(self, logits: DeferredLogits) -> None:
-        if self.head.head is None:
-            assert logits.parent is not None and logits.function is not None
-            logits.value = logits.function(logits.parent.computed(""), *logits.args)
+        if self.keeps:
+            logits.value = self.value_of(logits)
         else:
             self.made.append(logits)
 
-    def compute(self, why: str, operands: tuple[Any, ...]) -> None:
+    def compute(self, logits: DeferredLogits, why: str, operands: tuple[Any, ...]) -> None:
         self.head.say(why, operands)
+        self.check_gradient()
+        self.computed = True
+        # An operation that writes into one of them is seen in its views, and in no other.
         with torch.set_grad_enabled(self.with_grad):
-            for logits in self.made:
-                if logits.parent is None or logits.function is None:
-                    logits.value = self.in_its_autocast(self.head.modules[0], self.hidden)
-                else:
-                    logits.value = logits.function(logits.parent.value, *logits.args)
-        # An operation that writes sees all of them, and what the model forgot need not stay.
-        for logits in self.made[1:]:
-            logits.parent = logits.function = None
-        del self.made[1:]
+            for made in (*self.made, logits):
+                made.value = self.value_of(made)
+        # What the model forgot need not stay.
+        for made in self.made:
+            made.parent = made.function = None
+        self.made = []
+
+    def value_of(self, logits: DeferredLogits) -> Tensor:
+        if logits.value is not None:
+            return logits.value
+        if logits.parent is None or logits.function is None:
+            return self.in_its_autocast(self.head.modules[0], self.hidden)
+        return logits.function(self.value_of(logits.parent), *logits.args)
+
+    def check_gradient(self) -> None:
+        """Raise where the logits would be an input of an autograd.Function, which has gradients for
+        tensors alone."""
+        if not self.with_grad or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        frame: Any = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _APPLY:
+                raise RuntimeError(
+                    "the logits are skipped, and a torch.autograd.Function takes them;"
+                    " skip_logits=False keeps them"
+                )
+            frame = frame.f_back
 
     def loss(self, logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
         return self.head.loss(logits, target, **options)
@@ -191,3 +215,11 @@ class HeadCall:
             return function(hidden)
         with torch.autocast(device, self.low, enabled=self.in_autocast):
             return function(hidden)
+
+
+def _dtype_of_loss(dtype: torch.dtype, value: Tensor) -> torch.dtype:
+    """The dtype of PyTorch's cross_entropy of logits of a dtype."""
+    if dtype is value.dtype or not torch.is_autocast_enabled(value.device.type):
+        return dtype
+    row = value.new_zeros((1, 1), dtype=dtype)
+    return F.cross_entropy(row, row.new_zeros(1, dtype=torch.int64)).dtype

@@ -41,7 +41,7 @@ class Call(Protocol):
     def add(self, logits: DeferredLogits) -> None:
         """Note the result of a recorded operation."""
 
-    def compute(self, why: str, operands: tuple[Any, ...]) -> None:
+    def compute(self, logits: DeferredLogits, why: str, operands: tuple[Any, ...]) -> None:
         """Compute all logits of this call, also those after recorded operations, for a reason."""
 
     def loss(self, logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
@@ -96,7 +96,7 @@ class DeferredLogits:
     def computed(self, why: str, operands: tuple[Any, ...] = ()) -> Tensor:
         """The logits, for the reason `why`, such as an operation with other operands."""
         if self.value is None:
-            self.call.compute(why, operands)
+            self.call.compute(self, why, operands)
         assert self.value is not None
         return self.value
 
@@ -104,7 +104,11 @@ class DeferredLogits:
     def shape(self) -> torch.Size:
         if self.value is not None or self.call.rows is None:
             return self.computed(applies("shape")).shape
-        return torch.Size((*self.hidden.shape[:-1], self.call.vocabulary))
+        return torch.Size((*self.hidden.shape[:-1], self.columns))
+
+    @property
+    def columns(self) -> int:
+        return self.call.vocabulary if self.value is None else self.value.shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,12 +173,13 @@ class DeferredLogits:
     def reshape(self, *shape: Any) -> Any:
         if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
             shape = tuple(shape[0])
-        words, rows = self.call.vocabulary, self.hidden.shape[:-1]
-        if not shape or not all(isinstance(size, int) for size in shape):
-            return done(Tensor.reshape, "reshape", (self, *shape), {})
-        if shape[-1] == -1 and math.prod(shape[:-1]) == math.prod(rows):
+        words, rows = self.columns, self.hidden.shape[:-1]
+        sizes = len(shape) > 1 and all(isinstance(size, int) for size in shape)
+        if sizes and shape[-1] == -1 and math.prod(shape[:-1]) == math.prod(rows):
             shape = (*shape[:-1], words)
-        if len(shape) < 2 or shape[-1] != words:
+        # Without the number of rows, only one size can be left open.
+        open_rows = self.call.rows is not None or len(shape) == 2 and shape[0] == -1
+        if not sizes or shape[-1] != words or not open_rows or not self.call.may_record():
             return done(Tensor.reshape, "reshape", (self, *shape), {})
         hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
         return self._record("reshape", Tensor.reshape, shape, self.form, hidden)
@@ -183,13 +188,14 @@ class DeferredLogits:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         last = end_dim % self.dim()
-        if last == self.dim() - 1:
+        if last == self.dim() - 1 or self.call.rows is None:
             return done(Tensor.flatten, "flatten", (self, start_dim, end_dim), {})
         rows = self.hidden.flatten(start_dim, last).shape[:-1]
-        return self.reshape(*rows, self.call.vocabulary)
+        return self.reshape(*rows, self.columns)
 
     def __getitem__(self, index: Any) -> Any:
-        if not keeps_columns(index, self.dim(), self.call.vocabulary):
+        of_rows = self.call.rows is not None and keeps_columns(index, self.dim(), self.columns)
+        if not of_rows or not self.call.may_record():
             return done(Tensor.__getitem__, "index", (self, index), {})
         hidden, form = self.hidden[index], self.form
         return self._record("index", Tensor.__getitem__, (index,), form, hidden, chooses=True)
@@ -210,7 +216,7 @@ class DeferredLogits:
 
     def _is_bias(self, other: Any) -> bool:
         """Whether a summand is a bias per class, which the head's layer can add."""
-        words = self.call.vocabulary
+        words = self.columns
         if not isinstance(other, Tensor) or not 0 < other.dim() <= self.dim():
             return False
         if not self.form.is_untouched or not other.numel() == other.shape[-1] == words:

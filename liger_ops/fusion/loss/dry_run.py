@@ -102,7 +102,8 @@ class _DryRun:
             raise NotAnOp("its forward computes no cross_entropy of its head's output")
         if not isinstance(output, (tuple, dict)):
             raise NotAnOp(f"its forward returns a {type(output).__name__}, neither a tuple nor a dict")
-        leaves = pytree.tree_leaves(list(settled(output, skips=True)))
+        left = settled(output, skips=True)
+        leaves = pytree.tree_leaves(list(left.values() if isinstance(left, dict) else left))
         if any(isinstance(leaf, DeferredLogits) for leaf in leaves):
             raise NotAnOp("its forward returns its logits within another value")
         forms, takes_shift_labels = list(first.forms), False

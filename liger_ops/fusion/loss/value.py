@@ -22,7 +22,9 @@ Results = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 
 
 class Source(Protocol):
-    """What a loss is computed from."""
+    """What a loss is computed from. `tokens` is the shape of a value for each of its tokens."""
+
+    tokens: tuple[int, ...]
 
     def loss(self, target: Tensor, **options: Any) -> Tensor: ...
 
@@ -51,6 +53,7 @@ class OfHidden(Source):
         self, logits: DeferredLogits, hidden: Tensor,
         head: nn.Linear | LoraHead, options: LossOptions,
     ) -> None:  # fmt: skip
+        self.tokens = logits.tokens
         self.x = logits.rows_of(hidden).reshape(-1, hidden.shape[-1])
         self.weight = head.weight
         self.bias: Tensor | None = head.bias
@@ -97,6 +100,7 @@ class OfShardedHead(Source):
     ) -> None:  # fmt: skip
         layer = head.base if isinstance(head, LoraHead) else head
         self.x, self.weight, self.bias = as_input(layer, hidden), head.weight, head.bias
+        self.tokens = tuple(self.x.shape[:-1])
         self.lora: tuple[Tensor, Tensor] | None = None
         if isinstance(head, LoraHead):
             self.lora = head.lora_over_words(hidden, self.x)
@@ -107,11 +111,10 @@ class OfShardedHead(Source):
 
         # A DTensor with sharded rows cannot be flattened.
         options = {**self.options, **options}
-        rows = self.x.shape[:-1]
         if options.get("token_weight") is not None:
-            options["token_weight"] = options["token_weight"].reshape(rows)
+            options["token_weight"] = options["token_weight"].reshape(self.tokens)
         head = self.x, self.weight, self.bias, *(self.lora or (None, None))
-        loss = of_head(head, target.reshape(rows), **options)
+        loss = of_head(head, target.reshape(self.tokens), **options)
         return loss.reshape(target.shape) if loss.dim() else loss
 
     def results(self, target: Tensor, **options: Any) -> Results:
@@ -124,8 +127,9 @@ class OfShardedHead(Source):
 class OfLogits(Source):
     """The loss, computed from logits that are already scaled and capped."""
 
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
+    def __init__(self, logits: DeferredLogits) -> None:
+        assert logits.value is not None
+        self.tokens, self.logits = logits.tokens, logits.value
 
     def loss(self, target: Tensor, **options: Any) -> Tensor:
         return self.results(target, **options)[0]
@@ -138,15 +142,13 @@ class OfLogits(Source):
 
 
 def value_of(
-    source: Source, target: Tensor, tokens: tuple[int, ...],
-    own: dict[str, Any], options: LossOptions,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    source: Source, target: Tensor, own: dict[str, Any], options: LossOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and other values that the options ask for, by name.
 
     own: ignore_index, reduction and label_smoothing of the model's own cross_entropy, which options
     other than the defaults replace. Token scaling multiplies each token's loss by the probability
-    of its target, as a constant; the mean still divides by the number of tokens. The losses of
-    tokens that the options ask for have the shape `tokens`.
+    of its target, as a constant; the mean still divides by the number of tokens.
     """
     ignore_index = own["ignore_index"]
     asked = options.reduction != "mean"
@@ -170,5 +172,5 @@ def value_of(
     if predicted is not None and options.return_token_accuracy:
         beside["token_accuracy"] = token_accuracy(predicted, target, ignore_index)
     if predicted is not None and options.return_predicted_tokens:
-        beside["predicted_tokens"] = predicted.reshape(tokens)
-    return loss.reshape(tokens) if asked and reduction == "none" else loss, beside
+        beside["predicted_tokens"] = predicted.reshape(source.tokens)
+    return loss.reshape(source.tokens) if asked and reduction == "none" else loss, beside
