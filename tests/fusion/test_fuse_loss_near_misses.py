@@ -304,7 +304,7 @@ def test_a_forward_that_computes_no_loss() -> None:
 
     model = Sometimes()
     fused = with_fused_loss(model)
-    with pytest.warns(UserWarning, match="its forward computed no loss of its logits"):
+    with pytest.warns(UserWarning, match="its forward computed no loss of its head's logits"):
         output = fused(**batch(), mode="logits")
     assert torch.equal(output["logits"], model(**batch(), mode="logits")["logits"])
     with pytest.raises(ValueError, match="skip_logits=True and its forward computed no loss"):

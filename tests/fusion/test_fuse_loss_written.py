@@ -202,7 +202,7 @@ class Detached(Written):
 
 class Smoothed(Written):
     def function(self, cls: Any) -> Any:
-        return cls(label_smoothing=0.1, ignore_index=7, reduction="sum")
+        return cls(label_smoothing=0.1, reduction="sum")
 
 
 class OfTheModule(Written):

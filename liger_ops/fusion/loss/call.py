@@ -79,6 +79,8 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
                 f"{base.__name__}: {', '.join(options.asked)} is computed by the cross_entropy of the"
                 " head's logits, and its forward computes its loss in another way"
             )
+        if head is not None and not deferring.losses and not deferring.has_computed:
+            say(output.NO_LOSS, ())
         found = output.settled(found, skips=deferring.losses > 0)
         deferring.finish()
         return output.extend(found, deferring.beside)

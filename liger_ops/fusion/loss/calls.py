@@ -99,6 +99,11 @@ class DeferringHead:
             return "its head is sharded over words, and its forward chooses or adds to its logits"
         return None
 
+    @property
+    def has_computed(self) -> bool:
+        """Whether the logits of any call were computed."""
+        return any(call.computed for call in self.calls)
+
     def finish(self) -> None:
         """Forget the logits, which would live in a circle of references."""
         for call in self.calls:
@@ -172,8 +177,8 @@ class HeadCall:
             self.made.append(logits)
 
     def compute(self, logits: DeferredLogits, why: str, operands: tuple[Any, ...]) -> None:
-        self.head.say(why, operands)
         self.check_gradient()
+        self.head.say(why, operands)
         self.computed = True
         # An operation that writes into one of them is seen in its views, and in no other.
         with torch.set_grad_enabled(self.with_grad):

@@ -14,6 +14,10 @@ from .deferred import DeferredLogits
 _EXTENDED: dict[type, type] = {}
 
 
+# Why the logits are computed, if nothing else needs them.
+NO_LOSS = "its forward computed no loss of its head's logits"
+
+
 def settled(output: Any, skips: bool) -> Any:
     """A model's output with logits in the place of deferred ones, or, if it skips them and nothing
     needed them, without them, in the form that transformers gives absent values."""
@@ -24,7 +28,7 @@ def settled(output: Any, skips: bool) -> Any:
     def real(value: Any) -> Any:
         if not isinstance(value, DeferredLogits):
             return value
-        return value.computed("its forward computed no loss of its logits")
+        return value.computed(NO_LOSS)
 
     if isinstance(output, tuple):
         return tuple(real(value) for value in output if stays(value))
