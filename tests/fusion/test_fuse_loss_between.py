@@ -248,7 +248,9 @@ def test_code_that_changes_after_fuse(name: str, compiles: bool) -> None:
         fused.post = later
     torch._dynamo.reset()
     call = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiles else fused
-    with pytest.warns(UserWarning, match=r"computes its loss from all logits.*: its forward applies"):
+    with pytest.warns(
+        UserWarning, match=r"computes its loss from all logits.*: its forward applies"
+    ):
         assert_equal_steps(fused, call, model, 8, 2e-6)
     assert list(fused(**batch())) == ["loss", "logits"]
 

@@ -21,7 +21,6 @@ from causal_models import (
 from fused_families import FAMILIES, VOCABULARY
 from liger_ops.fusion import fuse, loss
 
-
 # Each of these classes changes one thing in Tiny.
 
 

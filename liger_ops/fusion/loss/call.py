@@ -29,7 +29,9 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
     signature = inspect.signature(original)
     positional = tuple(signature.parameters)[1:]
     # An argument of the same name in the model's own forward is left to the model.
-    options_taken = tuple(name for name in CHECKS if name not in (*positional, *facts.own_arguments))
+    options_taken = tuple(
+        name for name in CHECKS if name not in (*positional, *facts.own_arguments)
+    )
     view = view_class(base)
     traced = with_traced_loss(original) if facts.rebinds else original
     # torch.compile calls _warn once while it traces, and leaves it out of the graph. It is marked
@@ -61,7 +63,7 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
             head = None
             if head_hooks.keep_words_apart(called_for(self, facts.head)[-1]):
                 raise ValueError(
-                    f"{base.__name__}: {', '.join(options.asked)} is computed where logits are skipped,"
+                    f"{base.__name__}: {options.names} is computed where logits are skipped,"
                     " and its head returns the logits of a rank's words"
                     f" ({reason or 'they are not skipped'})"
                 )
@@ -76,7 +78,7 @@ def methods(base: type, facts: LossFacts) -> dict[str, Callable[..., Any]]:
         found = function(view_of(self, facts.head, deferring, view), *args, **kwargs)
         if options.asked and not deferring.losses:
             raise ValueError(
-                f"{base.__name__}: {', '.join(options.asked)} is computed by the cross_entropy of the"
+                f"{base.__name__}: {options.names} is computed by the cross_entropy of the"
                 " head's logits, and its forward computes its loss in another way"
             )
         if head is not None and not deferring.losses and not deferring.has_computed:
@@ -116,7 +118,7 @@ def _check_unlabelled(name: str, options: LossOptions, skip_logits: bool | None)
     if skip_logits:
         raise ValueError(f"{name}: skip_logits=True and no labels were given")
     if options.asked:
-        raise ValueError(f"{name}: {', '.join(options.asked)} needs labels, and no labels were given")
+        raise ValueError(f"{name}: {options.names} needs labels, and no labels were given")
 
 
 def _obstacle(

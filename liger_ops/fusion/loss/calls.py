@@ -57,22 +57,24 @@ class DeferringHead:
         self.calls.append(call)
         return call.root()
 
-    def loss(self, logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
+    def loss(
+        self, call: HeadCall, logits: DeferredLogits, target: Tensor, options: dict[str, Any]
+    ) -> Tensor:
         """The cross-entropy of a call's logits, under the options of the model's call."""
         self.losses += 1
-        call: Any = logits.call
-        call.check_gradient()
-        reason = self.obstacle(logits)
+        reason = call.obstacle(logits)
         if logits.value is None and reason is not None:
             call.compute(logits, reason, ())
         if logits.value is not None:
             if not self.options.asked:
                 return F.cross_entropy(logits.value, target, **options)
             return self.value(OfLogits(logits), target, options)
+        widens = _widens(call.hidden)
 
         def compute(hidden: Tensor) -> Tensor:
             value = self.value(self.source(logits, hidden), target, options)
-            return value.to(_dtype_of_loss(logits.form.dtype or call.dtype_for(hidden), value))
+            dtype = logits.form.dtype or call.dtype_for(hidden)
+            return value.to(torch.float32 if widens and dtype.itemsize < 4 else dtype)
 
         def computed(hidden: Tensor) -> Tensor:
             return call.in_its_autocast(compute, hidden)
@@ -89,15 +91,6 @@ class DeferringHead:
         assert self.head is not None
         of = OfShardedHead if head_hooks.are_over_words(self.head) else OfHidden
         return of(logits, hidden, self.head, self.options)
-
-    def obstacle(self, logits: DeferredLogits) -> str | None:
-        """What the op does not compute of deferred logits, or None."""
-        if torch.is_grad_enabled() and not logits.call.with_grad:
-            return "its head is called without gradients, and its loss is computed with them"
-        beside = logits.chosen or logits.form.bias is not None
-        if self.head is not None and beside and head_hooks.are_over_words(self.head):
-            return "its head is sharded over words, and its forward chooses or adds to its logits"
-        return None
 
     @property
     def has_computed(self) -> bool:
@@ -211,7 +204,18 @@ class HeadCall:
             frame = frame.f_back
 
     def loss(self, logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
-        return self.head.loss(logits, target, **options)
+        self.check_gradient()
+        return self.head.loss(self, logits, target, options)
+
+    def obstacle(self, logits: DeferredLogits) -> str | None:
+        """What the op does not compute of these logits, or None."""
+        if torch.is_grad_enabled() and not self.with_grad:
+            return "its head is called without gradients, and its loss is computed with them"
+        beside = logits.chosen or logits.form.bias is not None
+        head = self.head.head
+        if head is not None and beside and head_hooks.are_over_words(head):
+            return "its head is sharded over words, and its forward chooses or adds to its logits"
+        return None
 
     def in_its_autocast(self, function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """function(hidden) under the autocast of the call."""
@@ -222,9 +226,9 @@ class HeadCall:
             return function(hidden)
 
 
-def _dtype_of_loss(dtype: torch.dtype, value: Tensor) -> torch.dtype:
-    """The dtype of PyTorch's cross_entropy of logits of a dtype."""
-    if dtype is value.dtype or not torch.is_autocast_enabled(value.device.type):
-        return dtype
-    row = value.new_zeros((1, 1), dtype=dtype)
-    return F.cross_entropy(row, row.new_zeros(1, dtype=torch.int64)).dtype
+def _widens(x: Tensor) -> bool:
+    """Whether autocast is on, and PyTorch's cross_entropy of bfloat16 returns float32 in it."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return False
+    row = x.new_zeros((1, 1), dtype=torch.bfloat16)
+    return F.cross_entropy(row, row.new_zeros(1, dtype=torch.int64)).dtype is torch.float32

@@ -112,8 +112,8 @@ class DeferredLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        known = self.form.dtype or self.call.dtype
-        return self.computed(applies("dtype")).dtype if self.value is not None or known is None else known
+        known = None if self.value is not None else self.form.dtype or self.call.dtype
+        return self.computed(applies("dtype")).dtype if known is None else known
 
     @property
     def device(self) -> torch.device:
@@ -274,12 +274,13 @@ def cross_entropy(
         "label_smoothing": label_smoothing,
     }
     plain = weight is None and size_average is None and reduce is None
-    if plain and isinstance(input, DeferredLogits) and isinstance(target, Tensor):
-        if input.dim() == 2 and target.dim() == 1 and target.dtype is torch.int64:
-            return input.call.loss(input, target, **options)
+    rows = isinstance(input, DeferredLogits) and input.dim() == 2
+    labels = isinstance(target, Tensor) and target.dim() == 1 and target.dtype is torch.int64
+    if plain and rows and labels:
+        loss: Tensor = input.call.loss(input, target, **options)
+        return loss
     others = {"weight": weight, "size_average": size_average, "reduce": reduce}
-    arguments = (input, target)
-    loss: Tensor = done(F.cross_entropy, "cross_entropy", arguments, {**others, **options})
+    loss = done(F.cross_entropy, "cross_entropy", (input, target), {**others, **options})
     return loss
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..probing import DEVICE, NotAnOp, first_line, undisturbed
 from ..sharding import shape_of
-from .calls import DeferringHead
+from .calls import DeferringHead, HeadCall
 from .deferred import DeferredLogits
 from .facts import LossFacts
 from .form import Form
@@ -65,7 +65,9 @@ class _DryHead(DeferringHead):
         found = [self.names[id(x)] for x in operands if id(x) in self.names]
         raise NotAnOp(f"{reason}, with its {found[0]}" if found else reason)
 
-    def loss(self, logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
+    def loss(
+        self, call: HeadCall, logits: DeferredLogits, target: Tensor, options: dict[str, Any]
+    ) -> Tensor:
         if target.shape != logits.shape[:-1]:
             raise ValueError("there are not as many labels as logits")
         self.losses += 1
@@ -101,7 +103,9 @@ class _DryRun:
         if not first.losses:
             raise NotAnOp("its forward computes no cross_entropy of its head's output")
         if not isinstance(output, (tuple, dict)):
-            raise NotAnOp(f"its forward returns a {type(output).__name__}, neither a tuple nor a dict")
+            raise NotAnOp(
+                f"its forward returns a {type(output).__name__}, neither a tuple nor a dict"
+            )
         left = settled(output, skips=True)
         leaves = pytree.tree_leaves(list(left.values() if isinstance(left, dict) else left))
         if any(isinstance(leaf, DeferredLogits) for leaf in leaves):
@@ -115,7 +119,9 @@ class _DryRun:
                 continue
             except NotAnOp as reason:
                 given = set(arguments) - {"input_ids", "labels", "output_router_logits"}
-                raise NotAnOp(f"with {', '.join(given)}, {reason}" if given else str(reason)) from None
+                raise NotAnOp(
+                    f"with {', '.join(given)}, {reason}" if given else str(reason)
+                ) from None
             forms += other.forms
             shifted = arguments.get("shift_labels")
             if shifted is not None and other.targets:

@@ -44,9 +44,7 @@ class Form:
     def times(self, factor: float, divisor: float = 1.0) -> Form:
         if self.capped:
             return replace(self, post=self.post * factor / divisor)
-        return replace(
-            self, multiplier=self.multiplier * factor, divisor=self.divisor * divisor
-        )
+        return replace(self, multiplier=self.multiplier * factor, divisor=self.divisor * divisor)
 
     def plus(self, bias: Tensor, dtype: torch.dtype) -> Form:
         return replace(self, bias=bias.reshape(-1), dtype=torch.promote_types(dtype, bias.dtype))

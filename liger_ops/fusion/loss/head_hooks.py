@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import tensor_parallel
-from .lora import LoraHead
 from ..tensor_parallel import forward_hooks
+from .lora import LoraHead
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _GATHER = (_FSDP, "deepspeed.")

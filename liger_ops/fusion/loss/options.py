@@ -28,6 +28,10 @@ class LossOptions:
     asked: tuple[str, ...] = ()
 
     @property
+    def names(self) -> str:
+        return ", ".join(self.asked)
+
+    @property
     def wants_predicted(self) -> bool:
         return self.return_token_accuracy or self.return_predicted_tokens
 

@@ -31,8 +31,11 @@ def stand_in(
     children: dict[str, nn.Module | None] = {}
     for name, child in module._modules.items():
         children[name] = None if child is None else _Body(child, prefix + name, hidden)
-        for kind, found in _tensors_of(child):
-            names.update((id(tensor), f"{kind} {prefix}{name}.{n}") for n, tensor in found)
+        if child is not None:
+            names.update(
+                (id(x), f"parameter {prefix}{name}.{n}") for n, x in child.named_parameters()
+            )
+            names.update((id(x), f"buffer {prefix}{name}.{n}") for n, x in child.named_buffers())
     inner = stand_in(getattr(module, path[0]), path[1:], hidden, head, names, f"{prefix}{path[0]}.")
     children[path[0]] = inner
     parameters = {name: _like(tensor) for name, tensor in module._parameters.items()}
@@ -45,13 +48,6 @@ def stand_in(
     for kind, own in (("parameter", copied._parameters), ("buffer", buffers)):
         names.update((id(tensor), f"{kind} {prefix}{name}") for name, tensor in own.items())
     return copied
-
-
-def _tensors_of(child: nn.Module | None) -> list[tuple[str, list[tuple[str, Tensor]]]]:
-    if child is None:
-        return []
-    parameters, buffers = list(child.named_parameters()), list(child.named_buffers())
-    return [("parameter", parameters), ("buffer", buffers)]
 
 
 def _like(tensor: Tensor | None) -> Tensor | None:
