@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from causal_models import Tiny, assert_same_gradients, assert_trains_alike, batch, gradients
 from fused_families import VOCABULARY
 from liger_ops.fusion import loss
+from liger_ops.fusion.loss.calls import DeferringHead
+from liger_ops.fusion.loss.options import LossOptions
 from small_configs import HIDDEN, small
 
 
@@ -264,6 +266,58 @@ def test_schedules_are_followed() -> None:
         model.scale = fused.scale = scale
         assert_equal_steps(fused, fused, model, 8, 2e-6)
         assert list(fused(**batch())) == ["loss"]
+
+
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "[:, :-1]": lambda x: x[:, :-1],
+    "[..., 1:, :]": lambda x: x[..., 1:, :],
+    "[:, -1]": lambda x: x[:, -1],
+    "[1, ...]": lambda x: x[1, ...],
+    "[:, :, :V]": lambda x: x[:, :, :VOCABULARY],
+    "[:, :, None]": lambda x: x[:, :, None],
+    "[mask]": lambda x: x[torch.arange(10).reshape(2, 5) % 3 == 0],
+    "[[0, 1], [2, 3]]": lambda x: x[torch.tensor([0, 1]), torch.tensor([2, 3])],
+    "[0, 0, 0, ...]": lambda x: x[0, 0, 0, ...],
+    "[..., 3]": lambda x: x[..., 3],
+    "[:, :, 1:]": lambda x: x[:, :, 1:],
+    "view": lambda x: x.view(-1, x.size(-1)),
+    "view, open": lambda x: x.view(x.shape[0] * x.shape[1], -1),
+    "reshape": lambda x: torch.reshape(x, (5, 2, VOCABULARY)),
+    "reshape columns": lambda x: x.reshape(VOCABULARY, 10),
+    "flatten": lambda x: x.flatten(0, 1),
+    "flatten all": lambda x: torch.flatten(x),
+    "twice": lambda x: x[:, 1:].flatten(0, 1)[2:7],
+    "sum": lambda x: x + torch.arange(5.0)[:, None],
+    "reversed": lambda x: 1 - x,
+    "list": lambda x: torch.stack([x, x])[0],
+    "equal": lambda x: (x == x).float(),
+    "power": lambda x: x**2,
+}
+
+
+@pytest.mark.parametrize("operate", ROWS.values(), ids=ROWS)
+def test_operations_on_rows(operate: Callable[[Any], Any]) -> None:
+    """Each gives what it gives for a tensor, and a cross-entropy of what stays deferred too."""
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(8, VOCABULARY), torch.randn(2, 5, 8)
+    said: list[str] = []
+    head = DeferringHead(
+        layer, [layer], LossOptions(), lambda reason, operands: said.append(reason)
+    )
+    expected = operate(layer(hidden))
+    logits = operate(head(hidden))
+    assert logits.shape == expected.shape
+    if isinstance(logits, Tensor):
+        assert len(said) == 1 and torch.equal(logits, expected)
+        return
+    assert not said
+    rows = expected.reshape(-1, VOCABULARY)
+    labels = torch.arange(len(rows))
+    loss_value = nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), labels)
+    torch.testing.assert_close(loss_value, nn.functional.cross_entropy(rows, labels))
+    assert not said
+    torch.testing.assert_close(logits.clone(), expected)
+    assert said == ["its forward applies clone to its logits"]
 
 
 class Sum(torch.autograd.Function):

@@ -24,6 +24,8 @@ from .form import Form, is_factor, keeps_columns
 class Call(Protocol):
     """A call of a head, whose logits are deferred."""
 
+    hidden: Tensor
+
     @property
     def vocabulary(self) -> int: ...
 
@@ -167,7 +169,9 @@ class DeferredLogits:
     def float(self) -> Any:
         return self.to(torch.float32)
 
-    def contiguous(self) -> Any:
+    def contiguous(self, **options: Any) -> Any:
+        if options:
+            return done(Tensor.contiguous, "contiguous", (self,), options)
         return self._record("contiguous", Tensor.contiguous, (), self.form)
 
     def reshape(self, *shape: Any) -> Any:

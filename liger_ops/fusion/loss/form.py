@@ -60,12 +60,9 @@ def keeps_columns(index: Any, dims: int, columns: int) -> bool:
     """Whether an index of a tensor of `dims` dimensions chooses rows, and all columns of them."""
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(_dims_of(item) for item in items)
-    if any(item is Ellipsis for item in items):
-        last = items[-1]
-        return last is Ellipsis or used < dims and _is_whole(last, columns)
-    if used < dims:
-        return True
-    return used == dims and _is_whole(items[-1], columns)
+    if not any(item is Ellipsis for item in items):
+        return used < dims or used == dims and _is_whole(items[-1], columns)
+    return used < dims and (items[-1] is Ellipsis or _is_whole(items[-1], columns))
 
 
 def _dims_of(item: Any) -> int:

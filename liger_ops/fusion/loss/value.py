@@ -54,7 +54,8 @@ class OfHidden(Source):
         head: nn.Linear | LoraHead, options: LossOptions,
     ) -> None:  # fmt: skip
         self.tokens = logits.tokens
-        self.x = logits.rows_of(hidden).reshape(-1, hidden.shape[-1])
+        rows = logits.hidden if hidden is logits.call.hidden else logits.rows_of(hidden)
+        self.x = rows.reshape(-1, hidden.shape[-1])
         self.weight = head.weight
         self.bias: Tensor | None = head.bias
         if logits.form.bias is not None:
