@@ -81,10 +81,11 @@ def fuse(
       `return_predicted_tokens`, which add `token_accuracy`, the share of labels predicted, and
       `predicted_tokens`, in the shape of the labels, to the output: by name, or at the end of a
       tuple. They are computed with and without logits, in place of the options of the model's own
-      cross_entropy; where a step calls none of its head's logits, they raise. accum_dtype and chunk_bytes only control memory,
-      and have no effect if logits are kept. `shift_labels` is accepted without labels too, if
-      the model's loss_function accepts it. A wrong value of any of these, or any of these without
-      labels, raises TypeError or ValueError. Other arguments are passed on unchanged.
+      cross_entropy; where a step calls none of its head's logits, they raise. accum_dtype and
+      chunk_bytes only control memory, and have no effect if logits are kept. `shift_labels` is
+      accepted without labels too, if it gives the labels of the model's loss. A wrong value of any
+      of these, or any of these without labels, raises TypeError or ValueError. Other arguments are
+      passed on unchanged.
 
       A training step with labels also computes all logits if the head was replaced by another
       module, has hooks or is sharded by itself. It warns once per reason; with `skip_logits=True`
