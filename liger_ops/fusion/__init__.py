@@ -58,8 +58,8 @@ def fuse(
       heads, and flex_attention with a block mask for other windows, padding, packed documents,
       chunks, soft caps and sinks. Elsewhere they are the model's own. docs/fuse.md says what is
       left.
-    * The loss: a model with `get_output_embeddings()` whose loss is a cross-entropy of labels and the
-      output of its head, a torch.nn.Linear. The model's own forward and loss function run as
+    * The loss: a model with `get_output_embeddings()` whose loss is a cross-entropy of labels and
+      the output of its head, a torch.nn.Linear. The model's own forward and loss function run as
       before, with logits that are not computed: a positive factor, a soft cap (tanh), a cast to
       float32, a bias per class, and the choice of rows are noted, and
       `torch.nn.functional.cross_entropy` of them is `linear_cross_entropy`. That is so in every
