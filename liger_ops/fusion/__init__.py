@@ -33,9 +33,8 @@ def fuse(
     A module is recognised by what it computes, not by its class. The forward of a norm or of a
     gated activation, and the function that rotates queries and keys, are traced with tensors
     without data, and matched against the patterns of the backend `liger`: in bfloat16, float16 and
-    float32, modules in training and in evaluation, casts included. The code of losses runs on the
-    CPU, and is compared with the definition of the op. A part that agrees is fused, from
-    transformers or not; others are left.
+    float32, modules in training and in evaluation, casts included. A part that agrees is fused,
+    from transformers or not; others are left.
 
     * Norms: a module without children, and with no parameters but a weight and a bias of one size,
       that computes `rms_norm`, `layer_norm` or `group_norm` with some offset, eps and casting mode,
@@ -58,12 +57,17 @@ def fuse(
       heads, and flex_attention with a block mask for other windows, padding, packed documents,
       chunks, soft caps and sinks. Elsewhere they are the model's own. docs/fuse.md says what is
       left.
-    * The loss: a model with `get_output_embeddings()` whose loss is the cross-entropy of its
-      labels, shifted by one or not, and of the output of its head, a torch.nn.Linear, also scaled
-      or capped, computes it with `linear_cross_entropy`. The loss may be computed by the model's
-      `loss_function` or by a torch.nn.CrossEntropyLoss in its forward. The head may be in a child,
-      and the model may contain a language model. In training with labels the model returns the
-      loss and no logits: `output.logits` is None. It returns logits as before in evaluation,
+    * The loss: a model with `get_output_embeddings()` whose loss is a cross-entropy of labels and
+      the output of its head, a torch.nn.Linear. The model's own forward and loss function run as
+      before, with logits that are not computed: a positive factor, a soft cap (tanh), a cast to
+      float32, a bias per class, and the choice of rows are noted, and
+      `torch.nn.functional.cross_entropy` of them is `linear_cross_entropy`. That is so in every
+      step, whatever the attributes, the modules or the loss function are by then. Anything else
+      that the model does to its logits, such as dropout, a mask, or a scale that is a parameter or
+      a buffer, computes them: the loss is then the model's own, and a warning names the operation.
+      A model that does so already when `fuse` is called is left. The head may be in a child, and
+      the model may contain a language model. In training with labels the model returns the loss and
+      no logits: `output.logits` is None. It returns logits as before in evaluation,
       without labels, with logits_to_keep, and with the argument `skip_logits=False` of its
       forward; `skip_logits=True` skips them in evaluation too. Everything else that the forward
       computes from the labels, such as the loss of routers, stays. For a head in peft's
@@ -75,16 +79,16 @@ def fuse(
       token's loss by the probability of its label, as a constant; `return_token_accuracy` and
       `return_predicted_tokens`, which add `token_accuracy`, the share of labels predicted, and
       `predicted_tokens`, in the shape of the labels, to the output: by name, or at the end of a
-      tuple. They are computed with and without logits, except that models whose forward calls
-      CrossEntropyLoss raise if logits are kept. accum_dtype and chunk_bytes only control memory,
-      and have no effect if logits are kept. `shift_labels` is accepted without labels too, if
-      the model's loss_function accepts it. A wrong value of any of these, or any of these without
-      labels, raises TypeError or ValueError. Other arguments are passed on unchanged.
+      tuple. They are computed with and without logits, in place of the options of the model's own
+      cross_entropy; where a step calls none of its head's logits, they raise. accum_dtype and
+      chunk_bytes only control memory, and have no effect if logits are kept. `shift_labels` is
+      accepted without labels too, if it gives the labels of the model's loss. A wrong value of any
+      of these, or any of these without labels, raises TypeError or ValueError. Other arguments are
+      passed on unchanged.
 
-      A training step with labels may have to compute all logits, because the head was replaced by
-      another module, has hooks or is sharded by itself, or because loss_function was replaced. It
-      then computes what the model did before, and warns once per reason; with `skip_logits=True`
-      it raises ValueError.
+      A training step with labels also computes all logits if the head was replaced by another
+      module, has hooks or is sharded by itself. It warns once per reason; with `skip_logits=True`
+      any of these raises ValueError.
 
     * Hyper-connections: a module with three parameters that computes `mhc_coeffs` of its argument,
       and the layer's input by `mhc_pre`, as in DeepSeek-V4, gets a forward that calls both. The

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from causal_models import (
     LLAMA,
+    assert_same_gradients,
     assert_same_output,
     assert_trains_alike,
     batch,
+    gradients,
     pair,
     with_fused_loss,
 )
@@ -205,4 +207,14 @@ def test_loss_replaced_after_fuse() -> None:
         return F.cross_entropy(logits.float().view(-1, vocab_size), labels.view(-1))
 
     model.loss_function = fused.loss_function = unshifted
-    assert_same_output(fused(**batch()), model(**batch()))
+    assert_trains_alike(fused, model, **batch())
+
+    def penalised(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return unshifted(logits, *args, **kwargs) + 1e-2 * logits.square().mean()
+
+    model.loss_function = fused.loss_function = penalised
+    with pytest.warns(UserWarning, match="its forward applies square to its logits"):
+        output, expected = fused(**batch()), model(**batch())
+    assert torch.equal(output.logits, expected.logits)
+    torch.testing.assert_close(output.loss, expected.loss)
+    assert_same_gradients(gradients(fused, output.loss), gradients(model, expected.loss))

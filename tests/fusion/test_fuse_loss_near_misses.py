@@ -21,16 +21,6 @@ from causal_models import (
 from fused_families import FAMILIES, VOCABULARY
 from liger_ops.fusion import fuse, loss
 
-
-def test_any_model_that_computes_it() -> None:
-    model = Tiny()
-    fused = with_fused_loss(model)
-    output, expected = fused(**batch()), model(**batch())
-    assert list(output) == ["loss"]
-    torch.testing.assert_close(output["loss"], expected["loss"])
-    assert_same_gradients(gradients(fused, output["loss"]), gradients(model, expected["loss"]))
-
-
 # Each of these classes changes one thing in Tiny.
 
 
@@ -141,7 +131,8 @@ class ByItself(Tiny):
     """The forward computes the loss, as in older models of transformers."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        logits = self.logits(self.body(input_ids).last_hidden_state)
+        hidden = self.body(input_ids)
+        logits = self.logits(hidden if isinstance(hidden, Tensor) else hidden.last_hidden_state)
         return {"loss": causal_loss(logits, labels, VOCABULARY), "logits": logits}
 
 
@@ -185,6 +176,44 @@ class Object(Tiny):
         return copy.copy(nn.Identity())
 
 
+class OwnLoss(Tiny):
+    """The loss is a module of the model."""
+
+    loss_function = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(ignore_index=-100)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.body(input_ids)
+        logits = self.logits(hidden if isinstance(hidden, Tensor) else hidden.last_hidden_state)
+        value = self.criterion(logits.flatten(0, 1), labels.flatten())  # type: ignore[union-attr]
+        return self.result(value, logits)
+
+
+class Weighted(ByItself):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.rand(VOCABULARY))
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.body(input_ids)
+        logits = self.logits(hidden if isinstance(hidden, Tensor) else hidden.last_hidden_state)
+        logits = logits.view(-1, VOCABULARY)
+        return self.result(F.cross_entropy(logits, labels.view(-1), self.weights), logits)
+
+
+class WithoutHead(ByItself):
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head.weight)
+
+
+class Nested(Tiny):
+    def result(self, value: Tensor, logits: Tensor) -> Any:
+        return {"loss": value, "all": [logits]}
+
+
 class WithOwnForward(Tiny):
     def __init__(self) -> None:
         super().__init__()
@@ -197,30 +226,49 @@ class WithOwnLogits(Tiny):
         self.logits = self.head.forward  # type: ignore[method-assign]
 
 
-NOT_THIS_LOSS = "is not the cross-entropy of shifted labels"
+FOUND = [
+    Tiny, Unshifted, Smoothed, NoCount, NoIndex, LowPrecision, BoundLoss, Doubled, ByItself,
+    OwnLoss,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", FOUND)
+def test_any_model_that_computes_it(cls: type[Tiny]) -> None:
+    model = cls()
+    fused = with_fused_loss(model)
+    ways: list[dict[str, Any]] = [{}]
+    if cls in (Tiny, NoCount, NoIndex, LowPrecision, BoundLoss):
+        ways += [{"num_items_in_batch": 5}, {"ignore_index": 7}]
+    for way in ways:
+        inputs = {**batch(), **way}
+        if "ignore_index" in way:
+            inputs["labels"] = inputs["labels"].where(inputs["labels"] > 20, 7)
+        output, expected = fused(**inputs), model(**inputs)
+        assert list(output) == ["loss"]
+        torch.testing.assert_close(output["loss"], expected["loss"])
+        assert_same_gradients(gradients(fused, output["loss"]), gradients(model, expected["loss"]))
+    model.bfloat16(), fused.bfloat16()
+    assert fused(**batch())["loss"].dtype is model(**batch())["loss"].dtype
+
+
 NEAR_MISSES = {
-    Unshifted: NOT_THIS_LOSS,
-    Smoothed: NOT_THIS_LOSS,
-    NoCount: f"its loss with num_items_in_batch {NOT_THIS_LOSS}",
-    NoIndex: f"its loss with ignore_index {NOT_THIS_LOSS}",
-    LowPrecision: "its loss is bfloat16 where the model is bfloat16",
-    BoundLoss: "its loss_function is a method, not a function",
-    Penalised: NOT_THIS_LOSS,
-    LogNormaliser: "what its forward returns beside the loss depends on the logits",
-    Best: "its forward needs the logits for more than the loss (IndexError",
-    Doubled: "the logits of its loss are not those that it returns",
-    Clamped: "its logits are not those of its head, scaled or capped",
-    Shifted: "its logits are not those of its head",
-    Negative: "its logits are not those of its head",
-    Normalised: "its logits are not those of its head",
-    Detached: "its loss has no gradient",
-    HalfDetached: "its loss has another gradient",
-    OneLess: "fails on the CPU with a stub for the body",
-    Twice: "for labels its forward calls its head 2 times, and its loss_function 1 times",
-    ByItself: "for labels its forward calls its head 1 times, and its loss_function 0 times",
+    Penalised: "its forward applies pow to its logits",
+    LogNormaliser: "its forward applies logsumexp to its logits",
+    Best: "its forward applies argmax to its logits",
+    Clamped: "its forward applies clamp to its logits",
+    Shifted: "its forward applies add to its logits",
+    Negative: "its forward applies neg to its logits",
+    Normalised: "its forward applies log_softmax to its logits",
+    Detached: "its forward applies detach to its logits",
+    HalfDetached: "its forward applies detach to its logits",
+    OneLess: "with a stub for the body (ValueError: there are not as many labels as logits)",
+    Twice: "its forward applies add to its logits",
+    Weighted: "its forward applies cross_entropy to its logits, with its buffer weights",
+    WithoutHead: "its forward computes no cross_entropy of its head's output",
+    Nested: "its forward returns its logits within another value",
     NotLinear: "its head is a torch.nn.modules.container.Sequential, not a torch.nn.Linear",
     Deeper: "its head is in a ModuleList, not a child of it",
-    LogitsMasked: f"its loss with attention_mask {NOT_THIS_LOSS}",
+    LogitsMasked: "with attention_mask, its forward applies mul to its logits",
     OwnSkip: "its forward has a skip_logits of its own",
     Object: "its forward returns a Identity, neither a tuple nor a dict",
     WithOwnForward: "the instance has a forward of its own",
@@ -246,14 +294,19 @@ def test_models_of_other_tasks_are_named() -> None:
     assert left == [["its loss is a classifier's, of no vocabulary"], []]
 
 
-def test_loss_that_forward_stops_computing_is_an_error() -> None:
+def test_a_forward_that_computes_no_loss() -> None:
     class Sometimes(Tiny):
         def forward(self, input_ids: Tensor, labels: Any = None, mode: str = "loss") -> Any:
             if mode == "loss":
                 return super().forward(input_ids, labels)
             return {"logits": self.logits(self.body(input_ids))}
 
-    model = with_fused_loss(Sometimes())
-    with pytest.raises(RuntimeError, match="forward did not call loss_function for labels"):
-        model(**batch(), mode="logits")
-    assert list(model(**batch(), mode="logits", skip_logits=False)) == ["logits"]
+    model = Sometimes()
+    fused = with_fused_loss(model)
+    with pytest.warns(UserWarning, match="its forward computed no loss of its head's logits"):
+        output = fused(**batch(), mode="logits")
+    assert torch.equal(output["logits"], model(**batch(), mode="logits")["logits"])
+    with pytest.raises(ValueError, match="skip_logits=True and its forward computed no loss"):
+        fused(**batch(), mode="logits", skip_logits=True)
+    with pytest.raises(ValueError, match="reduction is computed by the cross_entropy"):
+        fused(**batch(), mode="logits", reduction="sum")

@@ -239,16 +239,14 @@ class Tempered(Tiny):
 def test_arguments_of_the_loss_function(name: str) -> None:
     model = Tempered()
     fused = with_fused_loss(model)
-    assert list(fused(**batch())) == ["loss"]
-    with pytest.warns(UserWarning, match=f"{name} was given, an argument of its loss_function"):
-        output = fused(**batch(), **{name: 2.0})
-    assert torch.equal(output["loss"], model(**batch(), **{name: 2.0})["loss"])
-    with pytest.raises(ValueError, match=f"skip_logits=True and {name} was given"):
-        fused(**batch(), **{name: 2.0}, skip_logits=True)
+    output, expected = fused(**batch(), **{name: 2.0}), model(**batch(), **{name: 2.0})
+    assert list(output) == ["loss"]
+    torch.testing.assert_close(output["loss"], expected["loss"])
+    assert_same_gradients(gradients(fused, output["loss"]), gradients(model, expected["loss"]))
 
 
 def test_options_of_heads_and_losses_changed_since() -> None:
-    """Options still apply to a replaced head's logits, but not with a replaced loss function."""
+    """Options still apply to a replaced head's logits, but not without a cross_entropy of them."""
     model, fused = pair(ONE_LAYER)
     for one in (model, fused):
         one.lm_head = nn.Sequential(one.lm_head, nn.Tanh())
@@ -257,7 +255,7 @@ def test_options_of_heads_and_losses_changed_since() -> None:
     torch.testing.assert_close(output.loss, smoothed(output.logits, batch()["labels"]))
     fused.loss_function = model.loss_function = lambda logits, labels, **kwargs: logits.mean()
     assert_same_output(fused.eval()(**batch()), model.eval()(**batch()))
-    with pytest.raises(ValueError, match="loss_function was replaced .* label_smoothing"):
+    with pytest.raises(ValueError, match="label_smoothing is computed by the cross_entropy"):
         fused(**batch(), label_smoothing=0.2)
 
 
@@ -269,13 +267,14 @@ def test_one_warning_for_a_model_and_reason() -> None:
             model.head.register_forward_hook(lambda module, args, y: None)
             model(**batch()), model(**batch())
             model.eval()(**batch()), model.train()
-        first.loss_function = lambda *args, **kwargs: causal_loss(*args, **kwargs)
+        first.loss_function = lambda logits, *args, **kwargs: logits.mean()
+        first.head = nn.Linear(8, VOCABULARY)
         first(**batch())
     texts = [str(entry.message) for entry in said]
     assert [text.rpartition(": ")[2] for text in texts] == [
         "its head has hooks",
         "its head has hooks",
-        "its loss_function was replaced after liger_ops.fuse",
+        "its forward applies mean to its logits",
     ]
     assert texts[0].startswith("liger_ops: Tiny computes its loss from all logits")
 

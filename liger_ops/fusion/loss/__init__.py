@@ -7,16 +7,15 @@ from typing import Any
 
 from torch import nn
 
+from .. import classes
+from ..planning import Plan
+from ..probing import NotAnOp
+from ..report import FuseReport
 from . import (
-    classes,
-    loss_call,  # noqa: F401 (the kind "loss" is registered there)
-    loss_view,
+    call,  # noqa: F401 (the kind "loss" is registered there)
+    view,
 )
-from .loss_probe import probe
-from .loss_value import CausalLoss
-from .planning import Plan
-from .probing import NotAnOp
-from .report import FuseReport
+from .dry_run import dry_run
 
 OP = "linear_cross_entropy"
 
@@ -33,9 +32,8 @@ def fuse(model: nn.Module) -> FuseReport:
             if _is_classifier(cls.__name__):
                 raise NotAnOp("its loss is a classifier's, of no vocabulary")
             return
-        loss = _probed(module, _path_to(module, head))
-        plan.changes.append(lambda: classes.override(module, "loss", loss))
-        options = {"logit_scale": loss.logit_scale, "softcap": loss.softcap}
+        facts, options = dry_run(module, _path_to(module, head))
+        plan.changes.append(lambda: classes.override(module, "loss", facts))
         plan.fuse(name, module, OP, options)
 
     plan = Plan("loss", model, look)
@@ -44,7 +42,7 @@ def fuse(model: nn.Module) -> FuseReport:
     for module in model.modules():
         facts = classes.overrides(module).get("loss")
         if facts is not None:
-            loss_view.prepare(module, facts.head)
+            view.prepare(module, facts.head)
     return FuseReport(tuple(plan.findings))
 
 
@@ -91,7 +89,3 @@ def _checked(module: nn.Module, path: str) -> str:
                 what = f"its {names[i - 1]}" if i else "the instance"
                 raise NotAnOp(f"{what} has a {name} of its own")
     return path
-
-
-def _probed(module: nn.Module, path: str) -> CausalLoss:
-    return probe(module, path)

@@ -1,4 +1,4 @@
-"""Remove the logits from the output of a forward, or add values to it."""
+"""Remove deferred logits from the output of a forward, or add values to it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,35 @@ from typing import Any
 
 from torch import Tensor
 
-from .loss_written import DeferredLogits
+from .deferred import DeferredLogits
 
 # Cache: class of outputs -> class with the additional fields. It is filled when a model is fused,
 # because torch.compile cannot trace the making of a class.
 _EXTENDED: dict[type, type] = {}
 
 
-def drop(output: Any, logits: Tensor | None) -> Any:
-    """A model's output without its logits, in the form that transformers gives absent values."""
+# Why the logits are computed, if nothing else needs them.
+NO_LOSS = "its forward computed no loss of its head's logits"
+
+
+def settled(output: Any, skips: bool) -> Any:
+    """A model's output with logits in the place of deferred ones, or, if it skips them and nothing
+    needed them, without them, in the form that transformers gives absent values."""
 
     def stays(value: Any) -> bool:
-        return value is not logits and not isinstance(value, DeferredLogits)
+        return not (skips and isinstance(value, DeferredLogits) and value.value is None)
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, DeferredLogits):
+            return value
+        return value.computed(NO_LOSS)
 
     if isinstance(output, tuple):
-        return tuple(value for value in output if stays(value))
-    return type(output)(**{name: value for name, value in output.items() if stays(value)})
+        return tuple(real(value) for value in output if stays(value))
+    if not isinstance(output, dict):
+        return output
+    values = {name: value for name, value in output.items() if stays(value)}
+    return type(output)(**{name: real(value) for name, value in values.items()})
 
 
 def extend(output: Any, values: dict[str, Tensor]) -> Any:

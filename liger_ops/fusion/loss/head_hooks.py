@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import tensor_parallel
-from .loss_lora import LoraHead
-from .tensor_parallel import forward_hooks
+from .. import tensor_parallel
+from ..tensor_parallel import forward_hooks
+from .lora import LoraHead
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _GATHER = (_FSDP, "deepspeed.")

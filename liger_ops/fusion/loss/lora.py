@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import tensor_parallel
+from .. import tensor_parallel
 
 LAYER = "peft.tuners.lora.layer.Linear"
 

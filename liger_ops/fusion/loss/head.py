@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import classes, head_hooks, tensor_parallel
-from .loss_lora import LAYER, LoraHead, adapters_of
-from .sharding import shape_of
-from .tensor_parallel import OverWords
+from .. import classes, tensor_parallel
+from ..sharding import shape_of
+from ..tensor_parallel import OverWords
+from . import head_hooks
+from .lora import LAYER, LoraHead, adapters_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -154,7 +155,7 @@ def _what_it_does_beside(module: Any, what: str, but_shard: bool = False) -> str
 
 
 def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
-    weight, bias = (_parameter(head, name) for name in ("weight", "bias"))
+    weight, bias = (parameter_of(head, name) for name in ("weight", "bias"))
     for tensor in (weight, bias):
         # A replica of DataParallel holds plain tensors; under torch.export they are fake.
         if tensor is None or type(tensor) in (nn.Parameter, Tensor, FakeTensor):
@@ -166,7 +167,7 @@ def _with_plain_tensors(head: nn.Linear, sharded: bool) -> nn.Linear | str:
     return head
 
 
-def _parameter(head: nn.Linear, name: str) -> Any:
+def parameter_of(head: nn.Linear, name: str) -> Any:
     parameters = head._parameters
     if torch.compiler.is_compiling() or type(parameters) is dict:
         return getattr(head, name)

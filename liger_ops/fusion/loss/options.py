@@ -24,13 +24,16 @@ class LossOptions:
     return_predicted_tokens: bool = False
     accum_dtype: torch.dtype | None = None
     chunk_bytes: int | None = None
+    # The names of those that are not the default.
+    asked: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> str:
+        return ", ".join(self.asked)
 
     @property
     def wants_predicted(self) -> bool:
         return self.return_token_accuracy or self.return_predicted_tokens
-
-
-DEFAULTS = LossOptions()
 
 
 def _is_flag(value: Any) -> bool:
@@ -94,4 +97,6 @@ def taken_from(
             f"{name}: num_items_in_batch is what the reduction 'mean' divides by, got it with the"
             f" reduction {given['reduction']!r}"
         )
-    return LossOptions(**given), rest
+    # Every default is false or "mean".
+    asked = {key: value for key, value in given.items() if value and value != "mean"}
+    return LossOptions(**asked, asked=tuple(asked)), rest

@@ -1,0 +1,330 @@
+"""Logits that are not computed unless something needs them.
+
+The head of a view returns `DeferredLogits` for hidden states, and the model's own code works on
+them as on a tensor. Operations that `linear_cross_entropy` computes too are recorded: a positive
+factor, tanh, a cast to float32, a bias per class, and the choice and shape of rows. Their
+cross-entropy is the op. Every other operation computes the logits: the head is called, the recorded
+operations are done to its output by PyTorch's own functions, and the operation to the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .form import Form, is_factor, keeps_columns
+
+
+class Call(Protocol):
+    """A call of a head, whose logits are deferred."""
+
+    hidden: Tensor
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the logits, None if it is only known when they are computed."""
+
+    @property
+    def rows(self) -> tuple[int, ...] | None:
+        """The shape of the rows, None if it is only known when they are computed."""
+
+    def may_record(self) -> bool:
+        """Whether a recorded operation would have the same gradient as one that is done now."""
+
+    def add(self, logits: DeferredLogits) -> None:
+        """Note the result of a recorded operation."""
+
+    def compute(self, logits: DeferredLogits, why: str, operands: tuple[Any, ...]) -> None:
+        """Compute all logits of this call, also those after recorded operations, for a reason."""
+
+    def loss(self, logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
+        """The cross-entropy."""
+
+
+class DeferredLogits:
+    """The logits of hidden states after recorded operations.
+
+    hidden: the hidden states after those operations that choose or shape rows.
+    tokens: the shape of the rows before the last operations that only shape them.
+    chosen: whether an operation chose rows.
+    parent, function, args: the logits that the last operation was done to, and the operation.
+    value: the logits, if they are computed.
+    """
+
+    def __init__(
+        self, call: Call, hidden: Tensor, form: Form,
+        tokens: tuple[int, ...], chosen: bool = False,
+        parent: DeferredLogits | None = None,
+        function: Callable[..., Tensor] | None = None, args: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        self.call = call
+        self.hidden = hidden
+        self.form = form
+        self.tokens = tokens
+        self.chosen = chosen
+        self.parent = parent
+        self.function = function
+        self.args = args
+        self.value: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.cross_entropy:
+            return cross_entropy(*args, **kwargs)
+        if args and function in RECORDED:
+            if isinstance(args[0], DeferredLogits):
+                return getattr(args[0], RECORDED[function])(*args[1:], **kwargs)
+            if RECORDED[function] == "add" and len(args) == 2 and not kwargs:
+                return args[1].add(args[0])
+        return done(function, getattr(function, "__name__", "a function"), args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.computed(applies(name)), name)
+
+    def computed(self, why: str, operands: tuple[Any, ...] = ()) -> Tensor:
+        """The logits, for the reason `why`, such as an operation with other operands."""
+        if self.value is None:
+            self.call.compute(self, why, operands)
+        assert self.value is not None
+        return self.value
+
+    @property
+    def shape(self) -> torch.Size:
+        if self.value is not None or self.call.rows is None:
+            return self.computed(applies("shape")).shape
+        return torch.Size((*self.hidden.shape[:-1], self.columns))
+
+    @property
+    def columns(self) -> int:
+        return self.call.vocabulary if self.value is None else self.value.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        known = None if self.value is not None else self.form.dtype or self.call.dtype
+        return self.computed(applies("dtype")).dtype if known is None else known
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.dim()
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def mul(self, other: Any) -> Any:
+        form = self.form.times(other) if is_factor(other) else None
+        return self._record("mul", Tensor.mul, (other,), form)
+
+    def div(self, other: Any, **options: Any) -> Any:
+        if options:
+            return done(Tensor.div, "div", (self, other), options)
+        form = self.form.times(1.0, other) if is_factor(other) else None
+        return self._record("div", Tensor.div, (other,), form)
+
+    def add(self, other: Any, **options: Any) -> Any:
+        if options:
+            return done(Tensor.add, "add", (self, other), options)
+        form = self.form.plus(other, self.dtype) if self._is_bias(other) else None
+        return self._record("add", Tensor.add, (other,), form)
+
+    def tanh(self) -> Any:
+        form = None if self.form.capped else replace(self.form, capped=True)
+        return self._record("tanh", Tensor.tanh, (), form)
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        given = (*args, *options.values())
+        if len(given) == 1 and isinstance(given[0], torch.dtype):
+            if given[0] is torch.float32:
+                form = replace(self.form, dtype=torch.float32)
+                return self._record("to", Tensor.to, (torch.float32,), form)
+            if given[0] is self.dtype:
+                return self
+        elif len(given) == 1 and isinstance(given[0], torch.device) and given[0] == self.device:
+            return self
+        return done(Tensor.to, "to", (self, *args), options)
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def contiguous(self, **options: Any) -> Any:
+        if options:
+            return done(Tensor.contiguous, "contiguous", (self,), options)
+        return self._record("contiguous", Tensor.contiguous, (), self.form)
+
+    def reshape(self, *shape: Any) -> Any:
+        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+            shape = tuple(shape[0])
+        words, rows = self.columns, self.hidden.shape[:-1]
+        sizes = len(shape) > 1 and all(isinstance(size, int) for size in shape)
+        if sizes and shape[-1] == -1 and math.prod(shape[:-1]) == math.prod(rows):
+            shape = (*shape[:-1], words)
+        # Without the number of rows, only one size can be left open.
+        open_rows = self.call.rows is not None or len(shape) == 2 and shape[0] == -1
+        if not sizes or shape[-1] != words or not open_rows or not self.call.may_record():
+            return done(Tensor.reshape, "reshape", (self, *shape), {})
+        hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
+        return self._record("reshape", Tensor.reshape, shape, self.form, hidden)
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        last = end_dim % self.dim()
+        if last == self.dim() - 1 or self.call.rows is None:
+            return done(Tensor.flatten, "flatten", (self, start_dim, end_dim), {})
+        rows = self.hidden.flatten(start_dim, last).shape[:-1]
+        return self.reshape(*rows, self.columns)
+
+    def __getitem__(self, index: Any) -> Any:
+        of_rows = self.call.rows is not None and keeps_columns(index, self.dim(), self.columns)
+        if not of_rows or not self.call.may_record():
+            return done(Tensor.__getitem__, "index", (self, index), {})
+        hidden, form = self.hidden[index], self.form
+        return self._record("index", Tensor.__getitem__, (index,), form, hidden, chooses=True)
+
+    def _record(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], form: Form | None,
+        hidden: Tensor | None = None, chooses: bool = False,
+    ) -> Any:  # fmt: skip
+        """Record an operation, or do it if it has no form."""
+        if form is None or not self.call.may_record():
+            return done(function, name, (self, *args), {})
+        hidden = self.hidden if hidden is None else hidden
+        tokens = tuple(hidden.shape[:-1]) if chooses else self.tokens
+        chosen = self.chosen or chooses
+        logits = DeferredLogits(self.call, hidden, form, tokens, chosen, self, function, args)
+        self.call.add(logits)
+        return logits
+
+    def _is_bias(self, other: Any) -> bool:
+        """Whether a summand is a bias per class, which the head's layer can add."""
+        words = self.columns
+        if not isinstance(other, Tensor) or not 0 < other.dim() <= self.dim():
+            return False
+        if not self.form.is_untouched or not other.numel() == other.shape[-1] == words:
+            return False
+        # Under autocast a linear layer casts its bias.
+        return other.dtype is self.dtype or torch.is_autocast_enabled(self.device.type)
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """A tensor with the rows of the head's output, after the operations on rows."""
+        if self.parent is None:
+            return x
+        x = self.parent.rows_of(x)
+        if self.function is Tensor.__getitem__:
+            return x[self.args[0]]
+        return x.reshape(*self.args[:-1], x.shape[-1]) if self.function is Tensor.reshape else x
+
+
+# The functions of torch that methods of DeferredLogits record.
+RECORDED: dict[Any, str] = {
+    torch.mul: "mul",
+    torch.multiply: "mul",
+    torch.div: "div",
+    torch.divide: "div",
+    torch.true_divide: "div",
+    torch.add: "add",
+    torch.tanh: "tanh",
+    torch.reshape: "reshape",
+    torch.flatten: "flatten",
+    Tensor.add: "add",
+    Tensor.__add__: "add",
+}
+
+
+def applies(name: str) -> str:
+    return f"its forward applies {name} to its logits"
+
+
+def done(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What a function returns for the logits that are among its arguments."""
+    operands = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    for logits in _deferred((*args, *kwargs.values())):
+        logits.computed(applies(name), operands)
+    return function(*_with_values(args), **_with_values(kwargs))
+
+
+def cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.cross_entropy of deferred logits."""
+    options = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
+    plain = weight is None and size_average is None and reduce is None
+    rows = isinstance(input, DeferredLogits) and input.dim() == 2
+    labels = isinstance(target, Tensor) and target.dim() == 1 and target.dtype is torch.int64
+    if plain and rows and labels:
+        loss: Tensor = input.call.loss(input, target, **options)
+        return loss
+    others = {"weight": weight, "size_average": size_average, "reduce": reduce}
+    loss = done(F.cross_entropy, "cross_entropy", (input, target), {**others, **options})
+    return loss
+
+
+def _deferred(value: Any) -> list[DeferredLogits]:
+    if isinstance(value, DeferredLogits):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return [logits for item in value for logits in _deferred(item)]
+    return []
+
+
+def _with_values(value: Any) -> Any:
+    if isinstance(value, DeferredLogits):
+        return value.value
+    if isinstance(value, dict):
+        return {name: _with_values(item) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)([_with_values(item) for item in value])
+    return value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: DeferredLogits, *args: Any) -> Any:
+        return done(getattr(Tensor, name), name.strip("_"), (self, *args), {})
+
+    return operate
+
+
+# Python looks operators up in the class.
+for _name in (
+    "neg", "abs", "invert", "sub", "rsub", "rtruediv", "pow", "rpow", "floordiv", "rfloordiv",
+    "mod", "rmod", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor",
+    "iadd", "isub", "imul", "itruediv", "ipow", "setitem", "bool", "float", "int", "contains",
+    "iter",
+):  # fmt: skip
+    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
+DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+for _name, _method in {
+    "mul": "mul", "rmul": "mul", "truediv": "div", "add": "add", "radd": "add",
+}.items():  # fmt: skip
+    setattr(DeferredLogits, f"__{_name}__", getattr(DeferredLogits, _method))

@@ -1,0 +1,177 @@
+"""The loss of a language model, from hidden states and its head or from logits."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...nn.cross_entropy import token_accuracy
+from ...ops.cross_entropy import cross_entropy_forward
+from ...ops.head import cast_as_linear, needed_gradients
+from ...ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from ..tensor_parallel import as_input
+from .deferred import DeferredLogits
+from .lora import LoraHead
+from .options import LossOptions
+
+# The result of either source's `results`: (loss, lse, target_logit, predicted_tokens), the last is
+# None unless it is asked for.
+Results = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+
+
+class Source(Protocol):
+    """What a loss is computed from. `tokens` is the shape of a value for each of its tokens."""
+
+    tokens: tuple[int, ...]
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor: ...
+
+    def results(self, target: Tensor, **options: Any) -> Results: ...
+
+    def probability(self, target: Tensor, ignore_index: int) -> Tensor:
+        """The probability of each token's target."""
+        _, lse, target_logit, _ = self.results(target, reduction="none", ignore_index=ignore_index)
+        return torch.exp(target_logit - lse)
+
+
+def _head_options(logits: DeferredLogits, options: LossOptions) -> dict[str, Any]:
+    """Options of the ops that compute a loss from a head."""
+    return {
+        "softcap": logits.form.softcap,
+        "logit_scale": logits.form.logit_scale,
+        "accum_dtype": options.accum_dtype,
+        "chunk_bytes": options.chunk_bytes,
+    }
+
+
+class OfHidden(Source):
+    """The loss, computed from the hidden states of logits and a head."""
+
+    def __init__(
+        self, logits: DeferredLogits, hidden: Tensor,
+        head: nn.Linear | LoraHead, options: LossOptions,
+    ) -> None:  # fmt: skip
+        self.tokens = logits.tokens
+        rows = logits.hidden if hidden is logits.call.hidden else logits.rows_of(hidden)
+        self.x = rows.reshape(-1, hidden.shape[-1])
+        self.weight = head.weight
+        self.bias: Tensor | None = head.bias
+        if logits.form.bias is not None:
+            added = logits.form.bias.to(head.weight.dtype)
+            self.bias = added if head.bias is None else head.bias + added
+        # Drawn once, because dropout may come before the LoRA.
+        self.lora_x: Tensor | None = None
+        self.lora_b: Tensor | None = None
+        if isinstance(head, LoraHead):
+            lora_x, self.lora_b = head.lora(hidden)
+            self.lora_x = logits.rows_of(lora_x).reshape(-1, lora_x.shape[-1])
+        self.options = _head_options(logits, options)
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor:
+        if self.lora_x is not None:
+            return self.results(target, **options)[0]
+        options = {**self.options, **options}
+        return linear_cross_entropy(self.x, self.weight, target, self.bias, **options)
+
+    def results(self, target: Tensor, **options: Any) -> Results:
+        x, weight, bias = cast_as_linear(self.x, self.weight, self.bias)
+        lora_x, lora_b = (t if t is None else t.to(x.dtype) for t in (self.lora_x, self.lora_b))
+        loss, _, lse, target_logit, _, predicted, *_ = linear_cross_entropy_forward(
+            x,
+            weight,
+            target,
+            bias,
+            **self.options,
+            **options,
+            gradient_mask=needed_gradients(x, weight, bias, options["reduction"], lora_x, lora_b),
+            lora_x=lora_x,
+            lora_b=lora_b,
+        )
+        return loss, lse, target_logit, predicted
+
+
+class OfShardedHead(Source):
+    """The loss, computed from hidden states and a head that is sharded over words."""
+
+    def __init__(
+        self, logits: DeferredLogits, hidden: Tensor,
+        head: nn.Linear | LoraHead, options: LossOptions,
+    ) -> None:  # fmt: skip
+        layer = head.base if isinstance(head, LoraHead) else head
+        self.x, self.weight, self.bias = as_input(layer, hidden), head.weight, head.bias
+        self.tokens = tuple(self.x.shape[:-1])
+        self.lora: tuple[Tensor, Tensor] | None = None
+        if isinstance(head, LoraHead):
+            self.lora = head.lora_over_words(hidden, self.x)
+        self.options = _head_options(logits, options)
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor:
+        from ...distributed.vocabulary_cross_entropy import of_head
+
+        # A DTensor with sharded rows cannot be flattened.
+        options = {**self.options, **options}
+        if options.get("token_weight") is not None:
+            options["token_weight"] = options["token_weight"].reshape(self.tokens)
+        head = self.x, self.weight, self.bias, *(self.lora or (None, None))
+        loss = of_head(head, target.reshape(self.tokens), **options)
+        return loss.reshape(target.shape) if loss.dim() else loss
+
+    def results(self, target: Tensor, **options: Any) -> Results:
+        raise NotImplementedError("a head that is sharded over words predicts no tokens")
+
+    def probability(self, target: Tensor, ignore_index: int) -> Tensor:
+        return torch.exp(-self.loss(target, reduction="none", ignore_index=ignore_index))
+
+
+class OfLogits(Source):
+    """The loss, computed from logits that are already scaled and capped."""
+
+    def __init__(self, logits: DeferredLogits) -> None:
+        assert logits.value is not None
+        self.tokens, self.logits = logits.tokens, logits.value
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor:
+        return self.results(target, **options)[0]
+
+    def results(self, target: Tensor, **options: Any) -> Results:
+        loss, _, lse, target_logit, _, predicted, *_ = cross_entropy_forward(
+            self.logits, target, **options
+        )
+        return loss, lse, target_logit, predicted
+
+
+def value_of(
+    source: Source, target: Tensor, own: dict[str, Any], options: LossOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and other values that the options ask for, by name.
+
+    own: ignore_index, reduction and label_smoothing of the model's own cross_entropy, which options
+    other than the defaults replace. Token scaling multiplies each token's loss by the probability
+    of its target, as a constant; the mean still divides by the number of tokens.
+    """
+    ignore_index = own["ignore_index"]
+    asked = options.reduction != "mean"
+    reduction = options.reduction if asked else own["reduction"]
+    arguments: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": options.label_smoothing or own["label_smoothing"],
+        "lse_square_scale": options.lse_square_scale,
+    }
+    if options.use_token_scaling:
+        with torch.no_grad():
+            arguments["token_weight"] = source.probability(target, ignore_index)
+            if reduction == "mean":
+                arguments["num_items_in_batch"] = (target != ignore_index).sum()
+    if options.wants_predicted:
+        loss, _, _, predicted = source.results(target, **arguments, return_predicted=True)
+    else:
+        loss, predicted = source.loss(target, **arguments), None
+    beside = {}
+    if predicted is not None and options.return_token_accuracy:
+        beside["token_accuracy"] = token_accuracy(predicted, target, ignore_index)
+    if predicted is not None and options.return_predicted_tokens:
+        beside["predicted_tokens"] = predicted.reshape(source.tokens)
+    return loss.reshape(source.tokens) if asked and reduction == "none" else loss, beside
