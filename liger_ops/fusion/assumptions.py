@@ -251,13 +251,20 @@ class Reads:
                 absent.append(name)
             else:
                 value = getattr(one, name)
-                if isinstance(value, CONSTANTS):
+                if _is_constant(value):
                     constants.append((name, value))
                 elif _is_frozen(value):
                     values.append((name, _frozen(value, name)))
         cls = None if path == SELF else getattr(type(one), BEFORE, type(one))
-        every = (constants, values, present, absent, missing)
-        return State(path, cls, *(tuple(one) for one in every))
+        return State(
+            path,
+            cls,
+            tuple(constants),
+            tuple(values),
+            tuple(present),
+            tuple(absent),
+            tuple(missing),
+        )
 
 
 def _kind(module: nn.Module, name: str) -> str | None:
@@ -268,6 +275,12 @@ def _kind(module: nn.Module, name: str) -> str | None:
         if name in vars(module)[kind] and name not in vars(module):
             return kind
     return "skipped" if isinstance(vars(module).get(name), Tensor) else None
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, CONSTANTS)
 
 
 def _is_frozen(value: Any) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 T = TypeVar("T")
 
@@ -108,12 +108,6 @@ def _value_key(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple((type(item), _value_key(item)) for item in value)
     return id(value)
-
-
-def uniform(shape: Sequence[int], seed: int) -> Tensor:
-    """Uniform random numbers between -0.5 and 0.5."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.rand(shape, generator=generator, dtype=torch.float32, device=DEVICE) - 0.5
 
 
 def dtype_name(dtype: torch.dtype) -> str:

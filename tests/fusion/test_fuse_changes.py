@@ -218,7 +218,7 @@ def hooks(path: str) -> dict[str, Callable[[Any], None]]:
     }
 
 
-def halved(path: str) -> Callable[[Any], None]:
+def weight_doubled(path: str) -> Callable[[Any], None]:
     return lambda module: parametrize.register_parametrization(
         module.get_submodule(path), "weight", Double()
     )
@@ -237,10 +237,6 @@ def connection() -> nn.Module:
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.5)
     return made
-
-
-def sequence(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.ModuleDict({"norm": make()})
 
 
 X = torch.randn(2, 5, HIDDEN)
@@ -268,7 +264,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any
         lambda: LlamaRMSNorm(HIDDEN), lambda: (torch.randn(2, 5, HIDDEN),),
         {
             "eps": sets("variance_epsilon", 0.5), "weight": sets("weight", nn.Parameter(X[0, 0])),
-            "forward": sets("forward", torch.sinh), "parametrization": halved(""),
+            "forward": sets("forward", torch.sinh), "parametrization": weight_doubled(""),
             **hooks(""),
         },
     ),

@@ -116,3 +116,26 @@ def test_a_temperature_that_changes():
     then = (*arguments, 0.9)
     found = check(function, *arguments, 0.7, counts={"log_prob": 1}, then=then, dynamic=True)
     assert "may differ from call to call" in found.reasons("linear_log_prob")[0]
+
+
+def picked(log_p: Tensor, target: Tensor) -> Tensor:
+    return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def picked_and_summed(log_p: Tensor, target: Tensor) -> Tensor:
+    return picked(log_p, target) + 0.1 * log_p.sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "op"), ((picked, "log_prob"), (picked_and_summed, "cross_entropy"))
+)
+@pytest.mark.parametrize("lowest", (torch.finfo(torch.float32).min, -1e30, -1e4))
+def test_a_row_with_nothing_allowed(loss, op, lowest):
+    """Its classes are equally probable, however low their logits are."""
+
+    def function(logits: Tensor, target: Tensor, allowed: Tensor) -> Tensor:
+        return loss(logits.masked_fill(~allowed, lowest).log_softmax(-1), target)
+
+    allowed = torch.tensor([True, False, True]).unsqueeze(-1)
+    logits = torch.randn(3, 5, requires_grad=True)
+    check(function, logits, torch.tensor([1, 0, 4]), allowed, counts={op: 1})
