@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..lowering.passes.failure import first_line as first_line
+
 T = TypeVar("T")
 
 DEVICE = torch.device("cpu")
@@ -118,8 +120,3 @@ def uniform(shape: Sequence[int], seed: int) -> Tensor:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
