@@ -146,9 +146,11 @@ class _Copied:
         why = ""
         module: Any
         for module in self.model.modules():
-            # A checkpoint would recompute in the backward, where InWider does not reach.
-            if getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False
+            # A checkpoint would recompute in the backward, where InWider does not reach. The models
+            # of transformers and diffusers have this function beside a flag, which they also read
+            # to make no cache.
+            if "_gradient_checkpointing_func" in vars(module):
+                module._gradient_checkpointing_func = _called
         for dtype in WIDER:
             if _is_wider(dtype, self.narrowest) or dtype is torch.float64:
                 try:
@@ -196,6 +198,10 @@ class _Copied:
         gradients = {name: getattr(leaf, "grad", None) for name, leaf in leaves.items()}
         found = {LOSS: loss.detach(), **dict(_outputs(output, OUTPUT))}
         return found | {name: dx for name, dx in gradients.items() if dx is not None}
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _with_wide(
