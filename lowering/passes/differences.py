@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ class Difference:
         difference: between the changed and the unchanged model; infinite if one of them has no such
             value.
         error: between the changed model and the truth; None without a truth.
-        own_error: between the unchanged model and the truth, which is the error of its dtype.
+        own_error: between the unchanged model and the truth, which is the error of its dtype. For
+            gradients that are zero up to rounding, the largest of theirs.
         eps: the epsilon of the narrowest dtype in the models.
         magnified: without a truth, how many times the model magnifies a rounding.
         missing: "changed" or "unchanged", the model that has no such value; or "".
@@ -165,7 +166,7 @@ def compared(
     """The difference of every result that the unchanged or the changed model has."""
     wide = {name: value.double() for name, value in (truth or before).items()}
     sizes = {name: x.nan_to_num(0.0, 0.0, 0.0).norm().item() for name, x in wide.items()}
-    found = []
+    found, noise = [], []
     for name in {**before, **after}:
         if name not in before or name not in after:
             missing = "changed" if name in before else "unchanged"
@@ -189,4 +190,9 @@ def compared(
             exact = truth.get(name, torch.zeros_like(other))
             error, own = distance(one, exact), distance(other, exact)
         found.append(Difference(name, moved, error, own, eps, magnified))
+        if sizes.get(name, 0.0) < SMALLEST_SHARE * whole and own is not None:
+            noise.append(found[-1])
+    # Rounding alone makes these: its size in one of them is a matter of luck.
+    largest = max((one.own_error or 0.0 for one in noise), default=0.0)
+    found = [replace(one, own_error=largest) if one in noise else one for one in found]
     return tuple(sorted(found, key=lambda one: -one.difference))
