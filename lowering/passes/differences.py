@@ -119,7 +119,8 @@ def _largest(differences: Sequence[Difference]) -> str:
     """Such as "loss equal to 3e-16, 42 gradients to 1e-15"."""
     found: dict[str, float] = {}
     for one in differences:
-        found.setdefault(_group(one.name), one.difference)
+        if not one.missing:
+            found.setdefault(_group(one.name), one.difference)
     names = {LOSS: "loss", "": _gradients(differences), OUTPUT: "outputs"}
     equal = [f"{names[group]} to {found[group]:.0e}" for group in names if group in found]
     return ", ".join(equal).replace(" to ", " equal to ", 1)
@@ -133,15 +134,12 @@ def _lines(differences: Sequence[Difference], truth: torch.dtype | None) -> list
 
 def _line(one: Difference, truth: torch.dtype | None) -> str:
     if one.missing:
-        return f"  {one.name}: the {one.missing} model has no such {_noun(one.name)}"
+        noun = "output" if _group(one.name) == OUTPUT else "gradient"
+        return f"  {one.name}: no {noun} in the {one.missing} model"
     line = f"  {one.name}: differs by {one.difference:.1e} from the unchanged model"
     if one.error is not None:
         line += f"; from {truth} by {one.error:.1e}, before {one.own_error:.1e}"
     return f"{line}; eps {one.eps:.1e}"
-
-
-def _noun(name: str) -> str:
-    return "output" if name.startswith(OUTPUT) else "gradient"
 
 
 def _group(name: str) -> str:

@@ -92,7 +92,11 @@ def test_explain_compares_a_fused_model_with_the_unfused_one() -> None:
 WRONG = {
     "values": (slightly_wrong, torch.float32, "norm.weight: differs by 1.0e-03"),
     "below the rounding": (slightly_wrong, torch.bfloat16, "norm.weight: differs by 1.0e-03"),
-    "no gradient": (without_gradient, torch.float32, "the changed model has no such gradient"),
+    "no gradient": (
+        without_gradient,
+        torch.float32,
+        "norm.weight: no gradient in the changed model",
+    ),
     "output": (wrong_output, torch.float32, "output side: differs by 5.0e-04"),
 }
 
