@@ -150,8 +150,9 @@ def fuse(
             float64, where nothing but rounding may differ: the loss, every output and every
             gradient, and which parameters have one. Rounding in bfloat16, and attention of a GPU,
             which float64 does not reach, are compared in the model's dtype alone. The steps run on
-            a copy, which with its gradients takes 24 bytes a parameter; `model` must have its data,
-            and not be sharded. `explain(model, **batch, verify=True)` does the same afterwards.
+            copies, one at a time, which with the gradients to compare take 24 bytes a parameter;
+            `model` must have its data, and not be sharded. `explain(model, **batch, verify=True)`
+            makes the comparison of a model that is already fused.
 
     Returns:
         A report of findings: `report.fused` are the modules that were changed, each with its name

@@ -53,18 +53,18 @@ def verify(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Verificat
     try:
         if not isinstance(model, nn.Module):
             raise CannotVerify("explain was given a function, and not the module itself")
-        return _with_wide(found, *_Copied(model, args, kwargs).wide_pair())
+        return _with_wide(found, *_Eager(model, args, kwargs).wide_pair())
     except CannotVerify as reason:
         return replace(found, why_not_wide=str(reason))
 
 
 def verify_changes(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
-    """Measure what `fuse` changed of a model on a batch, eagerly, on a copy of the model.
+    """Measure what `fuse` changed of a model on a batch, eagerly, on copies of the model.
 
     Raises:
         CannotVerify: the model cannot be copied, or cannot run in a wider dtype.
     """
-    return _Copied(model, args, kwargs).verified()
+    return _Eager(model, args, kwargs).verified()
 
 
 class CannotVerify(ValueError):
@@ -121,11 +121,12 @@ class _Compiled:
         return aot_eager(module, inputs)
 
 
-class _Copied:
-    """Eager runs of a copy of one changed model on one batch, as it is and unchanged."""
+class _Eager:
+    """Eager runs of one changed model on one batch, as it is and unchanged, each on a new copy."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.model, self.args, self.kwargs = _copied(model), args, kwargs
+        _check_data(model)
+        self.model, self.args, self.kwargs = model, args, kwargs
         floats = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
         self.narrowest = min(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).bits)
         self.is_random = False
@@ -144,13 +145,6 @@ class _Copied:
     def wide_pair(self) -> tuple[torch.dtype, Results, Results]:
         """The results of both models in the first wider dtype in which they run."""
         why = ""
-        module: Any
-        for module in self.model.modules():
-            # A checkpoint would recompute in the backward, where InWider does not reach. The models
-            # of transformers and diffusers have this function beside a flag, which they also read
-            # to make no cache.
-            if "_gradient_checkpointing_func" in vars(module):
-                module._gradient_checkpointing_func = _called
         for dtype in WIDER:
             if _is_wider(dtype, self.narrowest) or dtype is torch.float64:
                 try:
@@ -163,8 +157,7 @@ class _Copied:
 
     def pair(self, dtype: torch.dtype | None) -> tuple[Results, Results]:
         """The results of the unchanged and of the changed model, of what both should return."""
-        with _unchanged([self.model]):
-            before = self.results(dtype)
+        before = self.results(dtype, unchanged=True)
         if not before[LOSS].isfinite():
             raise CannotVerify("the loss of the unchanged model on this batch is not finite")
         try:
@@ -177,24 +170,26 @@ class _Copied:
             after.pop(name, None)
         return before, after
 
-    def results(self, dtype: torch.dtype | None) -> Results:
+    def results(self, dtype: torch.dtype | None, unchanged: bool = False) -> Results:
         """The loss, the outputs, and the gradients of parameters and inputs."""
         args, kwargs = pytree.tree_map(lambda x: _leaf(x, dtype), (self.args, self.kwargs))
-        self.model.zero_grad(set_to_none=True)
+        model = _copy(self.model)
         with contextlib.ExitStack() as stack:
             if dtype is not None:
-                self.model.double() if dtype is torch.float64 else self.model.float()
+                _widen(model, dtype)
                 stack.enter_context(default_dtype(dtype))
                 stack.enter_context(InWider(dtype))
-            stack.enter_context(state_kept(self.model))
+            if unchanged:
+                stack.enter_context(_unchanged([model]))
+            stack.enter_context(state_kept(model))
             stack.enter_context(torch.enable_grad())
             random = random_state()
-            output = self.model(*args, **kwargs)
+            output = model(*args, **kwargs)
             loss = _loss(output)
             loss.backward()
             self.is_random = not all(map(torch.equal, random, random_state()))
-        inputs = {f"argument {key}": x for key, x in [*enumerate(args), *kwargs.items()]}
-        leaves = {**inputs, **dict(self.model.named_parameters())}
+            leaves = {f"argument {key}": x for key, x in [*enumerate(args), *kwargs.items()]}
+            leaves.update(model.named_parameters())
         gradients = {name: getattr(leaf, "grad", None) for name, leaf in leaves.items()}
         found = {LOSS: loss.detach(), **dict(_outputs(output, OUTPUT))}
         return found | {name: dx for name, dx in gradients.items() if dx is not None}
@@ -211,16 +206,30 @@ def _with_wide(
     return replace(found, wide=wide, wide_dtype=dtype)
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _check_data(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise CannotVerify(f"{name} is on the meta device, without data")
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "ds_shape"):
             raise CannotVerify(f"{name} is sharded; a model can be compared before it is sharded")
+
+
+def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:
         raise CannotVerify(f"the model cannot be copied: {first_line(error)}") from error
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    model.double() if dtype is torch.float64 else model.float()
+    module: Any
+    for module in model.modules():
+        # A checkpoint would recompute in the backward, where InWider does not reach. The models of
+        # transformers and diffusers have this function beside a flag, which they also read to make
+        # no cache.
+        if "_gradient_checkpointing_func" in vars(module):
+            module._gradient_checkpointing_func = _called
 
 
 def _leaf(x: Any, dtype: torch.dtype | None) -> Any:

@@ -72,7 +72,7 @@ def packed(batch: Batch) -> Batch:
 
 
 def few_logits(batch: Batch) -> Batch:
-    return {**batch, "labels": batch["labels"][:, :4], "logits_to_keep": 4}
+    return {**batch, "labels": batch["labels"][:, -4:], "logits_to_keep": 4}
 
 
 def counted(batch: Batch) -> Batch:
