@@ -7,18 +7,20 @@ of what it will change in a model, and what it leaves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from ..lowering.passes.torch_functions import torch_linear
 from . import attention as attentions
-from . import classes, experts, gated
+from . import experts, gated
 from . import hyper_connections as hyper_connection_modules
 from . import loss as losses
 from . import norms as norm_modules
 from . import rope as rotary_embeddings
 from .planning import Plan, wholly_or_not_at_all
 from .report import Finding, FuseReport
+from .unfused import check_module, unfuse, verified
 
 __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 
@@ -26,6 +28,7 @@ __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 def fuse(
     model: nn.Module, *, norms: bool = True, activations: bool = True,
     rope: bool = True, attention: bool = True, loss: bool = True, hyper_connections: bool = True,
+    verify: Any = None,
 ) -> FuseReport:  # fmt: skip
     """Compute the norms, activations, rotary embeddings, hyper-connections and loss of a model with
     the ops, and its attention with the fastest exact engine of PyTorch.
@@ -144,16 +147,29 @@ def fuse(
         attention: whether to register and use mask and attention functions.
         loss: whether to fuse the loss with the head.
         hyper_connections: whether to fuse hyper-connections.
+        verify: a batch: a dictionary of the arguments of a call, a tuple of them, or the only one.
+            The fused model is then compared with the unfused one on a training step of it, forward
+            and backward, with the same random numbers: first in the model's own dtype, where no
+            result may be further from float64 than twice the unfused model's own error, then in
+            float64, where nothing but rounding may differ: the loss, every output and every
+            gradient, and which parameters have one. Rounding in bfloat16, and attention of a GPU,
+            which float64 does not reach, are compared in the model's dtype alone. The steps run on
+            copies, one at a time, which with the gradients to compare take 24 bytes a parameter;
+            `model` must have its data, and not be sharded. `explain(model, **batch, verify=True)`
+            makes the comparison of a model that is already fused.
 
     Returns:
         A report of findings: `report.fused` are the modules that were changed, each with its name
         in the model (`where`), `class_name`, `kind`, `op` and `options`; `report.left` those that
         look fusible and were left, each with the `reason`. `report.counts()` is the number of
         modules fused per op, `len(report)` of all, and `str(report)` a table like that of
-        `explain`, where `*` stands for a layer's number.
+        `explain`, where `*` stands for a layer's number. With a batch `report.verification` says
+        how far the results are apart.
 
     Raises:
         TypeError: model is not a torch.nn.Module, or a switch is not a bool.
+        ValueError: with `verify`, the fused model differs from the unfused one, or cannot be
+            compared with it. The message says where, and by how much; the model is left as it was.
 
     Example:
         >>> print(liger_ops.fuse(torch.nn.Sequential(torch.nn.LayerNorm(8))))
@@ -161,7 +177,7 @@ def fuse(
           1 x layer_norm(eps=1e-05): LayerNorm
               0
     """
-    _check_module("fuse", model)
+    check_module("fuse", model)
     switches = {
         "norms": norms,
         "activations": activations,
@@ -174,15 +190,17 @@ def fuse(
         if not isinstance(value, bool):
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
     planners = _planners(norms, activations, rope, attention, hyper_connections)
-    with torch_linear(), wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
-        plans = [plan(model) for plan, wanted in planners if wanted]
-        findings = [finding for plan in plans for finding in plan.findings]
-        for plan in plans:
-            for change in plan.changes:
-                change()
-        if loss:
-            findings += losses.fuse(model).findings
-    return FuseReport(tuple(findings))
+    with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
+        with torch_linear():
+            plans = [plan(model) for plan, wanted in planners if wanted]
+            findings = [finding for plan in plans for finding in plan.findings]
+            for plan in plans:
+                for change in plan.changes:
+                    change()
+            if loss:
+                findings += losses.fuse(model).findings
+        verification = None if verify is None else verified(model, verify)
+    return FuseReport(tuple(findings), verification)
 
 
 def _planners(
@@ -196,30 +214,3 @@ def _planners(
         (attentions.plan, attention),
         (hyper_connection_modules.plan, hyper_connections),
     )
-
-
-def unfuse(model: nn.Module) -> int:
-    """Undo `fuse`, and keep the current parameters and training mode.
-
-    Modules get their classes back, and configurations the names of attention implementations.
-
-    Args:
-        model: a module that was given to `fuse`, or a copy of one. It is changed in place.
-
-    Returns:
-        The number of modules restored, where a module counts once per kind of part fused in it.
-
-    Raises:
-        TypeError: model is not a torch.nn.Module.
-        RuntimeError: the class of a fused module was changed since, as parametrizations do; nothing
-            is changed.
-    """
-    _check_module("unfuse", model)
-    with attentions.names_kept_on_error(model):
-        attentions.restore(model)
-        return classes.restore(model)
-
-
-def _check_module(function: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")

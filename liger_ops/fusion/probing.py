@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..lowering.passes.failure import first_line as first_line
+
 T = TypeVar("T")
 
 DEVICE = torch.device("cpu")
@@ -112,8 +114,3 @@ def _value_key(value: Any) -> Any:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..lowering.passes.differences import Verification
 from ..lowering.passes.report import Finding, Findings
 from ..lowering.passes.table import table
 
@@ -17,6 +18,7 @@ class FuseReport(Findings):
     """
 
     findings: tuple[Finding, ...] = ()
+    verification: Verification | None = None
 
     @property
     def fused(self) -> tuple[Finding, ...]:
@@ -27,4 +29,5 @@ class FuseReport(Findings):
         return len(self.fused)
 
     def __str__(self) -> str:
-        return "\n".join(table(self.findings))
+        verified = [] if self.verification is None else [str(self.verification)]
+        return "\n".join([*table(self.findings), *verified])

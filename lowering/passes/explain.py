@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from torch import fx
 
 from . import rewrite
+from .differences import Verification
 from .mask_inputs import put_known
 from .mask_outputs import with_data
 from .padding import assume_what_is_seen, duplicate
 from .report import Finding, Findings
+from .state import state_kept
 from .table import counted, table
-from .verify import Verification
 from .verify import verify as measure
 
 
@@ -67,7 +67,10 @@ def explain(
     graph, with every rewrite made, and, as the truth, unchanged with all arithmetic in float64
     (float32 if a half-precision model has operations that float64 lacks). Run it before a long
     training. It needs the memory of a training step in float64, and changes no `.grad`. The loss is
-    the output's `loss`, the output itself, or a weighted sum of its tensors.
+    the output's `loss`, the output itself or the first of a tuple if scalar, or a weighted sum of
+    the output's tensors. For a model that `fuse` changed the unchanged graph is that of the model
+    without `fuse`. A copy of it, fused and unfused, then also runs eagerly in float64, where only
+    rounding may differ.
 
     Args:
         model: a module or a function.
@@ -109,31 +112,11 @@ def explain(
     before = Counter(counters["graph_break"])
     torch._dynamo.reset()
     try:
-        with _state_kept(model):
+        with state_kept(model):
             torch.compile(model, backend=backend)(*args, **kwargs)
-        verification = measure(model, args, kwargs, _state_kept) if verify else None
+        verification = measure(model, args, kwargs) if verify else None
     finally:
         torch._dynamo.reset()
     breaks = Counter(counters["graph_break"]) - before
     reasons = tuple(" ".join(str(reason).split()) for reason in breaks.elements())
     return Explanation(tuple(findings), graphs, reasons, verification)
-
-
-@contextlib.contextmanager
-def _state_kept(model: Callable[..., Any]) -> Iterator[None]:
-    """Restore a module's buffers and the random state of the CPU and the current device."""
-    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-    before = [buffer.detach().clone() for buffer in buffers]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        random = torch.random.fork_rng(devices=[])
-    else:
-        current = torch.accelerator.current_device_index()
-        random = torch.random.fork_rng(devices=[current], device_type=accelerator.type)
-    with random:
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)

@@ -15,6 +15,12 @@ def is_strict(strict: bool | None) -> bool:
     return os.environ.get(STRICT, "0") not in ("", "0") if strict is None else strict
 
 
+def first_line(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
 def failed(report: Report, error: Exception) -> Report:
     """Warn of an error at `report.at`, and return the report of an unchanged graph."""
     rewrite, node = report.at

@@ -1,15 +1,20 @@
-"""Measure how a model's loss and gradients change when its graph is rewritten.
+"""Measure how a model's results change when its graph is rewritten, or when `fuse` changed it.
 
-The model runs three times on one batch, forward and backward: unchanged, rewritten, and unchanged
-with all arithmetic in a wider dtype. The third run is the truth that both others are compared with.
+The model runs on one batch, forward and backward: unchanged, changed, and unchanged with all
+arithmetic in a wider dtype. The third run is the truth that both others are compared with. A fused
+model and the unfused one are also compared where both compute in the wider dtype, so that nothing
+but its rounding may be between them: a term that is lost shows there, though the rounding of a
+narrow dtype may hide it. A wide run cannot show where a narrow one rounds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,117 +23,94 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
 
 from . import rewrite
+from .differences import LOSS, OUTPUT, Verification, compared, magnified
+from .failure import first_line
 from .padding import assume_what_is_seen
-from .wider import Wide
-
-# Allowed difference of sums in another order, in units of float32's epsilon.
-SUMS = 8
-# A gradient that is zero up to rounding, such as that of a key's bias, is measured relative to this
-# share of the norm of all gradients.
-SMALLEST_SHARE = 1e-3
-# Allowed difference without a truth, in units of the dtype's epsilon.
-ROUNDINGS = 64
+from .state import random_state, state_kept
+from .wider import InWider, Wide, default_dtype
 
 Run = Callable[..., Any]
+Results = dict[str, Tensor]
+
+# Contexts in which a module is as it was before it was changed, which give the number of its parts
+# that are changed. `fuse` adds its own.
+UNCHANGED: list[Callable[[nn.Module], contextlib.AbstractContextManager[int]]] = []
+
+# The dtypes of wide runs, the first that a model can compute in.
+WIDER = (torch.float64, torch.float32)
+
+RANDOM = "the model draws random numbers"
+
+LOGITS = f"{OUTPUT}logits"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far a value moved, as the norm of the difference divided by the norm of the value.
+def verify(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
+    """Measure what the rewrites, and `fuse` before, change of a model on a batch."""
+    runs = _Compiled(model, args, kwargs)
+    found = runs.compared()
+    if not runs.changed_parts:
+        return found
+    try:
+        if not isinstance(model, nn.Module):
+            raise CannotVerify("explain was given a function, and not the module itself")
+        return _with_wide(found, *_Eager(model, args, kwargs).wide_pair())
+    except CannotVerify as reason:
+        return replace(found, why_not_wide=str(reason))
 
-    Attributes:
-        name: "loss", or the name of the parameter or input whose gradient it is.
-        difference: between the rewritten and the unchanged model.
-        error: between the rewritten model and the truth; None without a truth.
-        own_error: between the unchanged model and the truth, which is the error of its dtype.
-        eps: the epsilon of the narrowest dtype in the graphs.
+
+def verify_changes(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
+    """Measure what `fuse` changed of a model on a batch, eagerly, on copies of the model.
+
+    Raises:
+        CannotVerify: the model cannot be copied, or cannot run in a wider dtype.
     """
-
-    name: str
-    difference: float
-    error: float | None
-    own_error: float | None
-    eps: float
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the error is at most twice that of the unchanged model, plus a rounding.
-
-        Without a truth: whether the difference is within ROUNDINGS of the unchanged model.
-        """
-        if self.error is None or self.own_error is None:
-            return self.difference <= ROUNDINGS * self.eps
-        return self.error <= 2 * self.own_error + self.eps + SUMS * torch.finfo(torch.float32).eps
+    return _Eager(model, args, kwargs).verified()
 
 
-@dataclass(frozen=True)
-class Verification:
-    """The measurement that `explain(verify=True)` makes.
-
-    Attributes:
-        differences: those of the loss and of each gradient, the largest first.
-        truth: the dtype of the truth, or None.
-        why_no_truth: the reason if it is None, one clause.
-    """
-
-    differences: tuple[Difference, ...]
-    truth: torch.dtype | None
-    why_no_truth: str = ""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the loss and every gradient agree."""
-        return all(one.agrees for one in self.differences)
-
-    def __str__(self) -> str:
-        verdict = "agree" if self.agrees else "DO NOT AGREE"
-        lines = [f"loss and {len(self.differences) - 1} gradients {verdict}"]
-        if self.truth is None:
-            lines.append(f"  no run in a wider dtype to compare with: {self.why_no_truth}")
-        wrong = [one for one in self.differences if not one.agrees]
-        loss = [one for one in self.differences if one.name == "loss" and one.agrees]
-        for one in (*loss, *(wrong or [x for x in self.differences if x.name != "loss"][:3])):
-            lines.append(f"  {one.name}: differs by {one.difference:.1e} from the unchanged model")
-            if one.error is not None:
-                lines[-1] += f"; from {self.truth} by {one.error:.1e}, before {one.own_error:.1e}"
-            lines[-1] += f"; eps {one.eps:.1e}"
-        return "\n".join(lines)
+class CannotVerify(ValueError):
+    """The changed and the unchanged model cannot be compared, for the reason given."""
 
 
-def verify(model: Run, args: Sequence[Any], kwargs: dict[str, Any], kept: Any) -> Verification:
-    """Measure a model on a batch; `kept(model)` is a context that restores its state."""
-    return _Runs(model, args, kwargs, kept).compared()
+@contextlib.contextmanager
+def _unchanged(modules: Iterable[nn.Module]) -> Iterator[int]:
+    with contextlib.ExitStack() as stack:
+        yield sum(stack.enter_context(undo(one)) for one in modules for undo in UNCHANGED)
 
 
-class _Runs:
-    """Runs of one model on one batch."""
+class _Compiled:
+    """Compiled runs of one model on one batch."""
 
-    def __init__(self, model: Run, args: Sequence[Any], kwargs: dict[str, Any], kept: Any) -> None:
-        self.model, self.args, self.kwargs, self.kept = model, args, kwargs, kept
+    def __init__(self, model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
         self.is_random = False
         self.narrowest = torch.float64
+        self.changed_parts = 0
 
     def compared(self) -> Verification:
-        before, after = self.measured(aot_eager), self.measured(self.rewritten)
+        before, after = self.unchanged(aot_eager), self.measured(self.rewritten)
         eps = torch.finfo(self.narrowest).eps
-        why = "the model draws random numbers" if self.is_random else "it is of float64"
-        for dtype in () if self.is_random else (torch.float64, torch.float32):
-            if torch.finfo(self.narrowest).bits >= torch.finfo(dtype).bits:
+        why = RANDOM if self.is_random else "it is of float64"
+        for dtype in () if self.is_random else WIDER:
+            if not _is_wider(dtype, self.narrowest):
                 continue
             try:
-                truth = self.measured(functools.partial(Wide, dtype))
-                return Verification(_compared(before, after, truth, eps), dtype)
+                truth = self.unchanged(functools.partial(Wide, dtype))
+                return Verification(compared(before, after, truth, eps), dtype)
             except Exception as error:
-                why = f"{type(error).__name__} in {dtype}: {str(error).strip().splitlines()[0]}"
-        return Verification(_compared(before, after, None, eps), None, why)
+                why = f"in {dtype} {first_line(error)}"
+        return Verification(compared(before, after, None, eps), None, why)
 
-    def measured(self, backend: Run) -> dict[str, Tensor]:
+    def unchanged(self, backend: Run) -> Results:
+        with _unchanged(_modules(self.model)) as self.changed_parts:
+            return self.measured(backend)
+
+    def measured(self, backend: Run) -> Results:
         torch._dynamo.reset()
-        with self.kept(self.model):
-            random = _random_state()
+        with state_kept(self.model):
+            random = random_state()
             compiled = torch.compile(self.model, backend=backend)
             results = _results(self.model, compiled, self.args, self.kwargs)
-            self.is_random = not all(map(torch.equal, random, _random_state()))
+            self.is_random = not all(map(torch.equal, random, random_state()))
         return results
 
     def rewritten(self, module: fx.GraphModule, inputs: list[Any]) -> Run:
@@ -137,6 +119,148 @@ class _Runs:
         assume_what_is_seen(module, inputs)
         rewrite(module)
         return aot_eager(module, inputs)
+
+
+class _Eager:
+    """Eager runs of one changed model on one batch, as it is and unchanged, each on a new copy."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        _check_data(model)
+        self.model, self.args, self.kwargs = model, args, kwargs
+        floats = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
+        self.narrowest = min(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).bits)
+        self.is_random = False
+
+    def verified(self) -> Verification:
+        """Both models in their own dtype, and in a wider one, which is also the truth."""
+        own, is_random = self.pair(None), self.is_random
+        dtype, before, after = self.wide_pair()
+        eps = torch.finfo(self.narrowest).eps
+        if is_random:
+            found = Verification(compared(*own, None, eps), None, RANDOM)
+        else:
+            found = Verification(compared(*own, before, eps), dtype)
+        return _with_wide(found, dtype, before, after)
+
+    def wide_pair(self) -> tuple[torch.dtype, Results, Results]:
+        """The results of both models in the first wider dtype in which they run."""
+        why = ""
+        for dtype in WIDER:
+            if _is_wider(dtype, self.narrowest) or dtype is torch.float64:
+                try:
+                    return dtype, *self.pair(dtype)
+                except CannotVerify as error:
+                    why = why or f"in {dtype} {error}"
+                except Exception as error:
+                    why = why or f"in {dtype} {first_line(error)}"
+        raise CannotVerify(why)
+
+    def pair(self, dtype: torch.dtype | None) -> tuple[Results, Results]:
+        """The results of the unchanged and of the changed model, of what both should return."""
+        before = self.results(dtype, unchanged=True)
+        if not before[LOSS].isfinite():
+            raise CannotVerify("the loss of the unchanged model on this batch is not finite")
+        try:
+            after = self.results(dtype)
+        except Exception as error:
+            why = f"the changed model raises, and the unchanged one does not: {first_line(error)}"
+            raise CannotVerify(why) from error
+        for name in _skipped(before, after):
+            before.pop(name, None)
+            after.pop(name, None)
+        return before, after
+
+    def results(self, dtype: torch.dtype | None, unchanged: bool = False) -> Results:
+        """The loss, the outputs, and the gradients of parameters and inputs."""
+        args, kwargs = pytree.tree_map(lambda x: _leaf(x, dtype), (self.args, self.kwargs))
+        model = _copy(self.model)
+        with contextlib.ExitStack() as stack:
+            if dtype is not None:
+                _widen(model, dtype)
+                stack.enter_context(default_dtype(dtype))
+                stack.enter_context(InWider(dtype))
+            if unchanged:
+                stack.enter_context(_unchanged([model]))
+            stack.enter_context(state_kept(model))
+            stack.enter_context(torch.enable_grad())
+            random = random_state()
+            output = model(*args, **kwargs)
+            loss = _loss(output)
+            loss.backward()
+            self.is_random = not all(map(torch.equal, random, random_state()))
+            leaves = {f"argument {key}": x for key, x in [*enumerate(args), *kwargs.items()]}
+            leaves.update(model.named_parameters())
+        gradients = {name: getattr(leaf, "grad", None) for name, leaf in leaves.items()}
+        found = {LOSS: loss.detach(), **dict(_outputs(output, OUTPUT))}
+        return found | {name: dx for name, dx in gradients.items() if dx is not None}
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _with_wide(
+    found: Verification, dtype: torch.dtype, before: Results, after: Results
+) -> Verification:
+    wide = compared(before, after, None, torch.finfo(dtype).eps, magnified(found.differences))
+    return replace(found, wide=wide, wide_dtype=dtype)
+
+
+def _check_data(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CannotVerify(f"{name} is on the meta device, without data")
+        if type(parameter).__name__ == "DTensor" or hasattr(parameter, "ds_shape"):
+            raise CannotVerify(f"{name} is sharded; a model can be compared before it is sharded")
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise CannotVerify(f"the model cannot be copied: {first_line(error)}") from error
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    model.double() if dtype is torch.float64 else model.float()
+    module: Any
+    for module in model.modules():
+        # A checkpoint would recompute in the backward, where InWider does not reach. The models of
+        # transformers and diffusers have this function beside a flag, which they also read to make
+        # no cache.
+        if "_gradient_checkpointing_func" in vars(module):
+            module._gradient_checkpointing_func = _called
+
+
+def _leaf(x: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().to(dtype or x.dtype, copy=True).requires_grad_(x.requires_grad)
+
+
+def _outputs(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors of an output but its loss, by name or index."""
+    if isinstance(output, Tensor) and output.is_floating_point():
+        yield name, output.detach()
+    elif isinstance(output, (Mapping, tuple, list)):
+        items = output.items() if isinstance(output, Mapping) else enumerate(output)
+        for key, one in items:
+            if key != LOSS:
+                yield from _outputs(one, f"{name}{'' if name == OUTPUT else '.'}{key}")
+
+
+def _skipped(before: Results, after: Results) -> set[str]:
+    """The outputs that a fused model may leave out: the logits, which in a tuple have no name."""
+    in_tuple = [
+        {one for one in x if one.startswith(OUTPUT) and one[len(OUTPUT)].isdigit()}
+        for x in (before, after)
+    ]
+    unnamed = in_tuple[0] | in_tuple[1] if in_tuple[0] != in_tuple[1] else set()
+    return unnamed if LOGITS in after else unnamed | {LOGITS}
+
+
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(dtype).bits > torch.finfo(other).bits
 
 
 def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
@@ -151,14 +275,6 @@ def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
     return {x.dtype for x in tensors if x.is_floating_point()}
 
 
-def _random_state() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        states.append(torch.get_device_module(accelerator).get_rng_state())
-    return states
-
-
 def _results(
     model: Run, run: Run, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
@@ -168,19 +284,22 @@ def _results(
     names = _names(model, args, kwargs)
     leaves = {names.get(id(leaf), f"leaf {i}"): leaf for i, leaf in enumerate(_leaves(loss))}
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    found = {"loss": loss.detach()}
+    found = {LOSS: loss.detach()}
     found.update({name: dx for name, dx in zip(leaves, gradients, strict=True) if dx is not None})
     return found
 
 
 def _loss(output: Any) -> Tensor:
-    """The output's `loss`, the output itself if scalar, or a weighted sum of its tensors."""
+    """The output's `loss`, the output or the first of a tuple if scalar, or a weighted sum of the
+    output's tensors."""
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(named, Tensor):
         return named
     tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if isinstance(output, tuple) and tensors and tensors[0] is output[0] and not tensors[0].dim():
+        return tensors[0]
     if not tensors:
-        raise ValueError("explain: verify=True needs an output with a gradient, and there is none")
+        raise ValueError("verify needs an output with a gradient, and there is none")
     if len(tensors) == 1 and tensors[0].dim() == 0:
         return tensors[0]
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
@@ -207,13 +326,14 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 def _names(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, str]:
     """The names of leaves: parameter names from the module, argument names from the call."""
-    modules = [model] if isinstance(model, nn.Module) else _enclosed(model)
-    names = {id(p): name for module in modules for name, p in module.named_parameters()}
+    names = {id(p): name for module in _modules(model) for name, p in module.named_parameters()}
     return {**names, **{id(x): f"argument {key}" for key, x in [*enumerate(args), *kwargs.items()]}}
 
 
-def _enclosed(function: Any) -> list[nn.Module]:
-    """The modules that a function refers to, in its closure or globals."""
+def _modules(function: Any) -> list[nn.Module]:
+    """The module itself, or those that a function refers to, in its closure or globals."""
+    if isinstance(function, nn.Module):
+        return [function]
     function = getattr(function, "__func__", function)
     if not inspect.isfunction(function):
         return []
@@ -223,27 +343,3 @@ def _enclosed(function: Any) -> list[nn.Module]:
         for one in (*variables.nonlocals.values(), *variables.globals.values())
         if isinstance(one, nn.Module)
     ]
-
-
-def _compared(
-    before: dict[str, Tensor], after: dict[str, Tensor],
-    truth: dict[str, Tensor] | None, eps: float,
-) -> tuple[Difference, ...]:  # fmt: skip
-    if before.keys() != after.keys():
-        missing = sorted(before.keys() ^ after.keys())
-        raise RuntimeError(
-            f"explain: the rewritten model lost or made the gradient of {missing[0]}"
-        )
-    wide = {name: value.double() for name, value in (truth or before).items()}
-    whole = torch.stack([x.norm().cpu() for name, x in wide.items() if name != "loss"]).norm()
-    found = []
-    for name, exact in wide.items():
-        scale = max(exact.norm().item(), SMALLEST_SHARE * whole.item(), 1e-300)
-
-        def distance(x: Tensor, y: Tensor, scale: float = scale) -> float:
-            apart = (x.double() - y.double()).norm().item() / scale
-            return apart if apart == apart else float("inf")
-
-        error, own = (distance(x[name], exact) if truth else None for x in (after, before))
-        found.append(Difference(name, distance(after[name], before[name]), error, own, eps))
-    return tuple(sorted(found, key=lambda one: -one.difference))

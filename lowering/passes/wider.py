@@ -27,7 +27,7 @@ class Wide:
             for one in pytree.tree_leaves(output.args)
         ]
         cast = pytree.tree_map(lambda x: _to(x, self.dtype), inputs)
-        with _default(self.dtype), InWider(self.dtype):
+        with default_dtype(self.dtype), InWider(self.dtype):
             results = pytree.tree_leaves(self.module(*cast))
         return tuple(
             _to(result, example.dtype) if isinstance(example, Tensor) else result
@@ -50,7 +50,23 @@ class InWider(TorchFunctionMode):
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double):
             return args[0].to(self.dtype)
         args, kwargs = pytree.tree_map(widen, (tuple(args), kwargs or {}))
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dim() < args[1].dim():
+            return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _grouped_mm(
+    x: Tensor, weights: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None
+) -> Tensor:
+    """The product of each group of rows with a weight of its own, which PyTorch lacks in float64.
+
+    Rows after the last group are zeros.
+    """
+    if bias is not None:
+        raise NotImplementedError("a bias of grouped_mm")
+    ends = [0, *offs.tolist()]
+    groups = [x[start:end] @ one for start, end, one in zip(ends, ends[1:], weights, strict=False)]
+    return torch.cat([*groups, x.new_zeros(x.shape[0] - ends[-1], weights.shape[-1])])
 
 
 def _to(x: Any, dtype: torch.dtype) -> Any:
@@ -58,7 +74,8 @@ def _to(x: Any, dtype: torch.dtype) -> Any:
 
 
 @contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, tensors are made in this dtype by default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -76,5 +76,5 @@ def test_random_numbers_leave_no_truth():
 def test_bad_arguments():
     with pytest.raises(TypeError, match="explain: verify must be a bool, got int"):
         liger_ops.explain(Model(torch.float32), values(4, 16), verify=1)
-    with pytest.raises(ValueError, match="verify=True needs an output with a gradient"):
+    with pytest.raises(ValueError, match="verify needs an output with a gradient"):
         liger_ops.explain(lambda x: x.sum(), torch.ones(3), verify=True)

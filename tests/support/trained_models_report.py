@@ -1,32 +1,42 @@
-"""Train every model for one step with the `liger` backend, and write docs/models.md.
+"""Train every model for a step, with the `liger` backend and with `fuse`, and write docs/models.md.
 
-    python tests/support/trained_models_report.py                   # all: an hour of one core
+    python tests/support/trained_models_report.py                   # all
     python tests/support/trained_models_report.py --missing         # those not in the document
     python tests/support/trained_models_report.py LlamaForCausalLM  # some of them, by name
+    python tests/support/trained_models_report.py --part 1/2        # half of them, with --part 2/2
+    python tests/support/trained_models_report.py --ways fuse       # one column alone
 
-The document keeps its rows of other models, and is written after each model.
+The document keeps its rows of other models and its columns of other ways, and is written after each
+model. Several parts can run at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 
+import fuse_steps
 from trained_models import LEFT_OUT, MODELS
 from training_steps import MODES, NEAR, CannotTrain, Model, check, own_results
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
-EQUAL = "equal"
+EQUAL = fuse_steps.EQUAL
+FUSE = "fuse"
+WAYS = (*MODES, FUSE)
+NOT_RUN = "not run"
 
 INTRODUCTION = """\
-# Models of transformers, trained for one step with `backend="liger"`
+# Models of transformers, trained for one step with `backend="liger"` and with `fuse`
 
 Written by `python tests/support/trained_models_report.py`:
 torch {torch}, transformers {transformers}.
@@ -45,8 +55,15 @@ after `gradient_checkpointing_enable({{"use_reentrant": False}})`, and "reentran
 "{equal}" means that the loss and the gradient of every parameter differ from those of the model
 without rewrites by at most {near:.0e}, as a relative norm; sums have another order.
 
+The column "fuse" is of a fused model without a compiler, for the {combinations} combinations of
+the table below. As `fuse(model, verify=batch)` does, it compares the loss, every output and every
+gradient with the model's own: in float32 with a truth of float64, and in float64, where only its
+rounding may differ. "{equal}" means that all combinations are, "left" that nothing of the model is
+fused, and "not without fuse" that the model itself does not take the batch.
+
 {summary}
 
+{by_combination}
 The column "ops" counts the ops in the graphs, the maximum over the three ways.
 `tests/models/test_trained_models.py` checks some of these rows.
 
@@ -73,7 +90,8 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        return set(self.results) == {EQUAL}
+        """Whether the backend is equal in all modes."""
+        return set(self.results[: len(MODES)]) == {EQUAL}
 
 
 def rows() -> dict[str, Row]:
@@ -81,41 +99,70 @@ def rows() -> dict[str, Row]:
     found = {}
     for line in DOCUMENT.read_text().splitlines() if DOCUMENT.exists() else ():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| ") and len(cells) == 2 + len(MODES) and cells[0] in MODELS:
+        if line.startswith("| ") and len(cells) > 1 + len(MODES) and cells[0] in MODELS:
             ops = Counter({op: int(count) for count, op in re.findall(r"(\d+) (\w+)", cells[1])})
-            found[cells[0]] = Row(ops, tuple(cells[2:]))
+            results = [*cells[2:], NOT_RUN][: len(WAYS)]
+            found[cells[0]] = Row(ops, tuple(results))
     return found
 
 
-def trained(model: Model) -> Row:
+def trained(model: Model, ways: list[str]) -> Row:
+    """A row of which only the given ways are run."""
     ops: Counter[str] = Counter()
-    results = []
+    results = dict.fromkeys(WAYS, NOT_RUN)
+    if FUSE in ways:
+        results[FUSE] = cell(fuse_steps.summary(fuse_steps.outcomes(model)))
+    modes = [mode for mode in MODES if mode in ways]
     try:
-        own = own_results(model)
+        own = own_results(model) if modes else {}
     except CannotTrain as reason:
-        return Row(ops, tuple(f"not without rewrites: {cell(reason)}" for _ in MODES))
-    for mode in MODES:
+        results |= dict.fromkeys(modes, f"not without rewrites: {cell(reason)}")
+        modes = []
+    for mode in modes:
         try:
             ops |= check(model, mode, own).ops
-            results.append(EQUAL)
+            results[mode] = EQUAL
         except CannotTrain as reason:
-            results.append(f"not without rewrites: {cell(reason)}")
+            results[mode] = f"not without rewrites: {cell(reason)}"
         except AssertionError as problem:
-            results.append(f"**wrong**: {cell(problem)}")
-    return Row(ops, tuple(results))
+            results[mode] = f"**wrong**: {cell(problem)}"
+    return Row(ops, tuple(results.values()))
+
+
+def merged(old: Row | None, new: Row) -> Row:
+    """The new row, with the old results of what was not run."""
+    if old is None:
+        return new
+    ran = set(new.results[: len(MODES)]) != {NOT_RUN}
+    pairs = zip(new.results, old.results, strict=True)
+    return Row(new.ops if ran else old.ops, tuple(b if a == NOT_RUN else a for a, b in pairs))
 
 
 def cell(text: object) -> str:
     return str(text).replace("|", "/")
 
 
+def by_combination(cells: list[str]) -> str:
+    """How many models give each outcome with `fuse`, for each combination."""
+    outcomes = fuse_steps.OUTCOMES
+    lines = [["combination", *outcomes], ["---"] * (1 + len(outcomes))]
+    ran = [fuse_steps.read(one) for one in cells if one != NOT_RUN]
+    for name, counts in fuse_steps.counts(ran).items():
+        lines.append([name, *(str(counts[one]) for one in outcomes)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def document(known: dict[str, Row]) -> str:
     known = {name: known[name] for name in sorted(known)}
     equal = sum(row.equal for row in known.values())
-    wrong = sum("**wrong**" in str(row) for row in known.values())
+    wrong = sum("**" in str(row) for row in known.values())
+    compiled_wrong = sum(
+        any("**wrong**" in one for one in row.results[: len(MODES)]) for row in known.values()
+    )
     summary = (
-        f"{len(known)} of {len(MODELS)} models were trained. {equal} are equal in all three ways;"
-        f"\n{wrong} are wrong in at least one way; {len(known) - equal - wrong} cannot be trained"
+        f"{len(known)} of {len(MODELS)} models were trained. {equal} are equal in all three ways"
+        f"\nof the backend; {wrong} are wrong in at least one way of four;"
+        f" {len(known) - equal - compiled_wrong} cannot be trained"
         "\nor compiled in at least one way, with or without rewrites."
     )
     introduction = INTRODUCTION.format(
@@ -124,18 +171,32 @@ def document(known: dict[str, Row]) -> str:
         equal=EQUAL,
         near=NEAR,
         summary=summary,
-        modes=" | ".join(MODES),
-        dashes=" | ".join("---" for _ in MODES),
+        combinations=len(fuse_steps.COMBINATIONS),
+        by_combination=by_combination([row.results[-1] for row in known.values()]),
+        modes=" | ".join(WAYS),
+        dashes=" | ".join("---" for _ in WAYS),
     )
     table = "".join(f"| {name} | {row} |\n" for name, row in known.items())
     left = "".join(f"- {name}: {reason}.\n" for name, reason in sorted(LEFT_OUT.items()))
     return introduction + table + LEFT + left
 
 
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Within it, no other process reads and writes the document."""
+    with DOCUMENT.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="MODEL", help="by default all")
     parser.add_argument("--missing", action="store_true", help="those that the document has not")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="every Nth model, from the Ith"
+    )
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="the columns")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
@@ -143,10 +204,14 @@ def main() -> None:
     names = arguments.names or [
         name for name in MODELS if not (arguments.missing and name in known)
     ]
-    for name in names:
-        known[name] = trained(MODELS[name])
-        print(name, known[name], sep=" | ", flush=True)
-        DOCUMENT.write_text(document(known))
+    part, parts = map(int, arguments.part.split("/"))
+    for name in names[part - 1 :: parts]:
+        row = trained(MODELS[name], arguments.ways)
+        print(name, row, sep=" | ", flush=True)
+        with locked():
+            known = rows()
+            known[name] = merged(known.get(name), row)
+            DOCUMENT.write_text(document(known))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""Compare training steps of a fused model with those of the untouched one, by kinds of batches."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ops import fuse
+from liger_ops.lowering.passes.verify import CannotVerify, verify_changes
+from training_steps import Model, one_line, randomized
+
+Batch = dict[str, Any]
+
+EQUAL, LEFT, NOT_TAKEN = "equal", "left", "not without fuse"
+WRONG, FAILS, UNVERIFIED = "**wrong**", "**fails**", "not verified"
+OUTCOMES = (EQUAL, LEFT, NOT_TAKEN, UNVERIFIED, FAILS, WRONG)
+
+# Length of the first of two documents in a packed row.
+FIRST = 10
+
+
+def text(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return batch["input_ids"], batch["labels"], mask
+
+
+def unmasked(batch: Batch) -> Batch:
+    return {name: x for name, x in batch.items() if name != "attention_mask"}
+
+
+def of_ones(batch: Batch) -> Batch:
+    return {**batch, "attention_mask": torch.ones_like(text(batch)[2])}
+
+
+def left_padded(batch: Batch) -> Batch:
+    """The rows turned by their padding, which comes first then."""
+    names = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
+    padding = (text(batch)[2] == 0).sum(-1).tolist()
+
+    def turned(x: Tensor) -> Tensor:
+        return torch.stack([row.roll(n) for row, n in zip(x, padding, strict=True)])
+
+    tokens = text(batch)[0].shape
+    return batch | {
+        name: turned(batch[name]) for name in names if name in batch and batch[name].shape == tokens
+    }
+
+
+def in_four_dimensions(batch: Batch) -> Batch:
+    """The mask that is added to scores: causal, and without padding."""
+    mask = text(batch)[2].bool()
+    seen = torch.ones(2 * mask.shape[-1:], dtype=torch.bool).tril() & mask[:, None, None, :]
+    # A row of padding sees itself.
+    seen = seen | torch.eye(mask.shape[-1], dtype=torch.bool)
+    hidden = torch.finfo(torch.float32).min
+    return {**batch, "attention_mask": torch.zeros(seen.shape).masked_fill(~seen, hidden)}
+
+
+def packed(batch: Batch) -> Batch:
+    """Two documents a row, told apart by their positions alone."""
+    tokens, labels, _ = text(batch)
+    positions = torch.cat([torch.arange(FIRST), torch.arange(tokens.shape[-1] - FIRST)])
+    labels = labels.clone()
+    labels[:, FIRST] = -100
+    return {**unmasked(batch), "labels": labels, "position_ids": positions.expand_as(tokens)}
+
+
+def few_logits(batch: Batch) -> Batch:
+    return {**batch, "labels": batch["labels"][:, -4:], "logits_to_keep": 4}
+
+
+def counted(batch: Batch) -> Batch:
+    return {**batch, "num_items_in_batch": torch.tensor(9)}
+
+
+BATCHES: dict[str, Callable[[Batch], Batch]] = {
+    "no mask": unmasked,
+    "ones": of_ones,
+    "right padding": dict,
+    "left padding": left_padded,
+    "4-D mask": in_four_dimensions,
+    "packed": packed,
+}
+COMBINATIONS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
+    **{name: (batch, False) for name, batch in BATCHES.items()},
+    **{f"{name} checkpointed": (batch, True) for name, batch in BATCHES.items()},
+    "logits_to_keep": (few_logits, False),
+    "num_items_in_batch": (counted, False),
+}
+
+
+def outcomes(model: Model) -> dict[str, str]:
+    """What each combination gives: one of OUTCOMES, and the reason."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = randomized(model.build())
+        try:
+            report = fuse(made)
+        except Exception as error:
+            return dict.fromkeys(COMBINATIONS, f"{FAILS}: {one_line(error)}")
+        if not len(report):
+            return dict.fromkeys(COMBINATIONS, LEFT)
+        found = {}
+        for name, (batch, checkpointed) in COMBINATIONS.items():
+            torch.manual_seed(0)
+            found[name] = _outcome(made, checkpointed, batch, model.batch())
+        return found
+
+
+def _outcome(made: Any, checkpointed: bool, changed: Callable[[Batch], Batch], batch: Batch) -> str:
+    try:
+        if checkpointed:
+            made.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            for module in made.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module.gradient_checkpointing = False
+        found = verify_changes(made, (), changed(batch))
+    except CannotVerify as reason:
+        ours = "the changed model raises" in str(reason)
+        return f"{FAILS if ours else UNVERIFIED}: {str(reason)[:200]}"
+    except Exception as error:
+        return f"{NOT_TAKEN}: {one_line(error)}"
+    if found.agrees:
+        return EQUAL
+    worst = found.wrong[0]
+    apart = worst.missing or f"{worst.difference:.1e}"
+    return f"{WRONG}: {len(found.wrong)} values, {worst.name} {apart}"
+
+
+def summary(found: dict[str, str]) -> str:
+    """A cell: the combinations by what they give, or the only outcome of all."""
+    by_outcome: dict[str, list[str]] = {}
+    for name, outcome in found.items():
+        by_outcome.setdefault(outcome, []).append(name)
+    if len(by_outcome) == 1:
+        return next(iter(by_outcome))
+    others = [one for one in by_outcome.items() if one[0] != EQUAL]
+    return "; ".join(f"{outcome} [{', '.join(names)}]" for outcome, names in others)
+
+
+def read(cell: str) -> dict[str, str]:
+    """The kinds of outcomes that a cell tells."""
+    parts = re.findall(r"(.*?) \[([^]]*)\](?:; |$)", cell)
+    if not all(set(names.split(", ")) <= COMBINATIONS.keys() for _, names in parts) or not parts:
+        return dict.fromkeys(COMBINATIONS, cell.partition(":")[0])
+    found = dict.fromkeys(COMBINATIONS, EQUAL)
+    for outcome, names in parts:
+        found |= dict.fromkeys(names.split(", "), outcome.partition(":")[0])
+    return found
+
+
+def counts(found: list[dict[str, str]]) -> dict[str, Counter[str]]:
+    """For each combination, how many models give each outcome."""
+    return {name: Counter(one[name] for one in found) for name in COMBINATIONS}
