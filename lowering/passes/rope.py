@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .canonical import calls, same, value
-from .pattern import Match
+from .canonical import IDENTITY, calls, canonical, is_tensor, same, value
+from .pattern import CHEAP, Match
 from .report import Report
 from .rewrite import Refused, Search, attempt, derive, emit, items
 from .rope_spellings import SPELLINGS, VIEWS
@@ -52,7 +52,9 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
 
 def _is_pair(a: tuple[Match, Form], b: tuple[Match, Form]) -> bool:
     tables = [[one.values.get(name) for name in (*TABLES, "heads")] for one, _ in (a, b)]
-    return a[1] == b[1] and all(alike(x, y) for x, y in zip(*tables, strict=True))
+    return a[1] == b[1] and all(
+        alike(expanded(x), expanded(y)) for x, y in zip(*tables, strict=True)
+    )
 
 
 def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
@@ -66,7 +68,8 @@ def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search
     if places[-1] != places[0]:
         raise Refused("queries and keys have their heads at different dimensions")
     there, back = places[0].views()
-    tensors = [_seen(at, _as_result(at, match), there) for match in matches]
+    before = search.state.order[at]
+    tensors = [_seen(at, _as_result(at, match, before, search), there) for match in matches]
     if len(tensors) == 1:
         # The op takes two tensors; the second has no heads, so nothing is computed for it.
         none = derive(at, torch.Tensor.detach, tensors[0])
@@ -134,10 +137,36 @@ def _combined(table: fx.Node) -> tuple[fx.Node, list[int], frozenset[fx.Node]] |
     return source, widths[:3], frozenset(nodes)
 
 
-def _as_result(at: fx.Node, match: Match) -> fx.Node:
+def _as_result(at: fx.Node, match: Match, before: int, search: Search) -> fx.Node:
     """x in the result's dtype, which under autocast is wider if the tables are."""
     x, dtype = match["x"], value(match.root).dtype
+    x = _computed(at, x, _later_views(x, at, before, search))
     return x if value(x).dtype == dtype else derive(at, torch.Tensor.to, x, dtype)
+
+
+def _later_views(x: fx.Node, at: fx.Node, before: int, search: Search) -> set[fx.Node]:
+    """The views, casts and sizes from the position `before` on that x is made of."""
+    found: set[fx.Node] = set()
+    waiting = [x]
+    while waiting:
+        node = waiting.pop()
+        if search.state.order[node] < before:
+            continue
+        call = canonical(node)
+        if is_tensor(node) and (call is None or call.op not in {*CHEAP, IDENTITY}):
+            raise Refused(f"{at.name} uses the first before {node.name}, of the second, is computed")
+        found.add(node)
+        waiting += node.all_input_nodes
+    return found
+
+
+def _computed(at: fx.Node, node: fx.Node, again: set[fx.Node]) -> fx.Node:
+    """`node`, with those of `again` that it is made of computed before `at`."""
+    if node not in again:
+        return node
+    inputs = {one: _computed(at, one, again) for one in node.all_input_nodes}
+    with at.graph.inserting_before(at):
+        return at.graph.node_copy(node, inputs.__getitem__)
 
 
 def _sources(match: Match) -> list[fx.Node]:
@@ -150,16 +179,14 @@ def _place(q: Match, k: Match, search: Search) -> fx.Node:
     """The node before which both results are unused, and all inputs are computed."""
     state = search.state
     at = min([k.root, *q.root.users], key=state.order.__getitem__)
-    # If k has its own views of the tables, those of q replace them.
-    inputs = [v for v in {**k.values, **q.values, "k": k["x"]}.values() if isinstance(v, fx.Node)]
-    late = [node for node in inputs if state.order[node] >= state.order[at]]
-    if late:
-        raise Refused(f"{at.name} uses the first before {late[0].name}, of the second, is computed")
-    if not state.one_mode([q.root, k.root, at]):
+    views = _later_views(k["x"], at, state.order[at], search)
+    # The op gets q's tables, and k with its last views made again.
+    inputs = [v for v in (*q.values.values(), k["x"]) if isinstance(v, fx.Node)]
+    if not state.one_mode([q.root, k.root, at, *filter(is_tensor, views)]):
         raise Refused("the two are rotated in different gradient or autocast modes")
     tables = [*_sources(q), *_sources(k)]
     first = min([q.root, *tables[1:]], key=state.order.__getitem__)
-    if state.written([*inputs, *tables], first, k.root):
+    if state.written([*inputs, *views, *tables], first, k.root):
         raise Refused("a tensor is written in place between the two rotations")
     return at
 
@@ -173,7 +200,6 @@ def _placement(match: Match, form: Form) -> Placement:
         raise Refused("its views put together elements that are not pairs")
     heads = match.values.get("heads")
     if heads is not None:
-        # The dimension that unsqueeze adds, for which Dynamo's symbol of an argument is a constant.
         heads = int(value(heads))
         # The matrices that get the dimension have two more than a table, and one more then.
         heads += 4 + form.inner if heads < 0 else 0

@@ -57,7 +57,9 @@ class Placement:
         left = list(dims)
         node: Any = table
         while (call := calls(skip(node, {IDENTITY})[0], "unsqueeze")) is not None:
-            place = call.args[1] + len(left) + 1 + self.inner
+            # Dynamo's symbol of an argument that is a dimension is a constant.
+            place = int(value(call.args[1]))
+            place += len(left) + 1 + self.inner if place < 0 else 0
             if not 0 <= place < len(left) or left[place] == self.positions:
                 break
             del left[place]

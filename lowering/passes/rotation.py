@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .canonical import IDENTITY, Call, calls, canonical, is_tensor, same, value
+from .canonical import IDENTITY, Call, calls, canonical, is_tensor, same, same_number, value
 from .pattern import Match, holds, skip
 
 # Copies and casts: the op computes in float32 and rounds once, wherever the code rounds.
@@ -385,7 +385,7 @@ def _part(node: Any) -> _Part | None:
             break
         sign, node = -sign, call.args[0]
     source, dim, *bounds = call.args
-    return _Part(source, tuple(bounds), nodes, sign) if dim == -1 else None
+    return _Part(source, tuple(map(value, bounds)), nodes, sign) if dim == -1 else None
 
 
 def _pairing(a: _Part | None, b: _Part | None) -> tuple[bool, Any] | None:
@@ -463,8 +463,9 @@ def _width(rotation: _Rotation, form: Form, cos: Any, sin: Any) -> str | None:
     be broadcast."""
     for table in (cos, sin):
         columns = rotation.width // 2 if form.per_pair else rotation.width
-        if table is not None and not same(value(table).shape[-1], columns):
-            return f"a table has {value(table).shape[-1]} columns, not {columns}"
+        found = columns if table is None else value(table).shape[-1]
+        if not same(found, columns) and not same_number(found, columns):
+            return f"a table has {found} columns, not {columns}"
     return None
 
 
