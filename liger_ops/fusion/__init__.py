@@ -6,10 +6,16 @@ of what it will change in a model, and what it leaves.
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
+from ..lowering.passes.report import logits_bytes
 from ..lowering.passes.torch_functions import torch_linear
 from . import attention as attentions
 from . import classes, experts, gated
@@ -17,12 +23,42 @@ from . import hyper_connections as hyper_connection_modules
 from . import loss as losses
 from . import norms as norm_modules
 from . import rope as rotary_embeddings
+from .loss_options import CHECKS as LOSS_ARGUMENTS
+from .other_models import not_looked_for
 from .planning import Plan, wholly_or_not_at_all
 from .report import Finding, FuseReport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The kind of a switch's findings, where it has another name.
+KINDS = {"rope": rotary_embeddings.KIND}
 
 __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 
 
+def _naming_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function say of a keyword that it does not have where that belongs."""
+    accepted = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name in accepted:
+                continue
+            close = difflib.get_close_matches(name, accepted, 1)
+            text = f"fuse: {name} is not an argument; accepted are {', '.join(accepted)}"
+            if name in LOSS_ARGUMENTS:
+                text += f". The forward of the fused model takes it: model(**batch, {name}=...)"
+            elif close:
+                text += f". Did you mean {close[0]}?"
+            raise TypeError(text)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_naming_unknown
 def fuse(
     model: nn.Module, *, norms: bool = True, activations: bool = True,
     rope: bool = True, attention: bool = True, loss: bool = True, hyper_connections: bool = True,
@@ -149,7 +185,8 @@ def fuse(
         `explain`, where `*` stands for a layer's number.
 
     Raises:
-        TypeError: model is not a torch.nn.Module, or a switch is not a bool.
+        TypeError: model is not a torch.nn.Module, a switch is not a bool, or an argument is not one
+            of these; the text says if the fused model's forward takes it.
 
     Example:
         >>> print(liger_ops.fuse(torch.nn.Sequential(torch.nn.LayerNorm(8))))
@@ -178,7 +215,18 @@ def fuse(
                 change()
         if loss:
             findings += losses.fuse(model).findings
-    return FuseReport(tuple(findings))
+        kinds = tuple(name for name, wanted in switches.items() if wanted)
+        findings += not_looked_for(model, [KINDS.get(kind, kind) for kind in kinds], findings)
+    return FuseReport(tuple(_with_bytes(model, one) for one in findings), kinds)
+
+
+def _with_bytes(model: nn.Module, finding: Finding) -> Finding:
+    """A finding of a fused loss with the bytes of logits that it does not keep."""
+    if not finding.used or finding.kind != "loss":
+        return finding
+    module = model.get_submodule(finding.where)
+    head: Any = module.get_submodule(classes.overrides(module)["loss"].head)
+    return replace(finding, logits_bytes=logits_bytes(head.weight))
 
 
 def _planners(

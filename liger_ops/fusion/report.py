@@ -17,6 +17,8 @@ class FuseReport(Findings):
     """
 
     findings: tuple[Finding, ...] = ()
+    # The kinds of parts that were looked for.
+    kinds: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[Finding, ...]:
@@ -27,4 +29,10 @@ class FuseReport(Findings):
         return len(self.fused)
 
     def __str__(self) -> str:
-        return "\n".join(table(self.findings))
+        lines = table(self.findings)
+        if not self.findings:
+            lines += [
+                f"  looked for: {', '.join(self.kinds)}",
+                "  next: liger_ops.explain(model, *inputs) says what backend='liger' finds in a call",
+            ]
+        return "\n".join(lines)
