@@ -8,11 +8,10 @@ from typing import Any
 
 from .environment import describe
 
-
 # Where no device has kernels, the table of ops would have one word in each row.
 NO_KERNELS = """\
 ops            all {count} run their definition in PyTorch, the same numbers but no faster
-works here     fuse, backend='liger', explain and every op; kernels need a GPU with triton, or an NPU
+works here     fuse, backend='liger', explain and every op; kernels need a GPU with triton or an NPU
 next           python -c "import liger_ops, torch; print(liger_ops.explain(torch.nn.LayerNorm(8), \
 torch.ones(2, 8)))"
 all ops        python -m liger_ops --json"""

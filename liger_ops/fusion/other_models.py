@@ -18,8 +18,7 @@ NO_LOSS = (
     f" get_output_embeddings(); {DOORS}"
 )
 NO_ROPE = (
-    "rope is looked for in a function of queries, keys and tables that the forward calls;"
-    f" {DOORS}"
+    f"rope is looked for in a function of queries, keys and tables that the forward calls; {DOORS}"
 )
 NO_ATTENTION = f"attention is looked for in models of transformers; {DOORS}"
 

@@ -33,6 +33,6 @@ class FuseReport(Findings):
         if not self.findings:
             lines += [
                 f"  looked for: {', '.join(self.kinds)}",
-                "  next: liger_ops.explain(model, *inputs) says what backend='liger' finds in a call",
+                "  next: liger_ops.explain(model, *inputs) says what backend='liger' finds",
             ]
         return "\n".join(lines)

@@ -81,9 +81,7 @@ class Report(Findings):
         avoided = 0
         if op in HEADS:
             avoided = logits_bytes(node.args[1].meta["example_value"])  # type: ignore[union-attr]
-        self._of[node] = Finding(
-            op, None, source_line(node), device_of(node), logits_bytes=avoided
-        )
+        self._of[node] = Finding(op, None, source_line(node), device_of(node), logits_bytes=avoided)
         self.findings.append(self._of[node])
 
     def superseded(self, node: fx.Node) -> None:

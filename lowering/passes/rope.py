@@ -6,7 +6,6 @@ The op computes in float32 and rounds once, wherever the code rounds.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,8 @@ from .report import Report
 from .rewrite import Refused, Search, attempt, derive, emit, items
 from .rope_spellings import SPELLINGS, VIEWS
 from .rope_tables import Placement, View, expanded, placement
-from .rotation import Form, alike, is_repeated, sources
+from .rotation import Form
+from .same_tables import alike, repeated, sources
 
 TABLES = ("cos", "sin", "scale")
 
@@ -67,6 +67,7 @@ def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search
     places = [_placement(match, form) for match in matches]
     if places[-1] != places[0]:
         raise Refused("queries and keys have their heads at different dimensions")
+    _check_tables(matches, search)
     there, back = places[0].views()
     before = search.state.order[at]
     tensors = [_seen(at, _as_result(at, match, before, search), there) for match in matches]
@@ -81,7 +82,7 @@ def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search
         tables = [derive(at, torch.mul, derive(at, torch.Tensor.float, t), scale) for t in tables]
     if form.back:
         tables[1] = derive(at, torch.neg, tables[1])
-    passed = {node for match in matches for node in _sources(match) if is_repeated(node)}
+    passed = {node for match in matches for node in _sources(match) if repeated(node)}
     sections = None
     if (parts := _sections(tables, form)) is not None:
         *tables, sections, combined = parts
@@ -154,7 +155,9 @@ def _later_views(x: fx.Node, at: fx.Node, before: int, search: Search) -> set[fx
             continue
         call = canonical(node)
         if is_tensor(node) and (call is None or call.op not in {*CHEAP, IDENTITY}):
-            raise Refused(f"{at.name} uses the first before {node.name}, of the second, is computed")
+            raise Refused(
+                f"{at.name} uses the first before {node.name}, of the second, is computed"
+            )
         found.add(node)
         waiting += node.all_input_nodes
     return found
@@ -175,6 +178,16 @@ def _sources(match: Match) -> list[fx.Node]:
     return [node for table in given for node in sources(table)]
 
 
+def _check_tables(matches: tuple[Match, ...], search: Search) -> None:
+    """Raise Refused if a table was written after something was made of it for one of `matches`."""
+    tables = [node for match in matches for node in _sources(match)]
+    made = [node for node in tables if repeated(node)]
+    roots = [match.root for match in matches]
+    first = min([*made, *roots], key=search.state.order.__getitem__)
+    if search.state.written(tables, first, roots[-1]):
+        raise Refused("a table is written in place before the rotation")
+
+
 def _place(q: Match, k: Match, search: Search) -> fx.Node:
     """The node before which both results are unused, and all inputs are computed."""
     state = search.state
@@ -184,15 +197,9 @@ def _place(q: Match, k: Match, search: Search) -> fx.Node:
     inputs = [v for v in (*q.values.values(), k["x"]) if isinstance(v, fx.Node)]
     if not state.one_mode([q.root, k.root, at, *filter(is_tensor, views)]):
         raise Refused("the two are rotated in different gradient or autocast modes")
-    tables = [*_sources(q), *_sources(k)]
-    first = min([q.root, *tables[1:]], key=state.order.__getitem__)
-    if state.written([*inputs, *views, *tables], first, k.root):
+    if state.written([*inputs, *views], q.root, k.root):
         raise Refused("a tensor is written in place between the two rotations")
     return at
-
-
-# A view and its arguments after the tensor.
-View = tuple[Any, ...]
 
 
 def _placement(match: Match, form: Form) -> Placement:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .canonical import IDENTITY, Call, calls, canonical, same, value
+from .canonical import IDENTITY, calls, canonical, same, value
 from .pattern import skip
 from .rewrite import Refused, derive
 

@@ -224,7 +224,8 @@ def _is_every(part: Any) -> bool:
 def _part(parts: Any, index: Any) -> Call | None:
     """One piece of a split tensor, as a slice."""
     if (call := calls(parts, "unbind")) is not None:
-        return _of_groups(*call.args, index, (parts,))
+        grouped, dim = call.args
+        return _of_groups(grouped, dim, index, (parts,))
     call = calls(parts, "chunk") or calls(parts, "split")
     if call is None or not isinstance(index, int):
         return None
