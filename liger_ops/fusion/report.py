@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..lowering.passes.report import Finding, Findings
 from ..lowering.passes.table import table
@@ -18,7 +18,7 @@ class FuseReport(Findings):
 
     findings: tuple[Finding, ...] = ()
     # The kinds of parts that were looked for.
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def fused(self) -> tuple[Finding, ...]:

@@ -53,7 +53,9 @@ _FLUX = Pattern(
 )
 # A match of a reader has a form of its own.
 SPELLINGS: list[tuple[Matcher, Form | None]] = [
-    *[(Reader(op, from_pairs), None) for from_pairs in (True, False) for op in Reader.OPS],
+    (Reader(op, from_pairs), None) for from_pairs in (True, False) for op in Reader.OPS
+]
+SPELLINGS += [
     (_PE_AUDIO, Form(interleaved=True, per_pair=True, inner=2)),
     (_FLUX, Form(inner=2)),
 ]

@@ -392,6 +392,19 @@ def test_writes_between_two_rotations(function, count):
         assert "written in place" in found.reasons("rope")[0]
 
 
+def test_a_table_written_after_its_negative_was_taken():
+    """The op would negate what was written."""
+
+    def function(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, sin = q.transpose(1, 2), sin.unsqueeze(1) * 1.0
+        back = -sin
+        sin.mul_(0.5)
+        return q * cos.unsqueeze(1) + rotate_half(q) * back
+
+    found = check(function, *(one.detach() for one in (heads()[0], *tables(D))), counts={})
+    assert found.reasons("rope") == ["a table is written in place before the rotation"]
+
+
 @pytest.mark.parametrize("rotation", [phi3, gpt_oss])
 def test_a_result_whose_strides_are_needed(rotation):
     """The op's strides are those of x; the strides of torch.cat are not."""
