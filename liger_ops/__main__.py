@@ -8,6 +8,14 @@ from typing import Any
 
 from .environment import describe
 
+# Where no device has kernels, the table of ops would have one word in each row.
+NO_KERNELS = """\
+ops            all {count} run their definition in PyTorch, the same numbers but no faster
+works here     fuse, backend='liger', explain and every op; kernels need a GPU with triton or an NPU
+next           python -c "import liger_ops, torch; print(liger_ops.explain(torch.nn.LayerNorm(8), \
+torch.ones(2, 8)))"
+all ops        python -m liger_ops --json"""
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
@@ -41,7 +49,13 @@ def as_text(report: dict[str, Any]) -> str:
         state = f"registered for {len(ops)} of {total} ops" if ops else "not registered"
         lines.append((f"{device} kernels", state))
     facts = "\n".join(f"{name:<14} {value}" for name, value in lines)
-    return f"{facts}\n\n{_table(report)}\n\nfloat64 runs the definition on every device."
+    accelerators = [kind for kind in report["devices"] if report["kernels"].get(kind)]
+    if not accelerators:
+        return f"{facts}\n{NO_KERNELS.format(count=len(report['ops']))}"
+    return (
+        f"{facts}\n\n{_table(report)}\n\nfloat64 runs the definition on every device.\n"
+        "next           python -m liger_ops.bench --help"
+    )
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -18,13 +18,19 @@ from . import hyper_connections as hyper_connection_modules
 from . import loss as losses
 from . import norms as norm_modules
 from . import rope as rotary_embeddings
+from .other_models import not_looked_for
 from .planning import Plan, wholly_or_not_at_all
 from .report import Finding, FuseReport
 from .unfused import check_module, unfuse, verified
+from .unknown_arguments import naming_unknown
+
+# The kind of a switch's findings, where it has another name.
+KINDS = {"rope": rotary_embeddings.KIND}
 
 __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 
 
+@naming_unknown
 def fuse(
     model: nn.Module, *, norms: bool = True, activations: bool = True,
     rope: bool = True, attention: bool = True, loss: bool = True, hyper_connections: bool = True,
@@ -167,7 +173,8 @@ def fuse(
         how far the results are apart.
 
     Raises:
-        TypeError: model is not a torch.nn.Module, or a switch is not a bool.
+        TypeError: model is not a torch.nn.Module, a switch is not a bool, or an argument is not one
+            of these; the text says if the fused model's forward takes it.
         ValueError: with `verify`, the fused model differs from the unfused one, or cannot be
             compared with it. The message says where, and by how much; the model is left as it was.
 
@@ -199,8 +206,10 @@ def fuse(
                     change()
             if loss:
                 findings += losses.fuse(model).findings
+        kinds = tuple(name for name, wanted in switches.items() if wanted)
+        findings += not_looked_for(model, [KINDS.get(kind, kind) for kind in kinds], findings)
         verification = None if verify is None else verified(model, verify)
-    return FuseReport(tuple(findings), verification)
+    return FuseReport(tuple(findings), kinds, verification)
 
 
 def _planners(

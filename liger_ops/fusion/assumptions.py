@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .classes import BEFORE
-from .head_hooks import only_gather
+from .gather_hooks import only_gather
 from .probing import HOOKS, MODULE_STATE, NotAnOp
 
 # Types whose values do not change.

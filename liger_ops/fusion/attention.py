@@ -84,7 +84,7 @@ def _look(plan: Plan, name: str, module: nn.Module) -> None:
     cls: Any = classes.class_of(module)
     if KIND in classes.overrides(module) or not _makes_masks(cls):
         return
-    if not _is_pretrained(module):
+    if not is_pretrained(module):
         raise NotAnOp("it is not a PreTrainedModel")
     facts = Facts(*_source(module), makes_positions(cls.forward))
     options = {"implementation": facts.original, "adds": facts.adds}
@@ -197,7 +197,10 @@ def _check_config(config: Any) -> None:
             raise NotAnOp("its configuration does not say how many numbers its heads have")
         size = width // heads
     if size not in HEAD_DIMS:
-        raise NotAnOp(f"its heads have {size} numbers, not {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}")
+        raise NotAnOp(
+            f"the heads of its attention have {size} numbers, and those of flex_attention"
+            f" {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+        )
 
 
 def _makes_masks(cls: Any) -> bool:
@@ -221,7 +224,7 @@ def _code(cls: Any) -> Any:
     return getattr(inspect.unwrap(cls.forward), "__code__", None)
 
 
-def _is_pretrained(module: nn.Module) -> bool:
+def is_pretrained(module: nn.Module) -> bool:
     # A model of transformers cannot exist before transformers is imported.
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
@@ -239,7 +242,7 @@ def restore(model: nn.Module) -> None:
 @contextmanager
 def names_kept_on_error(model: nn.Module) -> Iterator[None]:
     """If the body raises, write the implementations that models have now into them again."""
-    configs: list[Any] = [module.config for module in model.modules() if _is_pretrained(module)]
+    configs: list[Any] = [module.config for module in model.modules() if is_pretrained(module)]
     before = [(config, config._attn_implementation) for config in configs]
     try:
         yield

@@ -38,15 +38,18 @@ class Plan:
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
         self._find("", reason, name, module, {})
 
-    def fuse(self, name: str, module: nn.Module, op: str, options: dict[str, Any]) -> None:
-        self._find(op, None, name, module, options)
+    def fuse(
+        self, name: str, module: nn.Module, op: str, options: dict[str, Any], logits_bytes: int = 0
+    ) -> None:
+        self._find(op, None, name, module, options, logits_bytes)
 
     def _find(
-        self, op: str, reason: str | None, name: str, module: nn.Module, options: dict[str, Any]
-    ) -> None:
+        self, op: str, reason: str | None, name: str, module: nn.Module, options: dict[str, Any],
+        logits_bytes: int = 0,
+    ) -> None:  # fmt: skip
         class_name = classes.class_of(module).__name__
         self.findings.append(
-            Finding(op, reason, name, class_name=class_name, kind=self.kind, options=options)
+            Finding(op, reason, name, "", class_name, self.kind, options, logits_bytes)
         )
 
 

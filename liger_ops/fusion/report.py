@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..lowering.passes.differences import Verification
 from ..lowering.passes.report import Finding, Findings
@@ -18,6 +18,8 @@ class FuseReport(Findings):
     """
 
     findings: tuple[Finding, ...] = ()
+    # The kinds of parts that were looked for.
+    kinds: tuple[str, ...] = field(default=(), compare=False)
     verification: Verification | None = None
 
     @property
@@ -29,5 +31,11 @@ class FuseReport(Findings):
         return len(self.fused)
 
     def __str__(self) -> str:
+        lines = table(self.findings)
+        if not self.findings:
+            lines += [
+                f"  looked for: {', '.join(self.kinds)}",
+                "  next: liger_ops.explain(model, *inputs) says what backend='liger' finds",
+            ]
         verified = [] if self.verification is None else [str(self.verification)]
-        return "\n".join([*table(self.findings), *verified])
+        return "\n".join([*lines, *verified])

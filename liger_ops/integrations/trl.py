@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import linear_divergence_forward, linear_log_prob_forward, log_prob
 from ..ops.head import cast_as_linear
+from . import trl_reference
 from .replaced import Replaced
 
 # The names by which the trainers look the functions up.
@@ -33,6 +34,10 @@ def install() -> None:
     by `ChunkedDivergenceFunction`, which is replaced in `trl.trainer.distillation_trainer` by
     `linear_divergence`. On a GPU, log-probabilities and entropies of logits come from `log_prob`.
     The results are TRL's up to rounding; torch.compile sees one operator for each.
+
+    If the model of a DPOTrainer, KTOTrainer, GRPOTrainer or RLOOTrainer was given to `fuse`, the
+    reference model that the trainer loads is fused too, in the same parts. For another ref_model
+    than the trainer's own, which is not fused as the model is, the trainer warns.
 
     TRL's own functions still serve a head in another dtype than the hidden states without autocast,
     a logit_scale that is not positive, hidden states and heads on two devices, a student and a
@@ -73,6 +78,7 @@ def install() -> None:
     # It needs triton, and TRL imports it only where that is installed.
     if hasattr(utils, FUSED):
         _replaced.set(utils, FUSED, fused_log_prob)
+    trl_reference.install(_replaced)
 
 
 def uninstall() -> None:

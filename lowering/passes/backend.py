@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from . import rewrite
-from .chosen import checked_strict, chosen
+from .chosen import check_known, checked_strict, chosen
 from .inductor import declare_ops
 from .mask_inputs import Given, given_masks, put_back
 from .mask_outputs import with_data
@@ -63,7 +63,7 @@ def liger(
             neither a name nor a list of names, or options["padding"] or options["strict"] is not a
             bool.
         ValueError: options["rewrites"] names a rewrite that does not exist, or one that only runs
-            before Inductor.
+            before Inductor; options has a name that neither this backend nor Inductor knows.
     """
     rest = dict(options or {})
     mode = rest.pop("mode", mode)
@@ -73,6 +73,7 @@ def liger(
     )
     strict = checked_strict(rest.pop("strict", None), "backend liger: options['strict']")
     padding = _checked_padding(rest.pop("padding", None))
+    check_known(rest, inner == "inductor")
 
     def compiled(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         warn(rewrite(module, names, strict=strict).findings)

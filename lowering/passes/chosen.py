@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 from typing import Any
 
+import torch
+
 from . import REWRITES
+
+# The options of this backend; others are those of the inner backend.
+OPTIONS = ("inner_backend", "mode", "padding", "rewrites", "strict")
 
 # Inductor computes these as fast inside of a model: it fuses the sum of incoming gradients into a
 # norm's backward, and an activation with its neighbours. Training steps in bfloat16 on an H200
@@ -62,6 +68,26 @@ def chosen(names: Any, before_inductor: bool, argument: str) -> Collection[str]:
     if missing := [name for name in names if name not in available]:
         raise ValueError(f"{argument} has {missing[0]!r}, which only runs before Inductor")
     return names
+
+
+def check_known(names: Collection[str], before_inductor: bool) -> None:
+    """Raise ValueError for an option that neither this backend nor Inductor has."""
+    inductors: Collection[str] = ()
+    if before_inductor and names:
+        inductors = torch._inductor.list_options()
+    for name in names:
+        close = difflib.get_close_matches(name, OPTIONS, 1)
+        # Another inner backend may have options of any name.
+        is_known = name.replace("-", "_") in inductors if before_inductor else not close
+        if not is_known:
+            suggested = f" Did you mean {close[0]!r}?" if close else ""
+            others = "Inductor's, which torch._inductor.list_options() lists"
+            if not before_inductor:
+                others = "those of the inner backend"
+            raise ValueError(
+                f"backend liger: options has {name!r}.{suggested} Accepted are"
+                f" {', '.join(map(repr, OPTIONS))}, and {others}"
+            )
 
 
 def checked_strict(strict: Any, argument: str) -> bool | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -60,6 +60,14 @@ class _State:
     values: Mapping[str, Any]
     nodes: frozenset[fx.Node]
     differences: tuple[str, ...] = ()
+
+
+class Matcher(Protocol):
+    """What finds a match that ends with a node: a pattern, or a reader of code."""
+
+    op: str | None
+
+    def match(self, node: fx.Node) -> Match | None: ...
 
 
 class Pattern:
@@ -113,7 +121,7 @@ class Pattern:
 
     def _exact(self, node: fx.Node, found: _State) -> Match | None:
         values = {name: _values(v) for name, v in found.values.items()}
-        if self.any_casts and not _holds(value(node).dtype, values["x"].dtype):
+        if self.any_casts and not holds(value(node).dtype, values["x"].dtype):
             return None
         root = self._instance(values)
         if root is None:
@@ -156,7 +164,7 @@ class Pattern:
         return result if isinstance(result, fx.Node) else None
 
 
-def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
+def holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
     try:
         return torch.promote_types(wide, dtype) == wide
     except RuntimeError:
@@ -166,7 +174,7 @@ def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
 
 def last_operation(node: fx.Node) -> str | None:
     """The name of the operation of `node`, ignoring casts and copies of its result."""
-    call = canonical(_skip(node, {"cast", "contiguous", IDENTITY})[0])
+    call = canonical(skip(node, {"cast", "contiguous", IDENTITY})[0])
     return None if call is None else call.op
 
 
@@ -235,11 +243,11 @@ class _Unifier:
             yield from self._constant(pattern, found, state, op)
 
     def _operation(self, pattern: Any, found: Any, state: _State) -> Iterator[_State]:
-        pattern, _ = _skip(pattern, self.overlooked, self.dtype)
+        pattern, _ = skip(pattern, self.overlooked, self.dtype)
         if isinstance(pattern, fx.Node) and pattern.op == "placeholder":
             yield from self._bind(str(pattern.target), found, state)
             return
-        found, passed = _skip(found, self.overlooked, self.dtype)
+        found, passed = skip(found, self.overlooked, self.dtype)
         wanted, call = canonical(pattern), canonical(found)
         if wanted is None or call is None or wanted.op != call.op:
             return
@@ -282,7 +290,7 @@ class _Unifier:
     def _bind(self, name: str, found: Any, state: _State) -> Iterator[_State]:
         passed: tuple[fx.Node, ...] = ()
         while isinstance(found, fx.Node):
-            found, skipped = _skip(found, {IDENTITY})
+            found, skipped = skip(found, {IDENTITY})
             passed = (*passed, *skipped)
             yield from self._bound(name, found, self._covering(state, passed))
             # The op accepts any strides and dtypes, so the parameter may be the value before or
@@ -316,7 +324,7 @@ def _is_computed(known: Any) -> bool:
     return isinstance(known, Tensor)
 
 
-def _skip(
+def skip(
     node: Any, over: set[str], dtype: torch.dtype | None = None
 ) -> tuple[Any, tuple[fx.Node, ...]]:
     """Follow `node` back through operations named in `over`, but not through casts to a narrower
@@ -333,7 +341,7 @@ def _skip(
 
 def _rounds(call: Call, dtype: torch.dtype | None) -> bool:
     """Whether it is a cast to a dtype that does not hold every number of `dtype`."""
-    return call.op == "cast" and dtype is not None and not _holds(call.args[1], dtype)
+    return call.op == "cast" and dtype is not None and not holds(call.args[1], dtype)
 
 
 def _text(constant: Any) -> str:

@@ -16,6 +16,10 @@ _TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)$')
 
 
+# Rewrites to ops of a hidden state and its head's weight, the first two arguments.
+HEADS = ("linear_cross_entropy", "linear_log_prob")
+
+
 @dataclass(frozen=True)
 class Finding:
     """A place where an op is used, or where one was looked for and is not used.
@@ -29,6 +33,10 @@ class Finding:
         device: the type of the device that the place runs on; "" for a module.
         class_name, kind, options: with `fuse`, the module's class, the kind of part that it is,
             and the op's options.
+        logits_bytes: bytes of logits for each token that a fused loss with its head does not keep:
+            V * (bytes of a logit + 4) for V words, the logits in the dtype of the head's weight and
+            their log-softmax in float32, which the loss of logits keeps for its backward; 0 for
+            other findings.
     """
 
     op: str
@@ -38,6 +46,7 @@ class Finding:
     class_name: str = ""
     kind: str = ""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    logits_bytes: int = 0
 
     @property
     def used(self) -> bool:
@@ -69,7 +78,10 @@ class Report(Findings):
     _of: dict[fx.Node, Finding] = field(default_factory=dict, repr=False)
 
     def used(self, op: str, node: fx.Node) -> None:
-        self._of[node] = Finding(op, None, source_line(node), device_of(node))
+        avoided = 0
+        if op in HEADS:
+            avoided = logits_bytes(node.args[1].meta["example_value"])  # type: ignore[union-attr]
+        self._of[node] = Finding(op, None, source_line(node), device_of(node), logits_bytes=avoided)
         self.findings.append(self._of[node])
 
     def superseded(self, node: fx.Node) -> None:
@@ -87,6 +99,13 @@ class Report(Findings):
         for node in nodes:
             self.at = (rewrite, node)
             yield node
+
+
+def logits_bytes(weight: torch.Tensor) -> int:
+    """`Finding.logits_bytes` of a head with this weight, 0 for a symbolic number of words."""
+    V = weight.shape[0]
+    # int() of a symbol would make a constant of it.
+    return V * (weight.dtype.itemsize + torch.float32.itemsize) if isinstance(V, int) else 0
 
 
 def source_line(node: fx.Node) -> str:

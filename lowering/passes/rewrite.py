@@ -18,7 +18,7 @@ from .graph_state import GraphState, erase_unused
 from .layout import noticed
 from .memory import is_plain
 from .outside_autocast import mark, modes_of
-from .pattern import CHEAP, Match, Pattern, last_operation
+from .pattern import CHEAP, Match, Matcher, Pattern, last_operation
 from .replay import fake_mode_of
 from .report import Report
 
@@ -107,7 +107,7 @@ class Search:
         self._refused: list[tuple[Match, str]] = []
         self._used: list[fx.Node] = []
 
-    def matches(self, spellings: Sequence[tuple[Pattern, Any]]) -> Iterator[tuple[Match, Any]]:
+    def matches(self, spellings: Sequence[tuple[Matcher, Any]]) -> Iterator[tuple[Match, Any]]:
         """The exact matches, from the end of the graph to its start.
 
         In this order a pattern with a further operation is found before one without. A node is the

@@ -1,43 +1,48 @@
 """Rotary position embedding of queries and keys, as models write it.
 
-The patterns match the rotation of one tensor; two rotations with the same tables become one op.
+A match is the rotation of one tensor; two rotations with the same tables become one op.
 The op computes in float32 and rounds once, wherever the code rounds.
 """
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from .canonical import calls, canonical, same, value
-from .pattern import Match
+from .canonical import IDENTITY, calls, canonical, is_tensor, same, value
+from .pattern import CHEAP, Match
 from .report import Report
 from .rewrite import Refused, Search, attempt, derive, emit, items
-from .rope_spellings import SPELLINGS, VIEWS, Form
+from .rope_spellings import SPELLINGS, VIEWS
+from .rope_tables import Placement, View, expanded, placement
+from .rotation import Form
+from .same_tables import alike, repeated, sources
+
+TABLES = ("cos", "sin", "scale")
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
     search = Search(graph, report, "rope")
-    waiting: dict[Any, Match] = {}
+    waiting: list[tuple[Match, Form]] = []
     alone: list[tuple[Match, Form]] = []
-    for match, form in search.matches(SPELLINGS):
+    for match, known in search.matches(SPELLINGS):
         search.set_aside(match)
-        key = (form, _table(match["cos"]), _table(match.values.get("sin")), _heads(match, form))
-        if key not in waiting:
-            waiting[key] = match
+        form: Form = known or match["form"]
+        pair = next((one for one in waiting if _is_pair(one, (match, form))), None)
+        if pair is None:
+            waiting.append((match, form))
             continue
         # Matches come from the end of the graph, so the first one found is the later one.
-        later = waiting.pop(key)
+        waiting.remove(pair)
+        later = pair[0]
         try:
             _put((match, later), _place(match, later, search), form, search)
         except Refused:
-            alone += [(later, form), (match, form)]
-    alone += [(match, key[0]) for key, match in waiting.items()]
-    for match, form in alone:
+            alone += [pair, (match, form)]
+    for match, form in [*alone, *waiting]:
         try:
             _put((match,), match.root, form, search)
         except Refused as refused:
@@ -45,10 +50,11 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
     search.finish()
 
 
-def _table(node: fx.Node | None) -> Any:
-    """Identifies a table: two casts of one tensor to one dtype are the same table."""
-    call = canonical(node)
-    return call.args if call is not None and call.op == "cast" else node
+def _is_pair(a: tuple[Match, Form], b: tuple[Match, Form]) -> bool:
+    tables = [[one.values.get(name) for name in (*TABLES, "heads")] for one, _ in (a, b)]
+    return a[1] == b[1] and all(
+        alike(expanded(x), expanded(y)) for x, y in zip(*tables, strict=True)
+    )
 
 
 def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
@@ -58,25 +64,31 @@ def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) ->
 
 
 def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
-    there, back = _views(matches[0], form)
-    tensors = [_seen(at, _as_result(at, match), there) for match in matches]
+    places = [_placement(match, form) for match in matches]
+    if places[-1] != places[0]:
+        raise Refused("queries and keys have their heads at different dimensions")
+    _check_tables(matches, search)
+    there, back = places[0].views()
+    before = search.state.order[at]
+    tensors = [_seen(at, _as_result(at, match, before, search), there) for match in matches]
     if len(tensors) == 1:
         # The op takes two tensors; the second has no heads, so nothing is computed for it.
         none = derive(at, torch.Tensor.detach, tensors[0])
         tensors.append(derive(at, torch.narrow, none, 1, 0, 0))
-    tables = [matches[0]["cos"], matches[0].values.get("sin")]
-    if "heads" not in matches[0].values:
-        tables[0] = derive(at, torch.squeeze, tables[0], _heads(matches[0], form))
-    if form.half_tables:
-        tables = [
-            derive(at, operator.getitem, derive(at, torch.chunk, t, 2, -1), 0) for t in tables
-        ]
+    values = matches[0].values
+    tables = [places[0].table(at, expanded(values.get(name))) for name in ("cos", "sin")]
+    if "scale" in values:
+        scale = places[0].table(at, expanded(values["scale"]))
+        tables = [derive(at, torch.mul, derive(at, torch.Tensor.float, t), scale) for t in tables]
     if form.back:
         tables[1] = derive(at, torch.neg, tables[1])
+    passed = {node for match in matches for node in _sources(match) if repeated(node)}
     sections = None
     if (parts := _sections(tables, form)) is not None:
         *tables, sections, combined = parts
-        matches = tuple(replace(match, nodes=match.nodes | combined) for match in matches)
+        passed |= combined
+    # Views of tables that nothing else uses are erased with the match.
+    matches = tuple(replace(match, nodes=match.nodes | passed) for match in matches)
     args: tuple[Any, ...] = (*tensors, *tables, form.interleaved, form.per_pair)
     if form.deinterleave:
         args = (*args, None, True)
@@ -126,51 +138,80 @@ def _combined(table: fx.Node) -> tuple[fx.Node, list[int], frozenset[fx.Node]] |
     return source, widths[:3], frozenset(nodes)
 
 
-def _as_result(at: fx.Node, match: Match) -> fx.Node:
+def _as_result(at: fx.Node, match: Match, before: int, search: Search) -> fx.Node:
     """x in the result's dtype, which under autocast is wider if the tables are."""
     x, dtype = match["x"], value(match.root).dtype
+    x = _computed(at, x, _later_views(x, at, before, search))
     return x if value(x).dtype == dtype else derive(at, torch.Tensor.to, x, dtype)
+
+
+def _later_views(x: fx.Node, at: fx.Node, before: int, search: Search) -> set[fx.Node]:
+    """The views, casts and sizes from the position `before` on that x is made of."""
+    found: set[fx.Node] = set()
+    waiting = [x]
+    while waiting:
+        node = waiting.pop()
+        if search.state.order[node] < before:
+            continue
+        call = canonical(node)
+        if is_tensor(node) and (call is None or call.op not in {*CHEAP, IDENTITY}):
+            raise Refused(
+                f"{at.name} uses the first before {node.name}, of the second, is computed"
+            )
+        found.add(node)
+        waiting += node.all_input_nodes
+    return found
+
+
+def _computed(at: fx.Node, node: fx.Node, again: set[fx.Node]) -> fx.Node:
+    """`node`, with those of `again` that it is made of computed before `at`."""
+    if node not in again:
+        return node
+    inputs = {one: _computed(at, one, again) for one in node.all_input_nodes}
+    with at.graph.inserting_before(at):
+        return at.graph.node_copy(node, inputs.__getitem__)
+
+
+def _sources(match: Match) -> list[fx.Node]:
+    """The nodes that the tables of a match are views of, and those views."""
+    given = match.values.get("given", [match.values.get(name) for name in TABLES])
+    return [node for table in given for node in sources(table)]
+
+
+def _check_tables(matches: tuple[Match, ...], search: Search) -> None:
+    """Raise Refused if a table was written after something was made of it for one of `matches`."""
+    tables = [node for match in matches for node in _sources(match)]
+    made = [node for node in tables if repeated(node)]
+    roots = [match.root for match in matches]
+    first = min([*made, *roots], key=search.state.order.__getitem__)
+    if search.state.written(tables, first, roots[-1]):
+        raise Refused("a table is written in place before the rotation")
 
 
 def _place(q: Match, k: Match, search: Search) -> fx.Node:
     """The node before which both results are unused, and all inputs are computed."""
     state = search.state
     at = min([k.root, *q.root.users], key=state.order.__getitem__)
-    # If k has its own casts of the tables, those of q replace them.
-    inputs = [v for v in {**k.values, **q.values, "k": k["x"]}.values() if isinstance(v, fx.Node)]
-    late = [node for node in inputs if state.order[node] >= state.order[at]]
-    if late:
-        raise Refused(f"{at.name} uses the first before {late[0].name}, of the second, is computed")
-    if not state.one_mode([q.root, k.root, at]):
+    views = _later_views(k["x"], at, state.order[at], search)
+    # The op gets q's tables, and k with its last views made again.
+    inputs = [v for v in (*q.values.values(), k["x"]) if isinstance(v, fx.Node)]
+    if not state.one_mode([q.root, k.root, at, *filter(is_tensor, views)]):
         raise Refused("the two are rotated in different gradient or autocast modes")
-    tables = [t for match in (q, k) for t in (match["cos"], match.values.get("sin")) if t]
-    sources = [call.args[0] for t in tables if (call := canonical(t)) and call.op == "cast"]
-    first = min([q.root, *tables], key=state.order.__getitem__) if sources else q.root
-    if state.written([*inputs, *tables], q.root, k.root) or state.written(sources, first, k.root):
+    if state.written([*inputs, *views], q.root, k.root):
         raise Refused("a tensor is written in place between the two rotations")
     return at
 
 
-# A view and its arguments after the tensor.
-View = tuple[Any, ...]
-
-
-def _views(match: Match, form: Form) -> tuple[list[View], list[View]]:
-    """The views from x to (B, heads, S, D), and those from the op's result back."""
-    rank, heads = value(match["x"]).dim(), _heads(match, form)
-    if rank not in (3, 4):
-        raise Refused(f"the rotated tensor has {rank} dimensions, not 4")
+def _placement(match: Match, form: Form) -> Placement:
     if any(name in match.values and not _is_view(match, name) for name in VIEWS):
         raise Refused("its views put together elements that are not pairs")
-    if heads is None:
-        raise Refused("its table is not one for all heads, with a dimension of size 1 for them")
-    there: list[View] = []
-    back: list[View] = []
-    if rank == 3:
-        there, back = [(torch.unsqueeze, 0)], [(torch.squeeze, 0)]
-    if heads in (2, -2) if rank == 4 else heads in (1, -2):
-        there, back = [*there, (torch.transpose, 1, 2)], [(torch.transpose, 1, 2), *back]
-    return there, back
+    heads = match.values.get("heads")
+    if heads is not None:
+        heads = int(value(heads))
+        # The matrices that get the dimension have two more than a table, and one more then.
+        heads += 4 + form.inner if heads < 0 else 0
+    inner = form.inner if heads is None else 0
+    return placement(match["x"], expanded(match["cos"]), inner, heads)
 
 
 def _is_view(match: Match, name: str) -> bool:
@@ -180,23 +221,6 @@ def _is_view(match: Match, name: str) -> bool:
     return len(given) == len(expected) and all(
         same(a, b) or same(a, -1) for a, b in zip(given, expected, strict=True)
     )
-
-
-def _heads(match: Match, form: Form) -> Any:
-    """The dimension of the tables that stands for the heads; negative counts from the end."""
-    if "heads" in match.values:
-        # The dimension that unsqueeze adds, for which Dynamo's symbol of an argument is a constant.
-        heads = int(value(match["heads"]))
-        return heads + form.inner if heads < 0 else heads
-    x, cos = value(match["x"]).shape, value(match["cos"]).shape
-    for heads, positions in ((1, 2), (2, 1)):
-        if (
-            len(x) == 4 == len(cos) - form.inner
-            and same(cos[heads], 1)
-            and same(cos[positions], x[positions])
-        ):
-            return heads
-    return None
 
 
 def _seen(at: fx.Node, of: fx.Node, views: list[View]) -> fx.Node:

@@ -60,10 +60,14 @@ def _text(finding: Finding) -> str:
 def _detail(finding: Finding) -> str:
     if finding.reason is not None:
         return finding.reason
+    saved = ""
+    if finding.logits_bytes:
+        # A million bytes for 1,000 tokens is a kilobyte for each.
+        saved = f", without {finding.logits_bytes / 1000:,.1f} MB of logits per 1,000 tokens"
     if finding.class_name:
-        return finding.class_name
+        return finding.class_name + saved
     kept = ", by default left to Inductor" if finding.op in KEPT_BY_INDUCTOR else ""
-    return _implementation(finding) + kept
+    return _implementation(finding) + kept + saved
 
 
 def _implementation(finding: Finding) -> str:

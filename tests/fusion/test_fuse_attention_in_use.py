@@ -65,7 +65,10 @@ REASONS: dict[str, tuple[Any, str]] = {
         lambda: model("llama", attention_dropout=0.1),
         "its configuration has attention_dropout=0.1",
     ),
-    "small heads": (lambda: model("llama", head_dim=8), "its heads have 8 numbers, not 16 to 256"),
+    "small heads": (
+        lambda: model("llama", head_dim=8),
+        "the heads of its attention have 8 numbers, and those of flex_attention 16 to 256",
+    ),
     "softcap": (
         lambda: model("gemma3", attn_logit_softcapping=50.0),
         "its configuration has attn_logit_softcapping=50.0, which SDPA leaves out",

@@ -133,7 +133,10 @@ def test_report_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "      norm",
     ]
     assert report.counts() == {"layer_norm": 2, "rms_norm": 1}
-    assert str(fuse(nn.Linear(2, 2))) == "0 ops used"
+    nothing = str(fuse(nn.Linear(2, 2), rope=False)).splitlines()
+    assert nothing[0] == "0 ops used"
+    assert nothing[1] == "  looked for: norms, activations, attention, loss, hyper_connections"
+    assert "liger_ops.explain(model, *inputs)" in nothing[2]
 
 
 @pytest.mark.parametrize("function", [fuse, unfuse])

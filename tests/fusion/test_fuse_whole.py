@@ -148,6 +148,68 @@ def test_parts_can_be_fused_one_after_the_other() -> None:
     assert counts == [4, 6, 0]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("chunk_bytes", r"The forward of the fused model takes it: model\(\*\*batch, chunk_bytes="),
+        ("norm", "accepted are model, norms, .*Did you mean norms"),
+        ("anything", "accepted are model, norms, .*hyper_connections$"),
+    ],
+)
+def test_an_unknown_argument(name: str, text: str) -> None:
+    with pytest.raises(TypeError, match=f"fuse: {name} is not an argument; .*{text}"):
+        fuse(LLAMA.model(), **{name: 1})
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 1, 8)).unbind(-3)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(-2)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.layers[1](self.layers[0](self.embedding(words))))
+
+
+def test_what_is_not_looked_for_in_other_models_is_said() -> None:
+    report = fuse(LanguageModel())
+    assert [(one.kind, one.where) for one in report.left] == [
+        ("rotary embedding", "layers.0"),
+        ("attention", "layers.0"),
+        ("rotary embedding", "layers.1"),
+        ("attention", "layers.1"),
+        ("loss", "head"),
+    ]
+    assert all("torch.compile(model, backend='liger')" in one.reason for one in report.left)
+    assert [one.kind for one in fuse(LanguageModel(), rope=False, loss=False).left] == [
+        "attention",
+        "attention",
+    ]
+    # Models of transformers have findings of their own.
+    assert not any("enable" in str(one.reason) for one in fuse(LLAMA.model()).findings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_logits_that_a_fused_loss_does_not_keep(dtype: torch.dtype) -> None:
+    model = LLAMA.model().to(dtype)
+    words = model.lm_head.weight.shape[0]
+    report = fuse(model)
+    (loss,) = (one for one in report.fused if one.kind == "loss")
+    assert loss.logits_bytes == words * (dtype.itemsize + 4)
+    assert f"{loss.logits_bytes / 1000:.1f} MB of logits" in " ".join(str(report).split())
+
+
 @pytest.mark.parametrize("name", OPS_OF)
 def test_switches_are_bools(name: str) -> None:
     model = LLAMA.model()

@@ -4,6 +4,8 @@ them like without."""
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import transformers
 from fused_families import VOCABULARY, text
 from liger_ops.fusion import fuse
 from liger_ops.integrations import trl as integration
+from liger_ops.integrations.trl_reference import fused_parts
 
 trl = pytest.importorskip("trl", reason="the trainer is TRL's")
 datasets = pytest.importorskip("datasets", reason="TRL's trainer takes its datasets")
@@ -81,8 +84,7 @@ def test_steps_are_those_of_the_model(options: dict[str, Any], tmp_path: Path) -
     assert train(fused, tmp_path / "fused", **options) == pytest.approx(expected, rel=1e-4)
 
 
-def train_pairs(model: Any, path: Path) -> list[float]:
-    """What DPOTrainer logs in each step but for times, with every result of the head."""
+def pairs() -> Any:
     generator = torch.Generator().manual_seed(0)
 
     def words(n: int) -> str:
@@ -91,11 +93,16 @@ def train_pairs(model: Any, path: Path) -> list[float]:
 
     names = ("prompt", "chosen", "rejected")
     rows = [dict(zip(names, map(words, (3, n, 9 - n)), strict=True)) for n in (4, 6, 3, 5)]
+    return datasets.Dataset.from_list(rows)
+
+
+def train_pairs(model: Any, path: Path) -> list[float]:
+    """What DPOTrainer logs in each step but for times, with every result of the head."""
     trainer = trl.DPOTrainer(
         model,
         ref_model=copy.deepcopy(model),
         args=trl.DPOConfig(**options_of(path, 3), use_weighting=True),
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=pairs(),
         processing_class=tokenizer(),
     )
     trainer.train()
@@ -156,3 +163,35 @@ def test_steps_with_the_ops_behind_the_trainer(
         integration.uninstall()
     assert len(calls) >= 2
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_the_reference_begins_as_the_fused_policy(is_given: bool, tmp_path: Path) -> None:
+    """DPO's loss is log 2 before the first step; a reference of the user's own gets a warning."""
+    path = tmp_path / "saved"
+    text("Llama", 3, num_hidden_layers=2).model().to(torch.bfloat16).save_pretrained(path)
+    policy, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    fuse(policy, norms=False)
+    integration.install()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = trl.DPOTrainer(
+                policy,
+                ref_model=reference if is_given else None,
+                args=trl.DPOConfig(**options_of(tmp_path, 1)),
+                train_dataset=pairs(),
+                processing_class=tokenizer(),
+            )
+    finally:
+        integration.uninstall()
+    warned = [str(one.message) for one in caught if "ref_model is not fused" in str(one.message)]
+    assert len(warned) == is_given
+    if is_given:
+        return
+    assert fused_parts(trainer.ref_model) == fused_parts(policy)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

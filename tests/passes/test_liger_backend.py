@@ -141,10 +141,21 @@ def test_by_default_inductor_gets_what_pays(given_to_inductor):
     assert ops == ["liger.linear_cross_entropy.default"]
 
 
-def test_an_option_that_inductor_has_not():
-    compiled = torch.compile(model, backend=liger_ops.backend, options={"no_such_option": 1})
-    with pytest.raises(Exception, match="no_such_option"):
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    # Another inner backend may have an option of any name that is not nearly one of ours.
+    [("rewrite", "inductor"), ("no_such_option", "inductor"), ("rewrite", "aot_eager")],
+)
+def test_an_option_that_nobody_has(name, inner):
+    """The names of this backend's own options come first, without the hundreds of Inductor's."""
+    options = {name: "all", "inner_backend": inner}
+    compiled = torch.compile(model, backend=liger_ops.backend, options=options)
+    with pytest.raises(Exception, match=f"options has '{name}'") as raised:
         compiled(*inputs())
+    text = str(raised.value)
+    assert ("Did you mean 'rewrites'?" in text) == (name == "rewrite")
+    assert "'inner_backend', 'mode', 'padding', 'rewrites', 'strict'" in text
+    assert len(text) < 1000
 
 
 def test_fullgraph():

@@ -88,6 +88,16 @@ def gpt_oss(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def turned_the_other_way(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x[..., ::2], x[..., 1::2]
+    turned = torch.stack((x2, -x1), dim=-1).flatten(-2)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def subtracted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos.unsqueeze(1) - rotate_half(x) * sin.unsqueeze(1)
+
+
 # The rotation, how many columns its tables have, and the op's arguments.
 SPELLINGS: dict[str, tuple[Rotation, int, bool, bool]] = {
     "llama": (llama, D, False, False),
@@ -102,6 +112,8 @@ SPELLINGS: dict[str, tuple[Rotation, int, bool, bool]] = {
     "gptj": (gptj, D // 2, True, True),
     "gptj-partly": (gptj_partly, D // 4, True, True),
     "gpt-oss": (gpt_oss, D // 2, False, True),
+    "other-sign": (turned_the_other_way, D, True, False),
+    "subtracted": (subtracted, D, False, False),
 }
 
 
@@ -243,16 +255,6 @@ def test_rope_whose_caller_passes_the_dimension_of_heads():
 # Near misses
 
 
-def turned_the_other_way(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x[..., ::2], x[..., 1::2]
-    turned = torch.stack((x2, -x1), dim=-1).flatten(-2)
-    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
-
-
-def subtracted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos.unsqueeze(1) - rotate_half(x) * sin.unsqueeze(1)
-
-
 def unevenly_halved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x[..., :2], x[..., 2:]
     return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
@@ -275,8 +277,6 @@ def by_a_third_table(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 NO_ROPE: dict[str, Rotation] = {
-    "other-sign": turned_the_other_way,
-    "subtracted": subtracted,
     "unevenly-halved": unevenly_halved,
     "not-turned": unchanged,
     "of-another": of_another,
@@ -391,6 +391,19 @@ def test_writes_between_two_rotations(function, count):
     found = check(function, *inputs, counts={"rope": count})
     if function is half_written:
         assert "written in place" in found.reasons("rope")[0]
+
+
+def test_a_table_written_after_its_negative_was_taken():
+    """The op would negate what was written."""
+
+    def function(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, sin = q.transpose(1, 2), sin.unsqueeze(1) * 1.0
+        back = -sin
+        sin.mul_(0.5)
+        return q * cos.unsqueeze(1) + rotate_half(q) * back
+
+    found = check(function, *(one.detach() for one in (heads()[0], *tables(D))), counts={})
+    assert found.reasons("rope") == ["a table is written in place before the rotation"]
 
 
 @pytest.mark.parametrize("rotation", [phi3, gpt_oss])

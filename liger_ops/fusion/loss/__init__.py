@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ...lowering.passes.report import logits_bytes
 from .. import classes
 from ..planning import Plan
 from ..probing import NotAnOp
@@ -34,7 +35,7 @@ def fuse(model: nn.Module) -> FuseReport:
             return
         facts, options = dry_run(module, _path_to(module, head))
         plan.changes.append(lambda: classes.override(module, "loss", facts))
-        plan.fuse(name, module, OP, options)
+        plan.fuse(name, module, OP, options, logits_bytes(head.weight))
 
     plan = Plan("loss", model, look)
     for change in plan.changes:

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import tensor_parallel
+from ..gather_hooks import FSDP, gathers
 from ..tensor_parallel import forward_hooks
 from .lora import LoraHead
-
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_GATHER = (_FSDP, "deepspeed.")
 
 
 def are_known(head: Any) -> bool:
@@ -33,9 +31,9 @@ def are_known(head: Any) -> bool:
     hooks = forward_hooks(head)
     if not hooks and "forward" not in vars(head):
         return False
-    if all(_gathers(hook) for hook in hooks) and "forward" not in vars(head):
+    if all(gathers(hook) for hook in hooks) and "forward" not in vars(head):
         return True
-    known = all(_gathers(hook) or tensor_parallel.is_hook(hook) for hook in hooks)
+    known = all(gathers(hook) or tensor_parallel.is_hook(hook) for hook in hooks)
     return known and tensor_parallel.over_words(head) is not None
 
 
@@ -57,7 +55,7 @@ def keep_words_apart(head: Any) -> bool:
 
 def obstacle(head: Any) -> str | None:
     """Reason that a loss cannot run in the place of the head, or None."""
-    if any(_gathers(hook, (_FSDP,)) for hook in forward_hooks(head)):
+    if any(gathers(hook, (FSDP,)) for hook in forward_hooks(head)):
         dtype = head._get_fsdp_state()._mp_policy.output_dtype
         if dtype not in (None, torch.float32):
             return f"its head is sharded by itself, with the output_dtype {dtype}"
@@ -77,7 +75,7 @@ def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tens
     # A hook may return None, which changes nothing.
     args: Any = (hidden,)
     for key, hook in head._forward_pre_hooks.items():
-        if not _gathers(hook):
+        if not gathers(hook):
             continue
         if key in head._forward_pre_hooks_with_kwargs:
             changed = hook(head, args, {})
@@ -87,18 +85,7 @@ def called(modules: list[Any], compute: Callable[[Tensor], Tensor], hidden: Tens
             args = args if changed is None else changed
     loss = called(others, compute, *args)
     for hook in head._forward_hooks.values():
-        if _gathers(hook):
+        if gathers(hook):
             changed = hook(head, args, loss)
             loss = loss if changed is None else changed
     return loss
-
-
-def only_gather(module: nn.Module) -> bool:
-    """Whether the hooks of a module gather its own parameters, of which it has none."""
-    if module._backward_hooks or module._backward_pre_hooks or module._parameters:
-        return False
-    return all(map(_gathers, forward_hooks(module)))
-
-
-def _gathers(hook: Any, packages: tuple[str, ...] = _GATHER) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(packages)

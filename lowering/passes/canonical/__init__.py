@@ -20,6 +20,7 @@ from .call import (
     is_tensor,
     operation,
     same,
+    same_number,
     value,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "losses",
     "operation",
     "same",
+    "same_number",
     "value",
     "views",
 ]

@@ -128,6 +128,16 @@ def _exp(input: Any) -> Call:
     return Call("exp", (input,))
 
 
+@spelled(torch.cos, "cos")
+def _cos(input: Any) -> Call:
+    return Call("cos", (input,))
+
+
+@spelled(torch.sin, "sin")
+def _sin(input: Any) -> Call:
+    return Call("sin", (input,))
+
+
 @spelled(torch.tanh, F.tanh, "tanh")
 def _tanh(input: Any) -> Call:
     return Call("tanh", (input,))

@@ -86,7 +86,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, slice) and isinstance(b, slice):
         return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
     if isinstance(a, torch.SymFloat) or isinstance(b, torch.SymFloat):
-        return _same_number(a, b)
+        return same_number(a, b)
     if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
         return a is b or (a is not None and b is not None and statically_known_true(a == b))
     return (
@@ -98,7 +98,7 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def _same_number(a: Any, b: Any) -> bool:
+def same_number(a: Any, b: Any) -> bool:
     """Whether two numbers are equal, one of which Dynamo keeps symbolic with dynamic=True.
 
     Dynamo does that even to constants such as math.pi. Comparing them adds a guard: if they are

@@ -203,19 +203,29 @@ def _getitem(input: Any, index: Any) -> Call | None:
                 stop = _from_start(part.stop, stop)
             step = 1 if part.step is None else part.step
             return Call("slice", (input, dim, start, stop, step))
-    if all(part is None or (isinstance(part, slice) and part == slice(None)) for part in parts):
+    if all(part is None or _is_every(part) for part in parts):
         # Each unsqueeze is in the result of those before it.
         added = [i for i, part in enumerate(parts) if part is None]
         for dim, rank in zip(added, itertools.count(tensor.dim() + 1), strict=False):
             input = Call("unsqueeze", (input, dim - rank))
         return input
+    chosen = [i for i, part in enumerate(parts) if not _is_every(part)]
+    if len(chosen) == 1 and tensor.dim() == len(parts):
+        group = _of_groups(input, chosen[0] - tensor.dim(), parts[chosen[0]])
+        if group is not None:
+            return group
     return Call("getitem", (input, tuple(parts)))
+
+
+def _is_every(part: Any) -> bool:
+    return isinstance(part, slice) and part == slice(None)
 
 
 def _part(parts: Any, index: Any) -> Call | None:
     """One piece of a split tensor, as a slice."""
     if (call := calls(parts, "unbind")) is not None:
-        return _of_groups(call, parts, index)
+        grouped, dim = call.args
+        return _of_groups(grouped, dim, index, (parts,))
     call = calls(parts, "chunk") or calls(parts, "split")
     if call is None or not isinstance(index, int):
         return None
@@ -225,10 +235,11 @@ def _part(parts: Any, index: Any) -> Call | None:
     return Call("slice", (input, dim, sum(sizes[:index]), sum(sizes[: index + 1]), 1), (parts,))
 
 
-def _of_groups(unbound: Call, parts: fx.Node, index: Any) -> Call | None:
-    """x.view(*, n, s).unbind(-1)[index], which is every s-th element of x's rows, as a slice, and
-    x.view(*, s, n).unbind(-2)[index], which is the elements from index * n on."""
-    grouped, dim = unbound.args
+def _of_groups(
+    grouped: Any, dim: Any, index: Any, through: tuple[fx.Node, ...] = ()
+) -> Call | None:
+    """x.view(*, n, s)[..., index], which is every s-th element of x's rows, as a slice, and
+    x.view(*, s, n)[..., index, :], which is the elements from index * n on."""
     view = calls(grouped, "view")
     if view is None or dim not in (-1, -2) or not isinstance(index, int):
         return None
@@ -237,10 +248,20 @@ def _of_groups(unbound: Call, parts: fx.Node, index: Any) -> Call | None:
     size = value(x).shape[-1]
     if not same((*rows, size), tuple(value(x).shape)):
         return None
+    through = (*through, grouped)
     if dim == -1:
-        return Call("slice", (x, -1, index % step, size, step), (parts, grouped))
+        return Call("slice", (x, -1, index % step, size, step), through)
     start = index % groups * step
-    return Call("slice", (x, -1, start, start + step, 1), (parts, grouped))
+    return Call("slice", (x, -1, start, start + step, 1), through)
+
+
+@spelled(torch.select, "select")
+def _select(input: Any, dim: Any, index: Any) -> Call | None:
+    tensor = value(input)
+    if not isinstance(dim, int) or not isinstance(tensor, Tensor):
+        return None
+    index = tuple(index if i == dim % tensor.dim() else slice(None) for i in range(tensor.dim()))
+    return _getitem(input, index)
 
 
 def _from_start(bound: Any, size: Any) -> Any:

@@ -1,0 +1,23 @@
+"""Hooks of FSDP2 and DeepSpeed, which gather the parameters of a module for a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .tensor_parallel import forward_hooks
+
+FSDP = "torch.distributed.fsdp._fully_shard"
+_GATHER = (FSDP, "deepspeed.")
+
+
+def only_gather(module: nn.Module) -> bool:
+    """Whether the hooks of a module gather its own parameters, of which it has none."""
+    if module._backward_hooks or module._backward_pre_hooks or module._parameters:
+        return False
+    return all(map(gathers, forward_hooks(module)))
+
+
+def gathers(hook: Any, packages: tuple[str, ...] = _GATHER) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(packages)

@@ -1,0 +1,35 @@
+"""The error for an argument that `fuse` does not have."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from .loss.options import CHECKS as LOSS_ARGUMENTS
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def naming_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function say of a keyword that it does not have where that belongs."""
+    accepted = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name in accepted:
+                continue
+            close = difflib.get_close_matches(name, accepted, 1)
+            text = f"fuse: {name} is not an argument; accepted are {', '.join(accepted)}"
+            if name in LOSS_ARGUMENTS:
+                text += f". The forward of the fused model takes it: model(**batch, {name}=...)"
+            elif close:
+                text += f". Did you mean {close[0]}?"
+            raise TypeError(text)
+        return function(*args, **kwargs)
+
+    return checked

@@ -1,0 +1,90 @@
+"""The reference models of TRL's trainers, fused as the policies are.
+
+A trainer of preferences compares log-probabilities of a policy and of a reference, which is the
+same model at first. If the policy alone is fused, the two round differently, and the first loss of
+DPO is not log 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from ..fusion import attention, classes, experts, fuse, gated, hyper_connections, norms, rope
+from .replaced import Replaced
+
+# The trainers with a reference model, and the function that makes it.
+TRAINERS = {"dpo": "DPOTrainer", "kto": "KTOTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTrainer"}
+CREATE = "create_model_from_path"
+
+_policy: ContextVar[Any] = ContextVar("policy", default=None)
+
+
+def install(replaced: Replaced) -> None:
+    """Let trainers fuse the reference model that they make, if the policy is fused."""
+    for name, trainer in TRAINERS.items():
+        try:
+            module = importlib.import_module(f"trl.trainer.{name}_trainer")
+        except ImportError:
+            continue
+        cls = getattr(module, trainer, None)
+        if cls is not None and hasattr(module, CREATE):
+            replaced.set(module, CREATE, _fused_as_the_policy(getattr(module, CREATE)))
+            replaced.set(cls, "__init__", _of_a_policy(cls.__init__))
+
+
+def fused_parts(model: nn.Module) -> dict[str, bool]:
+    """The switches of the `fuse` that gives another model the parts that this one has."""
+    modules = list(model.modules())
+    kinds = {kind for module in modules for kind in classes.overrides(module)}
+    return {
+        "norms": bool(kinds & {norms.KIND, "modulated norm"})
+        or any(isinstance(module, norms.FUSED_CLASSES) for module in modules),
+        "activations": bool(kinds & {gated.KIND, experts.KIND}),
+        "rope": rope.KIND in kinds,
+        "attention": attention.KIND in kinds,
+        "loss": "loss" in kinds,
+        "hyper_connections": hyper_connections.KIND in kinds,
+    }
+
+
+def _fused_as_the_policy(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def created(*args: Any, **kwargs: Any) -> Any:
+        model = create(*args, **kwargs)
+        policy = _policy.get()
+        if isinstance(policy, nn.Module):
+            fuse(model, **fused_parts(policy))
+        return model
+
+    return created
+
+
+def _of_a_policy(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        policy, reference = given.get("model"), given.get("ref_model")
+        models = [one for one in (policy, reference) if isinstance(one, nn.Module)]
+        if len(models) == 2 and fused_parts(models[0]) != fused_parts(models[1]):
+            warnings.warn(
+                "ref_model is not fused as the model is, so that the two round differently;"
+                " liger_ops.fuse(ref_model) before the trainer is made lets both begin alike",
+                stacklevel=2,
+            )
+        token = _policy.set(policy)
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            _policy.reset(token)
+
+    return made
