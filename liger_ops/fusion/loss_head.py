@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..torch_private import FakeTensor
 from . import classes, head_hooks, tensor_parallel
 from .loss_lora import LAYER, LoraHead, adapters_of
 from .sharding import shape_of

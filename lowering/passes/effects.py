@@ -12,9 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ...torch_private import (
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 from .canonical import value
 
 _OPERATORS = (
@@ -36,7 +43,7 @@ def is_plain(tensor: Any) -> bool:
     """Whether `tensor` is an ordinary dense tensor, not a DTensor, a vmap wrapper or the like."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_nested
     )
@@ -49,7 +56,7 @@ def writes(node: fx.Node) -> bool:
 
 def written(node: fx.Node) -> set[int]:
     """The memory that `node` writes to: see `memory`."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return _written_in_subgraphs(node)
     if _is_unknown(node):
         return {ANYWHERE}
@@ -65,8 +72,8 @@ def _storages(known: Any, node: Any) -> set[int]:
     if isinstance(known, (tuple, list)):
         return {key for part in known for key in _storages(part, part)}
     if isinstance(known, Tensor):
-        while torch._C._functorch.is_functorch_wrapped_tensor(known):
-            known = torch._C._functorch.get_unwrapped(known)
+        while is_functorch_wrapped_tensor(known):
+            known = get_unwrapped(known)
         return {known.untyped_storage()._cdata} if is_plain(known) else {ANYWHERE}
     # A node without an example value may be a tensor.
     return {ANYWHERE} if known is None and isinstance(node, fx.Node) else set()
@@ -97,9 +104,9 @@ def _is_attr(node: fx.Node) -> bool:
 def _is_unknown(node: fx.Node) -> bool:
     if node.op == "call_module":
         return True
-    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or isinstance(node.target, OpOverload):
         return False
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
+    if isinstance(node.target, OpOverloadPacket):
         return any(
             getattr(node.target, name)._schema.is_mutable for name in node.target.overloads()
         )
@@ -111,7 +118,7 @@ def _targets(node: fx.Node) -> list[Any]:
     """The arguments that `node` writes to."""
     if node.op not in ("call_function", "call_method"):
         return []
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         written_to = [
             (i, argument.name)
             for i, argument in enumerate(node.target._schema.arguments)

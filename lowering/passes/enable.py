@@ -8,11 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch._inductor.compile_fx as inductor
-import torch._inductor.config as inductor_config
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from ...torch_private import CustomGraphPass, inductor, inductor_config
 from .chosen import checked_strict, chosen
 from .exported import exported_operator
 from .graph_pass import LigerGraphPass

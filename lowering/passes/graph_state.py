@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...torch_private import FakeTensor, HigherOrderOperator
 from .canonical import value
 from .effects import ANYWHERE, memory, written
 
@@ -77,7 +77,7 @@ class GraphState:
                 entered = [other for other in entered if other not in node.args]
 
     def _written_by(self, node: fx.Node) -> set[int]:
-        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        if not isinstance(node.target, HigherOrderOperator):
             return written(node)
         if node not in self._written_in_calls:
             self._written_in_calls[node] = written(node)

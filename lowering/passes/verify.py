@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
 
+from ...torch_private import aot_eager
 from . import rewrite
 from .padding import assume_what_is_seen
 from .wider import Wide
@@ -123,7 +123,7 @@ class _Runs:
         return Verification(_compared(before, after, None, eps), None, why)
 
     def measured(self, backend: Run) -> dict[str, Tensor]:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with self.kept(self.model):
             random = _random_state()
             compiled = torch.compile(self.model, backend=backend)

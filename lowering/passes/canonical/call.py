@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ....torch_private import OpOverload, OpOverloadPacket
+
 
 class Call(NamedTuple):
     """An operation. Its arguments are nodes, other calls, constants, and tuples of those.
@@ -88,7 +90,7 @@ def _method(node: fx.Node) -> str:
     if node.target is getattr:
         name = str(node.args[1])
         return "" if callable(getattr(Tensor, name, None)) else name
-    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
         namespace, name = str(node.target).split(".")[:2]
         name = _PROPERTIES.get(name, name)
         return name if namespace == "aten" and hasattr(Tensor, name) else ""
