@@ -17,7 +17,9 @@ endif
 
 export PYTHON PYTHON_ENV
 
-.PHONY: help demo test test-npu lint format clean check-environment
+PYTESTS := -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+.PHONY: help demo test test-newest test-versions test-npu lint format clean check-environment
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { if (length($$1) > w) w = length($$1); n[NR] = $$1; t[NR] = $$2 } \
@@ -28,7 +30,13 @@ demo: $(READY) ## train a small Llama untouched and fused, and compare; ARGS="--
 
 # One thread a process: PyTorch's own threads would compete with the other workers for the same cores.
 test: $(READY) ## every test; ARGS="-m quick" for a few minutes of them, ARGS="tests/ops/test_rms_norm.py" for a file
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) $(PYTESTS) $(ARGS)
+
+test-newest: .venv-newest/ready ## the quick tests with the newest torch, triton, transformers, trl and peft
+	OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTESTS) -m quick $(ARGS)
+
+test-versions: ## the quick tests with every torch that is supported, for an hour; writes docs/versions.md
+	$(or $(PYTHON_ENV),$(PYTHON)) tests/support/versions_report.py $(ARGS)
 
 test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/npu.md
 	PYTHON_ENV=$(PY) tests/npu/run $(ARGS)
@@ -43,11 +51,14 @@ format: $(READY) ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format .
 
 clean: ## remove .venv, caches and build output
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml .ci/setup
 	@.ci/setup
+
+.venv-newest/ready: pyproject.toml .ci/setup
+	@.ci/setup .venv-newest torch
 
 check-environment:
 	@.ci/setup

@@ -11,8 +11,17 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from .record import Op
+from .torch_private import (
+    AUTOGRAD,
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    after_autograd_keyset,
+    any_requires_grad,
+    disable_dynamo,
+    has,
+)
 
-_PYTHON = torch._C.DispatchKey.Python
+_PYTHON = DispatchKey.Python if has(*AUTOGRAD) else None
 
 
 def _nothing() -> object:
@@ -132,10 +141,13 @@ def register(op: Op) -> None:
         return gradients(ctx, ctx.needs_input_grad, grads)
 
     op.custom_op.register_autograd(backward, setup_context=setup_context)
+    library.impl(op.name, op.check_and_define, "FuncTorchDynamicLayerFrontMode")
+    if not has(*AUTOGRAD):
+        return
 
-    def call(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
-        keyset = keyset & torch._C._after_autograd_keyset
-        with torch._C._AutoDispatchBelowAutograd():
+    def call(keyset: Any, args: tuple[Any, ...]) -> Any:
+        keyset = keyset & after_autograd_keyset
+        with AutoDispatchBelowAutograd():
             # If only a device kernel is left to run, finding it by the dispatcher would take 3 us.
             entry = op.entries.get(keyset.raw_repr())
             if entry is not None:
@@ -160,16 +172,15 @@ def register(op: Op) -> None:
     # Skips what torch.autograd.Function does for `torch.func` transforms, which do not come here.
     apply = super(torch.autograd.Function, Differentiated).apply
 
-    def run(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    def run(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             return op.check_and_define(*args)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and any_requires_grad(*args):
             return apply(*args, keyset)
         return call(keyset, args)
 
-    library.impl(op.name, op.check_and_define, "FuncTorchDynamicLayerFrontMode")
     with warnings.catch_warnings():
         # The registration replaces custom_op's own on purpose.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        run = torch._disable_dynamo(run)
+        run = disable_dynamo(run)
         library.impl(op.name, run, "Autograd", with_keyset=True, allow_override=True)

@@ -25,12 +25,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from . import autograd
 from .record import Op
 from .refusals import refusal
 from .schemas import arguments_of, schema_of
+from .torch_private import (
+    AUTOGRAD,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    NestedTensor,
+    disable_dynamo,
+    has,
+)
 
 NAMESPACE = "liger"
 
@@ -191,9 +199,10 @@ def kernel(
             return outputs
 
         run.__module__ = module or function.__module__
-        op.custom_op._lib.impl(name, torch._disable_dynamo(run), key)
+        op.custom_op._lib.impl(name, disable_dynamo(run), key)
         op.kernels[device] = run
-        op.entries[torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr()] = run
+        if has(*AUTOGRAD):
+            op.entries[DispatchKeySet(getattr(DispatchKey, key)).raw_repr()] = run
         return function
 
     return decorate
@@ -250,7 +259,7 @@ def keep_dtypes_under_autocast(name: str) -> None:
 def _under_autocast(
     op: Op, key: str, convert: Callable[[Any], Any], keep: Collection[str] = ()
 ) -> None:
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    excluded = DispatchKeySet(getattr(DispatchKey, key)) if has(*AUTOGRAD) else None
     names = [argument.name for argument in op.overload._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -259,7 +268,7 @@ def _under_autocast(
             for name, value in zip(names, args, strict=False)
         )
         kwargs = {name: value if name in keep else convert(value) for name, value in kwargs.items()}
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
+        with ExcludeDispatchKeyGuard(excluded):
             return op.overload(*args, **kwargs)
 
     op.custom_op._lib.impl(op.name, run, key)

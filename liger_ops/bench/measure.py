@@ -168,7 +168,7 @@ class Run:
         except Exception as error:
             text = one_line(error)
         finally:
-            torch._dynamo.reset()
+            torch.compiler.reset()
             self._recover()
         for name in functions(workload.entry, self.providers, self.peers):
             for mode in self._modes(workload):

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.autograd import Function
 
+from ..torch_private import functional_collectives as functional
 from .derivatives import once
 
 # torch 2.11 has these names alone, and later versions warn of them.

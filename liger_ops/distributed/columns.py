@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..ops.rows import Parts, parts
 from ..record import Op
+from ..torch_private import StridedShard
 from .axes import GATED_COLUMNS, GROUPED_COLUMNS, SHARDED_COLUMNS
 from .column_groups import Groups
 from .parts import Placed, axes_of, placed_by, whole_results
@@ -88,7 +88,7 @@ def _sharded(op: Op, call: Any) -> Sharded | None:
     dim = 1 if base == "group_norm" else x.dim() - 1
     wanted: Any = Shard(dim)
     if packed and not getattr(call, "interleaved", False):
-        wanted = _StridedShard(dim, split_factor=HALVES)
+        wanted = StridedShard(dim, split_factor=HALVES)
     sharding = [i for i, placement in enumerate(x.placements) if placement == wanted]
     others = [placement for i, placement in enumerate(x.placements) if i not in sharding]
     if not sharding or any(type(p) not in (Shard, Replicate) for p in others):

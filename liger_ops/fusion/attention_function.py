@@ -19,11 +19,12 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from ..lowering.passes.flash_attention import is_faster
 from ..lowering.passes.flex_attention import capped, kernel_options
 from ..lowering.passes.mask.unseen import rounded
+from ..torch_private import native_attention
 from .attention_blocks import Blocks, dense
 from .attention_mask import HALF
 
 # PyTorch's own function, in whose place context_parallel puts another.
-SDPA = torch._C._nn.scaled_dot_product_attention
+SDPA = native_attention
 # Arguments that change the results, and that are left to the model's own function.
 LEFT = ("position_bias", "cache")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton
 
+from ..torch_private import has_triton
 from .attention_blocks import Blocks, MaskFunction, block_mask, showing_unseen
 
 HALF = (torch.float16, torch.bfloat16)

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..lowering.passes.canonical import IDENTITY, canonical
 from ..lowering.passes.effects import writes
+from ..torch_private import DisableTorchFunction, FakeTensorMode
 from .probing import DEVICE, NotAnOp
 
 # Types of results that code reads from a tensor without computing.
@@ -131,7 +131,7 @@ class Trace(TorchFunctionMode):
 
     def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Add an input without data to the graph, while it is traced or before."""
-        with torch._C.DisableTorchFunction(), self._fake_mode:
+        with DisableTorchFunction(), self._fake_mode:
             tensor = torch.empty(shape, dtype=dtype, device=DEVICE)
         self.add(name, tensor)
         return tensor
@@ -209,7 +209,7 @@ class _Module(fx.GraphModule):
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the log of fake tensors; code that does not accept them raises anyway."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
         yield

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..torch_private import len_torch_dispatch_stack, top_saved_tensors_default_hooks
 from .scaling import scale_, scaled
 
 # In float64 gradients are checked, and a second backward has to give the first's to the last bit.
@@ -51,8 +52,8 @@ def hand_over(gradient: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
         and type(gradient) is Tensor
         and gradient.dtype is dtype
         and dtype in _DTYPES
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and len_torch_dispatch_stack() == 0
+        and top_saved_tensors_default_hooks(True) is None
     )
     return [gradient] if alone and gradient is not None else []
 

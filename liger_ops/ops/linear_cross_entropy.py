@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from ..torch_private import are_functorch_transforms_active
 from .chunks import chunks
 from .cross_entropy import RESULTS
 from .handed_over import hand_over, nobody_else_sees_the_gradients, weight_finished
@@ -120,7 +121,7 @@ def linear_cross_entropy(
     x, weight, bias = cast_as_linear(x, weight, bias)
     lora_x, lora_b = lora_input("linear_cross_entropy", x, weight, lora_a, lora_b, lora_scale)
     mask = needed_gradients(x, weight, bias, reduction, lora_x, lora_b)
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
         mask = [False] * 5
     with nobody_else_sees_the_gradients():
@@ -350,7 +351,7 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
 def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
     """Whether the forward's gradients can be used: of the results only loss has a gradient, and the
     backward itself is not differentiated."""
-    transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
+    transformed = are_functorch_transforms_active() or torch.is_grad_enabled()
     return not transformed and [grad is None for grad in grads[:4]] == [False, True, True, True]
 
 

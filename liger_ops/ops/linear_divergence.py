@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import library
+from ..torch_private import are_functorch_transforms_active
 from .handed_over import hand_over, nobody_else_sees_the_gradients, weight_finished
 from .head import (
     Gradients,
@@ -205,7 +206,7 @@ def linear_divergence(
             " teacher_weight, got a tensor"
         )
     mask = needed_gradients(student_x, student_weight, student_bias, reduction, lora_x, lora_b)
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
         mask = [False] * 5
     with nobody_else_sees_the_gradients():
@@ -350,7 +351,7 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
     if not any(wanted) or all(grad is None for grad in grads[:3]):
         return (None,) * 30
     whole = None
-    transformed = torch._C._are_functorch_transforms_active() or torch.is_grad_enabled()
+    transformed = are_functorch_transforms_active() or torch.is_grad_enabled()
     if transformed or [grad is None for grad in grads[:3]] != [False, True, True]:
         computed = (None,) * 5
     elif wanted[1]:

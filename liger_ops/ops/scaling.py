@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..torch_private import are_functorch_transforms_active, len_torch_dispatch_stack
+
 # A device's own `scale`, for any dtype but float64.
 scales: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {}
 
@@ -45,13 +47,13 @@ def _own_scale(gradient: Tensor, factor: Tensor) -> Callable[[Tensor, Tensor, Te
     """The device's own `scale` for these tensors: plain ones, because it is not an op."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        or are_functorch_transforms_active()
         or type(gradient) is not Tensor
         or type(factor) is not Tensor
         or gradient.dtype is torch.float64
         or not gradient.is_contiguous()
         or torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack()
+        or len_torch_dispatch_stack()
     ):
         return None
     return scales.get(gradient.device.type)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 
-import torch
 from torch import fx
 
+from ...torch_private import HigherOrderOperator
 from . import (
     causal_attention,
     clamped_swiglu,
@@ -102,11 +102,11 @@ def rewrite(
     graphs = {} if is_strict(strict) else {part: copy.deepcopy(part.graph) for part in parts}
     try:
         # Imports the compiler, which importing liger_ops does not.
-        from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+        from ...torch_private import disable_saved_tensors_hooks
 
         # The first call of a compiled function may be within hooks of saved tensors, such as those
         # of a checkpoint or of offloading. The fake tensors of a rewrite are not theirs.
-        with _disable_saved_tensors_hooks_during_tracing():
+        with disable_saved_tensors_hooks():
             for part in parts:
                 # A subgraph does not show the modes of its caller, such as torch.no_grad.
                 part.meta["is_subgraph"] = part is not module
@@ -130,7 +130,7 @@ def inlined(module: fx.GraphModule) -> list[fx.GraphModule]:
     found = [module]
     for part in found:
         for node in part.graph.nodes:
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator):
                 is_inlined = node.target.name() in INLINED
                 found += [one for one in subgraphs(node) if is_inlined and one not in found]
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
+from ...torch_private import CompileInductorWrapper, CompileWrapper
 from . import rewrite
 from .chosen import check_known, checked_strict, chosen
 from .inductor import declare_ops
@@ -80,9 +80,9 @@ def liger(
         put_back(module)
         if inner == "inductor":
             declare_ops()
-            inductor = torch._TorchCompileInductorWrapper(mode, rest, dynamic=None)
+            inductor = CompileInductorWrapper(mode, rest, dynamic=None)
             return inductor(module, example_inputs)
-        wrapper = torch._TorchCompileWrapper(inner, mode, rest, dynamic=None)
+        wrapper = CompileWrapper(inner, mode, rest, dynamic=None)
         return wrapper(module, example_inputs)
 
     def looking(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -112,7 +112,7 @@ def liger(
 
 
 def _reset() -> None:
-    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+    from ...torch_private import reset_cudagraph_trees
 
     reset_cudagraph_trees()
 

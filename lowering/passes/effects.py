@@ -15,11 +15,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...torch_private import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+)
 from .canonical import value
 from .memory import ANYWHERE, is_plain, memory, unwrapped
 from .replay import fake_mode_of, replay
@@ -41,7 +44,7 @@ def writes(node: fx.Node) -> bool:
 
 def written(node: fx.Node) -> set[int]:
     """The memory that `node` writes to: see `memory`."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return _written_in_subgraphs(node)
     call = (node.target, node.args, node.kwargs)
     known = node.meta.get(_WRITTEN)

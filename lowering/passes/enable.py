@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from typing import Any
 
-import torch._inductor.config as inductor_config
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from ...torch_private import CustomGraphPass, inductor, inductor_config
 from .chosen import checked_strict, chosen
 from .exported import exported_operator
 from .graph_pass import LigerGraphPass
+
+# The calls of `enable` that are in force, the oldest first.
+_calls: list[Enabled] = []
+_lock = threading.Lock()
+# Inductor's function calls itself after it has set its options, which override ours.
+_is_inner: ContextVar[bool] = ContextVar("liger_ops: Inductor calls itself", default=False)
 
 
 def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None = None) -> Enabled:
@@ -26,12 +34,14 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
     describes them. An exported model, which AOTInductor compiles, is not rewritten: call `fuse`
     before exporting. Inductor's caches stay valid, and are keyed by the set of rewrites.
 
-    This function sets Inductor's `pre_grad_custom_pass`. A pass that is already set runs first. A
-    single call with `torch.compile(options={"pre_grad_custom_pass": ...})` overrides it, as it does
-    any setting. Functions that are already compiled change only when they are compiled again, as
-    after `torch.compiler.reset()`.
+    Every thread is included, also one that was started before. Inductor's settings stay as they
+    are; each thread has its own. While Inductor compiles, a `pre_grad_custom_pass` that is set runs
+    first and the rewrites second. A call with
+    `torch.compile(options={"pre_grad_custom_pass": ...})` runs that pass alone. Functions that are
+    already compiled change only when they are compiled again, as after `torch.compiler.reset()`.
 
-    A second call replaces the first. The result is a context manager that undoes the call:
+    Calls nest: the newest one is in force, and `disable` undoes it, so that the one before it is in
+    force again. The result is a context manager that undoes its own call:
 
         with liger_ops.enable("all"):
             model(**batch)  # compiles here
@@ -46,31 +56,66 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
         TypeError: rewrites or strict has another type.
         ValueError: rewrites names a rewrite that does not exist.
     """
-    before = inductor_config.pre_grad_custom_pass
     names = chosen(rewrites, True, "enable: rewrites")
-    ours = Everywhere(LigerGraphPass(names, checked_strict(strict, "enable: strict")))
-    others = _without_ours(before)
-    inductor_config.pre_grad_custom_pass = Together(others, ours) if others else ours
-    return Enabled(before)
+    call = Enabled(Everywhere(LigerGraphPass(names, checked_strict(strict, "enable: strict"))))
+    with _lock:
+        _calls.append(call)
+        if not isinstance(inductor.compile_fx, WithRewrites):
+            inductor.compile_fx = WithRewrites(inductor.compile_fx)
+    return call
 
 
 def disable() -> None:
-    """Undo `enable`. Functions that are already compiled do not change."""
-    others = _without_ours(inductor_config.pre_grad_custom_pass)
-    inductor_config.pre_grad_custom_pass = others[0] if len(others) == 1 else others or None
+    """Undo the newest call of `enable`. Functions that are already compiled do not change."""
+    with _lock:
+        _undo(_calls[-1:])
 
 
 class Enabled:
-    """The result of `enable`: as a context manager it restores the previous setting."""
+    """The result of `enable`: as a context manager it undoes the call."""
 
-    def __init__(self, before: Any) -> None:
-        self._before = before
+    def __init__(self, ours: Everywhere) -> None:
+        self.ours = ours
 
     def __enter__(self) -> Enabled:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        inductor_config.pre_grad_custom_pass = self._before
+        with _lock:
+            _undo([self])
+
+
+def _undo(calls: Collection[Enabled]) -> None:
+    _calls[:] = [call for call in _calls if call not in calls]
+    if not _calls and isinstance(inductor.compile_fx, WithRewrites):
+        inductor.compile_fx = inductor.compile_fx.compile_fx
+
+
+class WithRewrites:
+    """Inductor's `compile_fx`, which every compilation looks up in its module, with our pass."""
+
+    def __init__(self, compile_fx: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, compile_fx)
+        self.compile_fx = compile_fx
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        newest = _calls[-1:]
+        if not newest or _is_inner.get():
+            return self.compile_fx(*args, **kwargs)
+        token = _is_inner.set(True)
+        together = _together(inductor_config.pre_grad_custom_pass, newest[0].ours)
+        try:
+            with inductor_config.patch(pre_grad_custom_pass=together):
+                return self.compile_fx(*args, **kwargs)
+        finally:
+            _is_inner.reset(token)
+
+
+def _together(theirs: Any, ours: Everywhere) -> CustomGraphPass:
+    """The pass, or from torch 2.13 on the several, that a thread has set, followed by ours."""
+    if theirs is None:
+        return ours
+    return Together(tuple(theirs) if isinstance(theirs, (tuple, list)) else (theirs,), ours)
 
 
 class Everywhere(CustomGraphPass):
@@ -102,13 +147,3 @@ class Together(CustomGraphPass):
         """None if another pass has none: Inductor then caches nothing, as it would without ours."""
         parts = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.others]
         return None if None in parts else str([*parts, self.ours.uuid()])
-
-
-def _without_ours(passes: Any) -> list[Any]:
-    if passes is None or isinstance(passes, Everywhere):
-        return []
-    if isinstance(passes, Together):
-        return list(passes.others)
-    # From torch 2.13 on the setting may be a list.
-    several = isinstance(passes, (tuple, list))
-    return [one for part in passes for one in _without_ours(part)] if several else [passes]

@@ -92,7 +92,7 @@ def explain(
         >>> liger_ops.explain(norm, torch.ones(2, 8)).counts()
         {'rms_norm': 1}
     """
-    from torch._dynamo.utils import counters
+    from ...torch_private import counters
 
     if not isinstance(verify, bool):
         raise TypeError(f"explain: verify must be a bool, got {type(verify).__name__}")
@@ -110,13 +110,13 @@ def explain(
         return untouched.forward if wrap is None else wrap(untouched.forward)
 
     before = Counter(counters["graph_break"])
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         with state_kept(model):
             torch.compile(model, backend=backend)(*args, **kwargs)
         verification = measure(model, args, kwargs) if verify else None
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     breaks = Counter(counters["graph_break"]) - before
     reasons = tuple(" ".join(str(reason).split()) for reason in breaks.elements())
     return Explanation(tuple(findings), graphs, reasons, verification)

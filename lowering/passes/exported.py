@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
+
+from ...torch_private import OpOverload
 
 
 def exported_operator(graph: fx.Graph) -> str | None:
@@ -15,7 +16,7 @@ def exported_operator(graph: fx.Graph) -> str | None:
     if any("example_value" in node.meta for node in graph.nodes):
         return None
     found = (node.target for node in graph.nodes if "val" in node.meta)
-    return next((str(one) for one in found if isinstance(one, torch._ops.OpOverload)), None)
+    return next((str(one) for one in found if isinstance(one, OpOverload)), None)
 
 
 def refuse_exported(graph: fx.Graph) -> None:

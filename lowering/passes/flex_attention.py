@@ -26,7 +26,7 @@ def attend(
     With a soft cap the scores are softcap * tanh(scale * query @ key^T / softcap). A query that the
     block mask has as unseen gets the mean of all values.
     """
-    from torch._higher_order_ops.flex_attention import flex_attention
+    from ...torch_private import flex_attention
 
     query, key, _ = operands
     lengths = (emit.size(query, -2), emit.size(key, -2))
@@ -124,15 +124,17 @@ def _is_hopper(device: int | None) -> bool:
 
 def _all_options(query: Tensor, key: Tensor, values: Tensor) -> dict[str, Any]:
     """These options, and those that flex_attention() itself sets."""
-    from torch.nn.attention.flex_attention import AuxRequest, _apply_kernel_options
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    from ...torch_private import apply_kernel_options
 
     given: Any = kernel_options(query)
-    return dict(_apply_kernel_options(query, key, values, False, given, AuxRequest(lse=True)))
+    return dict(apply_kernel_options(query, key, values, False, given, AuxRequest(lse=True)))
 
 
 def _result(node: fx.Node, *arguments: Any) -> tuple[Tensor, ...]:
     """What flex_attention returns for these arguments: the output, lse and the largest scores."""
-    from torch._higher_order_ops.flex_attention import flex_attention_fake_impl
+    from ...torch_private import flex_attention_fake_impl
 
     with fake_mode_of([value(node)]), torch.no_grad():
         out, *rest = flex_attention_fake_impl(*pytree.tree_map(value, arguments))

@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ...compile_cache import package_hash
+from ...torch_private import CustomGraphPass
 from . import rewrite
 from .chosen import checked_strict, chosen
 from .exported import refuse_exported

@@ -20,9 +20,12 @@ def declare_ops() -> None:
     the call with the expressions of all its arguments, expanded once for every path: 2**32 paths
     through the residual sums of 16 layers.
     """
-    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from ...torch_private import has, inductor_lowering
 
+    if not has("inductor_lowering"):
+        return
     for op in OPS.values():
-        if op.overload not in lowerings:
+        if op.overload not in inductor_lowering.lowerings:
             (tag,) = _STRIDES.intersection(op.overload.tags)
-            make_fallback(op.overload, layout_constraint=tag_to_layout_constraint(tag))
+            constraint = inductor_lowering.tag_to_layout_constraint(tag)
+            inductor_lowering.make_fallback(op.overload, layout_constraint=constraint)

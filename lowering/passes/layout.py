@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ...torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 from .canonical import same, value
 from .effects import writes
 from .graph_state import GraphState
@@ -57,11 +57,11 @@ def _goes_by_memory(node: fx.Node) -> bool:
 
     That of a custom operator may, whatever it declares.
     """
-    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
         name = str(node.target)
         return name.partition(".")[0] not in _NAMESPACES or "as_strided" in name
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in _BY_MEMORY or isinstance(node.target, torch._ops.HigherOrderOperator)
+    return name in _BY_MEMORY or isinstance(node.target, HigherOrderOperator)
 
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonical import operation, value
+from .canonical import arguments, operation, value
 
 Bounds = tuple[float, float]
 # Parameters, activations, integers and what is computed from them are taken to be in these bounds.
@@ -21,8 +21,9 @@ UNKNOWN: Bounds = (-math.inf, math.inf)
 DEPTH = 60
 _KEPT = {
     *("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "expand", "expand_as"),
-    *("broadcast_to", "transpose", "swapaxes", "permute", "t", "contiguous", "clone", "detach"),
-    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "getitem", "repeat", "tile"),
+    *("broadcast_to", "transpose", "swapaxes", "permute", "t", "T", "mT", "contiguous", "clone"),
+    *("detach", "to", "type", "type_as", "float", "double", "half", "bfloat16", "getitem"),
+    *("repeat", "tile"),
 }
 # Functions that make large numbers or infinities of ordinary ones.
 _UNBOUNDED = {
@@ -71,7 +72,7 @@ class MaskBounds:
         rule = _RULES.get(name)
         if rule is not None:
             try:
-                return rule(self, *node.args, **node.kwargs)
+                return rule(self, *arguments(node), **node.kwargs)
             except TypeError:
                 return UNKNOWN
         inputs = [one for one in node.all_input_nodes if isinstance(value(one), Tensor)]

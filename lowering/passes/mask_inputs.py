@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...torch_private import FakeTensor, TracingContext, tracing
 from .attention import attentions
 from .canonical import value
 from .failure import failed, is_strict

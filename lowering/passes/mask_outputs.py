@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...torch_private import FakeTensor
 from .canonical import value
 from .failure import failed, is_strict
 from .graph_state import GraphState

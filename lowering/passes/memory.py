@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ...torch_private import FakeTensor, get_unwrapped, is_functorch_wrapped_tensor
 from .canonical import value
 
 # Stands for unknown memory.
@@ -20,7 +20,7 @@ def is_plain(tensor: Any) -> bool:
     """Whether `tensor` is an ordinary dense tensor, not a DTensor, a vmap wrapper or the like."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_nested
     )
@@ -28,8 +28,8 @@ def is_plain(tensor: Any) -> bool:
 
 def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor within the wrappers of torch.func transforms."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from ...torch_private import enter_autocast, exit_autocast
 from .canonical import value
 from .graph_state import GraphState
 
@@ -51,11 +52,9 @@ def enter(graph: fx.Graph) -> None:
             continue
         device = _device_of(node)
         with graph.inserting_before(node):
-            mode = graph.call_function(
-                torch.amp.autocast_mode._enter_autocast, (device, None, False, True)
-            )
+            mode = graph.call_function(enter_autocast, (device, None, False, True))
         with graph.inserting_after(node):
-            graph.call_function(torch.amp.autocast_mode._exit_autocast, (mode,))
+            graph.call_function(exit_autocast, (mode,))
 
 
 def _device_of(node: fx.Node) -> str:

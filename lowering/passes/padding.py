@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...torch_private import FakeTensor, TracingContext, assert_async, tracing
 from .attention import attentions
 from .canonical import value
 from .failure import failed, is_strict
@@ -103,7 +102,7 @@ def assume_ones(module: fx.GraphModule, places: Sequence[int], *, check: bool = 
         if check:
             equal = derive(last.next, torch.eq, node, 1)
             every = derive(equal.next, torch.all, equal)
-            derive(every.next, torch._assert_async, every, PROMISE)
+            derive(every.next, assert_async, every, PROMISE)
     module.recompile()
 
 

@@ -6,9 +6,10 @@ activations and recomputes what it estimates to be cheap. It cannot estimate cus
 
 from __future__ import annotations
 
-import torch._functorch.config as functorch_config
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
+
+from ...torch_private import functorch_config
 
 # Their forward may also compute the gradients; recomputing it would recompute all logits, to save a
 # few numbers per token.

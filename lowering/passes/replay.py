@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ...torch_private import FakeTensor
 
 
 def replay(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

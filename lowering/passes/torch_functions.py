@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch.nn import functional
+
+from ...torch_private import native_linear
 
 
 @contextmanager
@@ -14,7 +15,7 @@ def torch_linear() -> Iterator[None]:
     """Within it, torch.nn.functional.linear is PyTorch's. DeepSpeed's `zero.Init` sets an autograd
     function there for the rest of the process, in which nothing is recognised."""
     current = functional.linear
-    functional.linear = torch._C._nn.linear
+    functional.linear = native_linear
     try:
         yield
     finally:

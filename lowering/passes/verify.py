@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.utils import _pytree as pytree
 
+from ...torch_private import aot_eager
 from . import rewrite
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
 from .failure import first_line
@@ -105,7 +105,7 @@ class _Compiled:
             return self.measured(backend)
 
     def measured(self, backend: Run) -> Results:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with state_kept(self.model):
             random = random_state()
             compiled = torch.compile(self.model, backend=backend)

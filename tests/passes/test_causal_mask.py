@@ -33,6 +33,8 @@ CAUSAL: dict[str, Mask] = {
     "tril of floats": lambda q, k: torch.ones(q, k).tril().view(1, 1, q, k).bool(),
     "triu": lambda q, k: torch.triu(torch.ones(q, k), diagonal=1) == 0,
     "transposed": lambda q, k: torch.ones(k, q, dtype=torch.bool).triu().T,
+    "transposed as a matrix": lambda q, k: torch.ones(k, q).triu().mT == 1,
+    "adjoint": lambda q, k: torch.ones(k, q).triu().mH == 1,
     "slice of a longer": lambda q, k: torch.ones(64, 64, dtype=torch.bool).tril()[:q, :k],
     "both shifted": lambda q, k: (torch.arange(k) + 3)[None] <= (torch.arange(q) + 3)[:, None],
     "arange with a start": lambda q, k: torch.arange(2, k + 2) <= torch.arange(2, q + 2)[:, None],

@@ -26,7 +26,7 @@ ABOVE = ("fusion", "distributed")
 # These know the ops alone, and each other not.
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
-BASE = ("autograd", "compile_cache", "record", "refusals", "schemas")
+BASE = ("autograd", "compile_cache", "record", "refusals", "schemas", "torch_private")
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
 SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
@@ -344,3 +344,44 @@ def test_import_needs_torch_alone():
 
 def test_import_loads_nothing_but_the_kernels_toolchain():
     assert set(run(BARE_IMPORT).split()) - {"triton", "torch_npu"} == {"liger_ops"}
+
+
+# PyTorch has no public module for nested values, and its other modules name these so.
+ACCEPTED = ("torch.utils._pytree", "torch.ops.", "torch._check")
+
+
+def private_parts(file: Path, source: str) -> list[str]:
+    """The private parts of PyTorch that a file names, in attributes and imports."""
+    tree = ast.parse(source)
+    named = [*imported_modules(tree, module_of(file), file.stem == "__init__")]
+    named += [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [
+        f"{file}: {name}"
+        for name in named
+        if name.split(".")[0] == "torch"
+        and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+        and not name.startswith(ACCEPTED)
+    ]
+
+
+def test_private_parts_of_torch_are_in_one_file():
+    wrong = [
+        problem
+        for file in sources("liger_ops", "meta", "lowering")
+        if file.name != "torch_private.py"
+        for problem in private_parts(file.relative_to(ROOT), file.read_text())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._inductor.config as config",
+        "from torch._guards import tracing",
+        "from torch.nn.attention.flex_attention import _apply_kernel_options",
+        "torch._C._any_requires_grad(x)",
+    ],
+)
+def test_a_private_part_of_torch_is_found(source):
+    assert len({line.split("(")[0] for line in private_parts(Path("meta/x.py"), source)}) >= 1

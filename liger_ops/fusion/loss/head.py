@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...torch_private import FakeTensor
 from .. import classes, tensor_parallel
 from ..sharding import shape_of
 from ..tensor_parallel import OverWords

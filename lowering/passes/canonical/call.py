@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ....torch_private import OpOverload, OpOverloadPacket
+
 
 class Call(NamedTuple):
     """An operation. Its arguments are nodes, other calls, constants, and tuples of those.
@@ -32,8 +34,9 @@ OPERATORS = {
     operator.xor: "xor",
     operator.invert: "not",
     operator.getitem: "getitem",
-    getattr: "getattr",
 }
+# The properties of Tensor whose ATen operators have other names.
+_PROPERTIES = {"numpy_T": "T", "matrix_H": "H"}
 
 Spelling = Callable[..., "Call | None"]
 FUNCTIONS: dict[Any, Spelling] = {}
@@ -50,30 +53,49 @@ def is_tensor(argument: Any, dim: int | None = None) -> bool:
     return isinstance(known, Tensor) and (dim is None or known.dim() == dim)
 
 
+def is_real(argument: Any) -> bool:
+    return is_tensor(argument) and not value(argument).is_complex()
+
+
 def canonical(node: Any) -> Call | None:
     if isinstance(node, Call):
         return node
     if not isinstance(node, fx.Node):
         return None
-    if node.op == "call_function":
-        spelling = FUNCTIONS.get(node.target) or METHODS.get(_as_method(node.target))
-    elif node.op == "call_method":
-        spelling = METHODS.get(str(node.target))
-    else:
-        return None
+    function = FUNCTIONS.get(node.target) if node.op == "call_function" else None
+    spelling = function or METHODS.get(_method(node))
     if spelling is None:
         return None
     try:
-        return spelling(*node.args, **node.kwargs)
+        return spelling(*arguments(node), **node.kwargs)
     except TypeError:
         return None
 
 
-def _as_method(function: Any) -> str:
-    """The name of a function of torch.Tensor. Within a function mode, such as that of
-    torch.set_default_device, Dynamo records a method that is written in Python so."""
-    name = getattr(function, "__name__", "")
-    return name if getattr(Tensor, name, None) is function else ""
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a node, without the name of the property that it reads."""
+    return node.args[:1] if node.target is getattr else node.args
+
+
+def _method(node: fx.Node) -> str:
+    """The name of the method of Tensor that a node calls, or of the property that it reads.
+
+    Dynamo writes a property as `getattr` or, from torch 2.15 on, as its ATen operator; and within a
+    function mode, such as that of torch.set_default_device, a method as a function of Tensor.
+    """
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    if node.target is getattr:
+        name = str(node.args[1])
+        return "" if callable(getattr(Tensor, name, None)) else name
+    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
+        namespace, name = str(node.target).split(".")[:2]
+        name = _PROPERTIES.get(name, name)
+        return name if namespace == "aten" and hasattr(Tensor, name) else ""
+    name = getattr(node.target, "__name__", "")
+    return name if getattr(Tensor, name, None) is node.target else ""
 
 
 def same(a: Any, b: Any) -> bool:
@@ -150,9 +172,8 @@ def calls(x: Any, op: str) -> Call | None:
 
 
 def operation(node: fx.Node) -> str | None:
-    """The name of the method or PyTorch function that a node calls; None for other functions."""
-    if node.op == "call_method":
-        name = str(node.target)
+    """The name of the method, property or PyTorch function that a node calls; None for others."""
+    if name := _method(node):
         name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
         return "not" if name == "invert" else name
     if node.op != "call_function":
@@ -160,5 +181,5 @@ def operation(node: fx.Node) -> str | None:
     if node.target in OPERATORS:
         return OPERATORS[node.target]
     name = getattr(node.target, "__name__", "")
-    owners = (operator, torch, torch.nn.functional, Tensor)
+    owners = (operator, torch, torch.nn.functional)
     return name if any(getattr(owner, name, None) is node.target for owner in owners) else None

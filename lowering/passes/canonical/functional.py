@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ....torch_private import native_linear
 from .call import IDENTITY, Call, as_tuple, calls, is_tensor, spelled
 
 
@@ -16,7 +17,7 @@ def _silu(input: Any, inplace: Any = False) -> Call | None:
     return None if inplace else Call("silu", (input,))
 
 
-@spelled(F.gelu, torch._C._nn.gelu)
+@spelled(F.gelu)
 def _gelu(input: Any, approximate: Any = "none") -> Call:
     return Call("gelu", (input, approximate))
 
@@ -57,7 +58,7 @@ def _group_norm(
     return Call("group_norm", (input, num_groups, weight, bias, eps))
 
 
-@spelled(F.linear, torch._C._nn.linear)
+@spelled(F.linear, native_linear)
 def _linear(input: Any, weight: Any, bias: Any = None) -> Call:
     return Call("linear", (input, weight, bias))
 

@@ -16,6 +16,7 @@ from .call import (
     calls,
     dimension,
     dimensions,
+    is_real,
     is_tensor,
     same,
     spelled,
@@ -64,16 +65,24 @@ def _transpose(input: Any, dim0: Any, dim1: Any) -> Call:
     return Call("transpose", (input, dimensions(input, (dim0, dim1))))
 
 
-@spelled(torch.t, "t")
+@spelled(torch.t, "t", "T")
 def _t(input: Any) -> Call | None:
-    return Call("transpose", (input, (-2, -1))) if is_tensor(input, dim=2) else None
+    return _matrix_transpose(input) if is_tensor(input, dim=2) else None
 
 
-@spelled(getattr)
-def _getattr(input: Any, name: Any) -> Call | None:
-    if name == "mT" and is_tensor(input):
-        return Call("transpose", (input, (-2, -1)))
-    return _t(input) if name == "T" else None
+@spelled("mT")
+def _matrix_transpose(input: Any) -> Call | None:
+    return Call("transpose", (input, (-2, -1))) if is_tensor(input) else None
+
+
+@spelled(torch.adjoint, "adjoint", "mH", "H")
+def _adjoint(input: Any) -> Call | None:
+    return _matrix_transpose(input) if is_real(input) else None
+
+
+@spelled(torch.real, "real")
+def _real(input: Any) -> Call | None:
+    return Call(IDENTITY, (input,)) if is_real(input) else None
 
 
 @spelled(torch.permute, "permute")

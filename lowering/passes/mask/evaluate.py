@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..canonical import is_tensor, operation
+from ..canonical import arguments, is_tensor, operation
 from ..canonical import value as traced
 from ..memory import is_plain
 from .algebra import (
@@ -126,7 +126,7 @@ class IndexFunctions:
         if rule is None:
             raise Unknown(f"it depends on {node.name}, which is not computed from indices alone")
         try:
-            value = rule(self, node, *node.args, **node.kwargs)
+            value = rule(self, node, *arguments(node), **node.kwargs)
         except TypeError:
             raise Unknown(f"{node.name} has arguments that its rule does not take") from None
         return settled(value, example)

@@ -151,16 +151,17 @@ def _transpose(of: IndexFunctions, node: fx.Node, x: Any, dim0: Any, dim1: Any) 
     return at(of.value(x), {first: index(second), second: index(first)})
 
 
-@rule("t")
+@rule("t", "T")
 def _t(of: IndexFunctions, node: fx.Node, x: Any) -> Value:
-    return at(of.value(x), {-1: index(-2), -2: index(-1)}) if traced(x).dim() == 2 else of.value(x)
+    dims = traced(x).dim()
+    if dims > 2:
+        raise Unknown(f"{node.name} reverses more than two dimensions")
+    return _matrix_transpose(of, node, x) if dims == 2 else of.value(x)
 
 
-@rule("getattr")
-def _getattr(of: IndexFunctions, node: fx.Node, x: Any, name: str) -> Value:
-    if name == "mT" or (name == "T" and traced(x).dim() == 2):
-        return _transpose(of, node, x, -1, -2)
-    raise Unknown(f"it reads the attribute {name}")
+@rule("mT", "mH", "H", "adjoint")
+def _matrix_transpose(of: IndexFunctions, node: fx.Node, x: Any) -> Value:
+    return _transpose(of, node, x, -1, -2)
 
 
 @rule("permute")

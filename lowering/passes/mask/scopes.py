@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
+from ....torch_private import HigherOrderOperator
 from .evaluate import IndexFunctions
 
 
@@ -80,7 +80,7 @@ def _calls(graph: fx.Graph) -> list[tuple[fx.Node, fx.GraphModule]]:
     """The calls of checkpointed blocks, each with the block's module."""
     calls = []
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and (
+        if isinstance(node.target, HigherOrderOperator) and (
             node.target.name() == "tag_activation_checkpoint"
         ):
             module: Any = getattr(graph.owning_module, str(node.args[0].target), None)

@@ -1,0 +1,195 @@
+"""The private parts of PyTorch that liger_ops uses: one entry each, with its use.
+
+`from .torch_private import FakeTensor` looks a part up, and imports its module, when the name is
+first used. If this torch lacks the part, a warning names it and says what is off; in its place is
+either a value with which everything is computed in a more general way, or `Lacking`, which raises
+when it is used. tests/project/test_torch_private.py removes each part in turn, and
+tests/project/test_layout.py finds private parts that are used elsewhere.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import types
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Part(NamedTuple):
+    """Where a part is, what is off without it, and what takes its place; by default `Lacking`."""
+
+    path: str
+    off: str
+    instead: Any = None
+
+
+class Lacking:
+    """A part that this torch lacks: each use raises RuntimeError with its name."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"liger_ops: torch {torch.__version__} has no {self._path}")
+
+    def __getattr__(self, name: str) -> Any:
+        return self()
+
+
+class _NoTensor:
+    """In place of a class of tensors: nothing is an instance of it."""
+
+
+_KERNELS = "the autograd kernels of the ops: PyTorch's own, which are slower, run the formulas"
+_KEYS = f"{_KERNELS}; and the ops under autocast, which raise"
+_NO_HANDING_OVER = "the reuse of a gradient's memory; autograd saves it instead"
+_TRACES = "`fuse` of modules that are recognised by tracing, which raises"
+_REWRITES = "the rewrites of the backend, which leave every graph as it is"
+_FLEX = "the rewrites that use flex_attention, which leave every graph as it is"
+_MASKS = 'backend="liger" of models with masks, which raises'
+_BACKEND = 'backend="liger", which raises'
+
+PARTS = {
+    # The Autograd kernel of an op, 3 to 30 us faster than torch.library.register_autograd's.
+    "DispatchKey": Part("torch._C:DispatchKey", _KEYS),
+    "DispatchKeySet": Part("torch._C:DispatchKeySet", _KEYS),
+    "AutoDispatchBelowAutograd": Part("torch._C:_AutoDispatchBelowAutograd", _KERNELS),
+    "after_autograd_keyset": Part("torch._C:_after_autograd_keyset", _KERNELS),
+    "any_requires_grad": Part("torch._C:_any_requires_grad", _KERNELS),
+    # Keeps Dynamo out of kernels' host code without importing Dynamo, which torch.compiler.disable
+    # does.
+    "disable_dynamo": Part(
+        "torch:_disable_dynamo", "the late import of Dynamo", torch.compiler.disable
+    ),
+    # Runs an op in the dtypes of its arguments within autocast, as torch.library's rules do.
+    "ExcludeDispatchKeyGuard": Part(
+        "torch._C:_ExcludeDispatchKeyGuard", "the ops under autocast, which raise"
+    ),
+    # Whether a gradient that the forward computed can be given to the backward: not where
+    # torch.func, a mode or hooks of saved tensors would have to see it.
+    "are_functorch_transforms_active": Part(
+        "torch._C:_are_functorch_transforms_active", _NO_HANDING_OVER, lambda: True
+    ),
+    "len_torch_dispatch_stack": Part(
+        "torch._C:_len_torch_dispatch_stack", _NO_HANDING_OVER, lambda: 1
+    ),
+    "top_saved_tensors_default_hooks": Part(
+        "torch._C._autograd:_top_saved_tensors_default_hooks", _NO_HANDING_OVER, lambda _: "unknown"
+    ),
+    # PyTorch's own functions, in whose place DeepSpeed and context_parallel set others.
+    "native_linear": Part("torch._C._nn:linear", "`fuse` within DeepSpeed's zero.Init", F.linear),
+    "native_attention": Part(
+        "torch._C._nn:scaled_dot_product_attention",
+        "attention of fused models within context_parallel",
+        F.scaled_dot_product_attention,
+    ),
+    # Tracing on tensors without data, and what is known of those in a graph.
+    "DisableTorchFunction": Part("torch._C:DisableTorchFunction", _TRACES),
+    "FakeTensorMode": Part("torch._subclasses.fake_tensor:FakeTensorMode", _TRACES),
+    "FakeTensor": Part("torch._subclasses.fake_tensor:FakeTensor", _REWRITES, _NoTensor),
+    "is_functorch_wrapped_tensor": Part(
+        "torch._C._functorch:is_functorch_wrapped_tensor", _REWRITES, lambda _: True
+    ),
+    "get_unwrapped": Part("torch._C._functorch:get_unwrapped", _REWRITES),
+    # What the call of a node writes to, read from the schemas of the operators that it runs.
+    "TorchDispatchMode": Part("torch.utils._python_dispatch:TorchDispatchMode", _REWRITES, object),
+    "enable_python_dispatcher": Part("torch._dispatch.python:enable_python_dispatcher", _REWRITES),
+    # Kinds of nodes.
+    "OpOverload": Part("torch._ops:OpOverload", _REWRITES),
+    "OpOverloadPacket": Part("torch._ops:OpOverloadPacket", _REWRITES),
+    "HigherOrderOperator": Part("torch._ops:HigherOrderOperator", _REWRITES),
+    # Nested tensors, which ops refuse, and whether flex_attention can compile.
+    "NestedTensor": Part(
+        "torch.nested._internal.nested_tensor:NestedTensor",
+        "the message about nested tensors; PyTorch raises its own",
+        _NoTensor,
+    ),
+    "has_triton": Part(
+        "torch.utils._triton:has_triton", "attention by blocks in fused models", lambda: False
+    ),
+    # Collectives that torch.compile traces, and what DTensor's rules are made of.
+    "functional_collectives": Part(
+        "torch.distributed._functional_collectives", "liger_ops.distributed, which raises"
+    ),
+    "op_schema": Part(
+        "torch.distributed.tensor._op_schema", "the sharding rules of DTensor, which raise"
+    ),
+    "StridedShard": Part(
+        "torch.distributed.tensor.placement_types:_StridedShard",
+        "packed gates of DTensors whose devices have both halves, which raise",
+    ),
+    # Around an op in a graph that autocast covers.
+    "enter_autocast": Part("torch.amp.autocast_mode:_enter_autocast", _REWRITES),
+    "exit_autocast": Part("torch.amp.autocast_mode:_exit_autocast", _REWRITES),
+    # Flex attention as a node of a graph.
+    "flex_attention": Part("torch._higher_order_ops.flex_attention:flex_attention", _FLEX),
+    "flex_attention_fake_impl": Part(
+        "torch._higher_order_ops.flex_attention:flex_attention_fake_impl", _FLEX
+    ),
+    "apply_kernel_options": Part("torch.nn.attention.flex_attention:_apply_kernel_options", _FLEX),
+    # A second variant of a graph is compiled at a later call, as the first was.
+    "TracingContext": Part("torch._guards:TracingContext", _MASKS),
+    "tracing": Part("torch._guards:tracing", _MASKS),
+    "assert_async": Part("torch:_assert_async", 'options={"padding": False}, which raises'),
+    # Dynamo and Inductor.
+    "disable_saved_tensors_hooks": Part(
+        "torch._dynamo.utils:_disable_saved_tensors_hooks_during_tracing", _REWRITES
+    ),
+    "counters": Part(
+        "torch._dynamo.utils:counters", "the graph breaks of `explain`", {"graph_break": {}}
+    ),
+    "aot_eager": Part("torch._dynamo.backends.debugging:aot_eager", "`explain(verify=True)`"),
+    "CompileInductorWrapper": Part("torch:_TorchCompileInductorWrapper", _BACKEND),
+    "CompileWrapper": Part("torch:_TorchCompileWrapper", 'options={"inner_backend": ...}'),
+    "reset_cudagraph_trees": Part(
+        "torch._inductor.cudagraph_trees:reset_cudagraph_trees",
+        "the reset of CUDA graphs by torch.compiler.reset",
+        lambda: None,
+    ),
+    "inductor": Part("torch._inductor.compile_fx", "`enable`, which raises"),
+    "inductor_config": Part("torch._inductor.config", "`enable`, which raises"),
+    "inductor_lowering": Part(
+        "torch._inductor.lowering", "the registration of ops with Inductor before it meets them"
+    ),
+    "CustomGraphPass": Part(
+        "torch._inductor.custom_graph_pass:CustomGraphPass",
+        "Inductor's caches with `graph_pass` and `enable`",
+        object,
+    ),
+    "functorch_config": Part(
+        "torch._functorch.config",
+        "recomputation by torch's activation_memory_budget",
+        types.SimpleNamespace(activation_memory_budget=1),
+    ),
+}
+AUTOGRAD = (
+    *("DispatchKey", "DispatchKeySet", "AutoDispatchBelowAutograd"),
+    *("after_autograd_keyset", "any_requires_grad"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    part = PARTS[name]
+    try:
+        found = pkgutil.resolve_name(part.path)
+    except (ImportError, AttributeError):
+        path = part.path.replace(":", ".")
+        warnings.warn(
+            f"liger_ops: torch {torch.__version__} has no {path}, without which this is off:"
+            f" {part.off}",
+            stacklevel=2,
+        )
+        found = Lacking(path) if part.instead is None else part.instead
+    globals()[name] = found
+    return found
+
+
+def has(*names: str) -> bool:
+    """Whether this torch has each of these parts."""
+    found = (globals().get(name) or __getattr__(name) for name in names)
+    return not any(isinstance(part, Lacking) for part in found)

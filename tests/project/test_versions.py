@@ -1,0 +1,60 @@
+"""The README, pyproject.toml, .ci/setup and docs/versions.md name the same versions of torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import versions_report
+from versions_report import ROOT, VERSIONS
+
+FIRST, *_, LAST = VERSIONS
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def test_bounds_are_the_versions_that_are_tested() -> None:
+    major, minor = LAST.split(".")
+    bound = f"torch>={FIRST},<{major}.{int(minor) + 1}"
+    assert re.findall(r'^dependencies = \["(.*)"\]$', text("pyproject.toml"), re.M) == [bound]
+    assert re.findall(r"needs torch (\S+) to (\S+) and nothing else", text("README.md")) == [
+        (FIRST, LAST)
+    ]
+
+
+def test_setup_makes_an_environment_of_a_version_that_is_tested() -> None:
+    (version,) = re.findall(r"^torch_version=(.*)$", text(".ci/setup"), re.M)
+    assert version.rpartition(".")[0] in VERSIONS
+    (least,) = re.findall(r"split.*< \((\d+), (\d+)\)", text(".ci/setup"))
+    assert ".".join(least) == FIRST
+
+
+def test_every_version_is_in_the_document() -> None:
+    rows = versions_report.recorded()
+    assert [*rows] == [*VERSIONS]
+    assert versions_report.DOCUMENT.read_text() == versions_report.document(rows)
+    failed = 1 + len(versions_report.PACKAGES) + versions_report.OUTCOMES.index("failed")
+    assert [row.split("|")[failed].strip() for row in rows.values()] == ["0"] * len(rows)
+
+
+def test_this_environment_is_of_a_version_that_is_tested() -> None:
+    assert ".".join(torch.__version__.split(".")[:2]) in VERSIONS
+
+
+@pytest.mark.parametrize(("failures", "errors"), [(0, 0), (2, 1)])
+def test_outcomes_are_counted(tmp_path: Path, failures: int, errors: int) -> None:
+    suite = {"tests": "9", "failures": str(failures), "errors": str(errors), "skipped": "3"}
+    root = ElementTree.Element("testsuites")
+    ElementTree.SubElement(root, "testsuite", suite)
+    file = tmp_path / "results.xml"
+    ElementTree.ElementTree(root).write(file)
+    failed = failures + errors
+    assert versions_report.counted(file) == {
+        "passed": 6 - failed, "failed": failed, "skipped": 3
+    }  # fmt: skip
