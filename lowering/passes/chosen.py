@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
-import torch
-
+from ...torch_private import list_inductor_options
 from . import REWRITES
 
 # The options of this backend; others are those of the inner backend.
@@ -74,14 +73,14 @@ def check_known(names: Collection[str], before_inductor: bool) -> None:
     """Raise ValueError for an option that neither this backend nor Inductor has."""
     inductors: Collection[str] = ()
     if before_inductor and names:
-        inductors = torch._inductor.list_options()
+        inductors = list_inductor_options()
     for name in names:
         close = difflib.get_close_matches(name, OPTIONS, 1)
         # Another inner backend may have options of any name.
         is_known = name.replace("-", "_") in inductors if before_inductor else not close
         if not is_known:
             suggested = f" Did you mean {close[0]!r}?" if close else ""
-            others = "Inductor's, which torch._inductor.list_options() lists"
+            others = "Inductor's, which inductor.list_options() lists"
             if not before_inductor:
                 others = "those of the inner backend"
             raise ValueError(
