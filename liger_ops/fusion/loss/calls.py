@@ -199,7 +199,7 @@ class HeadCall:
             if frame.f_code is _APPLY:
                 raise RuntimeError(
                     "the logits are skipped, and a torch.autograd.Function takes them;"
-                    " skip_logits=False keeps them"
+                    " skip_logits=False keeps them, and liger_ops.unfuse restores the model"
                 )
             frame = frame.f_back
 
