@@ -43,7 +43,7 @@ UNCHANGED = {IDENTITY, "contiguous"}
 
 # Sizes of a trace that stand for any size, by the sizes that a reader would choose. They are primes
 # that no model has for a width, so that each multiple of one shows where it comes from.
-ANY_SIZES = {2: 10007, 3: 10009, 4: 10037, 5: 10039}
+ANY_SIZES = {2: 1009, 3: 1013, 4: 1019, 5: 1021}
 
 
 class _AnySize(int):
