@@ -38,7 +38,7 @@ def token_loss(
     if label_smoothing is not None:
         smooth = (classes * log_sum - weighted_x) / V
         loss = (1.0 - label_smoothing) * loss + label_smoothing * weights * smooth
-    z_loss = tl.zeros_like(loss)
+    z_loss = 0.0
     if lse_square_scale is not None:
         z_loss = counts * lse_square_scale * lse * lse
         loss += z_loss
