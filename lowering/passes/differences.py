@@ -36,7 +36,8 @@ class Difference:
             value.
         error: between the changed model and the truth; None without a truth.
         own_error: between the unchanged model and the truth, which is the error of its dtype. For
-            gradients that are zero up to rounding, the largest of theirs.
+            gradients that are zero up to rounding, the largest of theirs; for those of a fused
+            model, the largest of all.
         eps: the epsilon of the narrowest dtype in the models.
         magnified: without a truth, how many times the model magnifies a rounding.
         missing: "changed" or "unchanged", the model that has no such value; or "".
@@ -49,6 +50,10 @@ class Difference:
     eps: float
     magnified: float = 1.0
     missing: str = ""
+
+    @property
+    def is_gradient(self) -> bool:
+        return _group(self.name) == ""
 
     @property
     def agrees(self) -> bool:
