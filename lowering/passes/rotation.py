@@ -49,7 +49,8 @@ class Reader:
     OPS = ("add", "sub", "cat", "flatten", "view")
 
     def __init__(self, op: str, from_pairs: bool) -> None:
-        self.op, self.from_pairs = op, from_pairs
+        self.op: str | None = op
+        self.from_pairs = from_pairs
 
     def match(self, node: fx.Node) -> Match | None:
         close: Match | None = None
