@@ -125,7 +125,11 @@ def _run(node: fx.Node, inputs: Mapping[fx.Node, Any], mode: Any) -> _Places:
     except Exception:
         return None
     found = memory(run.written)
-    places = [place for place, copy in enumerate(copies) if memory([copy]) & found]
+    places = [
+        place
+        for place, copy in enumerate(copies)
+        if memory([copy]) & found or any(map(_is_detached, pytree.tree_leaves(copy)))
+    ]
     return None if ANYWHERE in found else places
 
 
@@ -159,8 +163,24 @@ def _tracing(mode: Any) -> Iterator[None]:
 
 
 def _copied(known: Any) -> Any:
+    """An empty tensor like `known`. It requires a gradient, so that `detach_` shows."""
     if not isinstance(known, Tensor):
         return known
     if not is_plain(unwrapped(known)):
         return torch.empty_like(known)
-    return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
+    how: dict[str, Any] = {"dtype": known.dtype, "device": known.device}
+    copy = torch.empty_strided(known.shape, known.stride(), **how)
+    return copy.requires_grad_(_has_gradients(copy))
+
+
+def _is_detached(copy: Any) -> bool:
+    return (
+        isinstance(copy, Tensor)
+        and is_plain(copy)
+        and _has_gradients(copy)
+        and not copy.requires_grad
+    )
+
+
+def _has_gradients(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

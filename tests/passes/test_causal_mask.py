@@ -41,6 +41,7 @@ CAUSAL: dict[str, Mask] = {
     "no padding": lambda q, k: causal(q, k) & torch.ones(2, k).bool()[:, None, None, :],
     "transformers": transformers_packed,
     "minus infinity": lambda q, k: torch.full((q, k), float("-inf")).triu(1),
+    "truth of minus infinity": lambda q, k: ~torch.full((q, k), float("-inf")).triu(1).bool(),
     "least number": lambda q, k: torch.where(causal(q, k), torch.zeros(()), least()),
     "masked_fill": float_mask(causal, float("-inf")),
     "product": lambda q, k: (1.0 - causal(q, k).float()) * least(),

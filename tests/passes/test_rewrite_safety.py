@@ -210,6 +210,53 @@ def test_a_user_kernel_between_is_a_write():
     check(function, values(3, 8), counts={})
 
 
+# In-place writes that no keyword and no name ending with an underscore shows.
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    **{
+        function.__name__: lambda x, function=function, options=options: function(x, *options, True)
+        for function, *options in (
+            (F.hardswish,), (F.hardsigmoid,), (F.celu, 1.0), (F.selu,), (F.mish,),
+        )
+    },
+    "rrelu": lambda x: F.rrelu(x, 0.1, 0.3, False, True),
+    "dunder": lambda x: x.__imul__(2.0),
+    "max_norm": lambda x: F.embedding(torch.tensor([0, 1]), x, None, 0.1),
+    "running statistics": lambda x: F.batch_norm(x * 2.0 + 1.0, x[0], x[1].exp(), training=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_between_head_and_loss(name):
+    """The logits of the loss are what the write made of them."""
+
+    def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        logits = x @ weight.T * 3.0
+        with torch.set_grad_enabled(name not in ("max_norm", "running statistics")):
+            WRITES[name](logits)
+        return F.cross_entropy(logits, target)
+
+    options = {"inner_backend": "aot_eager"}
+    compiled = torch.compile(function, backend=liger_ops.backend, options=options)
+    results = []
+    for one in (function, compiled):
+        x, weight = values(6, 8), values(16, 8, seed=1)
+        loss = one(x, weight, torch.arange(6))
+        results.append((loss, *torch.autograd.grad(loss, (x, weight))))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_mask_that_is_written_by_its_dunder_name():
+    def function(q: Tensor, window: Tensor) -> Tensor:
+        mask = torch.ones(5, 5, dtype=torch.bool).tril()
+        mask.__iand__(window)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    options = {"inner_backend": "aot_eager"}
+    compiled = torch.compile(function, backend=liger_ops.backend, options=options)
+    given = values(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool).triu(-1)
+    torch.testing.assert_close(compiled(*given), function(*given))
+
+
 def test_dtensors_are_left_alone(mesh):
     def function(x: Tensor, up: Tensor) -> Tensor:
         return F.silu(F.rms_norm(x, (8,), eps=1e-6)) * up
