@@ -25,7 +25,8 @@ DOCUMENT = ROOT / "docs" / "versions.md"
 
 # What an environment needs beside its torch, which brings its triton.
 VERSIONS: dict[str, tuple[str, ...]] = {
-    # The interpreter of triton 3.6 fails with numpy 2.4.
+    # The interpreter of triton 3.6 converts arrays of one dimension to numbers, which numpy 2.4
+    # refuses.
     "2.11": ("numpy<2.4",),
     "2.13": (),
     "2.14": (),
