@@ -151,7 +151,9 @@ PARTS = {
     ),
     "inductor": Part("torch._inductor.compile_fx", "`enable`, which raises"),
     "inductor_config": Part("torch._inductor.config", "`enable`, which raises"),
-    "list_inductor_options": Part("torch._inductor:list_options", "Inductor's options, which raise"),
+    "list_inductor_options": Part(
+        "torch._inductor:list_options", "Inductor's options, which raise"
+    ),
     "inductor_lowering": Part(
         "torch._inductor.lowering", "the registration of ops with Inductor before it meets them"
     ),
