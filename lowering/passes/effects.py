@@ -29,6 +29,8 @@ from .replay import fake_mode_of, replay
 
 _KERNELS_OF_USERS = "triton_kernel_wrapper"
 
+NUMBERS = (bool, int, float, complex, torch.SymBool, torch.SymInt, torch.SymFloat)
+
 # The places of inputs that a call writes to; None if that is unknown.
 _Places = list[int] | None
 # In a node's meta: its target and arguments, and the memory that it writes to with these.
@@ -126,7 +128,9 @@ def _run(node: fx.Node, inputs: Mapping[fx.Node, Any], mode: Any) -> _Places:
             with run:
                 replay(node, *fx.map_arg((node.args, node.kwargs), given.get))
     except Exception:
-        return None
+        # A number that is read from data ends the call whose result it is, as in `item`.
+        if not run.reads_data or not isinstance(value(node), NUMBERS):
+            return None
     found = memory(run.written)
     places = [
         place
@@ -142,11 +146,13 @@ class _Run(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.written: list[Any] = []
+        self.reads_data = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.reads_data = torch.Tag.data_dependent_output in func.tags
         for place, argument in enumerate(func._schema.arguments):
             if argument.is_write:
                 self.written.append(args[place] if place < len(args) else kwargs.get(argument.name))
