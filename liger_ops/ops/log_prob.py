@@ -113,7 +113,8 @@ def log_prob_forward(
     shifted, maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
     log_prob = picked(shifted, target, ignore_index, "log_prob") - log_sum
-    log_p = shifted - log_sum.unsqueeze(-1)
+    # PyTorch's own sum of exponentials, whose error all classes share, is the more exact one.
+    log_p = torch.log_softmax(x, -1)
     p = torch.exp(log_p)
     entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
     mean_logits = x.detach().mean(-1) if return_mean_logits else None

@@ -13,7 +13,6 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 import fuse_rules
 from liger_ops import fuse
-from liger_ops.fusion import FuseReport
 
 
 class ReGLU(nn.Module):
@@ -115,8 +114,8 @@ LEFT = [
 )
 def test_is_left_with_the_reason(module: nn.Module, kind: str, reason: str) -> None:
     report = fuse(nn.ModuleDict({"part": module}))
-    (left,) = [entry for entry in report.left if entry.where == "part"]
-    assert (left.class_name, left.kind) == (type(module).__name__, kind)
+    (left,) = [entry for entry in report.left if (entry.where, entry.kind) == ("part", kind)]
+    assert left.class_name == type(module).__name__
     assert left.reason.startswith(reason)
 
 
@@ -140,5 +139,6 @@ class SuperGlueAttention(nn.Module):
 
 def test_other_modules_are_not_named() -> None:
     model = nn.ModuleDict({"glue": SuperGlueAttention(), "linear": nn.Linear(8, 8)})
-    assert fuse(model) == FuseReport()
+    # Every attention has a line about the doors that find it.
+    assert {finding.kind for finding in fuse(model).findings} == {"rotary embedding", "attention"}
     assert not [name for rule in fuse_rules.RULES for name in rule(model)]

@@ -13,28 +13,28 @@ from torch import Tensor, nn
 import liger_ops
 from fused_models import LLAMA, QWEN3_MOE
 from liger_ops import fuse, unfuse
-from liger_ops.nn import RMSNorm
+from liger_ops.fusion.norm_trace import Norm
 
 pytestmark = pytest.mark.usefixtures("empty_caches")
 
-CORRECT = RMSNorm.forward
+CORRECT = Norm.computed_by
 # Below the rounding of bfloat16, which is 4e-3.
 SLIGHT = 1.0005
 
 
-def slightly_wrong(self: RMSNorm, x: Tensor) -> Tensor:
-    return CORRECT(self, x) * SLIGHT
+def slightly_wrong(self: Norm, *call: Any) -> Any:
+    return CORRECT(self, *call) * SLIGHT
 
 
-def wrong_output(self: RMSNorm, x: Tensor) -> Tensor:
+def wrong_output(self: Norm, *call: Any) -> Any:
     """The output of `side` in a model, which no gradient depends on."""
-    return CORRECT(self, x) * (SLIGHT if self.eps == 1e-5 else 1)
+    return CORRECT(self, *call) * (SLIGHT if self.options["eps"] == 1e-5 else 1)
 
 
-def without_gradient(self: RMSNorm, x: Tensor) -> Tensor:
+def without_gradient(self: Norm, op: Any, inputs: tuple[Tensor], *parameters: Any) -> Any:
     """The norm as it is, but its weight gets no gradient."""
-    y = CORRECT(self, x)
-    return y.detach() + (x - x.detach())
+    (x,) = inputs
+    return CORRECT(self, op, inputs, *parameters).detach() + (x - x.detach())
 
 
 class Model(nn.Module):
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_caught_by_both(case: str, monkeypatch: pytest.MonkeyPa
     model, x = Model().to(dtype), rows().to(dtype)
     modules = {name: type(module) for name, module in model.named_modules()}
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    monkeypatch.setattr(RMSNorm, "forward", forward)
+    monkeypatch.setattr(Norm, "computed_by", forward)
     with pytest.raises(ValueError, match="the model is left as it was") as error:
         fuse(model, verify=x)
     assert said in str(error.value) and "DO NOT AGREE" in str(error.value)
@@ -119,7 +119,7 @@ def test_what_is_wrong_is_caught_by_both(case: str, monkeypatch: pytest.MonkeyPa
     assert verification is not None and not verification.agrees
     assert said in str(verification) and "DO NOT AGREE" in str(verification)
     # The fused model is fused again.
-    assert isinstance(model.norm, RMSNorm) and unfuse(model) == 2
+    assert unfuse(model) == 2
 
 
 def test_a_function_of_a_fused_model_is_compared_with_the_unfused_one(
@@ -127,7 +127,7 @@ def test_a_function_of_a_fused_model_is_compared_with_the_unfused_one(
 ) -> None:
     model = Model()
     fuse(model)
-    monkeypatch.setattr(RMSNorm, "forward", slightly_wrong)
+    monkeypatch.setattr(Norm, "computed_by", slightly_wrong)
     explained = liger_ops.explain(lambda x: model(x)["loss"], rows(), verify=True)
     assert explained.verification is not None and not explained.verification.agrees
     assert "explain was given a function" in str(explained)
@@ -136,7 +136,7 @@ def test_a_function_of_a_fused_model_is_compared_with_the_unfused_one(
 def test_a_wrong_transformers_model_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = llama(torch.bfloat16)
     modules, implementation = list(map(type, model.modules())), model.config._attn_implementation
-    monkeypatch.setattr(RMSNorm, "forward", slightly_wrong)
+    monkeypatch.setattr(Norm, "computed_by", slightly_wrong)
     with pytest.raises(ValueError, match=r"layernorm\.weight: differs by"):
         fuse(model, verify=batch)
     assert list(map(type, model.modules())) == modules
@@ -203,10 +203,10 @@ def test_what_cannot_be_verified_is_left(case: str, monkeypatch: pytest.MonkeyPa
         model.lm_head.weight.data[0, 0] = torch.inf
     else:
 
-        def broken(self: RMSNorm, x: Tensor) -> Tensor:
+        def broken(*call: Any) -> Any:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(RMSNorm, "forward", broken)
+        monkeypatch.setattr(Norm, "computed_by", broken)
     modules = list(map(type, model.modules()))
     with pytest.raises(ValueError, match=f"left as it was, unverified: .*{UNVERIFIED[case]}"):
         fuse(model, verify=batch)

@@ -158,7 +158,9 @@ class DeferredLogits:
         given = (*args, *options.values())
         if len(given) == 1 and isinstance(given[0], torch.dtype):
             if given[0] is torch.float32:
-                form = replace(self.form, dtype=torch.float32)
+                # A mode, such as one that widens a model, may cast to another dtype.
+                dtype = torch.empty(0, dtype=self.dtype).to(torch.float32).dtype
+                form = replace(self.form, dtype=dtype)
                 return self._record("to", Tensor.to, (torch.float32,), form)
             if given[0] is self.dtype:
                 return self
