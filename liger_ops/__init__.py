@@ -7,42 +7,51 @@ from typing import TYPE_CHECKING, Any
 
 from . import library
 from .device import infer_device
-from .ops.rms_norm import rms_norm
-from .ops.fused_add_rms_norm import fused_add_rms_norm
-from .ops.gated_rms_norm import gated_rms_norm
-from .ops.layer_norm import layer_norm
-from .ops.modulated_rms_norm import modulated_rms_norm
-from .ops.modulated_layer_norm import modulated_layer_norm
-from .ops.group_norm import group_norm
-from .ops.mhc_coeffs import mhc_coeffs, mhc_coeffs_forward
-from .ops.mhc_pre import mhc_pre
-from .ops.mhc_post_res import mhc_post_res
-from .ops.dyt import dyt
-from .ops.poly_norm import poly_norm
-from .ops.swiglu import swiglu
-from .ops.clamped_swiglu import clamped_swiglu
-from .ops.geglu import geglu
-from .ops.relu_squared import relu_squared
-from .ops.softmax import softmax
-from .ops.log_softmax import log_softmax
-from .ops.sparsemax import sparsemax, sparsemax_forward
-from .ops.rope import rope
-from .ops.rms_norm_rope import rms_norm_rope
+from .ops.norms.rms_norm import rms_norm
+from .ops.norms.fused_add_rms_norm import fused_add_rms_norm
+from .ops.norms.gated_rms_norm import gated_rms_norm
+from .ops.norms.layer_norm import layer_norm
+from .ops.norms.modulated_rms_norm import modulated_rms_norm
+from .ops.norms.modulated_layer_norm import modulated_layer_norm
+from .ops.norms.group_norm import group_norm
+from .ops.hyper_connections.mhc_coeffs import mhc_coeffs, mhc_coeffs_forward
+from .ops.hyper_connections.mhc_pre import mhc_pre
+from .ops.hyper_connections.mhc_post_res import mhc_post_res
+from .ops.norms.dyt import dyt
+from .ops.norms.poly_norm import poly_norm
+from .ops.activations.swiglu import swiglu
+from .ops.activations.clamped_swiglu import clamped_swiglu
+from .ops.activations.geglu import geglu
+from .ops.activations.relu_squared import relu_squared
+from .ops.softmax.softmax import softmax
+from .ops.softmax.log_softmax import log_softmax
+from .ops.softmax.sparsemax import sparsemax, sparsemax_forward
+from .ops.rope.rope import rope
+from .ops.rope.rms_norm_rope import rms_norm_rope
 from .ops.embedding import embedding
-from .ops.attn_res import attn_res
-from .ops.tiled_mlp import tiled_mlp, tiled_mlp_forward
-from .ops.neighborhood_attention import neighborhood_attention, neighborhood_attention_forward
-from .ops.multi_token_attention import multi_token_attention, multi_token_attention_forward
-from .ops.cross_entropy import cross_entropy, cross_entropy_forward
-from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
-from .ops.kl_div import kl_div
-from .ops.jsd import jsd
-from .ops.tvd import tvd
-from .ops.divergence import divergence, divergence_forward
-from .ops.log_prob import log_prob, log_prob_forward
-from .ops.linear_divergence import linear_divergence, linear_divergence_forward
-from .ops.linear_log_prob import linear_log_prob, linear_log_prob_forward
-from .ops.linear_top_k_divergence import linear_top_k_divergence, linear_top_k_divergence_forward
+from .ops.attention.attn_res import attn_res
+from .ops.activations.tiled_mlp import tiled_mlp, tiled_mlp_forward
+from .ops.attention.neighborhood_attention import (
+    neighborhood_attention,
+    neighborhood_attention_forward,
+)
+from .ops.attention.multi_token_attention import (
+    multi_token_attention,
+    multi_token_attention_forward,
+)
+from .ops.losses.cross_entropy import cross_entropy, cross_entropy_forward
+from .ops.heads.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from .ops.losses.kl_div import kl_div
+from .ops.losses.jsd import jsd
+from .ops.losses.tvd import tvd
+from .ops.losses.divergence import divergence, divergence_forward
+from .ops.losses.log_prob import log_prob, log_prob_forward
+from .ops.heads.linear_divergence import linear_divergence, linear_divergence_forward
+from .ops.heads.linear_log_prob import linear_log_prob, linear_log_prob_forward
+from .ops.heads.linear_top_k_divergence import (
+    linear_top_k_divergence,
+    linear_top_k_divergence_forward,
+)
 from . import meta, lowering
 from . import losses, nn
 from . import distributed
@@ -57,20 +66,20 @@ register_flop_formulas()
 if TYPE_CHECKING:
     from . import fusion
     from .fusion import fuse, unfuse
-    from .lowering.passes.backend import liger as backend
-    from .lowering.passes.enable import disable, enable
-    from .lowering.passes.explain import explain
-    from .lowering.passes.graph_pass import graph_pass
+    from .rewrites.backend import liger as backend
+    from .rewrites.enable import disable, enable
+    from .rewrites.explain import explain
+    from .rewrites.graph_pass import graph_pass
 
 # Names that load Dynamo: they are imported at first use.
 _COMPILER = {
-    "backend": "lowering.passes.backend:liger",
-    "disable": "lowering.passes.enable:disable",
-    "enable": "lowering.passes.enable:enable",
-    "explain": "lowering.passes.explain:explain",
+    "backend": "rewrites.backend:liger",
+    "disable": "rewrites.enable:disable",
+    "enable": "rewrites.enable:enable",
+    "explain": "rewrites.explain:explain",
     "fuse": "fusion:fuse",
     "fusion": "fusion",
-    "graph_pass": "lowering.passes.graph_pass:graph_pass",
+    "graph_pass": "rewrites.graph_pass:graph_pass",
     "unfuse": "fusion:unfuse",
 }
 

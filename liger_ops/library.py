@@ -235,8 +235,8 @@ def gradient(
 
 def import_modules(package: str, path: list[str]) -> None:
     """Import every module of a package, because importing registers its fakes or kernels."""
-    for module in pkgutil.iter_modules(path):
-        importlib.import_module(f"{package}.{module.name}")
+    for module in pkgutil.walk_packages(path, f"{package}."):
+        importlib.import_module(module.name)
 
 
 def autocast(name: str, dtype: torch.dtype, keep: Collection[str] = ()) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from .. import autograd
 
 if TYPE_CHECKING:
-    from .vocabulary_cross_entropy import cross_entropy, linear_cross_entropy
-    from .vocabulary_divergence import divergence, linear_divergence
-    from .vocabulary_log_prob import linear_log_prob, log_prob
-    from .vocabulary_top_k_divergence import linear_top_k_divergence
+    from .vocab_parallel.vocabulary_cross_entropy import cross_entropy, linear_cross_entropy
+    from .vocab_parallel.vocabulary_divergence import divergence, linear_divergence
+    from .vocab_parallel.vocabulary_log_prob import linear_log_prob, log_prob
+    from .vocab_parallel.vocabulary_top_k_divergence import linear_top_k_divergence
 
 __all__ = [
     "cross_entropy",
@@ -35,7 +35,7 @@ _registered = False
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = f"{__name__}.vocabulary_{name.removeprefix('linear_')}"
+    module = f"{__name__}.vocab_parallel.vocabulary_{name.removeprefix('linear_')}"
     function = getattr(importlib.import_module(module), name)
     globals()[name] = function
     return function
@@ -47,8 +47,8 @@ def register_for_dtensor() -> bool:
     if _registered or not hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor"):
         return False
     _registered = True
-    from .calls import register_calls
-    from .sharding import register_rules
+    from .dtensor.calls import register_calls
+    from .dtensor.sharding import register_rules
 
     register_rules()
     register_calls()

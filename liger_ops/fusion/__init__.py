@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from ..lowering.passes.torch_functions import torch_linear
-from . import attention as attentions
-from . import experts, gated
-from . import hyper_connections as hyper_connection_modules
+from ..rewrites.engine.torch_functions import torch_linear
 from . import loss as losses
-from . import norms as norm_modules
-from . import rope as rotary_embeddings
+from .attention import attention as attentions
+from .layers import experts, gated
+from .layers import hyper_connections as hyper_connection_modules
+from .layers import norms as norm_modules
+from .layers import rope as rotary_embeddings
 from .other_models import not_looked_for
 from .planning import Plan, wholly_or_not_at_all
 from .report import Finding, FuseReport

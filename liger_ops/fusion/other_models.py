@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from ..lowering.passes.report import Finding
-from . import attention, classes, rope
+from ..rewrites.engine.report import Finding
+from . import classes
+from .attention import attention
+from .layers import rope
 
 ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 DOORS = "torch.compile(model, backend='liger') and liger_ops.enable() find it in any code"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..lowering.passes.report import Finding
+from ..rewrites.engine.report import Finding
 from . import classes
 from .probing import NotAnOp, first_line
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..lowering.passes.differences import Verification
-from ..lowering.passes.report import Finding, Findings
-from ..lowering.passes.table import table
+from ..rewrites.differences import Verification
+from ..rewrites.engine.report import Finding, Findings
+from ..rewrites.table import table
 
 
 @dataclass(frozen=True)

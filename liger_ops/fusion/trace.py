@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..lowering.passes.canonical import IDENTITY, canonical
-from ..lowering.passes.effects import writes
+from ..rewrites.engine.canonical import IDENTITY, canonical
+from ..rewrites.engine.effects import writes
 from ..torch_private import DisableTorchFunction, FakeTensorMode
 from .probing import DEVICE, NotAnOp
 

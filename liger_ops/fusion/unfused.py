@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ..lowering.passes.differences import Verification
-from ..lowering.passes.verify import UNCHANGED, CannotVerify, verify_changes
-from . import attention, classes
+from ..rewrites.differences import Verification
+from ..rewrites.verify import UNCHANGED, CannotVerify, verify_changes
+from . import classes
+from .attention import attention
 from .planning import wholly_or_not_at_all
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import linear_divergence_forward, linear_log_prob_forward, log_prob
-from ..ops.head import cast_as_linear
+from ..ops.heads.head import cast_as_linear
 from . import trl_reference
 from .replaced import Replaced
 

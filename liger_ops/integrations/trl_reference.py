@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from ..fusion import attention, classes, experts, fuse, gated, hyper_connections, norms, rope
+from ..fusion import classes, fuse
+from ..fusion.attention import attention
+from ..fusion.layers import experts, gated, hyper_connections, norms, rope
 from .replaced import Replaced
 
 # The trainers with a reference model, and the function that makes it.

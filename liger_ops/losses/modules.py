@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..ops.linear_log_prob import linear_log_prob
+from ..ops.heads.linear_log_prob import linear_log_prob
 from .checks import check_shape, check_tensor
 from .dpo import dpo_loss
 from .grpo import PolicyOutput, grpo_loss

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.clamped_swiglu import clamped_swiglu
-from ..ops.geglu import geglu
-from ..ops.relu_squared import relu_squared
-from ..ops.swiglu import swiglu
+from ..ops.activations.clamped_swiglu import clamped_swiglu
+from ..ops.activations.geglu import geglu
+from ..ops.activations.relu_squared import relu_squared
+from ..ops.activations.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.attn_res import attn_res
+from ..ops.attention.attn_res import attn_res
 
 
 class AttnRes(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.cross_entropy import cross_entropy, cross_entropy_forward
+from ..ops.losses.cross_entropy import cross_entropy, cross_entropy_forward
 
 
 class CrossEntropyOutput(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.jsd import jsd
-from ..ops.kl_div import kl_div
-from ..ops.tvd import tvd
+from ..ops.losses.jsd import jsd
+from ..ops.losses.kl_div import kl_div
+from ..ops.losses.tvd import tvd
 from .log_prob import WithOptions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.divergence import divergence
+from ..ops.losses.divergence import divergence
 from .log_prob import WithOptions
 
 DEFAULTS = {

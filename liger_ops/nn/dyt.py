@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.dyt import dyt
+from ..ops.norms.dyt import dyt
 from .checks import check_size
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.gated_rms_norm import gated_rms_norm
+from ..ops.norms.gated_rms_norm import gated_rms_norm
 from .rms_norm import OptionalWeight
 
 

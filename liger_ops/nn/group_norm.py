@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.group_norm import group_norm
+from ..ops.norms.group_norm import group_norm
 from .checks import check_size
 
 

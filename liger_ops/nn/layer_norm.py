@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..ops.layer_norm import layer_norm
+from ..ops.norms.layer_norm import layer_norm
 from .checks import check_size
 
 

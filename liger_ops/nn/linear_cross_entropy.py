@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.head import cast_as_linear, needed_gradients
-from ..ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
-from ..ops.lora import lora_input
+from ..ops.heads.head import cast_as_linear, needed_gradients
+from ..ops.heads.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from ..ops.heads.lora import lora_input
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, items_on
 
 

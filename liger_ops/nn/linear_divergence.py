@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.linear_divergence import linear_divergence
+from ..ops.heads.linear_divergence import linear_divergence
 from .log_prob import WithOptions
 
 DEFAULTS = {

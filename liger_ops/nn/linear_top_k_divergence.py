@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.linear_top_k_divergence import linear_top_k_divergence
+from ..ops.heads.linear_top_k_divergence import linear_top_k_divergence
 from .log_prob import WithOptions
 
 DEFAULTS = {

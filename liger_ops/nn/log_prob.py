@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.linear_log_prob import linear_log_prob
-from ..ops.log_prob import log_prob
+from ..ops.heads.linear_log_prob import linear_log_prob
+from ..ops.losses.log_prob import log_prob
 
 
 class WithOptions(nn.Module):

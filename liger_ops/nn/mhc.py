@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.mhc_coeffs import mhc_coeffs
-from ..ops.mhc_post_res import mhc_post_res
-from ..ops.mhc_pre import mhc_pre
+from ..ops.hyper_connections.mhc_coeffs import mhc_coeffs
+from ..ops.hyper_connections.mhc_post_res import mhc_post_res
+from ..ops.hyper_connections.mhc_pre import mhc_pre
 from .checks import check_size
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.modulated_layer_norm import modulated_layer_norm
-from ..ops.modulated_rms_norm import modulated_rms_norm
+from ..ops.norms.modulated_layer_norm import modulated_layer_norm
+from ..ops.norms.modulated_rms_norm import modulated_rms_norm
 from .rms_norm import OptionalWeight, RMSNormBase
 
 

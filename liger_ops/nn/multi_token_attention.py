@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..ops.multi_token_attention import multi_token_attention
-from ..ops.windows import per_dimension
+from ..ops.attention.multi_token_attention import multi_token_attention
+from ..ops.attention.windows import per_dimension
 from .checks import check_size
 
 

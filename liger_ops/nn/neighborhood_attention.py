@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..ops.neighborhood_attention import neighborhood_attention
+from ..ops.attention.neighborhood_attention import neighborhood_attention
 
 
 class NeighborhoodAttention(nn.Module):

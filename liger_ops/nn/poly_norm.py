@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.poly_norm import poly_norm
+from ..ops.norms.poly_norm import poly_norm
 
 
 class PolyNorm(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.fused_add_rms_norm import fused_add_rms_norm
-from ..ops.rms_norm import rms_norm
+from ..ops.norms.fused_add_rms_norm import fused_add_rms_norm
+from ..ops.norms.rms_norm import rms_norm
 from .checks import check_size
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..ops.rms_norm_rope import rms_norm_rope
+from ..ops.rope.rms_norm_rope import rms_norm_rope
 from .checks import check_size
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ..ops.rope import rope
+from ..ops.rope.rope import rope
 
 
 class Rope(nn.Module):

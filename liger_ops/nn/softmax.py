@@ -7,9 +7,9 @@ from numbers import Integral
 from torch import Tensor, nn
 
 from ..ops.dimension import over_dim
-from ..ops.log_softmax import log_softmax
-from ..ops.softmax import softmax
-from ..ops.sparsemax import sparsemax
+from ..ops.softmax.log_softmax import log_softmax
+from ..ops.softmax.softmax import softmax
+from ..ops.softmax.sparsemax import sparsemax
 
 
 class Softmax(nn.Softmax):

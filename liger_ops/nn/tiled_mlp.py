@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..ops.tiled_mlp import tiled_mlp
+from ..ops.activations.tiled_mlp import tiled_mlp
 
 
 class TiledMLP(nn.Module):

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ..sizes import cdiv
+from ..common.sizes import cdiv
 from .launch import dependent_launch, launch
 
 

@@ -1,4 +1,4 @@
-"""embedding: PyTorch's gather; the backward is described in lowering/embedding.py. N columns."""
+"""embedding: PyTorch's gather; lowering/common/embedding.py describes the backward. N columns."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import library
-from ..embedding import chunk_length, gather, runs_of
-from ..embedding_math import sum_chunk, sum_parts
-from ..sizes import cdiv
+from ..common.embedding import chunk_length, gather, runs_of
+from ..common.embedding_math import sum_chunk, sum_parts
+from ..common.sizes import cdiv
 from . import tiling
 from .tiling import COSTS, Cost, Plan, launch
 

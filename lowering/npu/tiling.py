@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from ..sizes import cdiv, next_power_of_2
-from ..tensors import contiguous
+from ..common.sizes import cdiv, next_power_of_2
+from ..common.tensors import contiguous
 
 # The runtime refuses a grid of 65536 programs.
 MAX_PROGRAMS = 65535

@@ -14,8 +14,9 @@ from attention_models import batch, blocks_everywhere, model
 from causal_models import assert_same_gradients
 from data_masks import on_the_cpu
 from liger_ops import backend, fuse
-from liger_ops.fusion import attention_function
-from liger_ops.lowering.passes import chosen, masked_attention
+from liger_ops.fusion.attention import attention_function
+from liger_ops.rewrites import default_rewrites
+from liger_ops.rewrites.attention import masked_attention
 from parallel_plans import parallel
 from sharded_training import BOUND, PRELOADED, Graphs, full
 
@@ -78,7 +79,7 @@ def rewritten_masks() -> None:
     with pytest.MonkeyPatch.context() as patch:
         on_the_cpu(patch)
         patch.setattr(masked_attention, "DEVICES", (ranks.DEVICE,))
-        patch.setattr(chosen, "NEEDS_INDUCTOR", frozenset())
+        patch.setattr(default_rewrites, "NEEDS_INDUCTOR", frozenset())
         for name, kind in (("llama", "packed"), ("gemma3", "right")):
             torch._dynamo.reset()
             graphs, made = Graphs(), sharded(name, sequence=name == "llama")

@@ -16,7 +16,7 @@ import context_parallel_cpu
 import ranks
 from causal_models import assert_same_gradients
 from liger_ops import backend, fuse
-from liger_ops.fusion import attention_mask
+from liger_ops.fusion.attention import attention_mask
 from sharded_training import PRELOADED, Graphs
 
 pytestmark = pytest.mark.device_kernels

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ranks
 from liger_ops import library
-from liger_ops.distributed.axes import AXES
-from liger_ops.distributed.rules import base_of
+from liger_ops.distributed.dtensor.axes import AXES
+from liger_ops.distributed.dtensor.rules import base_of
 from op_table import OPS
 from op_under_test import OpUnderTest
 

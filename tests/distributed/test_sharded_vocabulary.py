@@ -24,7 +24,7 @@ import extreme_logits as extreme
 import liger_ops
 import ranks
 from liger_ops import distributed
-from liger_ops.distributed import chunk_sizes
+from liger_ops.distributed.vocab_parallel import chunk_sizes
 from sharded_heads import (
     FLOAT32,
     FLOAT64,

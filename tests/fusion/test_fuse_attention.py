@@ -20,7 +20,8 @@ from attention_models import (
     step,
 )
 from graphs import Recorder
-from liger_ops.fusion import attention_function, unfuse
+from liger_ops.fusion import unfuse
+from liger_ops.fusion.attention import attention_function
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -13,8 +13,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from backends import without_caches
-from liger_ops.fusion import attention_blocks
-from liger_ops.fusion.attention_blocks import block_mask, dense
+from liger_ops.fusion.attention import attention_blocks
+from liger_ops.fusion.attention.attention_blocks import block_mask, dense
 
 CPU = torch.device("cpu")
 BATCH = 2

@@ -17,7 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention_models import SIZES, batch, blocks_everywhere, fuse_attention, model, step
 from liger_ops import fuse, unfuse
-from liger_ops.fusion import attention, attention_probe, classes
+from liger_ops.fusion import classes
+from liger_ops.fusion.attention import attention, attention_probe
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

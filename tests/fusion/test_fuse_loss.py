@@ -131,7 +131,7 @@ def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     actual = gradients(fused, output.loss)
     modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
     simulated_npu.forget()
-    assert modules == {"liger_ops.lowering.npu.cross_entropy"}
+    assert modules == {"liger_ops.lowering.npu.losses.cross_entropy"}
     torch.testing.assert_close(simulated_npu.to_cpu(output.loss), expected.loss)
     on_cpu = {name: simulated_npu.to_cpu(grad) for name, grad in actual.items()}
     assert_same_gradients(on_cpu, expected_gradients, bound=1e-4)

@@ -25,7 +25,7 @@ from gated_modules import (
     results,
 )
 from liger_ops import fuse
-from liger_ops.fusion import gated
+from liger_ops.fusion.layers import gated
 
 
 class InPairs(Packed):

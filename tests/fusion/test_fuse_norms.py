@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from liger_ops import fuse
-from liger_ops.fusion import FuseReport, norms
+from liger_ops.fusion import FuseReport
+from liger_ops.fusion.layers import norms
 
 
 class Rms(nn.Module):

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from causal_models import assert_same_gradients
 from fused_families import FAMILIES
 from liger_ops import fuse, unfuse
-from liger_ops.lowering.passes.pattern import Pattern
+from liger_ops.rewrites.engine.pattern import Pattern
 
 LLAMA = next(family for family in FAMILIES if family.name == "Llama")
 DEEPSPEED = "deepspeed.runtime.zero.parameter_offload"

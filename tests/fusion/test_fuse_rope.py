@@ -27,7 +27,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as phi3
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
 
 from liger_ops import fuse
-from liger_ops.fusion import rope
+from liger_ops.fusion.layers import rope
 from rotating_modules import B, D, H, Rotating, S, interleaved, llama, ops_of, set_rotate, tensors
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import liger_ops
 from fused_models import LLAMA, QWEN3_MOE
 from liger_ops import fuse, unfuse
-from liger_ops.fusion.norm_trace import Norm
+from liger_ops.fusion.layers.norm_trace import Norm
 
 pytestmark = pytest.mark.usefixtures("empty_caches")
 

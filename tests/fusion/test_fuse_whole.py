@@ -15,7 +15,8 @@ from fused_families import output
 from fused_models import LLAMA, QWEN3_MOE
 from gated_modules import HIDDEN, WIDTH
 from liger_ops import fuse
-from liger_ops.fusion import FuseReport, classes, gated, norms
+from liger_ops.fusion import FuseReport, classes
+from liger_ops.fusion.layers import gated, norms
 
 
 class Pair(nn.Module):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import liger_ops.lowering.npu as npu
 from liger_ops import library
-from liger_ops.lowering.npu import multi_token_attention, tiling
+from liger_ops.lowering.npu import tiling
+from liger_ops.lowering.npu.attention import multi_token_attention
 from liger_ops.lowering.npu.tiling import COSTS, MIN_BLOCK_N, Groups, Plan
 
 UB_BYTES = st.sampled_from((65536, 131072, 196608, 262144))

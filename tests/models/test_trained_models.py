@@ -13,7 +13,7 @@ import transformers
 from packaging.version import Version
 from transformers.models.auto import modeling_auto
 
-from liger_ops.lowering.passes import REWRITES
+from liger_ops.rewrites import REWRITES
 from trained_models import LEFT_OUT, MODELS, WITHOUT_PADDING
 from trained_models_report import DOCUMENT, document, rows
 from training_steps import MODES, check, own_results
@@ -62,7 +62,7 @@ def test_every_rewrite_is_chosen() -> None:
     # have modulated norms. test_architectures has a norm with a gate, in Falcon-H1.
     elsewhere = {"attention", "masked_attention", "eager_attention", "linear_log_prob", "log_prob"}
     elsewhere |= {"modulated_rms_norm", "modulated_layer_norm", "gated_rms_norm"}
-    # Hyper-connections are in tests/passes/test_rewrite_mhc.py, without a whole model around them.
+    # Hyper-connections, without a whole model, are in tests/rewrites/test_rewrite_mhc.py.
     elsewhere |= {"mhc_coeffs", "mhc_pre", "mhc_post_res"}
     assert set().union(*(known[name].ops for name in CHOSEN)) == set(REWRITES) - elsewhere
 

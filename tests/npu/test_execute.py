@@ -12,7 +12,7 @@ import torch
 from execute import CORES, executing
 from launch_cases import LaunchCase, executed
 from liger_ops import library
-from liger_ops.lowering.npu import multi_token_attention
+from liger_ops.lowering.npu.attention import multi_token_attention
 from liger_ops.lowering.npu.tiling import Plan
 from op_checks import assert_backward_matches_truth, assert_forward_matches_truth, widened
 from op_table import OPS

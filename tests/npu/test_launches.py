@@ -24,7 +24,7 @@ def test_every_kernel_is_launched():
     kernels = {
         name
         for folder in npu.__path__
-        for path in Path(folder).glob("*.py")
+        for path in Path(folder).rglob("*.py")
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     without = kernels - {launch.kernel for call in calls() for launch in call.launches}

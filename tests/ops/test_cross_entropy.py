@@ -14,8 +14,8 @@ import op_checks
 import strategies
 from cross_entropy_cases import LossCase
 from liger_ops import library
-from liger_ops.lowering.cross_entropy import Tokens
-from liger_ops.lowering.passes.losses import NO_CLASS
+from liger_ops.lowering.common.losses.cross_entropy import Tokens
+from liger_ops.rewrites.losses.losses import NO_CLASS
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 from plans import plan
@@ -106,7 +106,7 @@ def test_loss_and_gradient_in_one_call(folder: str, case: LossCase) -> None:
         for name in ("loss", "z_loss", "lse", "target_logit")
     }
     chunk = logits.clone()
-    module = importlib.import_module(f"liger_ops.lowering.{folder}.cross_entropy")
+    module = importlib.import_module(f"liger_ops.lowering.{folder}.losses.cross_entropy")
     args = cross_entropy_cases.forward_args(case, tensors)
     tokens = Tokens(weight, target, token_weight, **outputs)
     call = library.OPS[OP.name].arguments(*args)

@@ -8,7 +8,7 @@ import torch
 import liger_ops
 import op_checks
 from divergence_cases import DivergenceCase
-from liger_ops.ops.divergence import DISTRIBUTION_KINDS, KINDS
+from liger_ops.ops.losses.divergence import DISTRIBUTION_KINDS, KINDS
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from head_calls import BACKWARD, FORWARD
 from liger_ops import library
-from liger_ops.ops.head import upstream_of_tokens
+from liger_ops.ops.heads.head import upstream_of_tokens
 from linear_cross_entropy_cases import (
     NOT_COMPUTED,
     WITHOUT_LORA,

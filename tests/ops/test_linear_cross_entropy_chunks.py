@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, Calls, call, leaves
 from liger_ops import library
-from liger_ops.lowering.linear_cross_entropy import Gradients, head_of
-from liger_ops.ops.chunks import ENVIRONMENT, chunks
-from liger_ops.ops.head import forward_dweight_dtype
+from liger_ops.lowering.common.heads.linear_cross_entropy import Gradients, head_of
+from liger_ops.ops.heads.chunks import ENVIRONMENT, chunks
+from liger_ops.ops.heads.head import forward_dweight_dtype
 from linear_cross_entropy_cases import (
     NOT_COMPUTED,
     WITHOUT_LORA,

@@ -17,7 +17,7 @@ import liger_ops
 import mhc_strategies
 import op_checks
 from liger_ops import library
-from liger_ops.lowering import mhc_products
+from liger_ops.lowering.common.hyper_connections import mhc_products
 from mhc_cases import INPUTS, RESULTS, MHCCase
 from op_table import OPS
 from op_under_test import FOLDERS

@@ -19,7 +19,7 @@ import liger_ops
 import op_checks
 import strategies
 from liger_ops import library
-from liger_ops.lowering import multi_token_attention as host
+from liger_ops.lowering.common.attention import multi_token_attention as host
 from multi_token_cases import INPUTS, MultiTokenCase
 from op_checks import FLOAT32_ROUNDINGS
 from op_table import OPS
@@ -63,7 +63,7 @@ def run_kernels(
     folder: str, case: MultiTokenCase, scores: Tensor, dp: Tensor
 ) -> tuple[Tensor, Tensor]:
     """p, and the gradient of scores, by the kernels alone; the latter is written over dp."""
-    module = import_module(f"liger_ops.lowering.{folder}.multi_token_attention")
+    module = import_module(f"liger_ops.lowering.{folder}.attention.multi_token_attention")
     forward, backward = (plan_of(folder, case, way) for way in (False, True))
     with op_checks.poisoned_memory():
         p = torch.empty(scores.shape, dtype=dp.dtype, device=scores.device)

@@ -119,7 +119,7 @@ def test_tables_by_the_host_codes_own_plan(folder: str, form: str) -> None:
 
 def test_tables_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the cuda kernel, at any strides, the real and imaginary parts of complex numbers too."""
-    from liger_ops.lowering.cuda import rope as module
+    from liger_ops.lowering.cuda.rope import rope as module
 
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module, "launch", lambda *args, **options: launched.append(args))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_ops.lowering.cuda.linear_cross_entropy import scale
-from liger_ops.ops import scaling
+from liger_ops.lowering.cuda.heads.linear_cross_entropy import scale
+from liger_ops.ops.heads import scaling
 from op_under_test import DEVICE
 
 pytestmark = pytest.mark.device_kernels

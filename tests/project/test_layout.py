@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
 # Each layer imports from itself and from those before it. The rest of liger_ops is above ops, and
 # what is in ABOVE also above lowering.
 LAYERS = ("library", "ops", "meta", "lowering")
-ABOVE = ("fusion", "distributed")
+ABOVE = ("rewrites", "fusion", "distributed")
 # These know the ops alone, and each other not.
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
@@ -81,11 +81,13 @@ def misplaced_imports(file: Path, source: str) -> list[str]:
         if own_layer == len(LAYERS):
             folder = module.split(".")[1]
             downward = layer == LAYERS.index("lowering") and folder not in ABOVE
+            if folder == "rewrites":
+                # They are for graphs of any device, know no kernels, and are under `fuse`.
+                downward = layer >= LAYERS.index("lowering") and parts[1:2] != [folder]
             if folder in BESIDE:
                 downward = layer > LAYERS.index("ops") and parts[1:2] != [folder]
         devices = {"cuda", "npu"}
-        # The passes are for graphs of any device.
-        apart = set(own_device) <= {*devices, "passes"}
+        apart = set(own_device) <= {*devices, "common"}
         other_device = apart and set(parts[2:3]) & (devices - set(own_device))
         if downward or (own_device and other_device):
             wrong.append(f"{file}: {module} imports {name}")
@@ -142,9 +144,9 @@ def test_imports_point_one_way():
         ("meta/x.py", "from liger_ops.nn import RMSNorm"),
         ("lowering/npu/x.py", "from ..cuda.launch import Plan"),
         ("lowering/cuda/x.py", "from .. import npu"),
-        ("lowering/passes/x.py", "from ..cuda import rms_norm"),
-        ("lowering/passes/x.py", "import liger_ops.lowering.npu"),
-        ("lowering/passes/x.py", "from ... import fusion"),
+        ("liger_ops/rewrites/x.py", "from ..lowering.cuda.norms import rms_norm"),
+        ("liger_ops/rewrites/x.py", "import liger_ops.lowering.npu"),
+        ("liger_ops/rewrites/x.py", "from .. import fusion"),
     ],
 )
 def test_a_misplaced_import_is_found(file, source):
@@ -158,23 +160,26 @@ def test_a_misplaced_import_is_found(file, source):
         ("liger_ops/ops/x.py", "from .. import library\nfrom .precision import widened"),
         ("liger_ops/nn/x.py", "from .. import library\nfrom ..ops.rms_norm import rms_norm"),
         ("liger_ops/losses/x.py", "from ..ops.precision import widened\nfrom .checks import x"),
-        ("liger_ops/fusion/x.py", "from ..lowering.passes import pattern"),
+        ("liger_ops/fusion/x.py", "from ..rewrites.engine import pattern"),
         ("meta/x.py", "from .. import library\nfrom . import checks\nimport torch.cuda"),
         ("lowering/__init__.py", "from . import cuda, npu"),
         ("lowering/npu/x.py", "from ... import library, meta\nfrom ..triton_math import rounded"),
         ("lowering/cuda/x.py", "from .launch import Plan\nimport triton.language as tl"),
-        ("lowering/passes/x.py", "from ...library import OPS\nfrom .pattern import Pattern"),
+        (
+            "liger_ops/rewrites/engine/x.py",
+            "from ...library import OPS\nfrom .pattern import Pattern",
+        ),
     ],
 )
 def test_a_well_placed_import_passes(file, source):
     assert misplaced_imports(Path(file), source) == []
 
 
-def test_the_passes_need_no_toolchain():
-    """The passes rewrite graphs of every device, and a user without Triton has them too."""
+def test_the_rewrites_need_no_toolchain():
+    """Rewrites are for graphs of every device, and a user without Triton has them too."""
     wanted = {
         name.split(".")[0]
-        for file in sources("lowering/passes")
+        for file in sources("liger_ops/rewrites")
         for name in imported_modules(
             ast.parse(file.read_text()), module_of(file.relative_to(ROOT)), False
         )
@@ -185,7 +190,10 @@ def test_the_passes_need_no_toolchain():
 
 # They measure what `explain(verify=True)` and `fuse(verify=batch)` report; no op or compiled code
 # calls them.
-MEASURES = [ROOT / f"lowering/passes/{name}.py" for name in ("verify", "differences", "wider")]
+MEASURES = [
+    ROOT / f"liger_ops/rewrites/{name}.py"
+    for name in ("verify", "differences", "engine/float64_graph")
+]
 
 
 HOST_CODE = (

@@ -100,8 +100,8 @@ def test_a_gpu_is_listed_with_the_kernels_that_would_run(gpu):
     assert report["kernels"]["cuda"] == [n for n, op in library.OPS.items() if "cuda" in op.kernels]
     text = as_text(report)
     assert "cuda:1         GPU number 1, capability 9.0" in text
-    assert report["ops"]["rms_norm"]["cuda"] == "lowering.cuda.rms_norm"
-    assert "lowering.cuda.rms_norm" in text
+    assert report["ops"]["rms_norm"]["cuda"] == "lowering.cuda.norms.rms_norm"
+    assert "lowering.cuda.norms.rms_norm" in text
 
 
 def test_a_package_that_does_not_import_is_reported(tmp_path):

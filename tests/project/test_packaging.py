@@ -29,7 +29,7 @@ NOT_SOURCE = (
 # Folder of the root to its place in the package.
 PLACES = {"liger_ops": "liger_ops", "meta": "liger_ops/meta", "lowering": "liger_ops/lowering"}
 
-ENTRY_POINT = "liger_ops.lowering.passes.backend:liger"
+ENTRY_POINT = "liger_ops.rewrites.backend:liger"
 
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, site, sys

@@ -6,7 +6,7 @@ import pytest
 
 from fused_families import FAMILIES
 from liger_ops import library
-from liger_ops.lowering.passes import REWRITES
+from liger_ops.rewrites import REWRITES
 from op_parts import base
 from quick import TESTS, TIER
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from architectures import ARCHITECTURES, Architecture
-from liger_ops.lowering.passes import REWRITES
-from liger_ops.lowering.passes.chosen import KEPT_BY_INDUCTOR
+from liger_ops.rewrites import REWRITES
+from liger_ops.rewrites.default_rewrites import KEPT_BY_INDUCTOR
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 

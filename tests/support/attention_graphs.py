@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 
-from liger_ops.lowering.passes.report import Report
+from liger_ops.rewrites.engine.report import Report
 
 Rewrite = Callable[[fx.Graph, Report], None]
 

@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
-from liger_ops.fusion import attention_mask, fuse
+from liger_ops.fusion import fuse
+from liger_ops.fusion.attention import attention_mask
 
 # Two blocks of a block mask, of which the last is not full.
 LENGTH = 150

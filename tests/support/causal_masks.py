@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention_graphs import checked
-from liger_ops.lowering.passes import causal_attention
+from liger_ops.rewrites.attention import causal_attention
 
 OP = "causal_attention"
 LENGTH = 6

@@ -28,9 +28,10 @@ from triton.compiler import ASTSource
 
 import liger_ops.lowering.cuda as cuda
 from liger_ops import library
-from liger_ops.lowering.cross_entropy import Tokens
-from liger_ops.lowering.cuda import cross_entropy, multi_token_attention
+from liger_ops.lowering.common.losses.cross_entropy import Tokens
+from liger_ops.lowering.cuda.attention import multi_token_attention
 from liger_ops.lowering.cuda.launch import WARP_SIZE
+from liger_ops.lowering.cuda.losses import cross_entropy
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -13,7 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager, eager
 from torch.overrides import TorchFunctionMode
 
 import liger_ops
-from liger_ops.lowering.passes.report import source_line
+from liger_ops.rewrites.engine.report import source_line
 
 ATTENTION = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from causal_masks import causal, columns, rows
-from liger_ops.lowering.passes import masked_attention
+from liger_ops.rewrites.attention import masked_attention
 
 BATCH = 2
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cross_entropy_cases import targets
-from liger_ops.lowering.distribution_loss import FORMS
-from liger_ops.ops.distribution_loss import Form
+from liger_ops.lowering.common.losses.distribution_loss import FORMS
+from liger_ops.ops.losses.distribution_loss import Form
 from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, laid_out
 
 INF = float("inf")

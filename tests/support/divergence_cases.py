@@ -10,7 +10,7 @@ import torch
 
 from cross_entropy_cases import targets
 from liger_ops import library
-from liger_ops.ops.divergence import RESULTS as NAMES
+from liger_ops.ops.losses.divergence import RESULTS as NAMES
 from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, max_abs
 
 

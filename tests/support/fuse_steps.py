@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import fuse
-from liger_ops.lowering.passes.verify import CannotVerify, verify_changes
+from liger_ops.rewrites.verify import CannotVerify, verify_changes
 from training_steps import Model, one_line, randomized
 
 Batch = dict[str, Any]

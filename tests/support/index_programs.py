@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops.lowering.passes.mask.algebra import (
+from liger_ops.rewrites.attention.mask.algebra import (
     Affine,
     Both,
     NonNegative,

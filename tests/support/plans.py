@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from liger_ops.lowering.sizes import next_power_of_2
+from liger_ops.lowering.common.sizes import next_power_of_2
 from op_under_test import Case, OpUnderTest
 
 
@@ -35,7 +35,7 @@ def plan(folder: str, op: OpUnderTest, case: Case, backward: bool = False) -> An
     if op.name == "group_norm":
         return plan_of_groups(case, rows, columns)
     if op.name == "rope":
-        from liger_ops.lowering.cuda.rope import RopePlan
+        from liger_ops.lowering.cuda.rope.rope import RopePlan
 
         return RopePlan(rows, 2, columns)
     return plan_of_rows(op.name, rows, columns, case.shape[-1], backward)
@@ -46,7 +46,7 @@ def plan_of_windows(folder: str, case: Case, rows: int, columns: int) -> Any:
         from liger_ops.lowering.npu.tiling import Plan
 
         return Plan(rows * columns, next_power_of_2(max(16, case.shape[-1])), cores=2)
-    from liger_ops.lowering.cuda.neighborhood_attention import Tiles
+    from liger_ops.lowering.cuda.attention.neighborhood_attention import Tiles
 
     return Tiles(rows, columns)
 
@@ -57,15 +57,15 @@ def plan_of_heads(folder: str, case: Case, rows: int, columns: int) -> Any:
         from liger_ops.lowering.npu.tiling import Plan
 
         return Plan(rows, next_power_of_2(max(16, case.rotary // 2)), cores=2)
-    from liger_ops.lowering.cuda.rms_norm_rope import HeadsPlan
+    from liger_ops.lowering.cuda.rope.rms_norm_rope import HeadsPlan
 
     return HeadsPlan(rows * max(1, columns // 8), programs=2, num_stages=rows)
 
 
 def plan_of_groups(case: Case, rows: int, columns: int) -> Any:
-    from liger_ops.lowering.cuda.group_pieces import Pieces
-    from liger_ops.lowering.cuda.group_walk import Walk
-    from liger_ops.lowering.cuda.group_whole import WholeGroup
+    from liger_ops.lowering.cuda.norms.group.group_cached import Walk
+    from liger_ops.lowering.cuda.norms.group.group_pieces import Pieces
+    from liger_ops.lowering.cuda.norms.group.group_whole import WholeGroup
 
     C_G, S = case.shape[1] // case.num_groups, math.prod(case.shape[2:])
     if rows > 2:
@@ -79,10 +79,10 @@ def plan_of_groups(case: Case, rows: int, columns: int) -> Any:
 
 def plan_of_rows(op: str, rows: int, columns: int, width: int, backward: bool) -> Any:
     """The plan of a cuda op whose tiles have rows and columns."""
-    from liger_ops.lowering.cuda import cross_entropy
     from liger_ops.lowering.cuda.launch import Tile, TwoPass, WholeRow
-    from liger_ops.lowering.cuda.norm_backward_two_kernel import TwoKernel
-    from liger_ops.lowering.cuda.norm_backward_two_pass import TwoPassBackward
+    from liger_ops.lowering.cuda.losses import cross_entropy
+    from liger_ops.lowering.cuda.norms.norm_backward_two_kernel import TwoKernel
+    from liger_ops.lowering.cuda.norms.norm_backward_two_pass import TwoPassBackward
 
     loss = op in ("cross_entropy_forward", "log_prob_forward", "divergence_forward")
     if loss and backward:

@@ -78,7 +78,7 @@ def rewrites_are_made(item: pytest.Item) -> Iterator[None]:
     if not rewrites:
         yield
         return
-    from liger_ops.lowering.passes.report import Report
+    from liger_ops.rewrites.engine.report import Report
 
     reports: list[Report] = []
     used = Report.used

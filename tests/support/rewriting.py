@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from liger_ops.lowering.passes import rewrite
-from liger_ops.lowering.passes.report import Finding
+from liger_ops.rewrites import rewrite
+from liger_ops.rewrites.engine.report import Finding
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

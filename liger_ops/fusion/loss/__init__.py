@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...lowering.passes.report import logits_bytes
+from ...rewrites.engine.report import logits_bytes
 from .. import classes
 from ..planning import Plan
 from ..probing import NotAnOp

@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..rebinding import is_wrapped_plainly, rebound
+from ..layers.rebinding import is_wrapped_plainly, rebound
 
 NAME = "CrossEntropyLoss"
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.cross_entropy import token_accuracy
-from ...ops.cross_entropy import cross_entropy_forward
-from ...ops.head import cast_as_linear, needed_gradients
-from ...ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from ...ops.heads.head import cast_as_linear, needed_gradients
+from ...ops.heads.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from ...ops.losses.cross_entropy import cross_entropy_forward
 from ..tensor_parallel import as_input
 from .deferred import DeferredLogits
 from .lora import LoraHead
@@ -108,7 +108,7 @@ class OfShardedHead(Source):
         self.options = _head_options(logits, options)
 
     def loss(self, target: Tensor, **options: Any) -> Tensor:
-        from ...distributed.vocabulary_cross_entropy import of_head
+        from ...distributed.vocab_parallel.vocabulary_cross_entropy import of_head
 
         # A DTensor with sharded rows cannot be flattened.
         options = {**self.options, **options}

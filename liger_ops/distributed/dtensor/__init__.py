@@ -1,0 +1,1 @@
+"""Rules of DTensor for every op: what may be sharded, and what is communicated."""

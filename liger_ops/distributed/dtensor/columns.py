@@ -1,0 +1,167 @@
+"""Norms, softmax and packed gates whose columns are sharded: a device computes its columns, and the
+devices sum statistics of the rows where they share any. No activation moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...ops.rows import Parts, parts
+from ...record import Op
+from ...torch_private import StridedShard
+from .axes import GATED_COLUMNS, GROUPED_COLUMNS, SHARDED_COLUMNS
+from .column_groups import Groups
+from .parts import Placed, axes_of, placed_by, whole_results
+from .rules import base_of, shardable, tensors_of
+
+COLUMNS = "N"
+# The tensor whose placements say which columns a device has: x, the sum s of the op that adds, the
+# result y from which a softmax's gradient is computed, or the packed gate.
+NAMES = ("x", "s", "y", "gate")
+# The halves of a packed gate: a device has its columns of the gate, then those of the up.
+HALVES = 2
+
+# Computes a device's results from its own call.
+Compute = Callable[[Any], Any]
+
+
+def computed_by_columns(op: Op, call: Any) -> Any:
+    """The results of a call whose columns are sharded, or NotImplemented for any other."""
+    x = _sharded(op, call)
+    wholes = None if x is None else whole_results(op, call)
+    if x is None or wholes is None:
+        return NotImplemented
+    placed = _placements(op, call, x)
+    compute = None if placed is None else _compute(op, call, x, placed)
+    if placed is None or compute is None:
+        return NotImplemented
+    return placed.computed(op, call, wholes, compute)
+
+
+class Sharded(NamedTuple):
+    """The tensor whose columns are sharded."""
+
+    name: str
+    tensor: DTensor
+    # The dimension of the tensor.
+    dim: int
+    # The dimensions of the mesh that share columns.
+    sharding: list[int]
+
+    @property
+    def columns(self) -> Any:
+        return self.tensor.shape[self.dim]
+
+    @property
+    def devices(self) -> int:
+        """The devices that share the columns of a row."""
+        return math.prod(self.tensor.device_mesh.size(i) for i in self.sharding)
+
+    def own_columns(self) -> tuple[Any, Any]:
+        """The first of the device's columns, and how many it has: DTensor splits as torch.chunk."""
+        mesh = self.tensor.device_mesh
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        first, count = 0, self.columns
+        for i in self.sharding:
+            most = -(-count // mesh.size(i))
+            start = min(most * coordinate[i], count)
+            first, count = first + start, min(most, count - start)
+        return first, count
+
+
+def _sharded(op: Op, call: Any) -> Sharded | None:
+    base = base_of(op.name)
+    packed = base in GATED_COLUMNS
+    if base not in (*SHARDED_COLUMNS, *GROUPED_COLUMNS, *GATED_COLUMNS):
+        return None
+    if packed and call.up is not None:
+        return None
+    name = next(name for name in NAMES if name in call._fields)
+    x = getattr(call, name)
+    if not isinstance(x, DTensor):
+        return None
+    dim = 1 if base == "group_norm" else x.dim() - 1
+    wanted: Any = Shard(dim)
+    if packed and not getattr(call, "interleaved", False):
+        wanted = StridedShard(dim, split_factor=HALVES)
+    sharding = [i for i, placement in enumerate(x.placements) if placement == wanted]
+    others = [placement for i, placement in enumerate(x.placements) if i not in sharding]
+    if not sharding or any(type(p) not in (Shard, Replicate) for p in others):
+        return None
+    if packed and (len(sharding) > 1 or Shard(dim) in others):
+        return None
+    return Sharded(name, x, dim, sharding)
+
+
+def _placements(op: Op, call: Any, x: Sharded) -> Placed | None:
+    mesh, tensors = x.tensor.device_mesh, tensors_of(op, call, COLUMNS)
+    if any(COLUMNS not in shardable(tensors.sizes, mesh.size(i)) for i in x.sharding):
+        return None
+    known = dict.fromkeys(x.sharding, COLUMNS)
+    axes = axes_of(tensors, call._fields.index(x.name), x.tensor, known)
+    if axes is None:
+        return None
+    placed = placed_by(tensors, axes, mesh)
+    arguments, results = list(placed.arguments), list(placed.results)
+    if x.name == "gate":
+        # The packed gate and its gradient, of which a device may have a part of both halves.
+        arguments[call._fields.index("gate")] = tuple(x.tensor.placements)
+        if op.name.endswith("_backward"):
+            results[0] = tuple(x.tensor.placements)
+    return placed._replace(results=results, arguments=arguments)
+
+
+def _compute(op: Op, call: Any, x: Sharded, placed: Placed) -> Compute | None:
+    """How a device computes its columns; None if the columns have to move."""
+    base, columns, devices = base_of(op.name), x.columns, x.devices
+    if base in GATED_COLUMNS:
+        return _by_itself(op) if columns % (HALVES * devices) == 0 else None
+    groups = getattr(call, "num_groups", None)
+    if getattr(call, "group_size", None) not in (None, columns):
+        groups = columns // call.group_size
+    if groups is not None and groups % devices == 0:
+        own = {"num_groups": groups // devices} if "num_groups" in call._fields else {}
+        return _by_itself(op, own)
+    if base not in SHARDED_COLUMNS:
+        return None
+    if groups is None:
+        return _by_statistics(op, x, placed)
+    return _by_statistics_of_groups(op, call.group_size, x, placed)
+
+
+def _by_itself(op: Op, changed: dict[str, Any] | None = None) -> Compute:
+    """The device's kernel, which needs nothing of other devices."""
+    return lambda own: op.overload(*own._replace(**changed or {}))
+
+
+def _by_statistics(op: Op, x: Sharded, placed: Placed) -> Compute:
+    whole_rows = Parts(x.columns, placed.over(x.sharding, "sum"), placed.over(x.sharding, "max"))
+
+    def compute(own: Any) -> Any:
+        with parts(whole_rows):
+            return op.definition(*own)
+
+    return compute
+
+
+def _by_statistics_of_groups(op: Op, size: Any, x: Sharded, placed: Placed) -> Compute:
+    groups = Groups(size, x.columns // size, *x.own_columns())
+    over_devices = placed.over(x.sharding, "sum")
+
+    def summed(value: Tensor) -> Tensor:
+        return groups.own(over_devices(groups.among_all(value)))
+
+    def compute(own: Any) -> Any:
+        # A norm has no maximum.
+        with parts(Parts(size, summed, summed)):
+            found = op.definition(*(groups.padded(v) if isinstance(v, Tensor) else v for v in own))
+        results = found if isinstance(found, tuple) else (found,)
+        cut = tuple(None if value is None else groups.cut(value) for value in results)
+        return cut if isinstance(found, tuple) else cut[0]
+
+    return compute

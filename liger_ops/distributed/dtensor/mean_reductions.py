@@ -1,0 +1,150 @@
+"""Means over sharded rows. No device knows the divisor: the devices sum what it divides, and the
+divisor where it depends on the targets."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from ...ops.heads.two_heads import result_dtype, token_weights
+from ...ops.losses import jsd, kl_div, tvd
+from ...ops.losses.distribution_loss import Form
+from ...record import Op
+from ..vocab_parallel.collectives import reduced
+from .axes import TERMS
+from .parts import axes_of, placed_by, whole_results, without_data
+from .rules import base_of, line_of_text, tensors_of
+
+# Losses that are sums over tokens or, for a mean, such a sum over the weight of all tokens.
+SUMS = {
+    "cross_entropy_forward": ("loss", "z_loss", "total_weight"),
+    "linear_cross_entropy_forward": ("loss", "z_loss", "total_weight"),
+    "linear_divergence_forward": ("loss", "divergence", "cross_entropy"),
+}
+FORMS: dict[str, Callable[..., Form]] = {
+    "kl_div": kl_div.form,
+    "jsd": jsd.form,
+    "tvd": tvd.form,
+}
+
+
+def mean_from_sums(op: Op, call: Any) -> Any:
+    """The results of a mean whose divisor is not given, from the sums of the devices, or
+    NotImplemented for any other call. The sums are all-reduced together, so that the mean is the
+    same number on every device, and the backward is then that of a mean whose divisor is given."""
+    if getattr(call, "num_items_in_batch", 0) is not None or call.reduction != "mean":
+        return NotImplemented
+    if op.name.endswith("_backward"):
+        return op.overload(*call._replace(num_items_in_batch=_divisor_again(call)))
+    names = [result.name for result in op.schema.returns]
+    results = dict(zip(names, op.overload(*call._replace(reduction="sum")), strict=True))
+    sums = {name: results[name] for name in SUMS[op.name] if results[name] is not None}
+    with torch.no_grad():
+        if "total_weight" in sums:
+            *numbers, items = on_every_device(list(sums.values()))
+            results["total_weight"] = items
+        else:
+            *numbers, items = on_every_device([*sums.values(), _weight_of_tokens(call)])
+            items = _at_least_one_token(items)
+        for name, number in zip(sums, numbers, strict=False):
+            results[name] = _divided(number, items)
+    return tuple(results[name] for name in names)
+
+
+def mean_over_elements(op: Op, call: Any) -> Any:
+    """The results of a mean over the elements of two tensors that are sharded along any dimension,
+    or NotImplemented for any other call.
+
+    A device's own mean, times its own divisor and over the whole one, is its part of the whole
+    mean.
+    """
+    name = base_of(op.name)
+    if name not in FORMS or getattr(call, "reduction", "mean") in ("none", "sum"):
+        return NotImplemented
+    form = FORMS[name]
+    first = call._fields.index(next(iter(inspect.signature(form).parameters)))
+    x = call[first]
+    wholes = whole_results(op, call) if isinstance(x, DTensor) else None
+    if wholes is None:
+        return NotImplemented
+    tensors = tensors_of(op, call, line=line_of_text(TERMS[name]))
+    axes = axes_of(tensors, first, x)
+    if axes is None or not any(axes):
+        return NotImplemented
+    placed = placed_by(tensors, axes, x.device_mesh)
+    of_rows = [i for i, axis in enumerate(axes) if axis is not None and axis.startswith("*")]
+    count = placed.over(of_rows, "sum")
+
+    def called(call: Any) -> Form:
+        return form(*(getattr(call, name) for name in inspect.signature(form).parameters))
+
+    def compute(own: Any) -> Any:
+        of_device, whole = called(own), called(op.arguments(*map(without_data, call)))
+        rows = None if of_device.within is None else count(of_device.within.sum())
+        divisors = of_device.divisor, whole.divided_by(rows)
+        if op.name.endswith("_backward"):
+            return op.overload(*own._replace(dloss=_rescaled(own.dloss, *divisors)))
+        return _rescaled(op.overload(*own), *divisors)
+
+    result = placed.computed(op, call, wholes, compute)
+    return result if op.name.endswith("_backward") else on_every_device([result])[0]
+
+
+def _rescaled(value: Tensor, divisor: Tensor | int, whole: Tensor | int) -> Tensor:
+    return value * divisor / whole
+
+
+def _divisor_again(call: Any) -> Tensor:
+    if hasattr(call, "total_weight"):
+        return call.total_weight
+    with torch.no_grad():
+        return _at_least_one_token(on_every_device([_weight_of_tokens(call)])[0])
+
+
+def _weight_of_tokens(call: Any) -> Tensor:
+    """The sum of `token_weights`: of DTensors, or a number that every device has."""
+    target, token_weight, x = call.target, call.token_weight, call.student_x
+    dtype = result_dtype(x, call.teacher_x, call.teacher_logits)
+    if target is None and token_weight is None:
+        return torch.full((), math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
+    given = (target, token_weight, call.ignore_index, x.shape[:-1], dtype, x.device)
+    return token_weights(*given).sum()
+
+
+def _at_least_one_token(total: Tensor) -> Tensor:
+    """The divisor of a mean that is 0 of nothing."""
+    return torch.where(total == 0, 1.0, total)
+
+
+def on_every_device(values: Sequence[Any]) -> list[Any]:
+    """Numbers, replicated: those with the same placements by one collective."""
+    found = list(values)
+    sharded = [value for value in values if isinstance(value, DTensor)]
+    for placements in dict.fromkeys(value.placements for value in sharded):
+        indices = [
+            i for i, value in enumerate(values)
+            if isinstance(value, DTensor) and value.placements == placements
+        ]  # fmt: skip
+        mesh = sharded[0].device_mesh
+        numbers = torch.stack([values[i].to_local() for i in indices])
+        # DTensor warns of a sum over several dimensions, of one number too.
+        for dimension, placement in enumerate(placements):
+            if isinstance(placement, Partial):
+                numbers = reduced(numbers, placement.reduce_op, (mesh, dimension))
+        for i, number in zip(indices, numbers.unbind(), strict=True):
+            found[i] = DTensor.from_local(
+                number.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
+    return found
+
+
+def _divided(number: Any, items: Any) -> Any:
+    divisor = items.to_local() if isinstance(items, DTensor) else items
+    local = number.to_local() / divisor
+    return DTensor.from_local(local, number.device_mesh, number.placements, run_check=False)

@@ -1,0 +1,207 @@
+"""The sharding rule of an op, derived from its schema and the names of its tensors' axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ...library import OPS
+from ...record import Op
+from .axes import AXES
+
+# The arguments whose gradients a backward op returns, if they are not the first ones. The gradient
+# of residual is that of x.
+GRADIENTS_OF = {
+    "fused_add_rms_norm": ("x", "weight"),
+    "rms_norm_rope": ("q", "k", "q_weight", "k_weight"),
+}
+# Gradients that a forward op computes and its backward op multiplies.
+COMPUTED_BY_FORWARD = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
+
+Placements = list[Any]
+Rule = list[tuple[Placements, Placements]]
+
+
+class Line(NamedTuple):
+    """The axes of an op's tensors, by their names."""
+
+    arguments: dict[str, list[str]]
+    results: dict[str, list[str]]
+
+
+class Role(NamedTuple):
+    """A tensor of a call: its axes, and its placement where a sharded axis is not among them."""
+
+    axes: list[str]
+    otherwise: Any
+
+
+class Placed(NamedTuple):
+    """A tensor of a call: the axis of each dimension, None for one that is not sharded."""
+
+    axes: list[str | None]
+    otherwise: Any
+
+    def placement(self, sharded: str) -> Any:
+        return Shard(self.axes.index(sharded)) if sharded in self.axes else self.otherwise
+
+
+def base_of(name: str) -> str:
+    """The public name of an op: without its suffix `_forward` or `_backward`."""
+    return name.removesuffix("_forward").removesuffix("_backward")
+
+
+def line_of(op: Op, call: Any) -> Line:
+    entry = AXES.get(base_of(op.name))
+    if entry is None:
+        raise NotImplementedError(f"{op.name}: there is no sharding rule of this op")
+    return line_of_text(entry if isinstance(entry, str) else entry(call))
+
+
+def line_of_text(text: str) -> Line:
+    arguments, results = (
+        {name.strip(): axes.split() for name, axes in (part.split("=") for part in side.split(","))}
+        for side in text.split("->")
+    )
+    return Line(arguments, results)
+
+
+def argument_role(op: Op, line: Line, name: str) -> Role:
+    """An argument: a tensor of the line, or the gradient of a result."""
+    if op.name.endswith("_backward") and name in COMPUTED_BY_FORWARD and name in line.results:
+        return Role(line.results[name], Partial())
+    of_result = name.removeprefix("d")
+    for known, key in ((line.arguments, name), (line.results, name), (line.results, of_result)):
+        if key in known:
+            return Role(known[key], Replicate())
+    raise NotImplementedError(f"{op.name}: there is no sharding rule of the argument {name}")
+
+
+def result_names(op: Op, line: Line) -> list[str]:
+    """The names of the results; those of a backward op without names are the gradients of the
+    first tensors of the forward."""
+    if not op.name.endswith("_backward"):
+        return list(line.results)
+    first = (f"d{name}" for name in GRADIENTS_OF.get(base_of(op.name), line.arguments))
+    return [result.name or name for result, name in zip(op.schema.returns, first, strict=False)]
+
+
+def is_computed(op: Op, call: Any, i: int, name: str) -> bool:
+    """Whether a call has the i-th result, or None in its place."""
+    if op.name.endswith("_backward"):
+        return bool(getattr(call, "output_mask", (True,) * (i + 1))[i])
+    if name in COMPUTED_BY_FORWARD:
+        return bool(call.gradient_mask[COMPUTED_BY_FORWARD.index(name)])
+    if name == "cross_entropy":
+        return call.target is not None
+    return bool(getattr(call, f"return_{name.removesuffix('_tokens')}", True))
+
+
+def dimensions(axes: list[str], many: int, columns: str = "") -> list[str | None]:
+    """The axis of each dimension, where `*` and `#` are `many` dimensions. The axis `columns` may
+    be sharded although it is an upper-case one."""
+    named: list[str | None] = []
+    for axis in axes:
+        if axis in "*#":
+            named += [f"*{i}" if axis == "*" else None for i in range(many)]
+        else:
+            named.append(axis if axis.islower() or axis == columns else None)
+    return named
+
+
+def shardable(sizes: dict[str, list[Any]], devices: int) -> list[str]:
+    """The axes that may be sharded, of those with these sizes in the tensors of a call.
+
+    A tensor with fewer elements than others has one for so many neighbours, as keys have a head for
+    several heads of queries: then every device must have the neighbours of whole elements.
+    """
+    found = []
+    for axis, found_sizes in sizes.items():
+        largest, *others = sorted(found_sizes, reverse=True)
+        if all(largest % size == 0 and size % devices == 0 for size in others):
+            found.append(axis)
+    return found
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call; None for an argument or a result that is none."""
+
+    arguments: list[Placed | None]
+    results: list[Placed | None]
+    # Axis -> its different sizes in the tensors: a list, because a symbolic size has no hash.
+    sizes: dict[str, list[Any]]
+
+    def placements(self, axis: str | None) -> tuple[Placements, Placements]:
+        """The placements of results and of arguments, on one dimension of a mesh, that shard an
+        axis, or nothing."""
+
+        def placed(tensors: Sequence[Placed | None]) -> Placements:
+            return [t and (t.placement(axis) if axis else Replicate()) for t in tensors]
+
+        return placed(self.results), placed(self.arguments)
+
+
+def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -> Tensors:
+    """The tensors of a call, whose arguments are tensors or specs of DTensor, with the axes of a
+    line, by default the op's."""
+    line = line_of(op, call) if line is None else line
+    roles = {
+        argument.name: (argument_role(op, line, argument.name), value)
+        for argument, value in zip(op.schema.arguments, call, strict=True)
+        if hasattr(value, "placements")
+    }
+    many = {name: len(value.shape) - len(role.axes) + 1 for name, (role, value) in roles.items()}
+    rows = max((many[name] for name, (role, _) in roles.items() if "*" in role.axes), default=0)
+    named = {name: dimensions(role.axes, many[name], columns) for name, (role, _) in roles.items()}
+
+    # A size of 1 among others is broadcast: the tensor lacks the axis.
+    sizes: dict[str, list[Any]] = {}
+    for name, axes in named.items():
+        for axis, size in zip(axes, roles[name][1].shape, strict=True):
+            if axis is not None and size not in sizes.setdefault(axis, []):
+                sizes[axis].append(size)
+    for name, axes in named.items():
+        shape = roles[name][1].shape
+        named[name] = [
+            None if axis is None or (size == 1 and len(sizes[axis]) > 1) else axis
+            for axis, size in zip(axes, shape, strict=True)
+        ]
+    for found in sizes.values():
+        if len(found) > 1 and 1 in found:
+            found.remove(1)
+
+    arguments = [
+        Placed(named[argument.name], roles[argument.name][0].otherwise)
+        if argument.name in roles
+        else None
+        for argument in op.schema.arguments
+    ]
+    results: list[Placed | None] = []
+    for i, result in enumerate(result_names(op, line)):
+        if not is_computed(op, call, i, result):
+            results.append(None)
+            continue
+        like = result if op.name.endswith("_backward") and result in line.results else ""
+        like = like or result.removeprefix("d")
+        if op.name.endswith("_backward") and like in named:
+            axes = named[like]
+        else:
+            found_axes = line.results.get(result) or line.arguments.get(like, [])
+            axes = dimensions(found_axes, rows, columns)
+        results.append(Placed(axes, Partial()))
+    return Tensors(arguments, results, sizes)
+
+
+def rule(name: str, args: Sequence[Any]) -> Rule:
+    """The placements of results and of arguments, on one dimension of a mesh, that op `name` keeps.
+
+    `args` are the arguments of a call, with a spec in place of a tensor.
+    """
+    op = OPS[name]
+    call = op.arguments(*args)
+    tensors = tensors_of(op, call)
+    devices = next(value.mesh.size() for value in call if hasattr(value, "placements"))
+    axes = [None, *shardable(tensors.sizes, devices)]
+    return [tensors.placements(axis) for axis in axes]

@@ -1,0 +1,1 @@
+"""Losses whose words are sharded over ranks."""

@@ -1,0 +1,1 @@
+"""Attention: masks and functions that transformers' models call by name."""

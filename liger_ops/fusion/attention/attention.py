@@ -1,0 +1,252 @@
+"""Attention of transformers models, through transformers' registries of attention and masks.
+
+A model's configuration names its implementation. `fuse` registers implementations of its own, which
+send masks to the engines and everything else to what the model had, and writes their names there.
+The model that makes the masks gets a class of its own too, whose forward does not look for packed
+documents in position_ids that it made itself, and by which a copy in another process registers the
+names again.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import classes
+from ..planning import Plan
+from ..probing import NotAnOp
+from .attention_function import attention_function
+from .attention_mask import mask_function
+from .attention_positions import CAUSAL, makes_positions, of_own_positions
+from .attention_probe import addition
+
+KIND = "attention"
+
+# Name in the configuration in place of "sdpa", and the start of those in place of "eager".
+NAME = "liger"
+
+EAGER_FUNCTION = "eager_attention_forward"
+
+# Sizes of heads that flex_attention takes on a GPU.
+HEAD_DIMS = range(16, 257)
+
+SOFTCAP = "attn_logit_softcapping"
+# Numbers of a configuration with which its attention is left.
+OBSTACLES = (
+    "attention_dropout",
+    "attn_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+)
+
+# Code that asks for an implementation by its name does not know ours.
+ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|\[config\._attn_implementation\]")
+
+
+class Facts(NamedTuple):
+    """These are the facts about a model that its new class needs.
+
+    source: the module with the model's own attention code, or "" if it had "sdpa".
+    adds: what that code adds to softmax attention, "sinks" or "softcap".
+    makes_positions: whether it makes consecutive position_ids if it is given none.
+    """
+
+    source: str
+    adds: str
+    makes_positions: bool
+
+    @property
+    def name(self) -> str:
+        # Not the source itself: transformers takes a name with "flash" in it for flash attention.
+        return f"{NAME}_{zlib.crc32(self.source.encode()):08x}" if self.source else NAME
+
+    @property
+    def original(self) -> str:
+        return "eager" if self.source else "sdpa"
+
+
+def plan(model: nn.Module) -> Plan:
+    """Find the models in `model` that make causal masks."""
+    return Plan(KIND, model, _look)
+
+
+def _look(plan: Plan, name: str, module: nn.Module) -> None:
+    cls: Any = classes.class_of(module)
+    if KIND in classes.overrides(module) or not _makes_masks(cls):
+        return
+    if not is_pretrained(module):
+        raise NotAnOp("it is not a PreTrainedModel")
+    facts = Facts(*_source(module), makes_positions(cls.forward))
+    options = {"implementation": facts.original, "adds": facts.adds}
+    plan.fuse(name, module, KIND, options)
+    plan.changes.append(functools.partial(_apply, module, facts))
+
+
+def _apply(module: Any, facts: Facts) -> None:
+    classes.override(module, KIND, facts)
+    # The setter of `_attn_implementation` would change the configurations inside too.
+    module.config._attn_implementation_internal = facts.name
+
+
+@classes.kind(KIND)
+def methods(base: Any, facts: Facts) -> dict[str, Callable[..., Any]]:
+    _register(facts)
+    return {"forward": of_own_positions(base.forward)} if facts.makes_positions else {}
+
+
+def _register(facts: Facts) -> None:
+    """Write the functions of a name into transformers' registries."""
+    from transformers import masking_utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention: Any = sdpa_attention_forward
+    mask: Any = masking_utils.sdpa_mask
+    if facts.source:
+        file = importlib.import_module(facts.source)
+        attention = getattr(file, EAGER_FUNCTION)
+        mask = masking_utils.eager_mask
+
+    def current() -> Any:
+        if facts.source:
+            return getattr(file, EAGER_FUNCTION)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    options: dict[str, Any] = {
+        "causal_is_none": not facts.source, "gives_means": facts.adds == "softcap",
+        "current": lambda: masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[facts.original],
+    }  # fmt: skip
+    ALL_ATTENTION_FUNCTIONS.register(facts.name, attention_function(attention, facts.adds, current))
+    masking_utils.AttentionMaskInterface.register(
+        facts.name, mask_function(mask, masking_utils.is_tracing, **options)
+    )
+
+
+def _source(module: Any) -> tuple[str, str]:
+    """The module with the model's eager code, or "" for SDPA, and what that code adds.
+
+    Raises:
+        NotAnOp: the model's attention is left.
+    """
+    cls: Any = classes.class_of(module)
+    implementation = module.config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise NotAnOp(f"its attention implementation is {implementation!r}")
+    if implementation == "eager" and cls._supports_sdpa:
+        raise NotAnOp("its attention implementation is 'eager', which is not its default")
+    if not getattr(cls, "_supports_flex_attn", False):
+        raise NotAnOp("its class does not support flex_attention")
+    if len({parameter.device for parameter in module.parameters()}) > 1:
+        raise NotAnOp("its parameters are on several devices, and a block mask is on one")
+    _check_code(cls)
+    _check_config(module.config)
+    functions = set(_functions(module, EAGER_FUNCTION))
+    if not functions:
+        raise NotAnOp("its layers do not call an attention function of transformers' registry")
+    if implementation == "sdpa":
+        if cap := getattr(module.config, SOFTCAP, None):
+            raise NotAnOp(f"its configuration has {SOFTCAP}={cap}, which SDPA leaves out")
+        return "", ""
+    adds = addition(next(iter(functions))) if len(functions) == 1 else None
+    if adds is None:
+        raise NotAnOp(
+            "its attention code is neither SDPA nor softmax attention with sinks or a soft cap"
+        )
+    return str(functions.pop().__module__), adds
+
+
+def _check_code(cls: Any) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    file = sys.modules[cls.__module__]
+    source = inspect.getsource(file)
+    if "position_bias" in source:
+        raise NotAnOp("its attention has position biases")
+    if not cls._can_set_attn_implementation() or ASKS.search(source):
+        raise NotAnOp("its code depends on the name of its attention implementation")
+    registry = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)
+    if registry is not ALL_ATTENTION_FUNCTIONS or registry["sdpa"] is not sdpa_attention_forward:
+        raise NotAnOp("its attention functions are not those of transformers")
+
+
+def _check_config(config: Any) -> None:
+    if getattr(config, "output_attentions", False):
+        raise NotAnOp("its configuration has output_attentions=True")
+    for name in OBSTACLES:
+        if getattr(config, name, None):
+            raise NotAnOp(f"its configuration has {name}={getattr(config, name)}")
+    if getattr(config, "kv_lora_rank", None) or getattr(config, "v_head_dim", None):
+        raise NotAnOp("its values have heads of another size than its keys")
+    size = getattr(config, "head_dim", None)
+    if size is None:
+        width, heads = (
+            getattr(config, name, None) for name in ("hidden_size", "num_attention_heads")
+        )
+        if not width or not heads:
+            raise NotAnOp("its configuration does not say how many numbers its heads have")
+        size = width // heads
+    if size not in HEAD_DIMS:
+        raise NotAnOp(
+            f"the heads of its attention have {size} numbers, and those of flex_attention"
+            f" {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+        )
+
+
+def _makes_masks(cls: Any) -> bool:
+    code = _code(cls)
+    return code is not None and not CAUSAL.isdisjoint(code.co_names)
+
+
+def _functions(module: nn.Module, name: str) -> Iterator[Any]:
+    """The global functions of a name that the forwards of the modules in `module` refer to."""
+    for child in module.modules():
+        cls: Any = classes.class_of(child)
+        code = _code(cls)
+        if code is not None and name in code.co_names:
+            yield inspect.unwrap(cls.forward).__globals__[name]
+
+
+def _code(cls: Any) -> Any:
+    """The code of a class's forward, or None if it is not written in Python."""
+    if issubclass(cls, torch.jit.ScriptModule):
+        return None
+    return getattr(inspect.unwrap(cls.forward), "__code__", None)
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    # A model of transformers cannot exist before transformers is imported.
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def restore(model: nn.Module) -> None:
+    """Write the implementations that models had into their configurations."""
+    module: Any
+    for module in model.modules():
+        facts = classes.overrides(module).get(KIND)
+        if facts is not None and module.config._attn_implementation == facts.name:
+            module.config._attn_implementation_internal = facts.original
+
+
+@contextmanager
+def names_kept_on_error(model: nn.Module) -> Iterator[None]:
+    """If the body raises, write the implementations that models have now into them again."""
+    configs: list[Any] = [module.config for module in model.modules() if is_pretrained(module)]
+    before = [(config, config._attn_implementation) for config in configs]
+    try:
+        yield
+    except BaseException:
+        for config, name in before:
+            config._attn_implementation_internal = name
+        raise

@@ -1,0 +1,170 @@
+"""The attention functions that `fuse` registers in transformers.
+
+They send a block mask to flash attention or flex_attention, and everything else to the model's own
+function: scaled_dot_product_attention, or the code in the model's file.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+from ...rewrites.attention.flash_attention import is_faster
+from ...rewrites.attention.flex_attention import capped, kernel_options
+from ...rewrites.attention.mask.unseen import rounded
+from ...torch_private import native_attention
+from .attention_blocks import Blocks, dense
+from .attention_mask import HALF
+
+# PyTorch's own function, in whose place context_parallel puts another.
+SDPA = native_attention
+# Arguments that change the results, and that are left to the model's own function.
+LEFT = ("position_bias", "cache")
+
+
+def attention_function(
+    original: Callable[..., Any], adds: str = "", current: Callable[[], Any] | None = None
+) -> Callable[..., Any]:
+    """An attention function to register, for layers that may use `original`.
+
+    `current` returns what the model would call now: if that is another function, it is called.
+    If `adds` is "sinks", `original` adds a column of scores, its argument `s_aux`, to the softmax;
+    if it is "softcap", `original` caps the scores by its argument `softcap`. Either adds its mask
+    to the scores; any other `original` takes boolean masks, and neither of the arguments.
+    """
+    has_sinks = adds == "sinks"
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+        dropout: float = 0.0, scaling: float | None = None, **others: Any,
+    ) -> Any:  # fmt: skip
+        now = original if current is None else current()
+        if isinstance(attention_mask, Blocks):
+            sinks = others.get("s_aux") if has_sinks else None
+            softcap = others.get("softcap")
+            plain = all(others.get(name) is None for name in LEFT) and dropout == 0
+            plain = plain and (softcap is None or adds == "softcap") and now is original
+            if plain and (sinks is not None) is has_sinks and not others.get("output_attentions"):
+                given = (query, key, value, attention_mask, scaling, sinks, softcap)
+                return _attention(*given), None
+            attention_mask = dense(attention_mask)
+            if adds:
+                attention_mask = torch.where(
+                    attention_mask, torch.zeros_like(query[:1, :1, :1, :1]), _lowest(query)
+                )
+        arguments = {"dropout": dropout, "scaling": scaling, **others}
+        return now(module, query, key, value, attention_mask, **arguments)
+
+    return attention
+
+
+def _lowest(x: Tensor) -> float:
+    return torch.finfo(x.dtype).min
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor,
+    mask: Blocks, scale: float | None, sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of (batch, heads, length, D) with a block mask: (batch, length, heads, D).
+
+    Raises:
+        ValueError: scaled_dot_product_attention is replaced.
+    """
+    if F.scaled_dot_product_attention is not SDPA:
+        raise ValueError(
+            "liger_ops: attention with a mask must run outside of context_parallel, which replaces"
+            " scaled_dot_product_attention; here it would see the keys of this rank alone"
+        )
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        # SDPA and matrix products cast; flex_attention and the operator of flash attention do not.
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    has_flash = query.dtype in HALF and is_faster(query, key, value)
+    if mask.window is not None and sinks is None and softcap is None and has_flash:
+        return _flash(query, key, value, mask.window, scale).contiguous()
+    y = _flex(query, key, value, mask, scale, sinks, softcap)
+    return y.transpose(1, 2).contiguous()
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None) -> Tensor:
+    """Causal attention to the last `window` keys, in (batch, length, heads, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )[0]
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor,
+    mask: Blocks, scale: float | None, sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": True}
+    options["kernel_options"] = kernel_options(query)
+    if softcap is not None:
+        scale = (query.shape[-1] ** -0.5 if scale is None else scale) / softcap
+    options["scale"] = scale
+    if softcap is not None or mask.unseen is not None:
+        options["score_mod"] = _scores(softcap, mask.unseen)
+    flex = _engine(query, mask, sinks is not None, softcap is not None)
+    if sinks is None:
+        return flex(query, key, value, **options)
+    y, aux = flex(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    # A sink adds exp(sink) to the sum of the softmax, and nothing to the numerator.
+    share = torch.sigmoid(aux.lse - sinks.view(1, -1, 1).float())
+    return (y * share.unsqueeze(-1)).to(query.dtype)
+
+
+def _scores(softcap: float | None, unseen: Tensor | None) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            score = capped(score, softcap)
+        return score if unseen is None else rounded(score, unseen[b, q])
+
+    return score_mod
+
+
+def _engine(query: Tensor, mask: Blocks, has_lse: bool, has_cap: bool) -> Callable[..., Any]:
+    """flex_attention, compiled unless it is being traced or runs on the CPU, for tests."""
+    if torch.compiler.is_compiling() or query.device.type == "cpu":
+        return flex_attention
+    code = getattr(mask.mask_mod, "__code__", None)
+    kind = has_lse, has_cap, mask.unseen is None
+    return _compiled(code, query.dtype, query.shape[1], query.shape[-1], *kind)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(*_: Any) -> Callable[..., Any]:
+    """flex_attention compiled by itself for each kind of call.
+
+    torch.compile counts recompilations by code object, and gives up after a few. Each kind of call
+    gets a code object of its own, so that only new sizes are counted.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
+        return flex_attention(query, key, value, **options)
+
+    name = f"attend_{_compiled.cache_info().misses}"
+    own = types.FunctionType(attend.__code__.replace(co_name=name), attend.__globals__, name)
+    compiled = torch.compile(own)
+    return lambda query, key, value, **options: compiled(query, key, value, options)

@@ -1,0 +1,132 @@
+"""The mask functions that `fuse` registers in transformers: a mask for the fastest exact engine.
+
+A mask is None where attention is causal and nothing else, and scaled_dot_product_attention is then
+called with is_causal=True. Where flex_attention runs, other masks are block masks. On other
+devices, in float32, for queries that follow a cache and for mask functions of users, which need not
+be functions of broadcast indices, masks are what the model's own mask function makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...torch_private import has_triton
+from .attention_blocks import Blocks, MaskFunction, block_mask, showing_unseen
+
+HALF = (torch.float16, torch.bfloat16)
+
+# Makes block masks on any device and in any dtype, for tests.
+EVERYWHERE = False
+
+
+def mask_function(
+    original: Callable[..., Any], is_tracing: Callable[[Tensor], bool], causal_is_none: bool,
+    gives_means: bool = False, current: Callable[[], Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """A mask function to register, for layers that may use `original`.
+
+    `current` returns what the model would call now: if that is another function, it is called.
+    A causal mask is None if `causal_is_none`, and a block mask otherwise. `is_tracing` says whether
+    the data of a tensor cannot be looked at, as in transformers. With `gives_means`, a query that
+    sees no key is to get the mean of all values, as from a mask that adds the lowest number.
+    """
+
+    def mask(*args: Any, **given: Any) -> Any:
+        now = original if current is None else current()
+        if now is not original:
+            return now(*args, **given)
+        if args or not has_engine(**given) or not _is_for_blocks(given):
+            return original(*args, **given)
+        padding, size = given.get("attention_mask"), given.get("local_size")
+        if padding is not None and not is_tracing(padding) and bool(padding.all()):
+            padding = None
+        if padding is None and _is_plain(given):
+            if size is None or given["kv_length"] < size:
+                return None if causal_is_none else _blocks(given, _causal)
+            config = given.get("config")
+            if config is not None and getattr(config, "attention_chunk_size", None) is None:
+                made = _blocks(given, _sliding(size))
+                made.window = size
+                return made
+        visible = _padded(given["mask_function"], padding)
+        if not gives_means:
+            return _blocks(given, visible)
+        if given.get("dtype") == torch.float16:
+            # Scores added to the lowest float16 are not all the same number.
+            return original(*args, **given)
+        return showing_unseen(visible, *_sizes(given))
+
+    return mask
+
+
+def _is_for_blocks(given: dict[str, Any]) -> bool:
+    """Whether flex_attention may have the mask: as many queries as keys, from the first one on."""
+    offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
+    if not all(isinstance(offset, int) and offset == 0 for offset in offsets):
+        return False
+    length, padding = given["q_length"], given.get("attention_mask")
+    if length != given["kv_length"] or length == 1 or given.get("use_vmap", False):
+        return False
+    return padding is None or (padding.dim() == 2 and padding.shape[-1] == length)
+
+
+def _is_plain(given: dict[str, Any]) -> bool:
+    """Whether a mask is causal within local_size, and hides nothing else but padding.
+
+    transformers then allows that a causal mask is skipped.
+    """
+    if given.get("allow_is_bidirectional_skip", False):
+        return False
+    return bool(given.get("allow_is_causal_skip", True))
+
+
+def has_engine(device: Any = "cpu", dtype: torch.dtype | None = None, **_: Any) -> bool:
+    """Whether flash and flex attention are the fastest on a device and in a dtype."""
+    if EVERYWHERE:
+        return True
+    kind = torch.device(device).type
+    if kind != "cuda":
+        return False
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return dtype in HALF and _runs_on_gpus()
+
+
+@torch.compiler.assume_constant_result
+def _runs_on_gpus() -> bool:
+    if torch.version.hip is not None or not has_triton():
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _blocks(given: dict[str, Any], visible: MaskFunction) -> Blocks:
+    return block_mask(visible, *_sizes(given))
+
+
+def _sizes(given: dict[str, Any]) -> tuple[int, int, int, torch.device]:
+    return given["batch_size"], given["q_length"], given["kv_length"], given["device"]
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k <= q
+
+
+def _sliding(size: int) -> MaskFunction:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (k > q - size)
+
+    return visible
+
+
+def _padded(inner: MaskFunction, padding: Tensor | None) -> MaskFunction:
+    if padding is None:
+        return inner
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return inner(b, h, q, k) & padding[b, k]
+
+    return visible

@@ -1,0 +1,1 @@
+"""Norms, activations, rotary embeddings and hyper-connections of a model."""

@@ -1,0 +1,98 @@
+"""The clamped SwiGLU activation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import library
+from .gated import gate_and_up, gradients, silu_slope
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def clamped_swiglu(
+    gate: Tensor, up: Tensor | None = None,
+    alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """SwiGLU with gate and up clamped, and a scaled sigmoid.
+
+        g = min(gate, limit)
+        u = max(min(up, limit), -limit)
+        y = g * sigmoid(alpha * g) * (u + up_offset)
+
+    The defaults are GPT-OSS's. DeepSeek-V4 and GLM5 have alpha = 1 and up_offset = 0.
+
+    Everything is computed in float32 and rounded once; model code rounds to its dtype after each
+    operation. As with `torch.clamp`, an element beyond a limit has gradient zero, and one exactly
+    on the limit has the gradient of an element inside. NaN stays NaN.
+
+    If one tensor holds both gate and up (packed), pass it as gate, without up. It holds two halves
+    or, if interleaved, pairs (gate, up, gate, up), as GPT-OSS's projection returns. It is read
+    without a copy, and its gradient is one tensor. Two strided views of it would each be copied
+    first, and autograd would fill and add two gradients of twice the size.
+
+    The backward recomputes the activation: only gate and up are saved. float64 runs the definition
+    on every device.
+
+    Args:
+        gate: (..., N), floating point, any strides; packed, (..., 2N).
+        up: of gate's shape; if its dtype differs, the result has the dtype of PyTorch's gate * up.
+            None if gate is packed.
+        alpha: multiplies the gate in the sigmoid.
+        limit: the largest gate, and the largest magnitude of up. inf means no limit.
+        up_offset: added to up.
+        interleaved: whether a packed gate holds pairs instead of halves.
+
+    Returns:
+        (..., N), contiguous, of the dtype of gate * up.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device or limit is not as above, the width of a packed gate is odd,
+            or interleaved is given with up.
+
+    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, and its reference code.
+
+    Example:
+        >>> liger_ops.clamped_swiglu(torch.tensor([9.0, 1.0]), torch.tensor([-9.0, 1.0]))
+        tensor([-41.9997,   1.6916])
+    """
+    gate, up, dtype = gate_and_up(gate, up, interleaved)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(gate * alpha) * (up + up_offset)).to(dtype).contiguous()
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def clamped_swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None,
+    alpha: float, limit: float, up_offset: float, interleaved: bool, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `clamped_swiglu`.
+
+    With g and u as in `clamped_swiglu`, and s = sigmoid(alpha * g):
+
+        dgate = dy * s * (1 + alpha * g * (1 - s)) * (u + up_offset)    where gate <= limit, else 0
+        dup   = dy * g * s                                           where |up| <= limit, else 0
+
+    Args:
+        dy: (..., N), any strides.
+        gate, up, alpha, limit, up_offset, interleaved: as given to `clamped_swiglu`.
+        output_mask: whether dgate and dup are computed and allocated.
+
+    Returns:
+        dgate and dup, contiguous, of the shapes and dtypes of gate and up; each may be None. If
+        gate is packed, dgate is the gradient of the packed tensor.
+
+    Raises:
+        TypeError, ValueError: as `clamped_swiglu`; or dy does not have y's shape.
+    """
+    g, u, _ = gate_and_up(gate, up, interleaved)
+    dy = dy.to(g.dtype)
+    clamped_g, clamped_u = g.clamp(max=limit), u.clamp(-limit, limit)
+    dgate = dy * silu_slope(clamped_g, alpha) * (clamped_u + up_offset) * (g <= limit)
+    # The product in parentheses comes first: it is 0 where dy * clamped_g would overflow.
+    dup = dy * (clamped_g * torch.sigmoid(clamped_g * alpha)) * (u.abs() <= limit)
+    return gradients(dgate, dup, gate, up, output_mask, interleaved)
+
+
+library.gradient("clamped_swiglu")

@@ -1,0 +1,90 @@
+"""The SwiGLU activation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import library
+from .gated import gate_and_up, gradients, silu_slope
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def swiglu(
+    gate: Tensor, up: Tensor | None = None,
+    gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """SwiGLU: up, gated by the SiLU of gate.
+
+        z = gate * gate_multiplier
+        y = z * sigmoid(z) * up * down_multiplier
+
+    Everything is computed in float32 and rounded once. Model code rounds to its dtype after every
+    operation, among them `silu(gate)` before the product. In float32 and float64 both results are
+    the same; in half precision they differ by one or two roundings, and y is the closer one to the
+    equation.
+
+    If one projection returns gate and up as the halves of one tensor (packed; Phi3, GLM4), pass it
+    as gate, without up. It is read without a copy, and its gradient is one tensor. Two views of the
+    halves are read without a copy too.
+
+    The backward recomputes the activation: only gate and up are saved. float64 runs the definition
+    on every device.
+
+    Args:
+        gate: (..., N), floating point, any strides; packed, (..., 2N), the gate's N first.
+        up: of gate's shape; if its dtype differs, the result has the dtype of PyTorch's gate * up.
+            None if gate is packed.
+        gate_multiplier: multiplies the gate (Falcon-H1).
+        down_multiplier: multiplies the result (Falcon-H1, whose down projection is linear).
+
+    Returns:
+        (..., N), contiguous, of the dtype of gate * up.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape or a device is not as above, or the width of a packed gate is odd.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+
+    Example:
+        >>> liger_ops.swiglu(torch.tensor([1.0, -1.0]), torch.tensor([2.0, 2.0]))
+        tensor([ 1.4621, -0.5379])
+    """
+    gate, up, dtype = gate_and_up(gate, up)
+    y = torch.nn.functional.silu(gate * gate_multiplier) * up * down_multiplier
+    return y.to(dtype).contiguous()
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def swiglu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None,
+    gate_multiplier: float, down_multiplier: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `swiglu`.
+
+    With z = gate * gate_multiplier and s = sigmoid(z):
+
+        dgate = dy * s * (1 + z * (1 - s)) * up * gate_multiplier * down_multiplier
+        dup   = dy * z * s * down_multiplier
+
+    Args:
+        dy: (..., N), any strides.
+        gate, up, gate_multiplier, down_multiplier: as given to `swiglu`.
+        output_mask: whether dgate and dup are computed and allocated.
+
+    Returns:
+        dgate and dup, contiguous, of the shapes and dtypes of gate and up; each may be None. If
+        gate is packed, dgate is the gradient of the packed tensor.
+
+    Raises:
+        TypeError, ValueError: as `swiglu`; or dy does not have y's shape.
+    """
+    g, u, _ = gate_and_up(gate, up)
+    dy = dy.to(g.dtype) * down_multiplier
+    z = g * gate_multiplier
+    dgate = dy * silu_slope(z) * u * gate_multiplier
+    return gradients(dgate, dy * torch.nn.functional.silu(z), gate, up, output_mask)
+
+
+library.gradient("swiglu")

@@ -1,0 +1,188 @@
+"""A gated MLP of which a tile of tokens at a time is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import autograd, library
+from ..heads.chunks import TILE, chunks
+from ..heads.head import cast_as_linear
+from ..precision import widened
+
+# Activation -> the op that computes activation(gate) * up, and the op's options.
+ACTIVATIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "silu": ("swiglu", (1.0, 1.0)),
+    "gelu_tanh": ("geglu", ("tanh",)),
+    "gelu": ("geglu", ("none",)),
+}
+# A tile's gate, not timed. Products of fewer than some thousand rows are slower.
+DEFAULT_BYTES = 128 * 2**20
+
+
+@library.compose
+def tiled_mlp(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu", tile_rows: int | None = None,
+) -> Tensor:  # fmt: skip
+    """A gated MLP, computed a tile of tokens at a time.
+
+        h = activation(x @ gate_weight.T + gate_bias) * (x @ up_weight.T + up_bias)
+        y = h @ down_weight.T + down_bias
+
+    The intermediates of one tile are in memory at a time, and none is kept: the backward computes
+    gate and up again from x, which takes two products beside the nine of a forward and backward.
+    Products are PyTorch's, in the dtype of the inputs; gate and up are rounded to it, as by
+    `torch.nn.functional.linear`, and h is computed from them by `swiglu` or `geglu`.
+
+    The gradients of the weights and biases are summed over the tiles in float32, and rounded once.
+    On a device whose products cannot return float32 for bfloat16 (Ascend NPUs, CPUs), each tile's
+    product is rounded to bfloat16 before it is added. A single tile's product needs no sum. A
+    gradient that is not required is neither computed nor allocated.
+
+    Memory, beside y and the gradients: four intermediates of a tile, tile_rows x I each, in the
+    backward, and the float32 sums of the weights' gradients, if there are several tiles. Under
+    autocast, inputs are cast as those of a linear layer are.
+
+    Args:
+        x: (..., D), floating point.
+        gate_weight, up_weight: (I, D), of x's dtype.
+        down_weight: (O, I), of x's dtype.
+        gate_bias, up_bias, down_bias: (I,), (I,) and (O,), of x's dtype; each may be None.
+        activation: "silu"; "gelu", with erf; or "gelu_tanh", its approximation.
+        tile_rows: the most tokens in a tile; by default, as many as make a gate of 128 MiB, and at
+            least 128. Tiles have similar sizes, which are multiples of 128 if tile_rows is at least
+            128.
+
+    Returns:
+        (..., O), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a dtype, a device, activation or tile_rows is not as above.
+
+    Source: "Arctic Long Sequence Training", 2025 (tiled MLP).
+
+    Example:
+        >>> x, weight = torch.ones(3, 2), torch.ones(4, 2)
+        >>> liger_ops.tiled_mlp(x, weight, weight, weight.T, tile_rows=2)
+        tensor([[14.0928, 14.0928],
+                [14.0928, 14.0928],
+                [14.0928, 14.0928]])
+    """
+    x, gate_weight, gate_bias = cast_as_linear(x, gate_weight, gate_bias)
+    _, up_weight, up_bias = cast_as_linear(x, up_weight, up_bias)
+    _, down_weight, down_bias = cast_as_linear(x, down_weight, down_bias)
+    weights, biases = (gate_weight, up_weight, down_weight), (gate_bias, up_bias, down_bias)
+    return tiled_mlp_forward(x, *weights, *biases, activation, tile_rows)
+
+
+@library.define()
+def tiled_mlp_forward(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu", tile_rows: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`tiled_mlp`, in the dtypes of its inputs under autocast too.
+
+    Args:
+        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation,
+            tile_rows: as `tiled_mlp`.
+
+    Returns:
+        (..., O), contiguous, of x's dtype.
+
+    Raises:
+        TypeError, ValueError: as `tiled_mlp`.
+
+    Example:
+        >>> x, weight = torch.ones(1, 2), torch.ones(4, 2)
+        >>> liger_ops.tiled_mlp_forward(x, weight, weight, weight.T)
+        tensor([[14.0928, 14.0928]])
+    """
+    op, options = ACTIVATIONS[activation]
+    gated = library.OPS[op].definition
+    rows = x.reshape(-1, x.shape[-1])
+    tiles = []
+    for tile in tiles_of(rows, gate_weight, tile_rows):
+        gate = F.linear(rows[tile], gate_weight, gate_bias)
+        up = F.linear(rows[tile], up_weight, up_bias)
+        tiles.append(F.linear(gated(gate, up, *options), down_weight, down_bias))
+    return torch.cat(tiles).reshape(*x.shape[:-1], down_weight.shape[0])
+
+
+@library.define()
+def tiled_mlp_backward(
+    dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None,
+    activation: str, tile_rows: int | None, output_mask: list[bool],
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+    Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
+    """The gradient of `tiled_mlp`, from x: gate and up are computed again, a tile at a time.
+
+    Args:
+        dy: (..., O), any strides.
+        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation,
+            tile_rows: as `tiled_mlp`.
+        output_mask: for each of the seven tensors, whether its gradient is computed and allocated.
+
+    Returns:
+        The gradients of the seven tensors, contiguous, in their shapes and dtypes; each may be
+        None.
+
+    Raises:
+        TypeError, ValueError: as `tiled_mlp`; or dy does not have the shape of the result.
+    """
+    op, options = ACTIVATIONS[activation]
+    gated, gated_backward = (library.OPS[n].definition for n in (op, f"{op}_backward"))
+    rows, upstream = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    given = (gate_bias, up_bias, down_bias)
+    drows: list[Tensor] = []
+    # The weights' gradients: gate, up and down; sums over the tiles.
+    weights: list[Tensor | None] = [None] * 3
+    biases: list[Tensor | None] = [None] * 3
+    for tile in tiles_of(rows, gate_weight, tile_rows):
+        gate = F.linear(rows[tile], gate_weight, gate_bias)
+        up = F.linear(rows[tile], up_weight, up_bias)
+        dh = upstream[tile] @ down_weight
+        dgate, dup = gated_backward(dh, gate, up, *options, [True, True])
+        if output_mask[0]:
+            drows.append(torch.addmm(dgate @ gate_weight, dup, up_weight))
+        inputs = (rows[tile], rows[tile], gated(gate, up, *options))
+        for i, (outer, inner) in enumerate(zip((dgate, dup, upstream[tile]), inputs, strict=True)):
+            if output_mask[1 + i]:
+                weights[i] = _sum(weights[i], widened(outer).t() @ widened(inner))
+            if output_mask[4 + i] and given[i] is not None:
+                biases[i] = _sum(biases[i], widened(outer).sum(0))
+    dx = torch.cat(drows).reshape(x.shape) if output_mask[0] else None
+    sums = [None if total is None else total.to(x.dtype) for total in (*weights, *biases)]
+    return (dx, *sums)  # type: ignore[return-value]
+
+
+def tiles_of(rows: Tensor, gate_weight: Tensor, tile_rows: int | None) -> Iterator[slice]:
+    """The tiles of tokens."""
+    row_bytes = max(1, gate_weight.shape[0] * rows.element_size())
+    if tile_rows is None:
+        tile_rows = max(TILE, DEFAULT_BYTES // row_bytes)
+    return chunks(rows.shape[0], row_bytes, tile_rows * row_bytes)
+
+
+def _sum(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total + part
+
+
+library.gradient(
+    "tiled_mlp_forward",
+    *autograd.formula(library.OPS["tiled_mlp_forward"], library.OPS["tiled_mlp_backward"]),
+)
+library.keep_dtypes_under_autocast("tiled_mlp_forward")
+library.keep_dtypes_under_autocast("tiled_mlp_backward")

@@ -1,0 +1,1 @@
+"""Attention over a neighborhood, over tokens' neighbours, and over residuals."""

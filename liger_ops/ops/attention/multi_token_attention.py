@@ -1,0 +1,200 @@
+"""The weights of attention, mixed by a convolution over queries, keys and heads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import library
+from ..heads.head import cast_for_products
+from ..precision import widened
+from .windows import per_dimension
+
+
+@library.compose
+def multi_token_attention(
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: int | list[int] = 1, padding: int | list[int] = 0, dilation: int | list[int] = 1,
+    groups: int = 1, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    """The weights of causal attention, mixed over neighbouring queries, keys and heads.
+
+        p_ij = softmax over j <= i of scores_ij, or sparsemax;   p_ij = 0 where j > i
+        y_ij = conv2d(p, weight, bias)_ij where j <= i;          y_ij = 0 where j > i
+
+    p is computed in float32 and rounded once, to weight's dtype, in which the convolution runs and
+    y is. The gradient of scores is computed from p in float32, and rounded once.
+
+    On a GPU, in bfloat16 and float16, with a stride of 1 and groups of at most 64 channels, the
+    convolution and its gradients are kernels that leave out what is masked; they sum in float32, in
+    a fixed order. Elsewhere they are those of `torch.nn.functional.conv2d`: what PyTorch is told
+    about them, such as `torch.backends.cudnn.deterministic` and `allow_tf32`, holds there.
+
+    Scores where j > i are not read, whatever they are, and have a gradient of 0. As in `softmax`,
+    a score of -inf gives 0; a row of which all scores with j <= i are -inf, or of which one is inf
+    or NaN, is NaN, and the convolution spreads that to its neighbours.
+
+    Memory: only scores, weight and bias are saved. Besides scores, y and their gradients, the
+    forward needs p, and the backward, for a part of the batch at a time, one after the other p,
+    which it computes again, and dp; with PyTorch's convolution also dy with zeros where j > i. A
+    part has as many samples as make 256 MiB of p; if it is the whole batch, the gradient of scores
+    takes dp's memory. Saving p instead would need as much memory if nothing else keeps scores, and
+    more if something does.
+
+    Traffic, as shares of the L x L tensors: what is here beside the convolution reads 1/2 (scores)
+    and writes 1 (p) in the forward, and reads 3/2 and writes 2 in the backward; with PyTorch's
+    convolution it writes 1/2 more, and reads 1/2 and writes 1 more. Nothing is read where j > i.
+
+    Under autocast, weight and bias are cast as those of a convolution are, and scores are not:
+    p is computed from them as they are. float64 runs the definition on every device.
+
+    Args:
+        scores: (B, C, L, L), a row for each query and a column for each key, floating point. The
+            last dimension is fast with a stride of 1.
+        weight: (C_out, C / groups, K_i, K_j), floating point.
+        bias: (C_out,), of weight's dtype, or None.
+        stride, padding, dilation: of the convolution; a value for both dimensions, or a list of
+            one for each. They must give as many columns as rows, (L', L').
+        groups: into how many groups the convolution splits C and C_out.
+        sparse: whether p is the sparsemax of scores.
+
+    Returns:
+        y: (B, C_out, L', L'), contiguous, of weight's dtype. An odd K with a padding of K // 2
+            gives L' = L.
+
+    Raises:
+        TypeError: a tensor is not floating point, or bias does not have weight's dtype.
+        ValueError: a shape, a device or an option is not as above.
+
+    Source: Golovneva et al., "Multi-Token Attention", 2025, where the convolution follows the
+    softmax.
+
+    Example:
+        >>> scores, weight = torch.zeros(1, 1, 3, 3), torch.ones(1, 1, 1, 3)
+        >>> liger_ops.multi_token_attention(scores, weight, padding=[0, 1])
+        tensor([[[[1.0000, 0.0000, 0.0000],
+                  [1.0000, 1.0000, 0.0000],
+                  [0.6667, 1.0000, 0.6667]]]])
+    """
+    weight, *biases = cast_for_products(weight, *([] if bias is None else [bias]))
+    bias = biases[0] if biases else None
+    options = (stride, padding, dilation, groups, sparse)
+    return multi_token_attention_forward(scores, weight, bias, *options)
+
+
+@library.define()
+def multi_token_attention_forward(
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: int | list[int] = 1, padding: int | list[int] = 0, dilation: int | list[int] = 1,
+    groups: int = 1, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    """`multi_token_attention`, in the dtypes of its inputs under autocast too.
+
+    Args:
+        scores, weight, bias, stride, padding, dilation, groups, sparse: as for
+            `multi_token_attention`.
+
+    Returns:
+        y: the result of `multi_token_attention`.
+
+    Raises:
+        TypeError, ValueError: as `multi_token_attention`.
+
+    Example:
+        >>> scores = torch.zeros(1, 1, 2, 2)
+        >>> liger_ops.multi_token_attention_forward(scores, 2 * torch.ones(1, 1, 1, 1))
+        tensor([[[[2., 0.],
+                  [1., 1.]]]])
+    """
+    p = _probabilities(scores, sparse).to(weight.dtype)
+    convolution = Convolution.of(stride, padding, dilation, groups)
+    return convolution(p, weight, bias).tril().contiguous()
+
+
+@library.define()
+def multi_token_attention_backward(
+    dy: Tensor, scores: Tensor, weight: Tensor, bias: Tensor | None,
+    stride: int | list[int], padding: int | list[int], dilation: int | list[int], groups: int,
+    sparse: bool, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `multi_token_attention`. With dc = dy where j <= i, and 0 where j > i:
+
+        dweight, dbias, dp = the gradients of the convolution of p, for dc
+        dscores = p * (dp - sum_j p * dp), or that of sparsemax
+
+    Args:
+        dy: of y's shape, floating point, any strides.
+        scores, weight, bias, stride, padding, dilation, groups, sparse: as given to the forward.
+        output_mask: whether dscores, dweight and dbias are computed and allocated.
+
+    Returns:
+        dscores, dweight, dbias: of the shape and dtype of scores, weight and bias, contiguous; each
+            may be None.
+
+    Raises:
+        TypeError, ValueError: as `multi_token_attention`.
+    """
+    wide = _probabilities(scores, sparse)
+    p, dc = wide.to(weight.dtype), dy.to(weight.dtype).tril()
+    convolution = Convolution.of(stride, padding, dilation, groups)
+    wanted = [*output_mask[:2], output_mask[2] and bias is not None]
+    dp, dweight, dbias = convolution.gradients(dc, p, weight, wanted)
+    dscores = None
+    if dp is not None:
+        gradient = library.OPS["sparsemax_backward" if sparse else "softmax_backward"].definition
+        dscores = gradient(dp, wide).to(scores.dtype).contiguous()
+    return dscores, _contiguous(dweight), _contiguous(dbias)
+
+
+class Convolution(NamedTuple):
+    """The options of PyTorch's convolution over queries and keys."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    @classmethod
+    def of(cls, stride: Any, padding: Any, dilation: Any, groups: int) -> Convolution:
+        stride, padding, dilation = (per_dimension(v, 2) for v in (stride, padding, dilation))
+        return cls(stride, padding, dilation, groups)
+
+    def __call__(self, p: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.conv2d(p, weight, bias, *self)
+
+    def gradients(
+        self, dc: Tensor, p: Tensor, weight: Tensor, wanted: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of p, weight and bias; each is None if it is not wanted."""
+        if not any(wanted):
+            return None, None, None
+        found = torch.ops.aten.convolution_backward(
+            dc, p, weight, weight.shape[:1], *self[:3], False, [0, 0], self.groups, wanted
+        )
+        return tuple(x if want else None for x, want in zip(found, wanted, strict=True))  # type: ignore[return-value]
+
+    def sizes(self, lengths: Any, kernel: Any) -> list[int]:
+        """The rows and columns of the result."""
+        numbers = zip(lengths, kernel, self.stride, self.padding, self.dilation, strict=True)
+        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in numbers]
+
+
+def _probabilities(scores: Tensor, sparse: bool) -> Tensor:
+    """p in the dtype of the arithmetic."""
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    masked = widened(scores).masked_fill(future, -float("inf"))
+    if sparse:
+        return library.OPS["sparsemax_forward"].definition(masked)
+    return torch.softmax(masked, -1)
+
+
+def _contiguous(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.contiguous()
+
+
+library.gradient("multi_token_attention_forward")
+library.keep_dtypes_under_autocast("multi_token_attention_forward")
+library.keep_dtypes_under_autocast("multi_token_attention_backward")

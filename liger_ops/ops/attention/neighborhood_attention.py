@@ -1,0 +1,241 @@
+"""Attention of every query to the keys in a window around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..heads.head import cast_for_products
+from ..precision import widened
+from ..strides import in_order_of
+from .windows import Slot, slots, windows
+
+# kernel_size, dilation, is_causal, border and scale.
+Options = tuple[Any, Any, Any, str, float | None]
+
+
+@library.compose
+def neighborhood_attention(
+    query: Tensor, key: Tensor, value: Tensor, kernel_size: int | list[int],
+    dilation: int | list[int] = 1, is_causal: bool | list[bool] = False,
+    border: str = "clipped", scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of every query to the keys in a window around it, in one or two dimensions.
+
+        y_i = sum_j softmax_j(scale * query_i . key_j) * value_j        for j in the window of i
+
+    In a dimension of L positions with a window of k = kernel_size keys and a dilation of d, the
+    query i attends to positions j with j % d = i % d. Counted in steps of d, these are:
+
+    * border="clipped", as in Liger-Kernel: those from k // 2 before i to k // 2 behind i that
+      exist. A query at the border has fewer than k keys. k is odd.
+    * border="shifted", as in NATTEN: the k nearest of them, so that the window of a query at the
+      border is moved inwards, and every query has k keys. With an even k the window has one key
+      more before i than behind it. k * d is at most L.
+    * is_causal, with either border: i and the k - 1 before it, as far as they exist.
+
+    The window of two dimensions is the product of those of each; kernel_size, dilation and
+    is_causal are then a value for both, or a list of two.
+
+    Scores and the softmax are in float32; the products take their operands in the inputs' dtype and
+    sum in float32, as flash attention does, so that the softmax is rounded to that dtype before its
+    product with value. Products of float32 follow `torch.set_float32_matmul_precision` on NVIDIA
+    GPUs. The gradients of key and value are summed over the queries, and over the heads that share
+    them, in an order that does not change between runs.
+
+    Time and memory grow with L * k: no tensor of L * L elements is made. The kernels store y and
+    lse, and nothing for each pair of query and key; the backward computes the softmax again from
+    lse, and stores one float32 number for each query. The definition, which runs on a CPU and for
+    float64, stores a score for each query and key of its window.
+
+    A value that is inf or NaN may reach queries near those that attend to it.
+
+    Under autocast query, key and value are cast as
+    `torch.nn.functional.scaled_dot_product_attention` casts them.
+
+    This op calls `neighborhood_attention_forward`, which returns lse too.
+
+    Args:
+        query: (B, H, L, D) or (B, H, Y, X, D), floating point, any strides; D is at most 256.
+        key: of query's shape but for the heads, and of its dtype. Its number of heads divides H:
+            each serves as many neighbouring heads of query.
+        value: of key's shape and dtype.
+        kernel_size: at least 1.
+        dilation: at least 1.
+        is_causal: whether a query attends to no later position.
+        border: "clipped" or "shifted".
+        scale: a finite number; None for 1 / sqrt(D).
+
+    Returns:
+        Of query's shape, dtype and layout.
+
+    Raises:
+        TypeError: a tensor is not floating point, or the dtypes differ.
+        ValueError: a shape, a device, or an option is not as above.
+
+    Source: Hassani et al., "Neighborhood Attention Transformer", 2023; Hassani and Shi, "Dilated
+    Neighborhood Attention Transformer", 2022.
+
+    Example:
+        >>> query, value = torch.zeros(1, 1, 4, 1), torch.arange(4.0).view(1, 1, 4, 1)
+        >>> liger_ops.neighborhood_attention(query, query, value, 3).flatten()
+        tensor([0.5000, 1.0000, 2.0000, 2.5000])
+        >>> liger_ops.neighborhood_attention(query, query, value, 3, border="shifted").flatten()
+        tensor([1., 1., 2., 2.])
+    """
+    query, key, value = cast_for_products(query, key, value)
+    options = (dilation, is_causal, border, scale)
+    return neighborhood_attention_forward(query, key, value, kernel_size, *options)[0]
+
+
+@library.define(strides=torch.Tag.needs_exact_strides, returns="y lse")
+def neighborhood_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, kernel_size: int | list[int],
+    dilation: int | list[int] = 1, is_causal: bool | list[bool] = False,
+    border: str = "clipped", scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`neighborhood_attention` with the logarithm of each softmax's denominator.
+
+        lse_i = log(sum_j exp(scale * query_i . key_j))
+
+    With it, results over different keys can be merged. Both results are differentiable.
+
+    Args:
+        query, key, value, kernel_size, dilation, is_causal, border, scale: as for
+            `neighborhood_attention`.
+
+    Returns:
+        y: the result of `neighborhood_attention`.
+        lse: (B, H, L) or (B, H, Y, X), contiguous, float32; float64 for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: as `neighborhood_attention`.
+
+    Example:
+        >>> query = torch.zeros(1, 1, 3, 1)
+        >>> liger_ops.neighborhood_attention_forward(query, query, query, 3)[1]
+        tensor([[[0.6931, 1.0986, 0.6931]]])
+    """
+    options = (kernel_size, dilation, is_causal, border, scale)
+    attention = _Attention(query, key, value, options)
+    p, lse = attention.softmax()
+    y = in_order_of(attention.mixed(p).reshape(query.shape).to(query.dtype), query)
+    return y, lse.reshape(query.shape[:-1])
+
+
+@library.define(strides=torch.Tag.needs_exact_strides)
+def neighborhood_attention_backward(
+    dy: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, lse: Tensor,
+    kernel_size: int | list[int], dilation: int | list[int], is_causal: bool | list[bool],
+    border: str, scale: float | None, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `neighborhood_attention_forward`. For i and j in its window:
+
+        p_ij    = exp(scale * query_i . key_j - lse_i)
+        ds_ij   = p_ij * (dy_i . value_j - dy_i . y_i + dlse_i)
+        dquery_i = scale * sum_j ds_ij * key_j
+        dkey_j   = scale * sum_i ds_ij * query_i
+        dvalue_j = sum_i p_ij * dy_i
+
+    Kernels use the forward's y and lse; the definition computes them again, so that it can be
+    differentiated.
+
+    Args:
+        dy: of y's shape, floating point, any strides.
+        dlse: of lse's shape, floating point, any strides.
+        y, lse: results of the forward.
+        output_mask: whether dquery, dkey and dvalue are computed and allocated.
+        The others: as given to the forward.
+
+    Returns:
+        dquery, dkey, dvalue: of the shape, dtype and layout of query, key and value; each may be
+            None.
+
+    Raises:
+        TypeError, ValueError: as `neighborhood_attention`.
+    """
+    options = (kernel_size, dilation, is_causal, border, scale)
+    attention = _Attention(query, key, value, options)
+    p, lse = attention.softmax()
+    dy = attention.of_queries(dy)
+    delta = (dy * attention.mixed(p)).sum(-1) - dlse.to(p.dtype).reshape(lse.shape)
+    gradients: list[Tensor | None] = [None, None, None]
+    if output_mask[0]:
+        dquery = torch.zeros_like(attention.query)
+        for (index, inside), weight in zip(attention.slots(), p.unbind(-1), strict=True):
+            dp = (dy * attention.value.index_select(-2, index)).sum(-1)
+            ds = torch.where(inside, weight * (dp - delta), 0.0)
+            dquery = dquery + ds.unsqueeze(-1) * attention.key.index_select(-2, index)
+        gradients[0] = dquery * attention.scale
+    if output_mask[1] or output_mask[2]:
+        dkey, dvalue = torch.zeros_like(attention.key), torch.zeros_like(attention.value)
+        for index, inside in attention.slots(of_keys=True):
+            query_i, dy_i = attention.query.index_select(-2, index), dy.index_select(-2, index)
+            score = (query_i * attention.key).sum(-1) * attention.scale
+            score = torch.where(inside, score - lse.index_select(-1, index), -float("inf"))
+            weight = score.exp()
+            dp = (dy_i * attention.value).sum(-1)
+            ds = torch.where(inside, weight * (dp - delta.index_select(-1, index)), 0.0)
+            # The heads of query that share a head of key are dimension 2.
+            dkey = dkey + (ds.unsqueeze(-1) * query_i).sum(2, keepdim=True)
+            dvalue = dvalue + (weight.unsqueeze(-1) * dy_i).sum(2, keepdim=True)
+        gradients[1:] = [dkey * attention.scale, dvalue]
+    return tuple(
+        in_order_of(gradient.reshape(x.shape).to(x.dtype), x)
+        if wanted and gradient is not None
+        else None
+        for wanted, gradient, x in zip(output_mask, gradients, (query, key, value), strict=True)
+    )  # type: ignore[return-value]
+
+
+class _Attention:
+    """The tensors of the definition: query as (B, key's heads, sharing heads, positions, D), key
+    and value with 1 sharing head."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
+        kernel_size, dilation, is_causal, border, scale = options
+        self.heads, self.lengths = key.shape[1], query.shape[2:-1]
+        self.scale = query.shape[-1] ** -0.5 if scale is None else scale
+        self.windows = windows(kernel_size, dilation, is_causal, border, len(self.lengths))
+        self.dtype = widened(query).dtype
+        self.query, self.key, self.value = map(self.of_queries, (query, key, value))
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.heads, -1)).flatten(3, -2).to(self.dtype)
+
+    def slots(self, of_keys: bool = False) -> Iterator[Slot]:
+        return slots(self.windows, self.lengths, self.query.device, of_keys)
+
+    def softmax(self) -> tuple[Tensor, Tensor]:
+        """The softmax of every query's scores, a slot of its window in the last dimension, and its
+        lse."""
+        scores = torch.stack(
+            [
+                torch.where(
+                    inside,
+                    (self.query * self.key.index_select(-2, index)).sum(-1) * self.scale,
+                    -float("inf"),
+                )
+                for index, inside in self.slots()
+            ],
+            -1,
+        )
+        lse = scores.logsumexp(-1)
+        return (scores - lse.unsqueeze(-1)).exp(), lse
+
+    def mixed(self, p: Tensor) -> Tensor:
+        """The sum of the values of every query's window, weighted by p."""
+        y = torch.zeros_like(self.query)
+        for (index, inside), weight in zip(self.slots(), p.unbind(-1), strict=True):
+            value = self.value.index_select(-2, index)
+            y = y + weight.unsqueeze(-1) * torch.where(inside.unsqueeze(-1), value, 0.0)
+        return y
+
+
+library.gradient("neighborhood_attention_forward")
+library.keep_dtypes_under_autocast("neighborhood_attention_forward")
+library.keep_dtypes_under_autocast("neighborhood_attention_backward")

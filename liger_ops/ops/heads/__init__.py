@@ -1,0 +1,1 @@
+"""Losses of hidden states and a head, computed in chunks without all logits."""

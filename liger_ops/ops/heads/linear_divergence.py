@@ -1,0 +1,365 @@
+"""The divergence of two linear layers' distributions, mixed with the cross-entropy of labels; the
+logits are computed in chunks and not kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ...torch_private import are_functorch_transforms_active
+from .head import Gradients, cast_as_linear, factors_of, needed_gradients, products_of, shaped
+from .linear_divergence_backward import GRADIENTS, linear_divergence_backward, weights_and_items
+from .lora import lora_input
+from .precomputed_gradient import gradients_are_private, hand_over, weight_finished
+from .two_heads import (
+    Layer,
+    chunks_of_logits,
+    divisor,
+    dlogits_of,
+    entropy_of,
+    mixed,
+    reduced,
+    refuse_gradients,
+    result_dtype,
+    rows_of,
+    teacher_of,
+    upstream_of_sum,
+    values_of,
+    weights_of_tokens,
+)
+
+RESULTS = "loss divergence cross_entropy statistics"
+# Rows of statistics: those of `divergence_forward`, and lse of the logits at temperature 1.
+STATISTICS = 8
+
+
+@library.compose
+def linear_divergence(
+    student_x: Tensor, student_weight: Tensor,
+    teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
+    student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    teacher_logits: Tensor | None = None, target: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5,
+    temperature: float = 1.0, teacher_temperature: float | None = None,
+    student_softcap: float | None = None, teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
+    soft_weight: float = 1.0, hard_weight: float = 0.0,
+    ignore_index: int = -100, reduction: str = "mean",
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    student_lora_a: Tensor | None = None, student_lora_b: Tensor | None = None,
+    student_lora_scale: float = 1.0,
+    teacher_lora_a: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+    teacher_lora_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The divergence of a student's head from its teacher's, and the cross-entropy of labels.
+
+        student = student_x @ student_weight.T + student_bias
+        teacher = teacher_x @ teacher_weight.T + teacher_bias, or teacher_logits
+        z = softcap * tanh(logits * logit_scale / softcap), or logits * logit_scale without softcap
+        divergence_i = divergence(z_student, z_teacher, kind, beta, temperature, ...)
+        cross_entropy_i = logsumexp(z_student) - z_student[target_i]
+        loss = soft_weight * divergence + hard_weight * cross_entropy
+
+    with the equations of `divergence`. The cross-entropy is that of the student's logits at
+    temperature 1, as in Liger-Kernel's distillation losses. The divergence and the cross-entropy
+    are reduced in the same way, with the weights of the tokens w_i:
+
+        none: w_i * value_i
+        sum: sum_i w_i * value_i
+        mean: sum_i w_i * value_i / sum_i w_i, or / num_items_in_batch
+
+    w_i is token_weight_i, or 1 without token_weights, and 0 for a token whose target is
+    ignore_index. A mean whose w_i are all 0 is 0. A term of loss whose weight is 0 is left out.
+
+    The teacher is a constant. A tensor of the teacher that requires a gradient is refused, so that
+    no gradient is lost in silence: pass `teacher_x.detach()`.
+
+    The vocabularies may have different lengths. A class that one side lacks has probability 0
+    there: forward_kl is inf where the teacher has more classes, and reverse_kl where the student
+    has; jsd and tvd are finite. For cosine, its logit is 0 there.
+
+    The logits of one chunk of tokens at a time are computed in the dtype of x, and the loss from
+    them in float32. If a gradient is needed and the reduction is "mean" or "sum", the forward
+    computes it: the gradient of a chunk's logits overwrites them, and forward and backward together
+    take three products of M, V and D for the student and one for the teacher. The backward then
+    multiplies by the loss's own gradient and the reduction's factor. The gradients of
+    student_weight and student_lora_b are summed in accum_dtype as in `linear_cross_entropy`.
+
+    If divergence or cross_entropy is differentiated itself, for the reduction "none" and for a
+    second derivative, the backward computes the logits of both again, with two products more: of
+    all tokens and a part of the words at a time, as in `linear_log_prob`, because the forward keeps
+    each token's sums over all words, for every kind. A part of the words has complete rows of the
+    gradient of student_weight, which are rounded once, and the gradient of student_x is summed in
+    accum_dtype. If student_weight and student_bias are frozen, and in the definition, the backward
+    takes a part of the tokens at a time.
+
+    Memory, beside the results and the gradients: one chunk of logits of the student and one of the
+    teacher, of at most chunk_bytes together or one row or column of each, five float32 numbers per
+    token, and the accum_dtype sum of the gradient of student_weight, or of student_x. The
+    definition, which runs on a CPU and for float64, holds several float32 copies of the chunk. The
+    number of chunks changes only the rounding of the result.
+
+    Ignored tokens have results and a gradient of student_x of exactly 0, whatever their logits are.
+    The matrix products compute their logits, because the host sets the sizes of products, and would
+    have to wait for the device to know the targets; a GPU does not read them after that. To skip
+    the products too, select the tokens that count before the call, which in eager mode is that
+    wait:
+
+        counts = target != ignore_index
+        linear_divergence(student_x[counts], student_weight, teacher_x[counts], teacher_weight,
+                          target=target[counts])
+
+    With student_lora_a and student_lora_b, the student's weight is
+    student_weight + student_lora_scale * student_lora_b @ student_lora_a, which is never formed:
+    see `linear_cross_entropy`. student_lora_a, student_lora_b and student_x have gradients, and a
+    frozen student_weight has none. A LoRA of the teacher is as constant as its head.
+
+    Under autocast x, weight, bias, lora_a and lora_b of both are cast as
+    `torch.nn.functional.linear` casts them.
+
+    This op calls `linear_divergence_forward`.
+
+    Args:
+        student_x: (..., D), floating point, any strides.
+        student_weight: (V, D), of student_x's dtype.
+        teacher_x: (..., E), floating point, any strides, with the tokens of student_x.
+        teacher_weight: (W, E), of teacher_x's dtype.
+        student_bias: (V,), of student_x's dtype.
+        teacher_bias: (W,), of teacher_x's dtype.
+        teacher_logits: (..., W), floating point, in place of teacher_x, teacher_weight and
+            teacher_bias.
+        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1. Without it every
+            token counts, and cross_entropy is None.
+        token_weight: (...), floating point, or None.
+        num_items_in_batch: (), the divisor of the mean, or None.
+        kind: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
+        beta: the teacher's weight in m, from 0 to 1; only used by "jsd".
+        temperature: of the student, above 0. The result is not multiplied by its square.
+        teacher_temperature: above 0, or None for the student's.
+        student_softcap, teacher_softcap: above 0, or None for no cap.
+        student_logit_scale, teacher_logit_scale: above 0.
+        soft_weight, hard_weight: of divergence and of cross_entropy in loss, at least 0. A
+            hard_weight above 0 needs a target.
+        ignore_index: the target of tokens that do not count.
+        reduction: "none", "mean" or "sum".
+        accum_dtype: float32, student_weight's dtype to halve the memory of the sum of its gradient,
+            or None for float32.
+        chunk_bytes: the size of a chunk of both logits. None takes LIGER_OPS_LOGITS_BYTES from the
+            environment or, if that is not set, what `linear_cross_entropy` takes, and 384 MiB for
+            parts of the words.
+        student_lora_a, student_lora_b: (R, D) and (V, R), floating point: a LoRA that is added to
+            student_weight. Both, or neither.
+        teacher_lora_a, teacher_lora_b: (S, E) and (W, S), the same of teacher_weight.
+        student_lora_scale, teacher_lora_scale: the factors of lora_b @ lora_a.
+
+    Returns:
+        loss, divergence, cross_entropy: each (), or (...) for the reduction "none"; float32, or
+            float64 if a tensor of the student or teacher is. All are differentiable.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape, a device or an option is not as above, neither or both forms of a
+            teacher are given, or a tensor that has no gradient requires one.
+        IndexError: a target is out of range, on a CPU; other devices do as in `cross_entropy`.
+
+    Source: Hinton et al., "Distilling the knowledge in a neural network", 2015; Agarwal et al.,
+        "On-policy distillation of language models", 2024.
+
+    Example:
+        >>> x, student, teacher = torch.zeros(2, 8), torch.zeros(2, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_divergence(x, student, x, teacher, target=torch.tensor([1, -100]))[1:]
+        (tensor(0.2158), tensor(0.6931))
+    """
+    op = "linear_divergence"
+    student_x, student_weight, student_bias = cast_as_linear(
+        student_x, student_weight, student_bias
+    )
+    lora = (student_lora_a, student_lora_b, student_lora_scale)
+    lora_x, lora_b = lora_input(op, student_x, student_weight, *lora, "student_")
+    teacher_lora_x = None
+    if teacher_x is not None and teacher_weight is not None:
+        teacher_x, teacher_weight, teacher_bias = cast_as_linear(
+            teacher_x, teacher_weight, teacher_bias
+        )
+        lora = (teacher_lora_a, teacher_lora_b, teacher_lora_scale)
+        teacher_lora_x, teacher_lora_b = lora_input(
+            op, teacher_x, teacher_weight, *lora, "teacher_"
+        )
+    elif teacher_lora_a is not None or teacher_lora_b is not None:
+        raise ValueError(
+            f"{op}: teacher_lora_a and teacher_lora_b must be None without teacher_x and"
+            " teacher_weight, got a tensor"
+        )
+    mask = needed_gradients(student_x, student_weight, student_bias, reduction, lora_x, lora_b)
+    if are_functorch_transforms_active():
+        # Transforms differentiate the definition, and would not use the forward's gradients.
+        mask = [False] * 5
+    with gradients_are_private():
+        return linear_divergence_forward(
+            student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
+            teacher_logits, target, token_weight, num_items_in_batch,
+            kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
+            student_logit_scale, teacher_logit_scale, soft_weight, hard_weight,
+            ignore_index, reduction, accum_dtype, chunk_bytes, False, mask,
+            lora_x, lora_b, teacher_lora_x, teacher_lora_b,
+        )[:3]  # fmt: skip
+
+
+@library.define(returns=f"{RESULTS} {GRADIENTS} entropy")
+def linear_divergence_forward(
+    student_x: Tensor, student_weight: Tensor,
+    teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
+    student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    teacher_logits: Tensor | None = None, target: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5,
+    temperature: float = 1.0, teacher_temperature: float | None = None,
+    student_softcap: float | None = None, teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
+    soft_weight: float = 1.0, hard_weight: float = 0.0,
+    ignore_index: int = -100, reduction: str = "mean",
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    return_entropy: bool = False,
+    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False, False, False),
+    student_lora_x: Tensor | None = None, student_lora_b: Tensor | None = None,
+    teacher_lora_x: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+) -> tuple[
+    Tensor, Tensor, Tensor | None, Tensor,
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
+    """`linear_divergence` with what its backward needs, the gradients that it computes, and on
+    request the student's entropy, which takes one more pass over a chunk of its logits.
+
+    The gradients that gradient_mask asks for are those of the sum of the tokens' losses, in
+    student_x's dtype; for float16 in float32, and those of student_weight and student_lora_b in
+    accum_dtype.
+    The backward uses them if loss is the only result with a gradient, and otherwise computes the
+    logits again. Autocast changes nothing here.
+
+    Args:
+        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
+            teacher_logits, target, token_weight, num_items_in_batch, kind, beta, temperature,
+            teacher_temperature, student_softcap, teacher_softcap, student_logit_scale,
+            teacher_logit_scale, soft_weight, hard_weight, ignore_index, reduction, accum_dtype,
+            chunk_bytes: as for `linear_divergence`.
+        return_entropy: whether to compute entropy.
+        gradient_mask: whether to compute dx, dweight, dbias, dlora_x and dlora_b. All False for the
+            reduction "none".
+        student_lora_x, student_lora_b: (..., R) and (V, R), of student_x's dtype, whose product is
+            added to the student's logits. Both, or neither.
+        teacher_lora_x, teacher_lora_b: (..., S) and (W, S), the same of the teacher.
+
+    Returns:
+        loss, divergence, cross_entropy: the results of `linear_divergence`.
+        statistics: (8, ...); for each token the results of `divergence_forward`, and lse and
+            lse_error of the student's logits at temperature 1, which are 0 without a target. All
+            are 0 for an ignored token. Not differentiable.
+        dx, dweight, dbias, dlora_x, dlora_b: contiguous, of the shapes of student_x,
+            student_weight, student_bias, student_lora_x and student_lora_b; each is None unless
+            gradient_mask asks for it.
+        entropy: (...), that of softmax(z_student / temperature), as in `log_prob`; 0 for an ignored
+            token, not differentiable, and None unless return_entropy.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `linear_divergence`; or gradient_mask asks for a
+            gradient with the reduction "none", or for the gradient of a tensor that is None.
+
+    Example:
+        >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_divergence_forward(x, weight, x, weight)[3][2]  # the student's lse
+        tensor([1.3863])
+    """
+    shape, dtype = student_x.shape[:-1], result_dtype(student_x, teacher_x, teacher_logits)
+    products = products_of(rows_of(student_x), student_weight, student_lora_x, student_lora_b)
+    lora = (teacher_lora_x, teacher_lora_b)
+    taught = teacher_of(teacher_x, teacher_weight, teacher_bias, *lora, teacher_logits)
+    gradients = Gradients(products, gradient_mask, accum_dtype, in_forward=True)
+    weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student_x.device)
+    options = (
+        kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
+        student_logit_scale, teacher_logit_scale, ignore_index,
+    )  # fmt: skip
+    divergences, losses, statistics, entropies = [], [], [], []
+    for chunk, student, teacher, targets in chunks_of_logits(
+        Layer(products, student_bias), taught, target, chunk_bytes
+    ):
+        value, loss, found = values_of(student, teacher, targets, *options)
+        divergences.append(value.to(weights.dtype))
+        if loss is not None:
+            losses.append(loss.to(weights.dtype))
+        statistics.append(found.to(weights.dtype))
+        if return_entropy:
+            caps = (temperature, student_softcap, student_logit_scale, ignore_index)
+            entropies.append(entropy_of(student, targets, *caps).to(weights.dtype))
+        if any(gradient_mask):
+            with torch.no_grad():
+                soft, hard = upstream_of_sum(weights[chunk], soft_weight, hard_weight)
+                dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
+                gradients.add(chunk, dlogits)
+    items = divisor(reduction, weights, num_items_in_batch)
+    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
+    divergence = reduced(torch.cat(divergences), weights, items, reduction, shape)
+    cross_entropy = None
+    if target is not None:
+        cross_entropy = reduced(torch.cat(losses), weights, items, reduction, shape)
+    return (
+        mixed(divergence, cross_entropy, soft_weight, hard_weight),
+        divergence,
+        cross_entropy,
+        torch.cat(statistics, 1).reshape(STATISTICS, *shape),
+        *shaped(gradients.results(), head),
+        torch.cat(entropies).reshape(shape) if return_entropy else None,
+    )  # type: ignore[return-value]
+
+
+# Positions of the student's head among the forward's arguments, in the order of the masks.
+_HEAD = (0, 1, 4, 26, 27)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    refuse_gradients(ctx.needs_input_grad)
+    _, _, _, statistics, *gradients, entropy = output
+    ctx.handed_over = hand_over(gradients[1], inputs[1].dtype)
+    saved = gradients[:1] + [None] + gradients[2:] if ctx.handed_over else gradients
+    ctx.save_for_backward(*inputs[:10], statistics, *inputs[26:], *saved)
+    ctx.options = inputs[10:24]
+    ctx.set_materialize_grads(False)
+    others = (statistics, entropy, *gradients)
+    ctx.mark_non_differentiable(*(value for value in others if value is not None))
+
+
+def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    # Read only once, because a checkpoint recomputes the saved tensors at each access.
+    saved = ctx.saved_tensors
+    arguments, lora, computed = saved[:11], saved[11:15], saved[15:]
+    wanted = [ctx.needs[i] for i in _HEAD]
+    if not any(wanted) or all(grad is None for grad in grads[:3]):
+        return (None,) * 30
+    whole = None
+    transformed = are_functorch_transforms_active() or torch.is_grad_enabled()
+    if transformed or [grad is None for grad in grads[:3]] != [False, True, True]:
+        computed = (None,) * 5
+    elif wanted[1]:
+        ignore_index, reduction = ctx.options[10:12]
+
+        def factor() -> Tensor:
+            given: Any = (*saved[7:11], ignore_index, reduction)
+            _, items = weights_and_items(saved[0], *given)
+            return factors_of(grads[0], saved[7], ignore_index, items)[1]
+
+        whole, computed = weight_finished(ctx.handed_over, computed, factor)
+        wanted[1] = whole is None
+    given: tuple[Any, ...] = (*grads[:3], *arguments, *computed[:3], *ctx.options, wanted)
+    gradients = list(linear_divergence_backward(*given, *lora, *computed[3:]))
+    gradients[1] = gradients[1] if whole is None else whole
+    by_position = dict(zip(_HEAD, gradients, strict=True))
+    return tuple(by_position.get(i) for i in range(30))
+
+
+library.gradient("linear_divergence_forward", _backward, _setup_context)
+library.keep_dtypes_under_autocast("linear_divergence_forward")
+library.keep_dtypes_under_autocast("linear_divergence_backward")

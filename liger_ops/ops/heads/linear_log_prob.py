@@ -1,0 +1,236 @@
+"""Log-probabilities and the entropy of a linear layer's logits, which are computed in chunks and
+not kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..losses.log_prob import RESULTS, Results
+from .chunks import chunks
+from .head import cast_as_linear, flattened, linear, products_of, shaped
+from .head_by_words import gradients_by_words
+from .lora import lora_input
+
+
+@library.compose
+def linear_log_prob(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The log-probability of each token's target, and the entropy, for the logits
+    x @ weight.T + bias, computed in chunks and not kept.
+
+        logits = x @ weight.T + bias
+        log_prob, entropy = log_prob(logits, target, temperature, softcap, logit_scale, ...)
+
+    with the equations and options of `log_prob`. Both results are differentiable. The logits are
+    computed in x's dtype, as by `torch.nn.functional.linear`, and the results from them in float32.
+
+    The forward computes the logits of a part of the tokens at a time, and keeps lse and entropy.
+    The backward computes the logits again, of all tokens and a part of the words at a time, and
+    writes their gradient over them. A part of the words has complete rows of the gradient of
+    weight: each is one product, rounded once. The gradient of x is summed over the parts in
+    accum_dtype and rounded once. Without a gradient of weight and bias, the backward takes a part
+    of the tokens at a time too, whose gradients of x are complete. Forward and backward together
+    take four products of M, V and D. A gradient that is not required is neither computed nor
+    allocated. The order of every sum is fixed.
+
+    Memory, beside the results and the gradients: one chunk of logits, of at most chunk_bytes, or
+    one row or column; and in the backward the accum_dtype sum of x's gradient, with M times D
+    elements. On a device whose matrix products cannot return float32 for bfloat16 (Ascend NPUs),
+    each chunk's part of that sum is rounded to bfloat16 before it is added. The definition, which
+    runs on a CPU and for float64, holds several float32 copies of the chunk. The number of chunks
+    changes only the rounding of the result.
+
+    Ignored tokens have results and gradients of exactly 0. Their logits are computed by the matrix
+    products, in the forward and in the backward, because no size can depend on the targets without
+    waiting for the device; a GPU does not read them after that. To skip the products too, select
+    the tokens that count before the call:
+
+        counts = target != ignore_index
+        log_prob, entropy = linear_log_prob(x[counts], weight, target[counts])
+        log_prob = log_prob.new_zeros(counts.shape).masked_scatter(counts, log_prob)
+
+    Time and memory are then those of the selected tokens; there may be none. In eager mode,
+    indexing by a mask waits for the device. torch.compile makes one graph for every number of
+    tokens, if `torch._dynamo.config.capture_dynamic_output_shape_ops` is True.
+
+    With lora_a and lora_b, the logits are x @ (weight + lora_scale * lora_b @ lora_a).T + bias, and
+    that weight is never formed: see `linear_cross_entropy`. If weight and bias are frozen, the
+    backward takes a part of the tokens at a time, and sums the gradient of lora_b in accum_dtype.
+
+    Under autocast x, weight, bias, lora_a and lora_b are cast as `torch.nn.functional.linear` casts
+    them.
+
+    This op calls `linear_log_prob_forward`, which returns lse too, and further results on request.
+
+    Args:
+        x: (..., D), floating point, any strides.
+        weight: (V, D), of x's dtype.
+        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1.
+        bias: (V,), of x's dtype.
+        temperature, softcap, logit_scale, ignore_index: as for `log_prob`.
+        accum_dtype: float32, x's dtype to save the memory of the sum of its gradient, or None for
+            float32.
+        chunk_bytes: the size of a chunk of logits in x's dtype. None takes LIGER_OPS_LOGITS_BYTES
+            from the environment or, if that is not set, 512 MiB in the forward and 384 MiB in the
+            backward, where the gradients are in memory too.
+        lora_a: (R, D), floating point: with lora_b, a LoRA that is added to weight.
+        lora_b: (V, R), floating point. Both, or neither.
+        lora_scale: the factor of lora_b @ lora_a.
+
+    Returns:
+        log_prob, entropy: of target's shape; float32, or float64 if x is.
+
+    Raises:
+        TypeError: a tensor has another dtype; weight or bias does not have x's.
+        ValueError: a shape, a device or an option is not as above.
+        IndexError: a target is out of range, on a CPU; other devices do as in `log_prob`.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_log_prob(x, weight, torch.tensor([3, -100]))
+        (tensor([-1.3863,  0.0000]), tensor([1.3863, 0.0000]))
+    """
+    x, weight, bias = cast_as_linear(x, weight, bias)
+    lora_x, lora_b = lora_input("linear_log_prob", x, weight, lora_a, lora_b, lora_scale)
+    return linear_log_prob_forward(
+        x, weight, target, bias,
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes,
+        lora_x=lora_x, lora_b=lora_b,
+    )[:2]  # fmt: skip
+
+
+@library.define(returns=RESULTS)
+def linear_log_prob_forward(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
+    return_predicted: bool = False,
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
+) -> Results:  # fmt: skip
+    """`linear_log_prob` with lse, from which the backward computes the probabilities again, and
+    with the statistics of `log_prob_forward`, from the same pass over the logits.
+
+    Autocast changes nothing here.
+
+    Args:
+        x, weight, target, bias, temperature, softcap, logit_scale, ignore_index, accum_dtype,
+            chunk_bytes: as for `linear_log_prob`.
+        return_mean_logits, return_log_sum_sq_probs, return_predicted: as for `log_prob_forward`.
+        lora_x: (..., R), of x's dtype, whose product with lora_b is added to the logits.
+        lora_b: (V, R), of x's dtype. Both, or neither.
+
+    Returns:
+        log_prob, entropy: the results of `linear_log_prob`.
+        lse: of their shape and dtype; 0 for an ignored token. Each of the three is differentiable.
+        mean_logits, log_sum_sq_probs, predicted_tokens, lse_error: as `log_prob_forward`; 0 for an
+            ignored token, not differentiable, and the first three None if not asked for.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `linear_log_prob`.
+
+    Example:
+        >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_log_prob_forward(x, weight, torch.tensor([3]))[2]
+        tensor([1.3863])
+    """
+    rows, targets, _ = flattened(x, target, None)
+    products = products_of(rows, weight, lora_x, lora_b)
+    parts = []
+    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
+        logits = linear(products, bias, chunk)
+        options = (temperature, softcap, logit_scale, ignore_index)
+        asked = (return_mean_logits, return_log_sum_sq_probs, return_predicted)
+        parts.append(_LOG_PROB(logits, targets[chunk], *options, *asked))
+    return tuple(
+        None if values[0] is None else torch.cat(values).reshape(target.shape)
+        for values in zip(*parts, strict=True)
+    )  # type: ignore[return-value]
+
+
+@library.define(returns="dx dweight dbias dlora_x dlora_b")
+def linear_log_prob_backward(
+    dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    entropy: Tensor, lse: Tensor, lse_error: Tensor,
+    temperature: float, softcap: float | None, logit_scale: float, ignore_index: int,
+    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
+    """The gradient of `linear_log_prob_forward`.
+
+    For a chunk of words, with dlogits of `log_prob_backward` in x's dtype and with the targets
+    counted from the chunk's first word:
+
+        dx += dlogits @ weight[words]
+        dweight[words] = dlogits.T @ x
+        dbias[words] = sum(dlogits, 0)
+        dlora_x += dlogits @ lora_b[words]
+        dlora_b[words] = dlogits.T @ lora_x
+
+    Args:
+        dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
+            shape of target, any strides; each may be None.
+        entropy, lse, lse_error: results of the forward.
+        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
+        The others: as given to the forward.
+
+    Returns:
+        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of x, weight,
+        bias, lora_x and lora_b; or None.
+
+    Raises:
+        TypeError, ValueError: as `linear_log_prob`; or output_mask asks for the gradient of a
+            tensor that is None.
+    """
+    rows, targets, _ = flattened(x, target, None)
+    grads = [None if g is None else g.reshape(-1) for g in (dlog_prob, dentropy, dlse)]
+    statistics = [value.reshape(-1) for value in (entropy, lse, lse_error)]
+
+    def dlogits_of(logits: Tensor, words: slice) -> Tensor:
+        options = (temperature, softcap, logit_scale, ignore_index - words.start)
+        return _GRADIENT(*grads, logits, targets - words.start, *statistics, *options)
+
+    results = gradients_by_words(
+        dlogits_of, rows, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
+    )
+    return shaped(results, (x, weight, bias, lora_x, lora_b))  # type: ignore[return-value]
+
+
+_LOG_PROB = library.OPS["log_prob_forward"].definition
+_GRADIENT = library.OPS["log_prob_backward"].definition
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, entropy, lse, *extras, lse_error = output
+    ctx.save_for_backward(*inputs[:4], entropy, lse, lse_error, *inputs[13:])
+    ctx.options = inputs[4:10]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse_error, *(value for value in extras if value is not None))
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    wanted = [ctx.needs[i] for i in (0, 1, 3, 13, 14)]
+    if not any(wanted) or all(grad is None for grad in grads[:3]):
+        return (None,) * 15
+    *saved, lora_x, lora_b = ctx.saved_tensors
+    given: tuple[Any, ...] = (*grads[:3], *saved, *ctx.options, wanted, lora_x, lora_b)
+    dx, dweight, dbias, *dlora = linear_log_prob_backward(*given)
+    return (dx, dweight, None, dbias, *(None for _ in range(9)), *dlora)
+
+
+library.gradient("linear_log_prob_forward", _backward, _setup_context)
+library.keep_dtypes_under_autocast("linear_log_prob_forward")
+library.keep_dtypes_under_autocast("linear_log_prob_backward")

@@ -1,0 +1,307 @@
+"""The divergence of a linear layer's distribution from a teacher that gives its top k words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..losses.cross_entropy import effective, log_softmax_of, logsumexp
+from ..losses.log_prob import tempered
+from ..losses.top_k import check_teacher, distinct, divergence_of_classes
+from .chunks import chunks
+from .head import cast_as_linear, linear, products_of, shaped
+from .head_by_words import gradients_by_words
+from .lora import lora_input
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+@library.compose
+def linear_top_k_divergence(
+    x: Tensor, weight: Tensor, teacher_ids: Tensor, teacher_log_prob: Tensor,
+    bias: Tensor | None = None, target: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5, tail: str = "bucket",
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The divergence of a student's head from a teacher that lists some words of each token with
+    their log-probabilities; the student's logits are computed in chunks and not kept.
+
+        logits = x @ weight.T + bias
+        z = softcap * tanh(logits * logit_scale / softcap) / temperature, or
+        z = logits * logit_scale / temperature without softcap
+        q = softmax(z)
+
+    With i a token, c_k the words that the teacher lists for it, p_k = exp(teacher_log_prob_ik), and
+    sums being over the listed words, `tail` says how the words that are not listed count:
+
+        bucket: together they are one class more, of the probability 1 - sum(p_k) in the teacher and
+            1 - sum(q_c_k) in the student
+        zero: the teacher's probability of each is 0, and its others are p_k / sum(p_k)
+        drop: they are left out on both sides: p_k / sum(p_k) against q_c_k / sum(q_c_k)
+
+    and the result is that of `divergence` for these classes. For "zero" this is the divergence over
+    the whole vocabulary, as the words of probability 0 in the teacher have equal terms; reverse_kl
+    would be inf and is refused. For "bucket" it is at most the divergence over the whole
+    vocabulary, and equal to it if the teacher lists every word.
+
+    The probability of the words that are not listed is computed from the logsumexp of their logits,
+    not as a difference from 1. That of the teacher is such a difference, and at least 1e-7: the
+    log-probabilities of a confident teacher sum to 1 in float32, and would make reverse_kl inf.
+    Where every word is listed there is no such class.
+
+    An entry of teacher_ids below 0 is left out, so that tokens may list different numbers of words.
+    A word that is listed twice counts where it is first. A token without a word, or whose target is
+    ignore_index, gives 0 and has gradients of exactly 0, whatever its logits are. A word that the
+    student's vocabulary lacks has no logit: give a negative entry in its place.
+
+    The logits are computed in x's dtype, and the result from them in float32. Forward and backward
+    together take four products of M, V and D, and hold one chunk of logits, as `linear_log_prob`:
+    see there for chunks, sums and memory. Beside the result, K + 2 float32 numbers per token are
+    stored of the student, and K + 1 of the teacher.
+
+    teacher_log_prob is differentiable too.
+
+    Under autocast x, weight, bias, lora_a and lora_b are cast as `torch.nn.functional.linear` casts
+    them.
+
+    This op calls `linear_top_k_divergence_forward` and `divergence_forward`.
+
+    Args:
+        x: (..., D), floating point, any strides: the student's hidden states.
+        weight: (V, D), of x's dtype.
+        teacher_ids: (..., K), int64 or int32; each below 0, or from 0 to V - 1.
+        teacher_log_prob: (..., K), floating point: logarithms of the teacher's probabilities, at
+            the temperature at which they are to be compared.
+        bias: (V,), of x's dtype.
+        target: (...), int64 or int32, or None. It is only compared with ignore_index.
+        kind: "forward_kl", "reverse_kl", "jsd" or "tvd", as for `divergence`.
+        beta: the teacher's weight in "jsd", from 0 to 1; at its ends that is forward_kl or
+            reverse_kl.
+        tail: "bucket", "zero" or "drop". With "drop" and K = 1 the result is 0.
+        temperature: of the student, above 0. The result is not multiplied by its square.
+        softcap: above 0, or None for no cap.
+        logit_scale: above 0.
+        ignore_index: the target of tokens that do not count.
+        accum_dtype, chunk_bytes, lora_a, lora_b, lora_scale: as for `linear_log_prob`.
+
+    Returns:
+        (...), float32, or float64 if x or teacher_log_prob is.
+
+    Raises:
+        TypeError: a tensor has another dtype; weight or bias does not have x's.
+        ValueError: a shape, a device or an option is not as above.
+        IndexError: an entry of teacher_ids is V or more, on a CPU. Other devices give NaN, and do
+            not read out of bounds.
+
+    Source: Hinton et al., "Distilling the knowledge in a neural network", 2015; Agarwal et al.,
+        "On-policy distillation of language models", 2024.
+
+    Example:
+        >>> x, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+        >>> ids, log_prob = torch.tensor([[3], [-1]]), torch.zeros(2, 1)
+        >>> liger_ops.linear_top_k_divergence(x, weight, ids, log_prob, kind="forward_kl")
+        tensor([1.3863, 0.0000])
+    """
+    op = "linear_top_k_divergence"
+    check_teacher(op, x, teacher_ids, teacher_log_prob, target, kind, beta, tail)
+    x, weight, bias = cast_as_linear(x, weight, bias)
+    lora_x, lora_b = lora_input(op, x, weight, lora_a, lora_b, lora_scale)
+    ids = distinct(teacher_ids, target, ignore_index)
+    logits, rest, rest_error = linear_top_k_divergence_forward(
+        x, weight, ids, bias, temperature, softcap, logit_scale, accum_dtype, chunk_bytes,
+        lora_x, lora_b,
+    )  # fmt: skip
+    return divergence_of_classes(
+        logits, rest, rest_error, teacher_log_prob, ids, kind, beta, tail, weight.shape[0]
+    )
+
+
+@library.define(returns="logits rest rest_error")
+def linear_top_k_divergence_forward(
+    x: Tensor, weight: Tensor, teacher_ids: Tensor, bias: Tensor | None = None,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The student's part of `linear_top_k_divergence`: with z as there, the z of the words that are
+    listed, and the logsumexp of the z of all others.
+
+    Their softmax, `torch.cat([logits, rest.unsqueeze(-1)], -1).softmax(-1)`, has the probabilities
+    of the listed words and of all others together. Autocast changes nothing here.
+
+    Args:
+        x, weight, bias, temperature, softcap, logit_scale, accum_dtype, chunk_bytes: as for
+            `linear_top_k_divergence`.
+        teacher_ids: (..., K), int64 or int32; each below 0, or from 0 to V - 1. The words of a
+            token must differ from each other, as `linear_top_k_divergence` sees to.
+        lora_x: (..., R), of x's dtype, whose product with lora_b is added to the logits.
+        lora_b: (V, R), of x's dtype. Both, or neither.
+
+    Returns:
+        logits: (..., K), float32, or float64 if x is; -inf where an entry of teacher_ids is below
+            0.
+        rest: (...), of the same dtype; -inf if every word is listed, and 0 if none is. Both are
+            differentiable.
+        rest_error: (...), of the same dtype; what rounding took from rest, as the lse_error of
+            `cross_entropy_forward`.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `linear_top_k_divergence`.
+
+    Example:
+        >>> x, weight = torch.zeros(1, 8), torch.zeros(4, 8)
+        >>> liger_ops.linear_top_k_divergence_forward(x, weight, torch.tensor([[3, -1]]))
+        (tensor([[0., -inf]]), tensor([1.0986]), tensor([0.]))
+    """
+    K, tokens = teacher_ids.shape[-1], teacher_ids.shape[:-1]
+    rows, ids = _rows(x, teacher_ids)
+    products = products_of(rows, weight, lora_x, lora_b)
+    parts = []
+    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
+        z = _scaled(linear(products, bias, chunk), ids[chunk], temperature, softcap, logit_scale)
+        parts.append(_split(z, ids[chunk]))
+    logits, rest, error = (torch.cat(values) for values in zip(*parts, strict=True))
+    return logits.reshape(*tokens, K), rest.reshape(tokens), error.reshape(tokens)
+
+
+@library.define(returns="dx dweight dbias dlora_x dlora_b")
+def linear_top_k_divergence_backward(
+    dlogits: Tensor | None, drest: Tensor | None,
+    x: Tensor, weight: Tensor, teacher_ids: Tensor, bias: Tensor | None,
+    logits: Tensor, rest: Tensor, rest_error: Tensor,
+    temperature: float, softcap: float | None, logit_scale: float,
+    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
+    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """The gradient of `linear_top_k_divergence_forward`, which is 1 for a listed word's own logit,
+    and for any other word c
+
+        drest / dz_ic = exp((z_ic - rest_i) - rest_error_i)
+
+    With that, the gradients of the head are those of `linear_log_prob_backward`.
+
+    Args:
+        dlogits, drest: the gradients of the forward's results, floating point, of the shapes of
+            these, any strides; each may be None.
+        teacher_ids: as given to the forward, or from V for a word that weight lacks: it has no
+            gradient here, and its token counts.
+        logits, rest, rest_error: results of the forward.
+        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
+        The others: as given to the forward.
+
+    Returns:
+        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of x, weight,
+        bias, lora_x and lora_b; or None.
+
+    Raises:
+        TypeError, ValueError: as `linear_top_k_divergence`; or output_mask asks for the gradient of
+            a tensor that is None.
+    """
+    K = teacher_ids.shape[-1]
+    rows, ids = _rows(x, teacher_ids)
+    rest, rest_error = rest.reshape(-1), rest_error.reshape(-1)
+    flat_dlogits = None if dlogits is None else dlogits.reshape(-1, K)
+    flat_drest = None if drest is None else drest.reshape(-1)
+    cap, scale = tempered(temperature, softcap, logit_scale)
+
+    def dlogits_of(chunk: Tensor, words: slice) -> Tensor:
+        z = _scaled(chunk, ids, temperature, softcap, logit_scale)
+        dz = _dz(flat_dlogits, flat_drest, z, ids, ids - words.start, rest, rest_error)
+        if cap is not None:
+            dz = dz * (1 - (z / cap).square())
+        return (dz * scale).to(x.dtype)
+
+    results = gradients_by_words(
+        dlogits_of, rows, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
+    )
+    return shaped(results, (x, weight, bias, lora_x, lora_b))  # type: ignore[return-value]
+
+
+def _rows(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """x and ids with one row per token."""
+    tokens = ids.shape[:-1].numel()
+    return x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, ids.shape[-1]).long()
+
+
+def _scaled(
+    logits: Tensor, ids: Tensor, temperature: float, softcap: float | None, logit_scale: float
+) -> Tensor:
+    """z, from 0 where the token has no word: its logits may be NaN, which would make its gradient
+    NaN."""
+    kept = torch.where((ids >= 0).any(-1, keepdim=True), logits, 0.0)
+    return effective(kept, *tempered(temperature, softcap, logit_scale))
+
+
+def _columns(ids: Tensor, z: Tensor) -> Tensor:
+    """The columns of z that are listed; those that z lacks are one past the last."""
+    V = z.shape[-1]
+    return torch.where((ids >= 0) & (ids < V), ids, V)
+
+
+def _listed(columns: Tensor, z: Tensor) -> Tensor:
+    """Whether each element of z is listed."""
+    V = z.shape[-1]
+    none = torch.zeros((*z.shape[:-1], V + 1), dtype=torch.bool, device=z.device)
+    return none.scatter(-1, columns, True)[..., :V]
+
+
+def _split(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of rows of z."""
+    try:
+        logits = z.gather(-1, ids.clamp(min=0))
+    except (IndexError, RuntimeError) as error:
+        raise IndexError(
+            "linear_top_k_divergence: teacher_ids must be negative, or from 0 to"
+            f" {z.shape[-1] - 1}, got one that is not: {error}"
+        ) from None
+    others = torch.where(_listed(_columns(ids, z), z), -float("inf"), z)
+    counts = (ids >= 0).any(-1)
+    rest, lost = (torch.where(counts, value, 0.0) for value in logsumexp(others))
+    return torch.where(ids >= 0, logits, -float("inf")), rest, lost
+
+
+def _dz(
+    dlogits: Tensor | None, drest: Tensor | None, z: Tensor, ids: Tensor, here: Tensor,
+    rest: Tensor, rest_error: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of a chunk of z; `here` are the words counted from the chunk's first."""
+    columns, dz = _columns(here, z), torch.zeros_like(z)
+    if drest is not None:
+        # Without other words, rest is -inf and there is nothing to multiply.
+        finite = torch.where(rest == -float("inf"), 0.0, rest)
+        log_p = log_softmax_of(z, finite, rest_error)
+        p = torch.exp(torch.where(_listed(columns, z), -float("inf"), log_p))
+        drest = torch.where((ids >= 0).any(-1), drest, 0.0)
+        dz = dz + drest.to(z.dtype).unsqueeze(-1) * p
+    if dlogits is not None:
+        wide = torch.nn.functional.pad(torch.zeros_like(z), (0, 1))
+        dz = dz + wide.scatter_add(-1, columns, dlogits.to(z.dtype))[..., : z.shape[-1]]
+    return dz
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output, *inputs[9:])
+    ctx.options = inputs[4:9]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    wanted = [ctx.needs[i] for i in (0, 1, 3, 9, 10)]
+    if not any(wanted) or all(grad is None for grad in grads[:2]):
+        return (None,) * 11
+    *saved, lora_x, lora_b = ctx.saved_tensors
+    given: tuple[Any, ...] = (*grads[:2], *saved, *ctx.options, wanted, lora_x, lora_b)
+    dx, dweight, dbias, *dlora = linear_top_k_divergence_backward(*given)
+    return (dx, dweight, None, dbias, *(None for _ in range(5)), *dlora)
+
+
+library.gradient("linear_top_k_divergence_forward", _backward, _setup_context)
+library.keep_dtypes_under_autocast("linear_top_k_divergence_forward")
+library.keep_dtypes_under_autocast("linear_top_k_divergence_backward")

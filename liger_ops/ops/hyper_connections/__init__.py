@@ -1,0 +1,1 @@
+"""Hyper-connections: coefficients, the layer's input, and the mixed streams."""

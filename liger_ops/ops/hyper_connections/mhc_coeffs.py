@@ -1,0 +1,274 @@
+"""The coefficients of a manifold-constrained hyper-connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..precision import widened
+
+# A token's hc x hc matrix is held in registers.
+MOST_STREAMS = 64
+
+
+@library.compose
+def mhc_coeffs(
+    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor,
+    tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The coefficients of a manifold-constrained hyper-connection (mHC), for each token.
+
+        mix              = (x @ phi) / sqrt(mean(x**2) + rms_eps), x as one row of hc * C elements
+        pre, post, res   = mix split into hc, hc and hc * hc columns; b likewise
+        h_pre            = sigmoid(alpha_pre * pre + b_pre) + pre_eps
+        h_post           = sigmoid(alpha_post * post + b_post) * post_mult
+        h_res            = sinkhorn(alpha_res * res + b_res), of (hc, hc) logits
+
+    sinkhorn starts from softmax over the last dimension, plus sinkhorn_eps, with columns divided by
+    their sums; tmax - 1 times it then divides the rows by their sums, and the columns by theirs.
+    sinkhorn_eps is added to every sum. The rows and columns of h_res then sum to nearly 1.
+
+    Everything is computed in float32. The product with phi and its two gradients are matrix
+    products of PyTorch, which use TF32 if `torch.backends.cuda.matmul.allow_tf32` says so. The
+    gradients of b and the alphas are summed over the tokens in float32, in an order that does not
+    change between runs.
+
+    The forward saves the inputs and, for each token, the product and 1 / rms: hc * (hc + 2) + 1
+    numbers in float32. The backward computes the iterates of sinkhorn again, in registers.
+
+    Memory, beside the results and the gradients: phi in float32, and x and its gradient in float32
+    for some rows at a time, at most 32 MiB or one row. On a GPU, x in bfloat16 is multiplied as it
+    is, by phi in bfloat16 or in three bfloat16 parts that add up to it.
+
+    An Ascend NPU runs the definition for more than 8 streams, whose matrices do not fit its buffer.
+
+    Under autocast the op runs in the dtypes of its inputs. float64 runs the definition on every
+    device.
+
+    This op calls `mhc_coeffs_forward`, which returns what the backward needs too.
+
+    Args:
+        x: (..., hc, C), floating point, any strides; hc is from 1 to 64, C at least 1.
+        phi: (hc * C, hc * hc + 2 * hc), floating point.
+        b: (hc * hc + 2 * hc,), floating point.
+        alpha_pre, alpha_post, alpha_res: (), floating point. The dtypes of all may differ.
+        tmax: the iterations of sinkhorn, at least 1.
+        rms_eps: added to the mean square, at least 0.
+        pre_eps: added to h_pre.
+        sinkhorn_eps: added to the softmax and to every sum, at least 0.
+        post_mult: the factor of h_post.
+
+    Returns:
+        h_pre: (..., hc), h_post: (..., hc), h_res: (..., hc, hc), with h_res[o, i] from stream i to
+        stream o; contiguous, float32, or float64 if x is.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device, tmax, rms_eps or sinkhorn_eps is not as above.
+
+    Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880, 2025.
+
+    Example:
+        >>> x, phi, one = torch.ones(1, 2, 3), torch.zeros(6, 8), torch.tensor(1.0)
+        >>> liger_ops.mhc_coeffs(x, phi, torch.zeros(8), one, one, one)[2]
+        tensor([[[0.5000, 0.5000],
+                 [0.5000, 0.5000]]])
+    """
+    return mhc_coeffs_forward(
+        x, phi, b, alpha_pre, alpha_post, alpha_res,
+        tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
+    )[:3]  # fmt: skip
+
+
+@library.define(returns="h_pre h_post h_res product rstd")
+def mhc_coeffs_forward(
+    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor,
+    tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`mhc_coeffs` with the product and 1 / rms, from which the backward starts.
+
+    Args:
+        As for `mhc_coeffs`.
+
+    Returns:
+        h_pre, h_post, h_res: the results of `mhc_coeffs`, which alone are differentiable.
+        product: x @ phi, (..., hc * hc + 2 * hc).
+        rstd: 1 / sqrt(mean(x**2) + rms_eps), (...). Both are float32, or float64 if x is.
+
+    Raises:
+        TypeError, ValueError: as `mhc_coeffs`.
+
+    Example:
+        >>> x, phi, one = torch.full((1, 2, 3), 2.0), torch.zeros(6, 8), torch.tensor(1.0)
+        >>> liger_ops.mhc_coeffs_forward(x, phi, torch.zeros(8), one, one, one)[4]
+        tensor([0.5000])
+    """
+    hc = x.shape[-2]
+    rows, product, rstd = _projected(x, phi, rms_eps)
+    logits = product * rstd * _factors(rows, hc, alpha_pre, alpha_post, alpha_res) + b.to(
+        rows.dtype
+    )
+    pre, post, res = _split(logits, hc)
+    h_res = _iterates(res, tmax, sinkhorn_eps)[1][-1]
+    return (
+        torch.sigmoid(pre) + pre_eps, torch.sigmoid(post) * post_mult, h_res.contiguous(),
+        product.detach(), rstd.detach().squeeze(-1),
+    )  # fmt: skip
+
+
+@library.define(returns="dx dphi db dalpha_pre dalpha_post dalpha_res")
+def mhc_coeffs_backward(
+    dh_pre: Tensor | None, dh_post: Tensor | None, dh_res: Tensor | None,
+    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor,
+    product: Tensor, rstd: Tensor,
+    tmax: int, rms_eps: float, sinkhorn_eps: float, post_mult: float, output_mask: list[bool],
+) -> tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
+]:  # fmt: skip
+    """The gradient of `mhc_coeffs`.
+
+    With dlogits, of the sigmoids and of sinkhorn, alpha the factor of each column, mix =
+    product * rstd, and K = hc * C:
+
+        dmix   = dlogits * alpha
+        dx     = (dmix * rstd) @ phi.T - x * rstd**2 * sum(dmix * mix) / K
+        dphi   = x.T @ (dmix * rstd)
+        db     = sum(dlogits) over the tokens
+        dalpha = sum(dlogits * mix) over the tokens and the columns of each alpha
+
+    For a division by sums, y = m / (sum(m) + eps), dm = (dy - sum(dy * y)) / (sum(m) + eps).
+
+    Kernels use the forward's product and rstd; the definition computes them again, so that it can
+    be differentiated.
+
+    Args:
+        dh_pre, dh_post, dh_res: of the shapes of the results, any strides; each may be None.
+        product, rstd: results of the forward.
+        output_mask: whether the gradients of x, phi, b and the three alphas are computed and
+            allocated.
+        The others: as given to `mhc_coeffs`.
+
+    Returns:
+        dx, dphi, db, dalpha_pre, dalpha_post and dalpha_res, contiguous, of the shapes and dtypes
+        of the tensors; each may be None.
+
+    Raises:
+        TypeError, ValueError: as `mhc_coeffs`; or a gradient does not have its result's shape.
+    """
+    hc = x.shape[-2]
+    rows, product, rstd = _projected(x, phi, rms_eps)
+    alpha = _factors(rows, hc, alpha_pre, alpha_post, alpha_res)
+    mix = product * rstd
+    pre, post, res = _split(mix * alpha + b.to(rows.dtype), hc)
+    dpre, dpost, dres = (
+        torch.zeros_like(value) if grad is None else grad.to(rows.dtype)
+        for value, grad in ((pre, dh_pre), (post, dh_post), (res, dh_res))
+    )
+    dlogits = torch.cat(
+        (
+            dpre * _slope(pre), dpost * _slope(post) * post_mult,
+            _sinkhorn_backward(dres, res, tmax, sinkhorn_eps).flatten(-2),
+        ),
+        -1,
+    )  # fmt: skip
+    dmix = dlogits * alpha
+    dproduct = dmix * rstd
+    dx = dphi = db = None
+    if output_mask[0]:
+        of_norm = (dmix * mix).sum(-1, keepdim=True) * (rstd * rstd) / rows.shape[-1]
+        dx = torch.matmul(dproduct, phi.to(rows.dtype).t()) - rows * of_norm
+        dx = dx.reshape(x.shape).to(x.dtype).contiguous()
+    if output_mask[1]:
+        columns = dproduct.reshape(-1, phi.shape[1])
+        dphi = torch.mm(rows.reshape(-1, phi.shape[0]).t(), columns).to(phi.dtype).contiguous()
+    if output_mask[2]:
+        db = dlogits.reshape(-1, b.shape[0]).sum(0).to(b.dtype)
+    dalphas = [
+        part.sum().to(factor.dtype) if wanted else None
+        for wanted, part, factor in zip(
+            output_mask[3:], _split(dlogits * mix, hc), (alpha_pre, alpha_post, alpha_res),
+            strict=True,
+        )
+    ]  # fmt: skip
+    return dx, dphi, db, *dalphas  # type: ignore[return-value]
+
+
+def _projected(x: Tensor, phi: Tensor, rms_eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x as (..., hc * C), its product with phi, and 1 / rms, (..., 1)."""
+    rows = widened(x).flatten(-2)
+    rstd = torch.rsqrt((rows * rows).mean(-1, keepdim=True) + rms_eps)
+    return rows, torch.matmul(rows, phi.to(rows.dtype)), rstd
+
+
+def _factors(rows: Tensor, hc: Any, *alphas: Tensor) -> Tensor:
+    """The alpha of each column."""
+    counts = (hc, hc, hc * hc)
+    return torch.cat(
+        [alpha.to(rows.dtype).expand(n) for alpha, n in zip(alphas, counts, strict=True)]
+    )
+
+
+def _split(logits: Tensor, hc: Any) -> tuple[Tensor, Tensor, Tensor]:
+    pre, post, res = logits.split([hc, hc, hc * hc], -1)
+    return pre, post, res.unflatten(-1, (hc, hc))
+
+
+def _slope(logits: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(logits)
+    return sigmoid * (1 - sigmoid)
+
+
+def _iterates(logits: Tensor, tmax: int, eps: float) -> tuple[Tensor, list[Tensor]]:
+    """The softmax, and the matrix after each division of the columns."""
+    p = torch.softmax(logits, -1)
+    matrix = p + eps
+    iterates = [matrix / _sums(matrix, -2, eps)]
+    for _ in range(tmax - 1):
+        matrix = iterates[-1] / _sums(iterates[-1], -1, eps)
+        iterates.append(matrix / _sums(matrix, -2, eps))
+    return p, iterates
+
+
+def _sums(matrix: Tensor, dim: int, eps: float) -> Tensor:
+    return matrix.sum(dim, keepdim=True) + eps
+
+
+def _sinkhorn_backward(grad: Tensor, logits: Tensor, tmax: int, eps: float) -> Tensor:
+    p, iterates = _iterates(logits, tmax, eps)
+    for before, after in zip(iterates[-2::-1], iterates[:0:-1], strict=True):
+        rows = _sums(before, -1, eps)
+        between = before / rows
+        grad = _divided_backward(grad, after, _sums(between, -2, eps), -2)
+        grad = _divided_backward(grad, between, rows, -1)
+    grad = _divided_backward(grad, iterates[0], _sums(p + eps, -2, eps), -2)
+    return p * (grad - (grad * p).sum(-1, keepdim=True))
+
+
+def _divided_backward(grad: Tensor, y: Tensor, divisor: Tensor, dim: int) -> Tensor:
+    return (grad - (grad * y).sum(dim, keepdim=True)) / divisor
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    tmax, rms_eps, _, sinkhorn_eps, post_mult = inputs[6:]
+    ctx.save_for_backward(*inputs[:6], *output[3:])
+    ctx.options = (tmax, rms_eps, sinkhorn_eps, post_mult)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[3:])
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    wanted = list(ctx.needs[:6])
+    if not any(wanted) or all(grad is None for grad in grads[:3]):
+        return (None,) * 11
+    given: tuple[Any, ...] = (*grads[:3], *ctx.saved_tensors, *ctx.options, wanted)
+    return (*mhc_coeffs_backward(*given), *(None for _ in range(5)))
+
+
+library.gradient("mhc_coeffs_forward", _backward, _setup_context)
+library.keep_dtypes_under_autocast("mhc_coeffs_forward")
+library.keep_dtypes_under_autocast("mhc_coeffs_backward")

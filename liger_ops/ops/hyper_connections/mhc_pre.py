@@ -1,0 +1,76 @@
+"""The layer's input from the streams of a hyper-connection."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ... import library
+from ..precision import widened
+
+
+@library.define()
+def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
+    """The weighted sum of the streams of a hyper-connection, which a layer takes as its input.
+
+        y[c] = sum over i of h_pre[i] * x[i, c]
+
+    for each token. y is summed in float32 and rounded once, to x.dtype. The gradient of h_pre is
+    summed over the channels in float32, in an order that does not change between runs. Only the
+    inputs are saved, and nothing as large as x is in memory beside x and its gradient.
+
+    Under autocast the op runs in the dtypes of its inputs. float64 runs the definition on every
+    device.
+
+    Args:
+        x: (..., hc, C), floating point, any strides; hc is from 1 to 64.
+        h_pre: (..., hc), floating point; its dtype may differ from x's.
+
+    Returns:
+        (..., C), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape or a device is not as above.
+
+    Source: Xie et al., "mHC: Manifold-Constrained Hyper-Connections", arXiv 2512.24880, 2025.
+
+    Example:
+        >>> x = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+        >>> liger_ops.mhc_pre(x, torch.tensor([[1.0, 10.0]]))
+        tensor([[31., 42.]])
+    """
+    wide = widened(x)
+    return (h_pre.to(wide.dtype).unsqueeze(-1) * wide).sum(-2).to(x.dtype)
+
+
+@library.define()
+def mhc_pre_backward(
+    dy: Tensor, x: Tensor, h_pre: Tensor, output_mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradient of `mhc_pre`.
+
+        dx[i, c]  = h_pre[i] * dy[c]
+        dh_pre[i] = sum over c of dy[c] * x[i, c]
+
+    Args:
+        dy: (..., C), any strides.
+        x, h_pre: as given to `mhc_pre`.
+        output_mask: whether dx and dh_pre are computed and allocated.
+
+    Returns:
+        dx and dh_pre, contiguous, of the shapes and dtypes of x and h_pre; each may be None.
+
+    Raises:
+        TypeError, ValueError: as `mhc_pre`; or dy does not have the result's shape.
+    """
+    wide = widened(x)
+    upstream = dy.to(wide.dtype).unsqueeze(-2)
+    dx = dh_pre = None
+    if output_mask[0]:
+        dx = (h_pre.to(wide.dtype).unsqueeze(-1) * upstream).to(x.dtype).contiguous()
+    if output_mask[1]:
+        dh_pre = (upstream * wide).sum(-1).to(h_pre.dtype).contiguous()
+    return dx, dh_pre
+
+
+library.gradient("mhc_pre")

@@ -1,0 +1,1 @@
+"""Losses of logits and of distributions."""

@@ -1,0 +1,398 @@
+"""Cross-entropy of logits and class indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..precision import widened
+
+REDUCTIONS = ("none", "mean", "sum")
+
+RESULTS = "loss z_loss lse target_logit total_weight predicted_tokens entropy lse_error"
+
+
+@library.compose
+def cross_entropy(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Cross-entropy of logits and class indices, per token or reduced over all tokens.
+
+    With x = softcap * tanh(logits * logit_scale / softcap), or x = logits * logit_scale without
+    softcap, for token i and class c of V:
+
+        lse_i = log(sum_c exp(x_ic))
+        nll_i = weight[target_i] * (lse_i - x_i,target_i)
+        smooth_i = sum_c weight_c * (lse_i - x_ic) / V
+        z_i = token_weight_i * weight[target_i] * lse_square_scale * lse_i**2
+        loss_i = token_weight_i * ((1 - label_smoothing) * nll_i + label_smoothing * smooth_i) + z_i
+
+    and loss_i = 0 if target_i is ignore_index. The reduction "none" returns loss_i, "sum" returns
+    their sum, and "mean" returns the sum divided by num_items_in_batch or, if that is None, by the
+    sum of token_weight_i * weight[target_i] over the tokens that are not ignored. If all tokens are
+    ignored, the mean is NaN and the sum 0. With its additional options at their defaults, this is
+    `torch.nn.functional.cross_entropy`.
+
+    The loss is computed and returned in float32, whatever the dtype of the logits; autocast changes
+    nothing. The logits are read once, and never written, widened or normalised in memory: beside
+    the result, five numbers per token are stored. float64 runs the definition on every device.
+
+    Only differences from a row's largest logit are exponentiated and summed, so that a number that
+    all logits of a row have in common changes no result; a term whose factor is 0 is not computed.
+
+    The gradient of the logits is computed from the logits and lse, in float32, and rounded once. An
+    ignored token has a gradient of exactly 0, whatever its logits are. weight, token_weight and
+    num_items_in_batch have no gradient, and it is an error if one of them requires it.
+
+    This op calls `cross_entropy_forward`, which returns more.
+
+    Args:
+        logits: (..., V), floating point, any strides; unit stride in the last dimension is fast.
+        target: (...), int64 or int32; each is ignore_index, or from 0 to V - 1.
+        weight: (V,), floating point; the weight of each class.
+        token_weight: of target's shape, floating point; the weight of each token.
+        num_items_in_batch: (), any dtype but bool and complex; the divisor of the mean.
+        ignore_index: the target of tokens that do not count.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: from 0 to 1.
+        lse_square_scale: the factor of the z-loss, at least 0.
+        softcap: above 0, or None for no cap.
+        logit_scale: above 0.
+
+    Returns:
+        (), or target's shape for the reduction "none"; float32, or float64 if the logits are.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape, a device or an option is not as above, or a tensor that has no gradient
+            requires one.
+        IndexError: a target is out of range. A GPU stops with a device-side assertion, and an NPU
+            gives NaN; neither reads out of bounds.
+
+    Source: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016 (label
+    smoothing); Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022 (z-loss).
+
+    Example:
+        >>> liger_ops.cross_entropy(torch.zeros(2, 4), torch.tensor([3, -100]))
+        tensor(1.3863)
+    """
+    return cross_entropy_forward(
+        logits, target, weight, token_weight, num_items_in_batch,
+        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
+    )[0]  # fmt: skip
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
+def cross_entropy_forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    return_predicted: bool = False, return_entropy: bool = False,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor
+]:  # fmt: skip
+    """`cross_entropy` with its intermediate results.
+
+    loss, z_loss, lse and target_logit are each differentiable in the logits. lse, lse_error and
+    target_logit suffice to compute a loss over a vocabulary that is split over devices: each device
+    ignores the targets that it does not hold, and the lse of an ignored token is still computed.
+
+        entropy_i = -sum_c p_ic * log(p_ic), p_ic = exp(x_ic - lse_i)
+
+    Args:
+        logits, target, weight, token_weight, num_items_in_batch, ignore_index, reduction,
+            label_smoothing, lse_square_scale, softcap, logit_scale: as for `cross_entropy`.
+        return_predicted: whether to compute predicted_tokens.
+        return_entropy: whether to compute entropy.
+
+    Returns:
+        loss: the result of `cross_entropy`.
+        z_loss: the z-loss part of loss, with the same reduction.
+        lse: of target's shape.
+        target_logit: x_i,target_i; of target's shape; 0 for an ignored token.
+        total_weight: (); the sum of token_weight_i * weight[target_i] over tokens not ignored.
+        predicted_tokens: of target's shape, int64; the first class with the largest logit. None
+            without return_predicted.
+        entropy: of target's shape; 0 for an ignored token; not differentiable. None without
+            return_entropy.
+        lse_error: of target's shape; what rounding took from lse, so that (x - lse) - lse_error
+            is log_softmax(x) for x of any size; 0 where lse is not finite. Not differentiable.
+
+        All but predicted_tokens have the dtype of `cross_entropy`'s result.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `cross_entropy`.
+
+    Example:
+        >>> _, _, lse, *_ = liger_ops.cross_entropy_forward(torch.zeros(1, 4), torch.tensor([3]))
+        >>> lse
+        tensor([1.3863])
+    """
+    x = effective(logits, softcap, logit_scale)
+    V = x.shape[-1]
+    shifted, maximum, log_sum = centred(x)
+    lse, lse_error = rounded_lse(maximum, log_sum)
+    target_logit = picked(x, target, ignore_index, "cross_entropy")
+    within = target != ignore_index
+    weights, counts = token_weights(target, within, weight, token_weight, x.dtype)
+    smooth = None
+    if label_smoothing != 0:
+        surprisals = log_sum.unsqueeze(-1) - shifted
+        if weight is not None:
+            surprisals = surprisals * weight.to(x.dtype)
+        smooth = surprisals.sum(-1) / V
+    nll = log_sum - (target_logit - maximum)
+    loss, z_loss = token_losses(
+        lse, nll, smooth, weights, counts, within, label_smoothing, lse_square_scale
+    )
+    total_weight = counts.sum()
+    loss, z_loss = reduced(loss, z_loss, total_weight, num_items_in_batch, reduction)
+    predicted_tokens = logits.detach().argmax(-1) if return_predicted else None
+    entropy = _entropy(x.detach(), within) if return_entropy else None
+    return loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy, lse_error
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def cross_entropy_backward(
+    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
+    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None,
+    num_items_in_batch: Tensor | None, lse: Tensor, lse_error: Tensor, total_weight: Tensor,
+    ignore_index: int, reduction: str, label_smoothing: float,
+    lse_square_scale: float, softcap: float | None, logit_scale: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of `cross_entropy_forward`.
+
+    dloss_i and dz_loss_i are those of a token, with the factor of the reduction:
+
+        dx_ic = a_i * p_ic - b_i * weight_c - c_i * (c == target_i)
+        p_ic = exp((x_ic - lse_i) - lse_error_i)
+        a_i = dloss_i * token_weight_i * ((1 - label_smoothing) * weight[target_i]
+                                          + label_smoothing * sum_c weight_c / V)
+              + (dloss_i + dz_loss_i) * 2 * z_i / lse_i + dlse_i
+        b_i = dloss_i * token_weight_i * label_smoothing / V
+        c_i = dloss_i * token_weight_i * (1 - label_smoothing) * weight[target_i] - dtarget_logit_i
+        dlogits_ic = dx_ic * logit_scale * (1 - (x_ic / softcap)**2)
+
+    For an ignored token a_i is dlse_i, and b_i and c_i are 0; if dlse_i is 0 or None, dlogits_i is
+    0.
+
+    Args:
+        dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
+            of the shapes of these results, any strides; each may be None.
+        lse, lse_error, total_weight: results of the forward.
+        The others: as given to the forward.
+
+    Returns:
+        dlogits: (..., V), contiguous, of the dtype of the logits.
+
+    Raises:
+        TypeError, ValueError: as `cross_entropy`.
+    """
+    x = effective(logits, softcap, logit_scale)
+    within = target != ignore_index
+    lse = lse.to(x.dtype)
+    soft, smoothed, hard, alive = gradient_factors(
+        upstream(dloss, lse, total_weight, num_items_in_batch, reduction),
+        upstream(dz_loss, lse, total_weight, num_items_in_batch, reduction),
+        dlse, dtarget_logit, lse,
+        *token_weights(target, within, weight, token_weight, x.dtype), within,
+        _class_sum(weight, x), x.shape[-1], label_smoothing, lse_square_scale,
+    )  # fmt: skip
+    dx = soft.unsqueeze(-1) * torch.exp(log_softmax_of(x, lse, lse_error))
+    if label_smoothing != 0:
+        smoothed = smoothed.unsqueeze(-1)
+        dx = dx - (smoothed if weight is None else smoothed * weight.to(x.dtype))
+    is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
+    dx = dx - torch.where(is_target, hard.unsqueeze(-1), 0.0)
+    if softcap is not None:
+        dx = dx * (1 - (x / softcap).square())
+    dx = torch.where(alive.unsqueeze(-1), dx * logit_scale, 0.0)
+    return dx.to(logits.dtype).contiguous()
+
+
+def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+    """x, the scaled and capped logits, in the dtype of the arithmetic."""
+    x = widened(logits)
+    if logit_scale != 1:
+        x = x * logit_scale
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def centred(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x less the largest number of its row, a constant; that number; and the logarithm of the sum
+    of exponentials of these differences. A row with inf in it gives NaN, as it does in a softmax.
+    """
+    lowest = torch.finfo(x.dtype).min
+    maximum = x.detach().amax(-1, keepdim=True).clamp(min=lowest)
+    shifted = x - maximum
+    return shifted, maximum.squeeze(-1), torch.log(torch.exp(shifted).sum(-1))
+
+
+def rounded_lse(maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Their sum, and what rounding took from it, or 0 where it is not finite.
+
+    In float32, lse of logits near 1e4 is off by up to 5e-4, and so would be the logarithm of every
+    probability that is computed from the rounded lse alone.
+    """
+    lse = maximum + log_sum
+    total, part = lse.detach(), log_sum.detach()
+    # The larger of two numbers, less their rounded sum, is exact.
+    error = torch.where(
+        maximum.abs() < part.abs(), (part - total) + maximum, (maximum - total) + part
+    )
+    return lse, torch.where(total.isfinite(), error, 0.0)
+
+
+def logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.logsumexp`, except that inf gives NaN, as it does in a softmax; and what rounding took
+    from it."""
+    _, maximum, log_sum = centred(x)
+    return rounded_lse(maximum, log_sum)
+
+
+def log_softmax_of(x: Tensor, lse: Tensor, lse_error: Tensor) -> Tensor:
+    """The logarithms of the probabilities of x, which may be a part of the classes."""
+    lse, lse_error = (value.to(x.dtype).unsqueeze(-1) for value in (lse, lse_error))
+    return (x - lse) - lse_error
+
+
+def picked(x: Tensor, target: Tensor, ignore_index: int, op: str) -> Tensor:
+    """x at the target, or 0 if the target is ignored. ATen's loss raises if one is out of range."""
+    try:
+        negated = torch.nn.functional.nll_loss(
+            x.reshape(-1, x.shape[-1]),
+            target.reshape(-1).long(),
+            ignore_index=ignore_index,
+            reduction="none",
+        )
+    except IndexError as error:
+        raise IndexError(
+            f"{op}: target must be ignore_index, {ignore_index}, or from 0 to"
+            f" {x.shape[-1] - 1}, got one that is not: {error}"
+        ) from None
+    return -negated.reshape(target.shape)
+
+
+def token_weights(
+    target: Tensor, within: Tensor, weight: Tensor | None,
+    token_weight: Tensor | None, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Each token's weight, and its product with the class weight; both 0 if not `within`."""
+    weights = within.to(dtype)
+    if token_weight is not None:
+        weights = torch.where(within, token_weight.to(dtype), 0.0)
+    if weight is None:
+        return weights, weights
+    return weights, weights * weight.to(dtype)[torch.where(within, target, 0).long()]
+
+
+def token_losses(
+    lse: Tensor, nll: Tensor, smooth: Tensor | None, weights: Tensor,
+    counts: Tensor, within: Tensor, label_smoothing: float, lse_square_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Each token's loss and z-loss, 0 if not `within`. smooth is None without label smoothing. A
+    term whose factor is 0 is left out, and may be inf or NaN."""
+    # Values of ignored tokens may be NaN: they are replaced before any differentiated arithmetic.
+    z_loss = loss = torch.zeros_like(counts)
+    if label_smoothing != 1:
+        loss = (1 - label_smoothing) * counts * torch.where(within, nll, 0.0)
+    if smooth is not None:
+        loss = loss + label_smoothing * weights * torch.where(within, smooth, 0.0)
+    if lse_square_scale != 0:
+        z_loss = counts * lse_square_scale * torch.where(within, lse, 0.0).square()
+        loss = loss + z_loss
+    return loss, z_loss
+
+
+def reduced(
+    loss: Tensor, z_loss: Tensor, total_weight: Tensor,
+    num_items_in_batch: Tensor | None, reduction: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if reduction == "none":
+        return loss, z_loss
+    loss, z_loss = loss.sum(), z_loss.sum()
+    if reduction == "sum":
+        return loss, z_loss
+    items = total_weight if num_items_in_batch is None else num_items_in_batch
+    return loss / items, z_loss / items
+
+
+def upstream(
+    grad: Tensor | None, lse: Tensor, total_weight: Tensor,
+    num_items_in_batch: Tensor | None, reduction: str,
+) -> Tensor | None:  # fmt: skip
+    """The gradient of each token's loss, from the gradient of the reduced loss."""
+    if grad is None:
+        return None
+    if reduction == "mean":
+        grad = grad / (total_weight if num_items_in_batch is None else num_items_in_batch)
+    return grad.expand(lse.shape)
+
+
+def gradient_factors(
+    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
+    lse: Tensor, weights: Tensor, counts: Tensor, within: Tensor, class_sum: Tensor | int,
+    V: int, label_smoothing: float, lse_square_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """a, b and c of `cross_entropy_backward`, and whether a token has any gradient."""
+    zero = torch.zeros_like(lse)
+    dloss, dz_loss = (zero if grad is None else grad.to(lse.dtype) for grad in (dloss, dz_loss))
+    hard = (1 - label_smoothing) * dloss * counts
+    smoothed = label_smoothing / V * dloss * weights
+    soft = hard + smoothed * class_sum
+    if lse_square_scale != 0:
+        soft = soft + (dloss + dz_loss) * counts * (2 * lse_square_scale) * lse
+    if dtarget_logit is not None:
+        hard = hard - dtarget_logit.to(lse.dtype)
+    soft, smoothed, hard = (torch.where(within, value, 0.0) for value in (soft, smoothed, hard))
+    if dlse is None:
+        return soft, smoothed, hard, within
+    return soft + dlse.to(lse.dtype), smoothed, hard, within | (dlse != 0)
+
+
+def _class_sum(weight: Tensor | None, x: Tensor) -> Tensor | int:
+    return x.shape[-1] if weight is None else weight.to(x.dtype).sum()
+
+
+def _entropy(x: Tensor, within: Tensor) -> Tensor:
+    log_p = torch.log_softmax(x, -1)
+    p = torch.exp(log_p)
+    # A class of probability 0 adds nothing, though its logarithm is -inf.
+    entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
+    return torch.where(within, entropy, 0.0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    names = ("weight", "token_weight", "num_items_in_batch")
+    for name, needed in zip(names, ctx.needs_input_grad[2:5], strict=False):
+        if needed:
+            raise ValueError(
+                f"cross_entropy: {name} must not require a gradient, which the loss does not give"
+            )
+    _, _, lse, _, total_weight, predicted_tokens, entropy, lse_error = output
+    ctx.save_for_backward(*inputs[:5], lse, lse_error, total_weight)
+    ctx.options = inputs[5:11]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(
+        *(x for x in (total_weight, predicted_tokens, entropy, lse_error) if x is not None)
+    )
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    dlogits = None
+    if any(grad is not None for grad in grads[:4]):
+        dloss, dz_loss, dlse, dtarget_logit = grads[:4]
+        dlogits = cross_entropy_backward(
+            dloss, dz_loss, dlse, dtarget_logit, *ctx.saved_tensors, *ctx.options
+        )
+    return (dlogits, *(None for _ in range(12)))
+
+
+library.gradient("cross_entropy_forward", _backward, _setup_context)

@@ -1,0 +1,138 @@
+"""The losses of two distributions given as tensors: kl_div, jsd and tvd."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..precision import widened
+from .divergence import shares
+
+REDUCTIONS = ("batchmean", "mean", "sum", "none")
+
+# float32's least normal number: below it a probability's logarithm is that of this number.
+TINY = torch.finfo(torch.float32).tiny
+
+
+class Form(NamedTuple):
+    """A call of one of the losses.
+
+    The kinds, with P = exp(y) and Q = exp(x): "kl_div", whose y are probabilities, is KL(y || Q);
+    "forward_kl" is KL(P || Q), "reverse_kl" KL(Q || P), and "jsd" the divergence of both from their
+    mixture. "tvd" is the distance of probabilities x and y.
+    """
+
+    kind: str
+    x: Tensor
+    y: Tensor
+    # eps of kl_div, and beta of jsd.
+    scalar: float
+    reduction: str
+    # What "batchmean" divides by, if all rows count.
+    batch: int
+    # Which rows count, or None for all.
+    within: Tensor | None = None
+
+    @property
+    def divisor(self) -> Tensor | int:
+        """What the sum of all terms is divided by, at least 1."""
+        return self.divided_by(None if self.within is None else self.within.sum())
+
+    def divided_by(self, counted: Tensor | None) -> Tensor | int:
+        """The divisor, if so many rows count, or None for all."""
+        if self.reduction in ("sum", "none"):
+            return 1
+        *leading, V = self.x.shape
+        V, of_mean = torch.sym_max(V, 1), self.reduction == "mean"
+        if counted is not None:
+            rows = counted.clamp(min=1)
+            return rows * V if of_mean else rows
+        return torch.sym_max(math.prod(leading) * V if of_mean else self.batch, 1)
+
+
+def within(labels: Tensor | None, ignore_index: int) -> Tensor | None:
+    return None if labels is None else labels != ignore_index
+
+
+def value(form: Form) -> Tensor:
+    """The loss, in float32, or in float64 if one of the tensors is."""
+    terms = _terms(form.kind, *_operands(form), form.scalar)
+    if form.within is not None:
+        terms = torch.where(form.within.unsqueeze(-1), terms, 0.0)
+    if form.reduction == "none":
+        return terms.contiguous()
+    return terms.sum() / form.divisor
+
+
+def gradients(
+    dloss: Tensor, form: Form, output_mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and y that output_mask asks for, rounded once."""
+    slopes = _slopes(form.kind, *_operands(form), form.scalar)
+    factor = dloss.to(slopes[0].dtype) / form.divisor
+    found: list[Tensor | None] = []
+    for wanted, slope, x in zip(output_mask, slopes, (form.x, form.y), strict=True):
+        gradient = None
+        if wanted:
+            gradient = factor * slope
+            if form.within is not None:
+                gradient = torch.where(form.within.unsqueeze(-1), gradient, 0.0)
+            gradient = gradient.to(x.dtype).contiguous()
+        found.append(gradient)
+    return found[0], found[1]
+
+
+def _operands(form: Form) -> tuple[Tensor, Tensor]:
+    """x and y in the dtype of the arithmetic, 0 where a row does not count: there they may be NaN,
+    which would make gradients NaN."""
+    x, y = widened(form.x), widened(form.y)
+    if form.within is not None:
+        x, y = (torch.where(form.within.unsqueeze(-1), tensor, 0.0) for tensor in (x, y))
+    return x, y
+
+
+def _kl_terms(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """p * (log_p - log_q), and 0 where p is 0, though the logarithms may be -inf; NaN stays."""
+    nothing = (p == 0) & (log_q < torch.inf)
+    return p * torch.where(nothing, 0.0, log_p - log_q)
+
+
+def _floored(p: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """max(p, eps), and where that is eps. A negative p stays, so that its logarithm is NaN."""
+    eps = max(eps, TINY)
+    below = (p >= 0) & (p < eps)
+    return torch.where(below, eps, p), below
+
+
+def _terms(kind: str, x: Tensor, y: Tensor, scalar: float) -> Tensor:
+    """The terms that are summed over the last dimension and reduced."""
+    if kind == "tvd":
+        return (x - y).abs() / 2
+    if kind == "kl_div":
+        return _kl_terms(y, _floored(y, scalar)[0].log(), x)
+    if kind == "forward_kl":
+        return _kl_terms(y.exp(), y, x)
+    if kind == "reverse_kl":
+        return _kl_terms(x.exp(), x, y)
+    of_x, of_y = shares(y, x, kind, scalar)
+    return of_x + of_y
+
+
+def _slopes(kind: str, x: Tensor, y: Tensor, scalar: float) -> tuple[Tensor, Tensor]:
+    """The derivatives of a term with respect to x and to y."""
+    if kind == "tvd":
+        half = torch.sign(x - y).detach() / 2
+        return half, -half
+    if kind == "kl_div":
+        floored, below = _floored(y, scalar)
+        return -y, floored.log() - x + torch.where(below, 0.0, 1.0)
+    if kind == "forward_kl":
+        p = y.exp()
+        return -p, _kl_terms(p, y, x) + p
+    if kind == "reverse_kl":
+        q = x.exp()
+        return _kl_terms(q, x, y) + q, -q
+    return shares(y, x, kind, scalar)

@@ -1,0 +1,331 @@
+"""The divergence of two distributions, each given by logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..precision import widened
+from . import cosine
+from .cross_entropy import log_softmax_of, logsumexp
+
+# The kinds of probabilities, and those of logits.
+DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
+KINDS = (*DISTRIBUTION_KINDS, "cosine")
+RESULTS = "divergence student_share student_lse teacher_lse student_lse_error teacher_lse_error"
+
+# exp of it is 0 in every dtype.
+LOWEST_LOGARITHM = -1e4
+
+
+@library.compose
+def divergence(
+    student_logits: Tensor, teacher_logits: Tensor, kind: str = "jsd", beta: float = 0.5,
+    temperature: float = 1.0, teacher_temperature: float | None = None,
+    target: Tensor | None = None, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """The divergence of a student's distribution from its teacher's, for each token.
+
+    With q = softmax(student_logits / temperature), p = softmax(teacher_logits /
+    teacher_temperature) and m = beta * p + (1 - beta) * q, sums being over the classes:
+
+        forward_kl: sum(p * log(p / q))
+        reverse_kl: sum(q * log(q / p))
+        jsd: beta * sum(p * log(p / m)) + (1 - beta) * sum(q * log(q / m))
+        tvd: sum(|p - q|) / 2
+        cosine: 1 - sum(x * y) / (|x| * |y|), of the logits x and y themselves
+
+    A token whose target is ignore_index gives 0. The Jensen-Shannon divergence would be 0 for a
+    beta of 0 or 1; as in Liger-Kernel, it is then forward_kl or reverse_kl, its limit after
+    division by beta or by 1 - beta.
+
+    The result is computed and returned in float32, whatever the dtype of the logits; autocast
+    changes nothing. The logits are never written, widened or normalised in memory: beside the
+    result, five numbers per token are stored. The forward reads both rows once if they fit on chip
+    (up to 4096 classes on a GPU) or the kind is "cosine", else twice: online for both lse, and for
+    the divergence. The backward reads them once and writes the gradients that are required. The
+    logits of ignored tokens are not read on a GPU. float64 runs the definition on every device.
+
+    Both logits are differentiable. Their gradients are computed in float32 and rounded once. An
+    ignored token has gradients of exactly 0, whatever its logits are.
+
+    A class of -inf has probability 0, as has one whose probability is too small for float32. It
+    adds 0 to the sum whose factor that probability is. A class of probability 0 in the student
+    alone makes forward_kl inf, in the teacher alone reverse_kl; jsd and tvd are finite. An infinite
+    forward_kl has a finite gradient for the student, q - p, and an infinite reverse_kl one for the
+    teacher; the other gradient is then infinite or NaN. A row that is all -inf, or that has inf or
+    NaN in it, gives NaN.
+
+    For "cosine", a row of zeros has the cosine 0 and a gradient of 0, and a row whose sum of
+    squares is not finite in float32 gives NaN. A temperature changes nothing.
+
+    This op calls `divergence_forward`.
+
+    Args:
+        student_logits: (..., V), floating point, any strides; unit stride in the last dimension is
+            fast.
+        teacher_logits: of the same shape, floating point, possibly of another dtype.
+        kind: "forward_kl", "reverse_kl", "jsd", "tvd" or "cosine".
+        beta: the teacher's weight in m, from 0 to 1; only used by "jsd".
+        temperature: of the student, above 0. The gradient has its factor 1 / temperature; the
+            result is not multiplied by the square of the temperature.
+        teacher_temperature: above 0, or None for the student's.
+        target: (...), int64 or int32, or None. It is only compared with ignore_index.
+        ignore_index: the target of tokens that do not count.
+
+    Returns:
+        (...), float32, or float64 if the logits of either are.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape, a device or an option is not as above.
+
+    Source: Lin, "Divergence measures based on the Shannon entropy", 1991; Agarwal et al.,
+        "On-policy distillation of language models", 2024.
+
+    Example:
+        >>> student, teacher = torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]])
+        >>> liger_ops.divergence(student, teacher, "forward_kl")
+        tensor([0.6931])
+    """
+    options = (kind, beta, temperature, teacher_temperature, ignore_index)
+    return divergence_forward(student_logits, teacher_logits, target, *options)[0]
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
+def divergence_forward(
+    student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None,
+    kind: str = "jsd", beta: float = 0.5, temperature: float = 1.0,
+    teacher_temperature: float | None = None, ignore_index: int = -100,
+    known_student_lse: Tensor | None = None, known_teacher_lse: Tensor | None = None,
+    known_student_lse_error: Tensor | None = None, known_teacher_lse_error: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`divergence` with what its backward needs.
+
+    If the logits are those of a part of the classes, and both lse of all classes are known, the
+    divergence is this part's summands: the sum over the parts is the divergence. The op then reads
+    the logits once, and there is no gradient through it; `divergence_backward` of a part takes the
+    sums over all parts.
+
+    Args:
+        student_logits, teacher_logits, target, kind, beta, temperature, teacher_temperature,
+            ignore_index: as for `divergence`.
+        known_student_lse, known_teacher_lse, known_student_lse_error, known_teacher_lse_error:
+            (...), float32, or float64 if the results are: lse and lse_error of each of all classes,
+            or None for all four. Not for "cosine".
+
+    Returns:
+        divergence: the result of `divergence`, which alone is differentiable.
+        student_share: the part of the divergence that is a mean over the student's classes:
+            (1 - beta) * sum(q * log(q / m)) of jsd, sum(q * sign(q - p)) / 2 of tvd, all of
+            reverse_kl and nothing of forward_kl. For cosine it is the cosine.
+        student_lse, teacher_lse: log(sum(exp(logits / temperature))), or what is known. For cosine
+            they are the norms of logits / temperature, and inf for a row of zeros.
+        student_lse_error, teacher_lse_error: what rounding took from lse, as the lse_error of
+            `cross_entropy_forward`, or what is known. For cosine they are 0.
+        All are of the same shape and dtype, and 0 for an ignored token.
+
+    Raises:
+        TypeError, ValueError: as `divergence`.
+
+    Example:
+        >>> liger_ops.divergence_forward(torch.zeros(1, 4), torch.zeros(1, 4))[2]
+        tensor([1.3863])
+    """
+    within = _within(target, ignore_index)
+    x = _kept(student_logits, within, temperature)
+    y = _kept(teacher_logits, within, teacher_temperature or temperature)
+    if kind == "cosine":
+        value, student_share, *lses = cosine.cosines(x, y)
+        errors = [torch.zeros_like(value) for _ in lses]
+    else:
+        known = (
+            (known_student_lse, known_student_lse_error),
+            (known_teacher_lse, known_teacher_lse_error),
+        )
+        found = [_lse(z, *given) for z, given in zip((x, y), known, strict=True)]
+        log_q, log_p = (log_softmax_of(z, *lse) for z, lse in zip((x, y), found, strict=True))
+        lses, errors = map(list, zip(*found, strict=True))
+        student, teacher = shares(log_p, log_q, limit(kind, beta), beta)
+        student_share = student.sum(-1)
+        value = student_share + teacher.sum(-1)
+    results = [value]
+    for other in (student_share, *lses, *errors):
+        results.append(other.detach().to(value.dtype))
+    if within is not None:
+        results = [torch.where(within, result, 0.0) for result in results]
+    return tuple(results)  # type: ignore[return-value]
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def divergence_backward(
+    ddivergence: Tensor, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
+    divergence: Tensor, student_share: Tensor, student_lse: Tensor, teacher_lse: Tensor,
+    student_lse_error: Tensor, teacher_lse_error: Tensor,
+    kind: str, beta: float, temperature: float, teacher_temperature: float | None,
+    ignore_index: int, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of `divergence`. With s the student_share:
+
+        dstudent_c = dy / temperature * slope_c
+        forward_kl: slope_c = q_c - p_c
+        reverse_kl: slope_c = q_c * (log(q_c / p_c) - s)
+        jsd: slope_c = q_c * ((1 - beta) * log(q_c / m_c) - s)
+        tvd: slope_c = q_c * (sign(q_c - p_c) / 2 - s)
+        cosine: slope_c = (s * x_c / |x| - y_c / |y|) / |x|
+
+    and likewise for the teacher, with divergence - s in place of s but for cosine. The forward's
+    results are used, so that the logits may be those of a part of the classes, and the results
+    those of all. The definition computes them again for their derivatives alone.
+
+    Args:
+        ddivergence: the gradient of divergence, floating point, of its shape, any strides.
+        divergence, student_share, student_lse, teacher_lse, student_lse_error, teacher_lse_error:
+            results of the forward.
+        output_mask: whether dstudent_logits and dteacher_logits are computed and allocated.
+        The others: as given to the forward.
+
+    Returns:
+        dstudent_logits, dteacher_logits: (..., V), contiguous, each of its logits' dtype; None if
+            not in output_mask.
+
+    Raises:
+        TypeError, ValueError: as `divergence`.
+    """
+    within = _within(target, ignore_index)
+    teacher_temperature = teacher_temperature or temperature
+    x = _kept(student_logits, within, temperature)
+    y = _kept(teacher_logits, within, teacher_temperature)
+    if kind == "cosine":
+        _, *found = cosine.cosines(x, y)
+        slopes = cosine.slopes(x, y, *map(valued, (student_share, student_lse, teacher_lse), found))
+    else:
+        known = (student_lse, student_lse_error), (teacher_lse, teacher_lse_error)
+        log_q, log_p = (
+            log_softmax_of(z, *_valued_lse(z, *given))
+            for z, given in zip((x, y), known, strict=True)
+        )
+        slopes = _slopes(log_p, log_q, limit(kind, beta), beta, divergence, student_share)
+    gradients: list[Tensor | None] = []
+    for wanted, slope, logits, divisor in zip(
+        output_mask, slopes, (student_logits, teacher_logits),
+        (temperature, teacher_temperature), strict=True,
+    ):  # fmt: skip
+        dlogits = None
+        if wanted:
+            dlogits = ddivergence.to(slope.dtype).unsqueeze(-1) * slope * (1 / divisor)
+            if within is not None:
+                dlogits = torch.where(within.unsqueeze(-1), dlogits, 0.0)
+            dlogits = dlogits.to(logits.dtype).contiguous()
+        gradients.append(dlogits)
+    return tuple(gradients)  # type: ignore[return-value]
+
+
+def limit(kind: str, beta: float) -> str:
+    """The kind, or what jsd is at the ends of beta."""
+    if kind == "jsd" and beta in (0, 1):
+        return "reverse_kl" if beta else "forward_kl"
+    return kind
+
+
+def _within(target: Tensor | None, ignore_index: int) -> Tensor | None:
+    return None if target is None else target != ignore_index
+
+
+def _kept(logits: Tensor, within: Tensor | None, temperature: float) -> Tensor:
+    """logits / temperature, from 0 where the token is ignored: its logits may be NaN, which would
+    make its gradient NaN."""
+    if within is not None:
+        logits = torch.where(within.unsqueeze(-1), logits, 0.0)
+    return widened(logits) * (1 / temperature)
+
+
+def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """The terms of a divergence that are means over the student's and over the teacher's classes.
+
+    Both are 0 where their probability is, though its logarithm is -inf.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "tvd":
+        half = torch.sign(q - p).detach() / 2
+        return q * half, -p * half
+    if kind == "forward_kl":
+        return torch.zeros_like(q), p * torch.where(p == 0, 0.0, log_p - log_q)
+    if kind == "reverse_kl":
+        return q * torch.where(q == 0, 0.0, log_q - log_p), torch.zeros_like(p)
+    # Where both are -inf, the gradient of logaddexp is NaN.
+    log_p, log_q = log_p.clamp(min=LOWEST_LOGARITHM), log_q.clamp(min=LOWEST_LOGARITHM)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+    return (1 - beta) * q * (log_q - log_m), beta * p * (log_p - log_m)
+
+
+def valued(known: Tensor | None, computed: Tensor) -> Tensor:
+    """What is known, with the derivatives of how it is computed, which may be of a part of the
+    classes."""
+    if known is None:
+        return computed
+    # A part of the classes may have no class of a probability above 0.
+    derivative = torch.where(computed.isfinite(), computed - computed.detach(), 0.0)
+    return known.detach() + derivative
+
+
+def _lse(x: Tensor, known: Tensor | None, known_error: Tensor | None) -> tuple[Tensor, Tensor]:
+    """lse and its error: what is known, or those of x."""
+    if known is None or known_error is None:
+        return logsumexp(x)
+    # An op's results are other tensors than its arguments.
+    return known.clone(), known_error.clone()
+
+
+def _valued_lse(
+    x: Tensor, known: Tensor | None, known_error: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """lse and its error as `_lse`, with the derivatives of the lse of x."""
+    lse, error = logsumexp(x)
+    return valued(known, lse), error if known_error is None else known_error
+
+
+def _slopes(
+    log_p: Tensor, log_q: Tensor, kind: str, beta: float,
+    divergence: Tensor | None, student_share: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients with respect to the student's and the teacher's logits, which are divided by
+    their temperatures."""
+    student, teacher = shares(log_p, log_q, kind, beta)
+    p, q = log_p.exp(), log_q.exp()
+    teacher_share = None
+    if divergence is not None and student_share is not None:
+        teacher_share = divergence - student_share
+    of_student = valued(student_share, student.sum(-1)).unsqueeze(-1)
+    of_teacher = valued(teacher_share, teacher.sum(-1)).unsqueeze(-1)
+    return (
+        q - p if kind == "forward_kl" else student - q * of_student,
+        p - q if kind == "reverse_kl" else teacher - p * of_teacher,
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    if inputs[8] is not None and any(ctx.needs_input_grad):
+        raise ValueError(
+            "divergence_forward: no argument may require a gradient where known_student_lse is"
+            " given"
+        )
+    ctx.has_target = inputs[2] is not None
+    ctx.save_for_backward(*inputs[: 3 if ctx.has_target else 2], *output)
+    ctx.options = inputs[3:8]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    student, teacher, *others = ctx.saved_tensors
+    target = others.pop(0) if ctx.has_target else None
+    mask = list(ctx.needs[:2])
+    given: tuple[Any, ...] = (grads[0], student, teacher, target, *others, *ctx.options, mask)
+    return (*divergence_backward(*given), *(None for _ in range(10)))
+
+
+library.gradient("divergence_forward", _backward, _setup_context)

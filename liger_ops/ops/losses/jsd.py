@@ -1,0 +1,111 @@
+"""The generalised Jensen-Shannon divergence of two tensors of log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ... import library
+from . import distribution_loss
+from .distribution_loss import Form, within
+from .divergence import limit
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None,
+    beta: float = 0.5, ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """The generalised Jensen-Shannon divergence of log-probabilities, the mean over tokens.
+
+    With Q = exp(input), P = exp(target) and M = beta * P + (1 - beta) * Q, sums being over classes:
+
+        loss_i = beta * sum(P * log(P / M)) + (1 - beta) * sum(Q * log(Q / M))
+        loss_i = sum(P * log(P / Q))                                                 beta = 0
+        loss_i = sum(Q * log(Q / P))                                                 beta = 1
+
+    and the result is the mean of loss_i over the tokens whose label is not ignore_index, or over
+    all without labels; 0 if none counts, where Liger-Kernel's is 0 too, and 0 of no tokens. For a
+    beta of 0 or 1 the equation in the first line is 0; as in Liger-Kernel, the result is then the
+    forward or the reverse KL, the limit after division by beta or by 1 - beta. For logits, and for
+    each token's divergence, see `divergence`.
+
+    A class of log-probability -inf has probability 0, as has one whose probability is too small for
+    float32: it adds 0 to the sum whose factor that probability is. Liger-Kernel gives NaN. For beta
+    of 0 and 1 a class of probability 0 in the denominator alone gives inf. NaN gives NaN.
+
+    The loss is computed and returned in float32, whatever the dtypes, also under autocast;
+    Liger-Kernel rounds it to input's dtype. One number for each token is stored beside the result.
+    The number of tokens that count stays on the device. float64 runs the definition on every
+    device.
+
+    Both tensors are differentiable; Liger-Kernel gives input's gradient alone. The gradients are
+    computed in float32 and rounded once; those of ignored tokens are exactly 0. With n the number
+    of tokens that count:
+
+        dinput = dloss / n * (1 - beta) * Q * log(Q / M)
+        dtarget = dloss / n * beta * P * log(P / M)
+        dinput = -dloss / n * P, dtarget = dloss / n * P * (log(P / Q) + 1)          beta = 0
+        dinput = dloss / n * Q * (log(Q / P) + 1), dtarget = -dloss / n * Q          beta = 1
+
+    Args:
+        input: (..., V), the student's log-probabilities, floating point, any strides; unit stride
+            in the last dimension is fast.
+        target: of the same shape, the teacher's log-probabilities; floating point, possibly of
+            another dtype.
+        shift_labels: (...), int64 or int32, or None. It is only compared with ignore_index.
+        beta: target's weight in M, from 0 to 1.
+        ignore_index: the label of tokens that do not count.
+
+    Returns:
+        (), float32, or float64 if either tensor is.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape, a device or an option is not as above.
+
+    Source: Lin, "Divergence measures based on the Shannon entropy", 1991; Agarwal et al.,
+        "On-policy distillation of language models", 2024.
+
+    Example:
+        >>> log_q, log_p = torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]])
+        >>> liger_ops.jsd(log_q, log_p)
+        tensor(0.6931)
+    """
+    return distribution_loss.value(form(input, target, shift_labels, beta, ignore_index))
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def jsd_backward(
+    dloss: Tensor, input: Tensor, target: Tensor, shift_labels: Tensor | None,
+    beta: float, ignore_index: int, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of `jsd`, whose documentation has the equations.
+
+    Args:
+        dloss: (), the gradient of the loss, floating point.
+        input, target, shift_labels, beta, ignore_index: as given to `jsd`.
+        output_mask: whether dinput and dtarget are computed and allocated.
+
+    Returns:
+        dinput, dtarget: (..., V), contiguous, each of its tensor's dtype; None if not in
+            output_mask.
+
+    Raises:
+        TypeError, ValueError: as `jsd`.
+    """
+    called = form(input, target, shift_labels, beta, ignore_index)
+    return distribution_loss.gradients(dloss, called, output_mask)
+
+
+def form(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None, beta: float, ignore_index: int
+) -> Form:
+    tokens = math.prod(input.shape[:-1])
+    counted = within(shift_labels, ignore_index)
+    return Form(limit("jsd", beta), input, target, beta, "batchmean", tokens, counted)
+
+
+library.gradient("jsd")

@@ -1,0 +1,101 @@
+"""The Kullback-Leibler divergence of log-probabilities from given probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import library
+from . import distribution_loss
+from .distribution_loss import Form
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def kl_div(
+    input: Tensor, target: Tensor, reduction: str = "batchmean",
+    log_target: bool = False, eps: float = 1e-10,
+) -> Tensor:  # fmt: skip
+    """The Kullback-Leibler divergence of log-probabilities from a target, as
+    `torch.nn.functional.kl_div`.
+
+        term = target * (log(max(target, eps)) - input)
+        term = exp(target) * (target - input)                                        log_target
+
+    The reduction "none" returns the terms, "sum" their sum, "mean" their mean, and "batchmean" the
+    sum divided by the size of the first dimension, as in PyTorch: for (B, T, V) that is B. Reshape
+    to (B * T, V) for the mean over tokens. Neither input nor target is normalised.
+
+    A term whose probability is 0 is 0, also where input is -inf. There PyTorch gives NaN, as
+    Liger-Kernel does. A class of input -inf and a probability above 0 gives inf. NaN, and a
+    negative probability, give NaN. A loss of no terms is 0, where PyTorch's means are NaN.
+
+    eps is Liger-Kernel's: the logarithm of a probability below eps is that of eps, which changes a
+    term by at most eps / e, 4e-11 by default. With an eps of 0 the loss is PyTorch's; the least
+    logarithm is then that of 2**-126.
+
+    The loss is computed and returned in float32, whatever the dtypes, also under autocast; PyTorch
+    rounds it to input's dtype. Unless the reduction is "none", one number for each row is stored
+    beside the result. float64 runs the definition on every device.
+
+    Both tensors are differentiable; Liger-Kernel gives input's gradient alone. The gradients are
+    computed in float32 and rounded once:
+
+        dinput = -dloss * target, or -dloss * exp(target)                            log_target
+        dtarget = dloss * (log(max(target, eps)) - input + (target >= eps))
+        dtarget = dloss * exp(target) * (target - input + 1)                         log_target
+
+    Args:
+        input: (..., V), log-probabilities, floating point, any strides; unit stride in the last
+            dimension is fast.
+        target: of the same shape, probabilities or, with log_target, their logarithms; floating
+            point, possibly of another dtype.
+        reduction: "batchmean", "mean", "sum" or "none".
+        log_target: whether target has logarithms.
+        eps: at least 0; only used without log_target.
+
+    Returns:
+        (), or input's shape for the reduction "none"; float32, or float64 if either tensor is.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device or an option is not as above.
+
+    Source: Kullback and Leibler, "On information and sufficiency", 1951.
+
+    Example:
+        >>> p = torch.tensor([[0.5, 0.5, 0.0]])
+        >>> liger_ops.kl_div(torch.tensor([[0.25, 0.75, 0.0]]).log(), p)
+        tensor(0.1438)
+    """
+    return distribution_loss.value(form(input, target, reduction, log_target, eps))
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def kl_div_backward(
+    dloss: Tensor, input: Tensor, target: Tensor,
+    reduction: str, log_target: bool, eps: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of `kl_div`, whose documentation has the equations.
+
+    Args:
+        dloss: the gradient of the loss, floating point, of its shape, any strides.
+        input, target, reduction, log_target, eps: as given to `kl_div`.
+        output_mask: whether dinput and dtarget are computed and allocated.
+
+    Returns:
+        dinput, dtarget: (..., V), contiguous, each of its tensor's dtype; None if not in
+            output_mask.
+
+    Raises:
+        TypeError, ValueError: as `kl_div`.
+    """
+    called = form(input, target, reduction, log_target, eps)
+    return distribution_loss.gradients(dloss, called, output_mask)
+
+
+def form(input: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float) -> Form:
+    kind = "forward_kl" if log_target else "kl_div"
+    return Form(kind, input, target, eps, reduction, input.shape[0])
+
+
+library.gradient("kl_div")

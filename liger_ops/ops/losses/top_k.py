@@ -1,0 +1,107 @@
+"""A teacher that gives some words of each token, with their log-probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..precision import widened
+from ..shapes import equal
+from .cross_entropy import logsumexp
+from .divergence import DISTRIBUTION_KINDS, divergence_forward, limit
+
+TAILS = ("bucket", "zero", "drop")
+# What the teacher leaves to other words is a difference from 1, and not known more precisely.
+LEAST_TAIL = 1e-7
+
+
+def distinct(ids: Tensor, target: Tensor | None, ignore_index: int) -> Tensor:
+    """The words as int64, -1 for every entry below 0, for a word that its row has before, and in
+    the rows of ignored tokens."""
+    if target is not None:
+        ids = ids.masked_fill((target == ignore_index).unsqueeze(-1), -1)
+    ids = ids.long().clamp(min=-1)
+    # The first of equal words stays before the others.
+    ordered, places = ids.sort(dim=-1, stable=True)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    return ids.masked_fill(torch.zeros_like(repeated).scatter(-1, places, repeated), -1)
+
+
+def divergence_of_classes(
+    logits: Tensor, rest: Tensor, rest_error: Tensor, log_prob: Tensor, ids: Tensor,
+    kind: str, beta: float, tail: str, V: int,
+) -> Tensor:  # fmt: skip
+    """The divergence of each token, from the student's part, as `linear_top_k_divergence_forward`
+    returns it, and the teacher's log-probabilities of the words `ids`, as `distinct` returns them,
+    of V."""
+    student = logits
+    if tail != "drop":
+        # Relative to their largest, which takes nothing from a divergence.
+        classes = torch.cat([logits, rest.unsqueeze(-1)], -1)
+        highest = classes.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(rest.dtype).min)
+        error = rest_error.to(rest.dtype).unsqueeze(-1)
+        listed, others = (classes - highest).split([logits.shape[-1], 1], -1)
+        student = torch.cat([listed, others + error], -1)
+    teacher = teacher_classes(log_prob, ids, tail, V)
+    counts = torch.where((ids < 0).all(-1), -100, 0)
+    return divergence_forward(student, teacher, counts, kind, beta)[0]
+
+
+def teacher_classes(log_prob: Tensor, ids: Tensor, tail: str, V: int) -> Tensor:
+    """The logarithms of the teacher's probabilities of the listed words and, last, of all others of
+    the V words; their softmax is the teacher's distribution."""
+    log_p = widened(log_prob).masked_fill(ids < 0, -float("inf"))
+    if tail == "drop":
+        return log_p
+    if tail == "zero":
+        rest = torch.full_like(log_p[..., :1], -float("inf"))
+    else:
+        listed = logsumexp(log_p)[0].clamp(max=-LEAST_TAIL)
+        rest = torch.log(-torch.expm1(listed))
+        # There may be no other words.
+        rest = rest.masked_fill((ids >= 0).sum(-1) == V, -float("inf")).unsqueeze(-1)
+    return torch.cat([log_p, rest], -1)
+
+
+def check_teacher(
+    op: str, x: Tensor, ids: Tensor, log_prob: Tensor, target: Tensor | None,
+    kind: str, beta: float, tail: str,
+) -> None:  # fmt: skip
+    """Check what `linear_top_k_divergence` does not pass on."""
+    for name, tensor in (("teacher_ids", ids), ("target", target)):
+        if tensor is not None and tensor.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{op}: {name} must be int64 or int32, got {tensor.dtype}")
+    if not log_prob.is_floating_point():
+        raise TypeError(
+            f"{op}: teacher_log_prob must be a floating point tensor, got {log_prob.dtype}"
+        )
+    given = {"teacher_ids": ids, "teacher_log_prob": log_prob, "target": target}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{op}: {name} must be on x's device, {x.device}, got {tensor.device}")
+    if ids.dim() < 1 or ids.shape[-1] < 1:
+        raise ValueError(
+            f"{op}: teacher_ids must be (..., K) with at least one word, got {tuple(ids.shape)}"
+        )
+    if not equal(log_prob.shape, ids.shape, f"{op}: teacher_log_prob"):
+        raise ValueError(
+            f"{op}: teacher_log_prob must have the shape of teacher_ids, {tuple(ids.shape)}, got"
+            f" {tuple(log_prob.shape)}"
+        )
+    if target is not None and not equal(target.shape, ids.shape[:-1], f"{op}: target"):
+        raise ValueError(
+            f"{op}: target must have the shape of teacher_ids but for its last dimension,"
+            f" {tuple(ids.shape[:-1])}, got {tuple(target.shape)}"
+        )
+    for name, value, accepted in (("kind", kind, DISTRIBUTION_KINDS), ("tail", tail, TAILS)):
+        if value not in accepted:
+            names = ", ".join(map(repr, accepted))
+            raise ValueError(f"{op}: {name} must be one of {names}, got {value!r}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{op}: beta must be from 0 to 1, got {beta}")
+    if tail == "zero" and limit(kind, beta) == "reverse_kl":
+        raise ValueError(
+            f"{op}: tail must be 'bucket' or 'drop' for reverse_kl, which is inf where the"
+            " teacher's probability is 0, got 'zero'"
+        )

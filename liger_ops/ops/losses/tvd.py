@@ -1,0 +1,95 @@
+"""The total variation distance of two tensors of probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ... import library
+from . import distribution_loss
+from .distribution_loss import Form, within
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def tvd(
+    p: Tensor, q: Tensor, shift_labels: Tensor | None = None,
+    reduction: str = "batchmean", ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """The total variation distance of probabilities.
+
+        term = |p - q| / 2
+
+    The reduction "none" returns the terms, which are 0 for a token whose label is ignore_index,
+    "sum" their sum, "batchmean" the sum divided by the number of tokens that count, and "mean" that
+    divided by V. If no token counts the loss is 0. For logits, and for each token's distance, see
+    `divergence`.
+
+    The loss is computed and returned in float32, whatever the dtypes, also under autocast. Unless
+    the reduction is "none", one number for each token is stored beside the result. The number of
+    tokens that count stays on the device. float64 runs the definition on every device.
+
+    Both tensors are differentiable; Liger-Kernel gives p's gradient alone. With n the number that
+    the reduction divides by, rounded once:
+
+        dp = dloss / n * sign(p - q) / 2
+        dq = -dp
+
+    Where p and q are equal both are 0, as PyTorch's gradient of |p - q| is; Liger-Kernel's is
+    -1 / 2. The gradients of ignored tokens are exactly 0.
+
+    Args:
+        p: (..., V), probabilities, floating point, any strides; unit stride in the last dimension
+            is fast.
+        q: of the same shape, floating point, possibly of another dtype.
+        shift_labels: (...), int64 or int32, or None. It is only compared with ignore_index.
+        reduction: "batchmean", "mean", "sum" or "none".
+        ignore_index: the label of tokens that do not count.
+
+    Returns:
+        (), or p's shape for the reduction "none"; float32, or float64 if either tensor is.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape, a device or an option is not as above.
+
+    Source: Wen et al., "f-Divergence minimization for sequence-level knowledge distillation", 2023.
+
+    Example:
+        >>> liger_ops.tvd(torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.75, 0.0]]))
+        tensor(0.2500)
+    """
+    return distribution_loss.value(form(p, q, shift_labels, reduction, ignore_index))
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def tvd_backward(
+    dloss: Tensor, p: Tensor, q: Tensor, shift_labels: Tensor | None,
+    reduction: str, ignore_index: int, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of `tvd`, whose documentation has the equations.
+
+    Args:
+        dloss: the gradient of the loss, floating point, of its shape, any strides.
+        p, q, shift_labels, reduction, ignore_index: as given to `tvd`.
+        output_mask: whether dp and dq are computed and allocated.
+
+    Returns:
+        dp, dq: (..., V), contiguous, each of its tensor's dtype; None if not in output_mask.
+
+    Raises:
+        TypeError, ValueError: as `tvd`.
+    """
+    called = form(p, q, shift_labels, reduction, ignore_index)
+    return distribution_loss.gradients(dloss, called, output_mask)
+
+
+def form(
+    p: Tensor, q: Tensor, shift_labels: Tensor | None, reduction: str, ignore_index: int
+) -> Form:
+    tokens, counted = math.prod(p.shape[:-1]), within(shift_labels, ignore_index)
+    return Form("tvd", p, q, 0.0, reduction, tokens, counted)
+
+
+library.gradient("tvd")

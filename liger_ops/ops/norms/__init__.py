@@ -1,0 +1,1 @@
+"""Norms: the definitions and gradients of the ops."""

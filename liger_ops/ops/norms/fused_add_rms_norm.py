@@ -1,0 +1,109 @@
+"""Residual addition and root-mean-square normalisation in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from .rms_norm import backward_definition
+
+
+@library.define()
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Add a residual and normalise the sum by its root mean square, over the last dimension.
+
+        s = x + residual
+        y = s / sqrt(mean(s**2, -1) + eps) * (weight + offset)
+
+    s is rounded to the dtype of PyTorch's x + residual, and the rounded s is normalised: on a CPU
+    the results are bit for bit those of `rms_norm(x + residual, ...)`. See `rms_norm` for the
+    casting modes, the precision, autocast, and the other arguments.
+
+    The backward adds the gradient of s to the norm's gradient in the same kernel. Only s and weight
+    are saved for it, not x and residual.
+
+    Args:
+        x: (..., N), floating point, any strides.
+        residual: of x's shape; its dtype may differ.
+        weight: (N,) or None.
+        eps: added to the mean square.
+        offset: added to the weight.
+        casting_mode: "llama", "gemma" or "none".
+
+    Returns:
+        y and s: (..., N) each, contiguous, of the dtype of x + residual.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device, eps, offset or casting_mode is not as above.
+
+    Example:
+        >>> y, s = liger_ops.fused_add_rms_norm(torch.ones(1, 2), torch.tensor([[2.0, 3.0]]))
+        >>> s
+        tensor([[3., 4.]])
+    """
+    s = (x + residual).contiguous()
+    return library.OPS["rms_norm"].definition(s, weight, eps, offset, casting_mode), s
+
+
+@library.define()
+def fused_add_rms_norm_backward(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None,
+    eps: float, offset: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `fused_add_rms_norm`.
+
+    x and residual have the same gradient, dx: the gradient of `rms_norm` at s, plus ds.
+
+    Args:
+        dy: the gradient of y, (..., N), any strides.
+        ds: the gradient of s, (..., N), any strides, or None if s is not used.
+        s: the sum that the forward returned.
+        weight, eps, offset: as given to the forward.
+        output_mask: whether dx and dweight are computed and allocated.
+
+    Returns:
+        dx and dweight, contiguous, of the shapes and dtypes of s and weight; each may be None.
+
+    Raises:
+        TypeError, ValueError: as `fused_add_rms_norm`; or dy or ds does not have s's shape.
+    """
+    return backward_definition(dy, ds, s, weight, eps, offset, output_mask)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, residual, weight, ctx.eps, ctx.offset, _ = inputs
+    ctx.x_dtype, ctx.residual_dtype = x.dtype, residual.dtype
+    ctx.save_for_backward(output[1], weight)
+    # The sum of the last layer has no other user: its gradient is then None, instead of zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+    s, weight = ctx.saved_tensors
+    needs_x, needs_residual, needs_weight = ctx.needs[:3]
+    needs_s = needs_x or needs_residual
+    if dy is None:
+        dx, dweight = ds, None
+    else:
+        dx, dweight = fused_add_rms_norm_backward(
+            dy, ds, s, weight, ctx.eps, ctx.offset, [needs_s, needs_weight]
+        )
+    return (
+        dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
+        dx.to(ctx.residual_dtype) if needs_residual and dx is not None else None,
+        dweight,
+        None,
+        None,
+        None,
+    )
+
+
+library.gradient("fused_add_rms_norm", _backward, _setup_context)
+library.autocast("fused_add_rms_norm", torch.float32)

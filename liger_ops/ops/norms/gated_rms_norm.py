@@ -1,0 +1,160 @@
+"""Root-mean-square normalisation with a gate."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import library
+from .. import rows
+from ..activations.gated import silu_slope
+from ..precision import widened
+
+ACTIVATIONS = ("silu", "sigmoid")
+CASTING_MODES = ("llama", "gemma")
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
+    norm_before_gate: bool = True, group_size: int | torch.SymInt | None = None,
+    activation: str = "silu", casting_mode: str = "llama",
+) -> Tensor:  # fmt: skip
+    """Root-mean-square normalisation over the last dimension, before or after a gate.
+
+    With a = activation(gate), and norm(s) = s / sqrt(mean(s**2) + eps), where the mean is over the
+    last dimension or, with `group_size`, over each group of that many neighbours in it:
+
+        y = norm(x) * weight * a      with norm_before_gate (Qwen3-Next, OLMo Hybrid, Kimi Linear)
+        y = norm(x * a) * weight      without it (Mamba 2, Bamba, Zamba2, Nemotron-H)
+
+    The activation, the norm and their products are computed in float32. `casting_mode` says where
+    values are rounded in between; in float32 and float64 both modes are the same:
+
+    * "llama": norm(...) is rounded to x.dtype, and its product with weight to the dtype of
+      PyTorch's weight * x (the models above, except Kimi Linear).
+    * "gemma": nothing is rounded but y (Kimi Linear, Falcon-H1).
+
+    In both casting modes the gradient is the equation's, computed in float32 and rounded once. The
+    gradient of weight is summed over the rows in float32, in an order that does not change between
+    runs. The backward recomputes 1 / rms and the activation: only x, gate and weight are saved.
+
+    Views of a wider tensor, such as a slice of a projection, are read without a copy. Under
+    autocast the op runs in the dtypes of its inputs, as the models' code does. float64 runs the
+    definition on every device.
+
+    Args:
+        x: (..., N), floating point, any strides.
+        gate: of x's shape, floating point; its dtype may differ from x's.
+        weight: (N,), floating point; its dtype may differ from x's. None for no scaling.
+        eps: added to the mean square.
+        norm_before_gate: whether x is normalised, and not x * a.
+        group_size: a divisor of N; None for one group.
+        activation: "silu" or "sigmoid".
+        casting_mode: "llama" or "gemma".
+
+    Returns:
+        (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device, eps, group_size, activation or casting_mode is not as above.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024.
+
+    Example:
+        >>> x, gate = torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)
+        >>> liger_ops.gated_rms_norm(x, gate, activation="sigmoid")
+        tensor([[0.4243, 0.5657]])
+    """
+    wide = widened(x)
+    a = _activated(gate.to(wide.dtype), activation)
+    s = _groups(wide if norm_before_gate else wide * a, group_size)
+    y = (s * _rstd(s, eps)).reshape(x.shape)
+    if casting_mode == "llama":
+        y = y.to(x.dtype)
+    if weight is not None:
+        y = y * (weight if casting_mode == "llama" else weight.to(y.dtype))
+    if norm_before_gate:
+        y = y.to(wide.dtype) * a
+    return y.to(x.dtype).contiguous()
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def gated_rms_norm_backward(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float,
+    norm_before_gate: bool, group_size: int | torch.SymInt | None, activation: str,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `gated_rms_norm`.
+
+    With s and d, which are x and dy * a if the norm is before the gate, and x * a and dy if it is
+    after it; and with rstd = 1 / sqrt(mean(s**2) + eps), shat = s * rstd and g = d * weight, where
+    means are over the group:
+
+        ds      = rstd * (g - shat * mean(g * shat))
+        dweight = sum(d * shat) over all dimensions but the last
+        dx      = ds                                        before
+        dgate   = dy * shat * weight * activation'(gate)
+        dx      = ds * a                                    after
+        dgate   = ds * x * activation'(gate)
+
+    Args:
+        dy: (..., N), any strides.
+        x, gate, weight, eps, norm_before_gate, group_size, activation: as given to
+            `gated_rms_norm`.
+        output_mask: whether dx, dgate and dweight are computed and allocated.
+
+    Returns:
+        dx, dgate and dweight, contiguous, of the shapes and dtypes of x, gate and weight; each may
+        be None.
+
+    Raises:
+        TypeError, ValueError: as `gated_rms_norm`; or dy does not have x's shape.
+    """
+    wide, dy = widened(x), dy.to(widened(x).dtype)
+    scale = 1.0 if weight is None else weight.to(wide.dtype)
+    a = _activated(gate.to(wide.dtype), activation)
+    slope = _slope(gate.to(wide.dtype), activation)
+    s, d = (wide, dy * a) if norm_before_gate else (wide * a, dy)
+    s, g = _groups(s, group_size), _groups(d * scale, group_size)
+    rstd = _rstd(s, eps)
+    shat = s * rstd
+    ds = (rstd * (g - shat * rows.mean(g * shat))).reshape(x.shape)
+    shat = shat.reshape(x.shape)
+    dx = dgate = dweight = None
+    if output_mask[0]:
+        dx = (ds if norm_before_gate else ds * a).to(x.dtype).contiguous()
+    if output_mask[1]:
+        dgate = dy * slope * (shat * scale) if norm_before_gate else ds * wide * slope
+        dgate = dgate.to(gate.dtype).contiguous()
+    if output_mask[2] and weight is not None:
+        dweight = rows.columns_sum(d * shat).to(weight.dtype)
+    return dx, dgate, dweight
+
+
+def _activated(gate: Tensor, activation: str) -> Tensor:
+    return F.silu(gate) if activation == "silu" else torch.sigmoid(gate)
+
+
+def _slope(gate: Tensor, activation: str) -> Tensor:
+    """The derivative of the activation."""
+    if activation == "silu":
+        return silu_slope(gate)
+    sigmoid = torch.sigmoid(gate)
+    return sigmoid * (1 - sigmoid)
+
+
+def _groups(x: Tensor, group_size: int | torch.SymInt | None) -> Tensor:
+    """Reshape (..., N) to (..., groups, group_size)."""
+    if group_size is None:
+        return x
+    return x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
+
+
+def _rstd(s: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(rows.mean(s * s) + eps)
+
+
+library.gradient("gated_rms_norm")

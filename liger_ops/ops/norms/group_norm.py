@@ -1,0 +1,112 @@
+"""Group normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..precision import widened
+from .layer_norm import standardised, standardised_backward
+
+
+@library.define()
+def group_norm(
+    x: Tensor, num_groups: int | torch.SymInt, weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Group normalisation: splits C channels into num_groups groups and normalises each group.
+
+        y[n, c] = (x[n, c] - mean(n, g)) / sqrt(var(n, g) + eps) * weight[c] + bias[c]
+
+    with mean and biased variance over the C / num_groups channels and all positions of the group g
+    that holds c. y is computed in float32 and rounded once, to x.dtype. The mean is subtracted
+    before anything is squared. The gradients of weight and bias are summed in float32, in an order
+    that does not change between runs. The backward recomputes mean and variance from x: only the
+    inputs are saved, and the normalised x is never in memory.
+
+    Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.group_norm`
+    does. float64 runs the definition on every device.
+
+    Args:
+        x: (N, C, *spatial), floating point, any strides.
+        num_groups: a divisor of C.
+        weight: (C,), floating point; its dtype may differ from x's. None for no scaling.
+        bias: (C,), floating point; its dtype may differ from x's. None for no shift.
+        eps: added to the variance.
+
+    Returns:
+        (N, C, *spatial), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device, num_groups or eps is not as above.
+
+    Source: Wu and He, "Group Normalization", 2018.
+
+    Example:
+        >>> liger_ops.group_norm(torch.tensor([[1.0, 3.0, 0.0, 4.0]]), num_groups=2)
+        tensor([[-1.0000,  1.0000, -1.0000,  1.0000]])
+    """
+    xhat = standardised(_groups(widened(x), num_groups), eps)[0].reshape(x.shape)
+    if weight is not None:
+        xhat = xhat * _per_channel(weight, xhat)
+    if bias is not None:
+        xhat = xhat + _per_channel(bias, xhat)
+    return xhat.to(x.dtype).contiguous()
+
+
+@library.define()
+def group_norm_backward(
+    dy: Tensor, x: Tensor, num_groups: int | torch.SymInt, weight: Tensor | None,
+    bias: Tensor | None, eps: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `group_norm`.
+
+    With xhat and rstd of the group, g = dy * weight[c], and means over the group:
+
+        dx      = rstd * (g - mean(g) - xhat * mean(g * xhat))
+        dweight = sum(dy * xhat) over all dimensions but that of the channels
+        dbias   = sum(dy) over all dimensions but that of the channels
+
+    Args:
+        dy: (N, C, *spatial), any strides.
+        x, num_groups, weight, bias, eps: as given to `group_norm`; only bias's dtype is used.
+        output_mask: whether dx, dweight and dbias are computed and allocated.
+
+    Returns:
+        dx, dweight and dbias, contiguous, of the shapes and dtypes of x, weight and bias; None for
+        each that output_mask leaves out.
+
+    Raises:
+        TypeError, ValueError: as `group_norm`; or dy does not have x's shape.
+    """
+    xhat, rstd = standardised(_groups(widened(x), num_groups), eps)
+    dy = dy.to(xhat.dtype)
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    dx = dweight = dbias = None
+    if output_mask[0]:
+        g = dy if weight is None else dy * _per_channel(weight, dy)
+        dx = standardised_backward(_groups(g, num_groups), xhat, rstd)
+        dx = dx.reshape(x.shape).to(x.dtype).contiguous()
+    if output_mask[1] and weight is not None:
+        dweight = (dy * xhat.reshape(x.shape)).sum(others).to(weight.dtype)
+    if output_mask[2] and bias is not None:
+        dbias = dy.sum(others).to(bias.dtype)
+    return dx, dweight, dbias
+
+
+def _groups(x: Tensor, num_groups: int | torch.SymInt) -> Tensor:
+    """Reshape (N, C, *spatial) to (N, num_groups, elements of a group)."""
+    length = x.shape[1] // num_groups
+    for size in x.shape[2:]:
+        length = length * size
+    return x.reshape(x.shape[0], num_groups, length)
+
+
+def _per_channel(weight: Tensor, x: Tensor) -> Tensor:
+    return weight.to(x.dtype).reshape(-1, *[1] * (x.dim() - 2))
+
+
+library.gradient("group_norm")
+library.autocast("group_norm", torch.float32)

@@ -1,0 +1,115 @@
+"""Layer normalisation with a modulation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import library
+from .layer_norm import affine, backward_definition
+from .modulation import modulated, modulation_gradients
+
+CASTING_MODES = ("torch", "float32")
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def modulated_layer_norm(
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-6, casting_mode: str = "torch",
+) -> Tensor:  # fmt: skip
+    """Layer normalisation over the last dimension, with an adaptive scale and shift (AdaLN).
+
+        y = norm(x) * (1 + scale) + shift
+        norm(x) = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) * weight + bias
+
+    with the biased variance, as in the blocks of DiT, Stable Diffusion 3, Flux and Wan. A row of
+    scale and shift is for the whole tensor, for the tokens of a sample, or for a token.
+    `casting_mode` says where values are rounded; in float32 and float64, and with a scale and a
+    shift of x.dtype, both modes are the same:
+
+    * "torch": norm(x) is computed in float32 and rounded to x.dtype, as `layer_norm` does. Then
+      every operation rounds as in PyTorch's code: 1 + scale to the dtype of scale, the product to
+      the dtype of x * scale, and y to x.dtype.
+    * "float32": everything is computed in float32, and y is rounded once (Wan, where
+      `(norm(x.float()) * (1 + scale) + shift).type_as(x)` has a float32 scale and shift).
+
+    In both casting modes the gradient is the equation's, computed in float32 and rounded once. The
+    gradients of weight, bias, scale and shift are summed in float32, in an order that does not
+    change between runs; those of a sample's scale and shift are sums over the tokens of that
+    sample. The backward recomputes mean and variance from x: only the inputs are saved.
+
+    Rows of scale and shift may be slices of a wider tensor, such as the chunks of a projection, and
+    are read without a copy. Under autocast on a device, x, weight and bias are cast to float32, as
+    `torch.nn.functional.layer_norm` does, and scale and shift keep their dtypes: 1 + scale rounds
+    as in PyTorch's code. float64 runs the definition on every device.
+
+    Args:
+        x: (..., N), floating point, any strides.
+        scale: (N,), (1, ..., N), the first dimensions of x and N, such as (B, N) for an x of
+            (B, T, N), with or without dimensions of size 1 between, or of x's shape. For an x of
+            (M, N) also (B, N), where B divides M: each row is for M / B neighbours. Floating point;
+            its dtype may differ from x's.
+        shift: of scale's shape, floating point; its dtype may differ. None for no shift.
+        weight: (N,), floating point; its dtype may differ from x's. None for no scaling.
+        bias: (N,), floating point; its dtype may differ from x's. None for none.
+        eps: added to the variance.
+        casting_mode: "torch" or "float32".
+
+    Returns:
+        (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device, eps or casting_mode is not as above.
+
+    Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023.
+
+    Example:
+        >>> x, scale = torch.tensor([[1.0, 3.0]]), torch.tensor([1.0, 0.0])
+        >>> liger_ops.modulated_layer_norm(x, scale, torch.tensor([0.0, 0.5]))
+        tensor([[-2.0000,  1.5000]])
+    """
+    y = affine(x, weight, bias, eps)
+    if casting_mode != "float32":
+        y = y.to(x.dtype)
+    return modulated(y, scale, shift, casting_mode).to(x.dtype).contiguous()
+
+
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
+def modulated_layer_norm_backward(
+    dy: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, eps: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `modulated_layer_norm`.
+
+    With rstd = 1 / sqrt(var(x, -1) + eps), xhat = (x - mean(x, -1)) * rstd,
+    d = dy * (1 + scale) and g = d * weight, where T are the tokens of a row of scale:
+
+        dx      = rstd * (g - mean(g, -1) - xhat * mean(g * xhat, -1))
+        dscale  = sum over T of dy * (xhat * weight + bias)
+        dshift  = sum over T of dy
+        dweight = sum(d * xhat) over all dimensions but the last
+        dbias   = sum(d) over all dimensions but the last
+
+    Args:
+        dy: (..., N), any strides.
+        x, scale, shift, weight, bias, eps: as given to `modulated_layer_norm`; only shift's form is
+            used.
+        output_mask: whether dx, dscale, dshift, dweight and dbias are computed and allocated.
+
+    Returns:
+        dx, dscale, dshift, dweight and dbias, contiguous, of the shapes and dtypes of x, scale,
+        shift, weight and bias; each may be None.
+
+    Raises:
+        TypeError, ValueError: as `modulated_layer_norm`; or dy does not have x's shape.
+    """
+    y = affine(x, weight, bias, eps)
+    d, dscale, dshift = modulation_gradients(dy.to(y.dtype), y, scale, shift, output_mask)
+    norm_mask = [output_mask[0], *output_mask[3:]]
+    dx, dweight, dbias = backward_definition(d, x, weight, bias, eps, norm_mask)
+    return dx, dscale, dshift, dweight, dbias
+
+
+library.gradient("modulated_layer_norm")
+library.autocast("modulated_layer_norm", torch.float32, keep=("scale", "shift"))

@@ -1,0 +1,129 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import library
+from .. import rows
+from ..precision import widened
+
+CASTING_MODES = ("llama", "gemma", "none")
+
+
+@library.define()
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+) -> Tensor:  # fmt: skip
+    """Root-mean-square normalisation over the last dimension.
+
+        y = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
+
+    `casting_mode` says where values are rounded to x.dtype; in float32 and float64 the three modes
+    are the same:
+
+    * "llama": x / rms is computed in float32 and rounded to x.dtype; its product with
+      (weight + offset) is computed in float32 and rounded (Llama, Mistral, Qwen, Phi).
+    * "gemma": everything is computed in float32 and rounded once (Gemma, OLMo2, GPT-OSS,
+      `torch.nn.RMSNorm`).
+    * "none": every operation rounds to x.dtype, as in code without casts. The mean is accumulated
+      in float32 and then rounded.
+
+    In every casting mode the gradient is the equation's, computed in float32 and rounded once. The
+    gradient of weight is summed over the rows in float32, in an order that does not change between
+    runs. The backward recomputes 1 / rms from x: only x and weight are saved, and the normalised x
+    is never in memory.
+
+    Under autocast on a device, inputs are cast to float32, as `torch.nn.functional.rms_norm` does.
+    float64 runs the definition on every device.
+
+    Args:
+        x: (..., N), floating point, any strides.
+        weight: (N,), floating point; its dtype may differ from x's. None for no scaling.
+        eps: added to the mean square.
+        offset: added to the weight: 1.0 for models that store weight - 1 (Gemma). It must be 0 if
+            weight is None.
+        casting_mode: "llama", "gemma" or "none".
+
+    Returns:
+        (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: a shape, a device, eps, offset or casting_mode is not as above.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+    Example:
+        >>> liger_ops.rms_norm(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.8485, 1.1314]])
+    """
+    return scaled(x, weight, eps, offset, casting_mode).to(x.dtype).contiguous()
+
+
+def scaled(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> Tensor:
+    """The result of `rms_norm` before it is rounded to x.dtype."""
+    if casting_mode == "none":
+        y = x * torch.rsqrt(rows.mean(x * x) + eps)
+        return y if weight is None else y * (widened(weight) + offset).to(x.dtype)
+    wide = widened(x)
+    y = wide * torch.rsqrt(rows.mean(wide * wide) + eps)
+    if weight is not None:
+        if casting_mode == "llama":
+            y = widened(y.to(x.dtype))
+        y = y * (weight.to(y.dtype) + offset)
+    return y
+
+
+@library.define()
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None,
+    eps: float, offset: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `rms_norm`.
+
+    With rstd = 1 / sqrt(mean(x**2, -1) + eps), xhat = x * rstd and g = dy * (weight + offset):
+
+        dx      = rstd * (g - xhat * mean(g * xhat, -1))
+        dweight = sum(dy * xhat) over all dimensions but the last
+
+    Args:
+        dy: (..., N), any strides.
+        x, weight, eps, offset: as given to `rms_norm`.
+        output_mask: whether dx and dweight are computed and allocated.
+
+    Returns:
+        dx and dweight, contiguous, of the shapes and dtypes of x and weight; each may be None.
+
+    Raises:
+        TypeError, ValueError: as `rms_norm`; or dy does not have x's shape.
+    """
+    return backward_definition(dy, None, x, weight, eps, offset, output_mask)
+
+
+def backward_definition(
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
+    eps: float, offset: float, output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """`rms_norm_backward` with ds, a second gradient of x, added to dx before it is rounded."""
+    wide = widened(x)
+    rstd = torch.rsqrt(rows.mean(wide * wide) + eps)
+    xhat = wide * rstd
+    dy = dy.to(wide.dtype)
+    dx = dweight = None
+    if output_mask[0]:
+        g = dy if weight is None else dy * (weight.to(wide.dtype) + offset)
+        dx = rstd * (g - xhat * rows.mean(g * xhat))
+        dx = dx if ds is None else dx + ds.to(wide.dtype)
+        dx = dx.to(x.dtype).contiguous()
+    if output_mask[1] and weight is not None:
+        dweight = rows.columns_sum(dy * xhat).to(weight.dtype)
+    return dx, dweight
+
+
+library.gradient("rms_norm")
+library.autocast("rms_norm", torch.float32)

@@ -1,0 +1,1 @@
+"""Rotary embeddings, alone and after a norm."""

@@ -1,0 +1,158 @@
+"""Root-mean-square normalisation of the heads of queries and keys, and rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..norms.rms_norm import backward_definition, scaled
+from ..precision import widened
+from ..strides import in_order_of
+from .rope import rotated, table_gradients
+
+
+@library.define(strides=torch.Tag.needs_exact_strides)
+def rms_norm_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
+    q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    interleaved: bool = False, per_pair: bool = False, sections: list[int] | None = None,
+    deinterleave: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """RMSNorm over the dimension of a head of queries and keys, then rotary position embedding.
+
+        xhat = x / sqrt(mean(x**2, -1) + eps) * (weight + offset)
+        y    = xhat * cos + turned(xhat) * sin
+
+    x is q with q_weight, and k with k_weight. The result is that of
+
+        rope(rms_norm(q, q_weight, ...), rms_norm(k, k_weight, ...), cos, sin, ...)
+
+    in one pass over q and k: these read and write q and k twice. The norm is over all D elements of
+    a head, and the rotation of the first R of them. The attention of Qwen3 and Gemma 3 computes it
+    between the projections and the scores.
+
+    xhat is rounded as `rms_norm` rounds in the same `casting_mode`, and to the dtype of q and k;
+    the rotation is computed in float32 and rounded once. The gradients are the equation's, computed
+    in float32 and rounded once: the gradient of xhat is not rounded. Those of the weights are
+    summed in float32, in an order that does not change between runs. The backward recomputes
+    1 / rms: only the arguments are saved, and xhat is never in memory. The gradients of cos and
+    sin, for learned frequencies, are computed by plain PyTorch, from xhat, which is computed again.
+
+    Inputs are not made contiguous, unless the elements of a head are not next to each other: q and
+    k may be views of one packed projection, (B, S, heads, D) transposed to (B, heads, S, D). The
+    results and the gradients of q and k have the order of dimensions in memory that q and k have.
+
+    Heads that are too wide for a program, on a GPU more than 2048 elements or 1024 in float32, are
+    computed by the kernels of `rms_norm` and `rope`, one after the other.
+
+    Under autocast on a device, inputs are cast to float32, as in `rms_norm`. float64 and complex128
+    run the definition on every device.
+
+    Args:
+        q: (B, heads, S, D), floating point, any strides.
+        k: (B, heads of k, S, D), of q's dtype, with any number of heads.
+        cos, sin: as in `rope`, in each of its forms.
+        q_weight, k_weight: (D,), floating point; the dtypes may differ from q's. None for no
+            scaling.
+        eps: added to the mean square.
+        offset: added to both weights: 1.0 for models that store weight - 1 (Gemma). It must be 0 if
+            a weight is None.
+        casting_mode: "llama", "gemma" or "none", as in `rms_norm`.
+        interleaved, per_pair, sections, deinterleave: as in `rope`.
+
+    Returns:
+        q and k normalised and rotated, with their shapes, dtype and layout.
+
+    Raises:
+        TypeError, ValueError: as `rms_norm` and `rope`.
+
+    Source: Henry et al., "Query-Key Normalization for Transformers", 2020; the norm: Dehghani et
+    al., "Scaling Vision Transformers to 22 Billion Parameters", 2023.
+
+    Example:
+        >>> q = torch.tensor([[[[3.0, 4.0]]]])
+        >>> liger_ops.rms_norm_rope(q, q, torch.zeros(1, 2), torch.ones(1, 2))[0]
+        tensor([[[[-1.1314,  0.8485]]]])
+    """
+    norm = (eps, offset, casting_mode)
+    tables = (cos, sin, interleaved, per_pair, sections, deinterleave)
+    q_out, k_out = (
+        in_order_of(rotated(scaled(x, weight, *norm).to(x.dtype), *tables), x)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    return q_out, k_out
+
+
+@library.define(strides=torch.Tag.needs_exact_strides)
+def rms_norm_rope_backward(
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None,
+    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, offset: float,
+    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `rms_norm_rope`.
+
+    With dxhat = dy * cos - turned(dy * sin), the inverse rotation, and the norm's gradient of it:
+
+        rstd    = 1 / sqrt(mean(x**2, -1) + eps)
+        g       = dxhat * (weight + offset)
+        dx      = rstd * (g - x * rstd * mean(g * x * rstd, -1))
+        dweight = sum(dxhat * x * rstd) over batch, heads and positions
+
+    Args:
+        dq, dk: the gradients of the results, of the shapes of q and k, any strides.
+        q, k, cos, sin, q_weight, k_weight, eps, offset, interleaved, per_pair, sections,
+            deinterleave: as given to `rms_norm_rope`.
+        output_mask: whether the gradients of q, k, q_weight and k_weight are computed.
+
+    Returns:
+        The gradients of q and k, with their layouts, and those of q_weight and k_weight; each may
+        be None.
+
+    Raises:
+        TypeError, ValueError: as `rms_norm_rope`; or dq or dk does not have the shape of q or k.
+    """
+    tables = (cos, sin, interleaved, per_pair, sections, deinterleave)
+    wants_q, wants_k, wants_q_weight, wants_k_weight = output_mask
+    grads = []
+    for dy, x, weight, mask in (
+        (dq, q, q_weight, [wants_q, wants_q_weight]),
+        (dk, k, k_weight, [wants_k, wants_k_weight]),
+    ):
+        dxhat = rotated(widened(dy), *tables, backward=True)
+        dx, dweight = backward_definition(dxhat, None, x, weight, eps, offset, mask)
+        grads.append((None if dx is None else in_order_of(dx, x), dweight))
+    (grad_q, dq_weight), (grad_k, dk_weight) = grads
+    return grad_q, grad_k, dq_weight, dk_weight
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, cos, sin, q_weight, k_weight = ctx.saved_tensors
+    eps, offset, casting_mode, *rotation = ctx.options
+    needs_q, needs_k, needs_cos, needs_sin, needs_q_weight, needs_k_weight, *_ = ctx.needs
+    grads: tuple[Tensor | None, ...] = (None,) * 4
+    mask = [needs_q, needs_k, needs_q_weight, needs_k_weight]
+    if any(mask):
+        arguments = (q, k, cos, sin, q_weight, k_weight, eps, offset, *rotation, mask)
+        grads = rms_norm_rope_backward(dq, dk, *arguments)
+    dcos = dsin = None
+    if needs_cos or needs_sin:
+        norm = (eps, offset, casting_mode)
+        xhat = scaled(q, q_weight, *norm).to(q.dtype), scaled(k, k_weight, *norm).to(k.dtype)
+        dcos, dsin = table_gradients((dq, dk), xhat, cos, sin, *rotation)
+        dcos = dcos.to(cos.dtype) if needs_cos else None
+        dsin = dsin.to(sin.dtype) if needs_sin and dsin is not None else None
+    return *grads[:2], dcos, dsin, *grads[2:], *[None] * len(ctx.options)
+
+
+library.gradient("rms_norm_rope", _backward, _setup_context)
+library.autocast("rms_norm_rope", torch.float32)

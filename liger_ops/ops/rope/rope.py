@@ -1,0 +1,273 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..precision import widened
+from ..strides import in_order_of
+
+
+@library.define(strides=torch.Tag.needs_exact_strides)
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
+    interleaved: bool = False, per_pair: bool = False, sections: list[int] | None = None,
+    deinterleave: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotary position embedding of queries and keys.
+
+        y = x * cos + turned(x) * sin
+
+    x is the first R of the D elements of a head; the others are copied. turned(x) replaces each
+    pair (a, b) of elements by (-b, a). Elements are paired in one of two ways:
+
+    * halves: a is in the first half of the R elements and b in the second (Llama, Mistral, Qwen,
+      Gemma, Phi: transformers' `apply_rotary_pos_emb` with `rotate_half`);
+    * interleaved: a and b are next to each other (GPT-J, GLM4, Cohere, Flux).
+
+    With `deinterleave` the pairs of q and k are interleaved, and those of the results are in halves
+    (DeepSeek: transformers' `apply_rotary_pos_emb_interleave`).
+
+    cos and sin hold a number per element (usually the same for both elements of a pair, but they
+    may differ), in the order of the results' elements, or, with `per_pair`, per pair (GPT-OSS; the
+    first half of GLM4's tables).
+
+    A complex cos holds cos + i sin for each pair, and sin is None: the `freqs_cis` of Llama 4,
+    whose `apply_rotary_emb` multiplies the pairs (a + ib) by it. Pairs are then interleaved and the
+    table is per pair, whatever `interleaved` and `per_pair` are.
+
+    A real cos without sin holds a 2 x 2 matrix for each pair, by which (a, b) is multiplied: the
+    `freqs_cis` of Flux, [[cos, -sin], [sin, cos]]. All four numbers are read. Pairs are interleaved
+    then, too.
+
+    With `sections` there are three tables: for the temporal, the height and the width position. The
+    first sections[0] of the R/2 pairs take their numbers from the first table, the next sections[1]
+    from the second and the last sections[2] from the third (`mrope_section` of Qwen2-VL). The
+    tables are not combined in memory.
+
+    The rotation is computed in float32 and rounded once, to the dtype of q and k.
+
+    Inputs are not made contiguous: the heads of a projection, (B, S, heads, D) viewed as
+    (B, heads, S, D), are read without a copy, and the results have the layout of q and k, which
+    attention reads without a copy.
+
+    The gradients of q and k are the inverse rotation, with -sin for sin; only cos and sin are saved
+    for them. The gradients of cos and sin, for learned frequencies, are computed by plain PyTorch
+    and need q and k to be saved. By PyTorch's convention, the gradient of a complex cos is the
+    gradient of cos + i times the gradient of sin. Each number of a matrix has its own gradient.
+
+    Autocast changes nothing: q and k keep their dtype. float64 and complex128 run the definition on
+    every device.
+
+    Args:
+        q: (B, heads, S, D), floating point, any strides.
+        k: (B, heads of k, S, D), of q's dtype, with any number of heads.
+        cos, sin: (S, R), (1, S, R) or (B, S, R), with sections (3, 1, S, R) or (3, B, S, R),
+            floating point, any strides; R is even and at most D. With per_pair the last dimension
+            is R/2. A complex cos is complex64 or complex128, with the shape of a table per pair.
+            Matrices are (S, R/2, 2, 2), (1, S, R/2, 2, 2) or (B, S, R/2, 2, 2), without sections.
+        interleaved: whether pairs are interleaved, instead of halves.
+        per_pair: whether cos and sin have one number for the two elements of a pair.
+        sections: three counts of pairs that add up to R/2.
+        deinterleave: whether interleaved pairs are written in halves.
+
+    Returns:
+        q and k rotated, with their shapes, dtype and layout.
+
+    Raises:
+        TypeError: a tensor is not floating point (cos may be complex), or k does not have q's
+            dtype.
+        ValueError: a shape, a device or sections is not as above; sin is given with a complex cos,
+            or is None with a real cos that holds no matrices; deinterleave is given without
+            interleaved pairs.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; the
+    sections: Wang et al., "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at
+    Any Resolution", 2024.
+
+    Example:
+        >>> q = torch.tensor([[[[1.0, 0.0]]]])
+        >>> liger_ops.rope(q, q, torch.zeros(1, 2), torch.ones(1, 2))[0]
+        tensor([[[[0., 1.]]]])
+        >>> liger_ops.rope(q, q, torch.tensor([[1j]]))[0]
+        tensor([[[[0., 1.]]]])
+        >>> liger_ops.rope(q, q, torch.tensor([[[[0.0, -1.0], [1.0, 0.0]]]]))[0]
+        tensor([[[[0., 1.]]]])
+    """
+    tables = (cos, sin, interleaved, per_pair, sections, deinterleave)
+    return rotated(q, *tables), rotated(k, *tables)
+
+
+@library.define(strides=torch.Tag.needs_exact_strides)
+def rope_backward(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor | None,
+    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of `rope`.
+
+        dx = dy * cos - turned(dy * sin)
+
+    Args:
+        dq, dk: the gradients of `rope`'s results, any strides.
+        cos, sin, interleaved, per_pair, sections, deinterleave: as given to `rope`.
+        output_mask: whether the gradients of q and k are computed and allocated.
+
+    Returns:
+        The gradients of q and k, with the layout of dq and dk; each may be None.
+
+    Raises:
+        TypeError, ValueError: as `rope`.
+    """
+    tables = (cos, sin, interleaved, per_pair, sections, deinterleave)
+    back = [
+        rotated(dy, *tables, backward=True) if wanted else None
+        for dy, wanted in zip((dq, dk), output_mask, strict=True)
+    ]
+    return back[0], back[1]
+
+
+class Pairs(NamedTuple):
+    """Whether the pairs are interleaved, instead of halves, in each tensor. The tables matter if
+    they have a number per element."""
+
+    x: bool
+    y: bool
+    tables: bool
+
+
+def pairs_of(sin: Tensor | None, interleaved: bool, deinterleave: bool, backward: bool) -> Pairs:
+    """The pairs of what a rotation reads and writes; in the backward x is dy, and y is dx."""
+    given = interleaved or sin is None
+    result = given and not deinterleave
+    return Pairs(result, given, result) if backward else Pairs(given, result, result)
+
+
+def rotated_columns(cos: Tensor, sin: Tensor | None, per_pair: bool) -> int:
+    """R for tables of cos and sin, of cos + i sin, or of matrices."""
+    if holds_matrices(cos, sin):
+        return 2 * cos.shape[-3]
+    return cos.shape[-1] * (2 if per_pair or sin is None else 1)
+
+
+def holds_matrices(cos: Tensor, sin: Tensor | None) -> bool:
+    return sin is None and not cos.is_complex()
+
+
+def rotated(
+    x: Tensor, cos: Tensor, sin: Tensor | None,
+    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
+    backward: bool = False,
+) -> Tensor:  # fmt: skip
+    wide = widened(x)
+    R = rotated_columns(cos, sin, per_pair)
+    pairs = pairs_of(sin, interleaved, deinterleave, backward)
+    cos_a, cos_b, sin_a, sin_b = (
+        _of_all_heads(table, sections).to(wide.dtype)
+        for table in _of_pairs(cos, sin, per_pair, pairs.tables)
+    )
+    if backward:
+        sin_a, sin_b = -sin_b, -sin_a
+    a, b = _split(wide[..., :R], pairs.x)
+    y = _joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b, pairs.y)
+    return in_order_of(torch.cat((y, wide[..., R:]), -1).to(x.dtype), x)
+
+
+def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first elements of the pairs, and the second ones."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    a, b = x.chunk(2, -1)
+    return a, b
+
+
+def _joined(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+
+
+def _of_pairs(
+    cos: Tensor, sin: Tensor | None, per_pair: bool, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tables' numbers per pair: cos of the first and of the second elements, and sin."""
+    if holds_matrices(cos, sin):
+        return cos[..., 0, 0], cos[..., 1, 1], -cos[..., 0, 1], cos[..., 1, 0]
+    if sin is None:
+        cos, sin, per_pair = cos.real, cos.imag, True
+    if per_pair:
+        return cos, cos, sin, sin
+    return *_split(cos, interleaved), *_split(sin, interleaved)
+
+
+def _of_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
+    if sections is not None:
+        parts = enumerate(table.split(sections, -1))
+        table = torch.cat([part[i] for i, part in parts], -1)
+    return table.unsqueeze(-3)
+
+
+def table_gradients(
+    grads: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor | None,
+    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of cos and sin, with cos's shape: sums over the heads, and over the batch and
+    the elements of a pair if these share a number."""
+    R = rotated_columns(cos, sin, per_pair)
+    pairs = pairs_of(sin, interleaved, deinterleave, False)
+    sums: list[list[Tensor]] = [[], [], [], []]
+    for dy, x in zip(grads, inputs, strict=True):
+        dy_a, dy_b = _split(widened(dy)[..., :R], pairs.y)
+        a, b = _split(widened(x)[..., :R], pairs.x)
+        for total, product in zip(sums, (dy_a * a, dy_b * b, -dy_a * b, dy_b * a), strict=True):
+            total.append(product.sum(-3))
+    like = cos[..., 0, 0] if holds_matrices(cos, sin) else cos
+    cos_a, cos_b, sin_a, sin_b = (_shared(of_q + of_k, like, sections) for of_q, of_k in sums)
+    if holds_matrices(cos, sin):
+        return torch.stack((cos_a, -sin_a, sin_b, cos_b), -1).unflatten(-1, (2, 2)), None
+    if sin is None:
+        return torch.complex(cos_a + cos_b, sin_a + sin_b), None
+    if per_pair:
+        return cos_a + cos_b, sin_a + sin_b
+    return _joined(cos_a, cos_b, pairs.tables), _joined(sin_a, sin_b, pairs.tables)
+
+
+def _shared(grad: Tensor, cos: Tensor, sections: list[int] | None) -> Tensor:
+    """Reduce the gradient of each (batch, position, pair) to the shape of the tables."""
+    if cos.dim() == 2:
+        grad = grad.sum(0)
+    elif cos.shape[-3] == 1:
+        grad = grad.sum(0, keepdim=True)
+    if sections is None:
+        return grad
+    parts = grad.split(sections, -1)
+    tables = [
+        torch.cat([p if i == table else torch.zeros_like(p) for i, p in enumerate(parts)], -1)
+        for table in range(len(sections))
+    ]
+    return torch.stack(tables)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, cos, sin, *ctx.options = inputs
+    learned = any(ctx.needs_input_grad[2:4])
+    ctx.save_for_backward(cos, sin, *((q, k) if learned else ()))
+
+
+def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin, *inputs = ctx.saved_tensors
+    needs_q, needs_k, needs_cos, needs_sin, *_ = ctx.needs
+    grad_q = grad_k = dcos = dsin = None
+    if needs_q or needs_k:
+        options = (*ctx.options, [needs_q, needs_k])
+        grad_q, grad_k = rope_backward(dq, dk, cos, sin, *options)
+    if needs_cos or needs_sin:
+        dcos, dsin = table_gradients((dq, dk), inputs, cos, sin, *ctx.options)
+        dcos = dcos.to(cos.dtype) if needs_cos else None
+        dsin = dsin.to(sin.dtype) if needs_sin and dsin is not None else None
+    return grad_q, grad_k, dcos, dsin, *[None] * len(ctx.options)
+
+
+library.gradient("rope", _backward, _setup_context)

@@ -1,0 +1,68 @@
+"""The logarithm of softmax over the last dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import library
+from .. import rows
+from ..precision import widened
+
+
+@library.define()
+def log_softmax(x: Tensor) -> Tensor:
+    """The logarithm of softmax over the last dimension.
+
+        y = x - max(x, -1) - log(sum(exp(x - max(x, -1)), -1))
+
+    y is computed in float32 and rounded once, to x.dtype. As in PyTorch, an element of -inf gives
+    -inf; a row that is all -inf, or that has inf or NaN in it, gives NaN.
+
+    The gradient is computed from y, in float32, and rounded once; only y is saved.
+
+    Under autocast on a device, x is cast to float32, as `torch.nn.functional.log_softmax` does.
+    float64 runs the definition on every device.
+
+    Args:
+        x: (..., N), floating point, any strides.
+
+    Returns:
+        (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: x is not floating point.
+        ValueError: x has no dimension.
+
+    Example:
+        >>> liger_ops.log_softmax(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        tensor([[-0.6931, -0.6931,    -inf]])
+    """
+    return rows.log_softmax(widened(x)).to(x.dtype).contiguous()
+
+
+@library.define()
+def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
+    """The gradient of `log_softmax`, from its result.
+
+        dx = dy - exp(y) * sum(dy, -1)
+
+    Args:
+        dy: (..., N), floating point, any strides.
+        y: the result of `log_softmax`.
+
+    Returns:
+        dx: (..., N), contiguous, of y's dtype.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: y has no dimension, or dy does not have y's shape and device.
+    """
+    wide = widened(y)
+    dy = dy.to(wide.dtype)
+    dx = dy - torch.exp(wide) * rows.total(dy)
+    return dx.to(y.dtype).contiguous()
+
+
+library.gradient("log_softmax")
+library.autocast("log_softmax", torch.float32)

@@ -1,0 +1,116 @@
+"""Sparsemax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import library
+from ..dimension import over_dim
+from ..precision import widened
+
+
+@library.compose
+def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
+    """Sparsemax along a dimension: the Euclidean projection on the probability simplex.
+
+        y = max(x - tau, 0), with the tau for which sum(y, dim) = 1
+
+    The elements above tau are the support. tau is exact, up to float32's rounding: no iteration
+    stops at a tolerance, and nothing is sorted on a GPU or an NPU. y is computed in float32 and
+    rounded once, to x.dtype. An element of -inf gives 0; along dim, elements that are all -inf, or
+    that have inf or NaN among them, give NaN, as in `softmax`.
+
+    The gradient is computed from y, in float32, and rounded once; only y is saved. An element that
+    is rounded to 0 counts as outside of the support, which only float16 does to elements inside.
+
+    Under autocast on a device, x is cast to float32. float64 runs the definition on every device.
+
+    Args:
+        x: floating point, any shape with this dimension, any strides.
+        dim: the dimension along which y sums to 1. The last dimension is fast; another is
+            transposed to the last, and back.
+
+    Returns:
+        y, of x's shape and dtype.
+
+    Raises:
+        TypeError: x is not floating point.
+        ValueError: x has no such dimension.
+
+    Source: Martins and Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and
+    Multi-Label Classification", 2016.
+
+    Example:
+        >>> liger_ops.sparsemax(torch.tensor([[0.5, 1.0, -1.0]]))
+        tensor([[0.2500, 0.7500, 0.0000]])
+    """
+    return over_dim("sparsemax", "x", sparsemax_forward, x, dim)
+
+
+@library.define()
+def sparsemax_forward(x: Tensor) -> Tensor:
+    """`sparsemax` along the last dimension.
+
+    Args:
+        x: (..., N), floating point, any strides.
+
+    Returns:
+        y: (..., N), contiguous, of x's dtype.
+
+    Raises:
+        TypeError: x is not floating point.
+        ValueError: x has no dimension.
+
+    Example:
+        >>> liger_ops.sparsemax_forward(torch.tensor([[3.0, 1.0]]))
+        tensor([[1., 0.]])
+    """
+    wide = widened(x)
+    # The result does not depend on a shift of x, and so has no gradient of it.
+    ordered = wide.detach().sort(-1, descending=True).values
+    top = ordered[..., :1]
+    gaps = ordered - top
+    sizes = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=wide.dtype)
+    sums = gaps.clamp(min=-1).cumsum(-1)
+    inside = 1 + sizes * gaps > sums
+    size = inside.sum(-1, keepdim=True)
+    threshold = (torch.where(inside, gaps, 0.0).sum(-1, keepdim=True) - 1) / size
+    below = (wide - top).clamp(min=-1)
+    # An element of NaN belongs to the support, so that tau is NaN.
+    support = ~(below <= threshold)
+    tau = (torch.where(support, below, 0.0).sum(-1, keepdim=True) - 1) / support.sum(
+        -1, keepdim=True
+    )
+    # relu has no gradient at 0; clamp has one.
+    return torch.relu(below - tau).to(x.dtype).contiguous()
+
+
+@library.define()
+def sparsemax_backward(dy: Tensor, y: Tensor) -> Tensor:
+    """The gradient of `sparsemax` along the last dimension, from its result.
+
+        dx = dy - mean(dy over the support)   inside of the support, where y > 0
+        dx = 0                                outside
+
+    Args:
+        dy: (..., N), floating point, any strides.
+        y: the result of `sparsemax`.
+
+    Returns:
+        dx: (..., N), contiguous, of y's dtype; NaN where y is.
+
+    Raises:
+        TypeError: a tensor is not floating point.
+        ValueError: y has no dimension, or dy does not have y's shape and device.
+    """
+    wide = widened(y)
+    dy = dy.to(wide.dtype)
+    support = wide > 0
+    total = torch.where(support, dy, 0.0).sum(-1, keepdim=True)
+    mean = total / support.sum(-1, keepdim=True)
+    return torch.where(support, dy - mean, 0.0 * wide).to(y.dtype).contiguous()
+
+
+library.gradient("sparsemax_forward")
+library.autocast("sparsemax_forward", torch.float32)

@@ -1,0 +1,138 @@
+"""The rewrites of Dynamo's graph, one per file, in the order in which they run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+
+from torch import fx
+
+from ..torch_private import HigherOrderOperator
+from .attention import attention_to_flex as eager_attention
+from .attention import causal_attention, grouped_attention, masked_attention, sdpa
+from .engine import outside_autocast, recompute
+from .engine.effects import subgraphs
+from .engine.failure import failed, is_strict
+from .engine.report import Report
+from .layers import (
+    clamped_swiglu,
+    fused_add_rms_norm,
+    gated_rms_norm,
+    geglu,
+    group_norm,
+    layer_norm,
+    mhc_coeffs,
+    mhc_streams,
+    modulated_norm,
+    relu_squared,
+    rms_norm,
+    swiglu,
+)
+from .layers.rope import rms_norm_rope, rope
+from .losses import cross_entropy, linear_cross_entropy, linear_log_prob, log_prob
+
+Rewrite = Callable[[fx.Graph, Report], None]
+
+INLINED = {
+    "cond",
+    "invoke_subgraph",
+    "tag_activation_checkpoint",
+    "wrap",
+    "wrap_activation_checkpoint",
+}
+
+REWRITES: dict[str, Rewrite] = {
+    # Before causal_attention, which replaces the masks of calls.
+    "attention": sdpa.rewrite,
+    "causal_attention": causal_attention.rewrite,
+    # After causal_attention, which is faster where the mask is causal.
+    "masked_attention": masked_attention.rewrite,
+    # After attention, which makes calls of a faster operator where these are the same.
+    "eager_attention": eager_attention.rewrite,
+    # After causal_attention, because it needs attention without a mask.
+    "grouped_attention": grouped_attention.rewrite,
+    # Before rms_norm, which would match the norm of the streams.
+    "mhc_coeffs": mhc_coeffs.rewrite,
+    # After mhc_coeffs, whose results it looks for.
+    "mhc_pre": mhc_streams.rewrite_pre,
+    "mhc_post_res": mhc_streams.rewrite_post_res,
+    # Before rms_norm, which would match the part after the subtraction of the mean.
+    "layer_norm": layer_norm.rewrite,
+    # Before rms_norm, which would match the norm without its gate.
+    "gated_rms_norm": gated_rms_norm.rewrite,
+    "rms_norm": rms_norm.rewrite,
+    # After layer_norm and rms_norm, whose ops they match, as fused_add_rms_norm does.
+    "modulated_layer_norm": modulated_norm.rewrite_layer_norm,
+    "modulated_rms_norm": modulated_norm.rewrite_rms_norm,
+    "fused_add_rms_norm": fused_add_rms_norm.rewrite,
+    "group_norm": group_norm.rewrite,
+    "clamped_swiglu": clamped_swiglu.rewrite,
+    "swiglu": swiglu.rewrite,
+    "geglu": geglu.rewrite,
+    "relu_squared": relu_squared.rewrite,
+    "rope": rope.rewrite,
+    # After rope, whose ops it matches.
+    "rms_norm_rope": rms_norm_rope.rewrite,
+    # Before the ops of logits, which take the losses whose logits are used elsewhere.
+    "linear_log_prob": linear_log_prob.rewrite,
+    "linear_cross_entropy": linear_cross_entropy.rewrite,
+    "log_prob": log_prob.rewrite,
+    "cross_entropy": cross_entropy.rewrite,
+}
+
+
+def rewrite(
+    module: fx.GraphModule, names: Collection[str] | None = None, *, strict: bool | None = None
+) -> Report:
+    """Run the rewrites `names`, or all, on `module` and the subgraphs that it calls, in place.
+
+    If one raises an exception, `module` is restored and a warning is given; with `strict`, or
+    LIGER_OPS_STRICT=1 in the environment, the exception is raised.
+    """
+    report = Report()
+    parts = inlined(module)
+    graphs = {} if is_strict(strict) else {part: copy.deepcopy(part.graph) for part in parts}
+    try:
+        # Imports the compiler, which importing liger_ops does not.
+        from ..torch_private import disable_saved_tensors_hooks
+
+        # The first call of a compiled function may be within hooks of saved tensors, such as those
+        # of a checkpoint or of offloading. The fake tensors of a rewrite are not theirs.
+        with disable_saved_tensors_hooks():
+            for part in parts:
+                # A subgraph does not show the modes of its caller, such as torch.no_grad.
+                part.meta["is_subgraph"] = part is not module
+                _rewrite(part.graph, report, names)
+                part.recompile()
+    except Exception as error:
+        if is_strict(strict):
+            raise
+        for part, graph in graphs.items():
+            part.graph = graph
+        return failed(report, error)
+    return report
+
+
+def inlined(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The module, and the subgraphs that it calls as if their code were inlined.
+
+    Subgraphs of autograd functions, transforms and the like are excluded: their callers decide how
+    they run.
+    """
+    found = [module]
+    for part in found:
+        for node in part.graph.nodes:
+            if isinstance(node.target, HigherOrderOperator):
+                is_inlined = node.target.name() in INLINED
+                found += [one for one in subgraphs(node) if is_inlined and one not in found]
+    return found
+
+
+def _rewrite(graph: fx.Graph, report: Report, names: Collection[str] | None) -> None:
+    for name, one in REWRITES.items():
+        if names is None or name in names:
+            report.at = (name, None)
+            one(graph, report)
+    outside_autocast.enter(graph)
+    recompute.mark(graph)
+    graph.lint()

@@ -1,0 +1,1 @@
+"""Rewrites of attention: which masks are causal or hide blocks, and which engine computes it."""

@@ -1,0 +1,184 @@
+"""Attention takes grouped keys and values directly, instead of copies repeated for each query head.
+
+With enable_gqa=True a head of keys and values serves consecutive query heads, as many as the code
+makes copies. The rewrite is made where flash attention runs, which reads one head instead of its
+copies: without a mask and, on a GPU or an NPU, in half precision. On an H200, 8 x 32 heads x 2048
+x 64 with 8 heads of keys, causal, forward and backward: 1.63 ms with the copies, 1.45 to 1.52 ms
+without them, and 0.22 GiB less. Other kernels do not take grouped heads; PyTorch then runs plain
+matrix products, which cost more than the copies: 37 ms instead of 15 in float32, and 21.6 GiB
+instead of 1.8.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..engine.canonical import IDENTITY, canonical, operation, same, value
+from ..engine.graph_state import GraphState, erase_unused
+from ..engine.report import Report
+from ..engine.rewrite import Refused, attempt, derive
+from .attention import attentions, obstacle, set_arguments
+
+OP = "grouped_attention"
+HEADS = -3
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_HEAD_DIM = 256
+
+
+class Repeat(NamedTuple):
+    """`times` consecutive copies of each head of `source`, then the transpositions `swaps`."""
+
+    source: fx.Node
+    times: int
+    nodes: tuple[fx.Node, ...]
+    swaps: tuple[tuple[int, int], ...] = ()
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    state = GraphState(graph)
+    for node, arguments in attentions(graph, OP, report):
+        key, values = repeated(arguments["key"], HEADS), repeated(arguments["value"], HEADS)
+        if (key is None and values is None) or arguments["enable_gqa"] is not False:
+            continue
+        try:
+            if key is None or values is None or key.times != values.times:
+                raise Refused("its keys and values are not repeated the same number of times")
+            with attempt(graph):
+                _group(node, arguments, (key, values), state)
+        except Refused as refused:
+            report.refused(OP, node, str(refused))
+            continue
+        report.used(OP, node)
+        for name, repeat in (("key", key), ("value", values)):
+            erase_unused(arguments[name], repeat.nodes)
+
+
+def _group(
+    node: fx.Node, arguments: dict[str, Any], repeats: tuple[Repeat, Repeat], state: GraphState
+) -> None:
+    reason = obstacle(node, arguments, state) or _obstacle(node, arguments, repeats, state)
+    if reason is not None:
+        raise Refused(reason)
+    key, values = (unrepeated(repeat, node) for repeat in repeats)
+    set_arguments(node, {**arguments, "key": key, "value": values, "enable_gqa": True}, state)
+
+
+def repeated(node: Any, axis: int) -> Repeat | None:
+    """The repetition along `axis`, counted from the right, that made `node`, or None."""
+    if not isinstance(node, fx.Node) or not isinstance(value(node), Tensor):
+        return None
+    name, call = operation(node), canonical(node)
+    op, args = (call.op, call.args) if call is not None else (None, ())
+    if op in (IDENTITY, "contiguous"):
+        inner = repeated(args[0], axis)
+        return inner and inner._replace(nodes=(*inner.nodes, node))
+    if op == "transpose":
+        dims = args[1]
+        inner = repeated(args[0], sum(dims) - axis if axis in dims else axis)
+        return inner and inner._replace(nodes=(*inner.nodes, node), swaps=(*inner.swaps, dims))
+    if op == "repeat_interleave":
+        x, times, dim = args
+        return Repeat(x, times, (node,)) if dim == axis and _is_count(times) else None
+    if op in ("view", "flatten"):
+        return _merged(node, args[0], axis)
+    if name in ("expand", "expand_as", "broadcast_to"):
+        source, times = node.all_input_nodes[0], _shape(node)[axis]
+        if same(_shape(source), _with(_shape(node), axis, 1)) and _is_count(times):
+            return Repeat(source, times, (node,))
+    return None
+
+
+def _merged(node: fx.Node, copies: fx.Node, axis: int) -> Repeat | None:
+    """Match x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d), for heads at any axis.
+
+    Every step except the expansion keeps the order of the elements, so comparing shapes is enough.
+    """
+    shape = _shape(copies)
+    if len(shape) != len(_shape(node)) + 1 or not _is_count(shape[axis]):
+        return None
+    if not same(
+        _without(_with(shape, axis - 1, shape[axis - 1] * shape[axis]), axis), _shape(node)
+    ):
+        return None
+    if operation(copies) not in ("expand", "expand_as", "broadcast_to", "repeat", "tile"):
+        return None
+    column = copies.all_input_nodes[0]
+    call = canonical(column)
+    if call is None or call.op not in ("unsqueeze", "view"):
+        return None
+    source = call.args[0]
+    if same(_shape(column), _with(shape, axis, 1)) and same(_shape(source), _without(shape, axis)):
+        return Repeat(source, shape[axis], (column, copies, node))
+    return None
+
+
+def _obstacle(
+    node: fx.Node, arguments: dict[str, Any], repeats: tuple[Repeat, Repeat], state: GraphState
+) -> str | None:
+    """Reason to keep the repeated heads, or None."""
+    query, key, values = (value(arguments[name]) for name in ("query", "key", "value"))
+    if query.dim() != 4 or not same(query.shape[HEADS], key.shape[HEADS]):
+        return "its queries do not have as many heads as its repeated keys"
+    if arguments["attn_mask"] is not None:
+        return "it has a mask, and the kernels that take masks do not take grouped heads"
+    if reason := not_flash(query, key, values, value(node), arguments["is_causal"]):
+        return f"flash attention, the kernel that takes grouped heads, {reason}"
+    nodes = [one for repeat in repeats for one in repeat.nodes]
+    if not state.one_mode([*nodes, node]):
+        return "its heads are repeated in another gradient or autocast mode"
+    first = min(nodes, key=state.order.__getitem__)
+    *_, end = state.order
+    if state.written([*nodes, *(repeat.source for repeat in repeats)], first, end):
+        return "its keys or values are written in place after they are repeated"
+    return None
+
+
+def not_flash(
+    query: Tensor, key: Tensor, value: Tensor, result: Tensor, is_causal: Any
+) -> str | None:
+    """Why the device's flash attention does not run. Under autocast `result` has its dtype."""
+    device = query.device
+    if not same(key.shape[-1], value.shape[-1]):
+        return "wants keys and values of one size"
+    if device.type == "cpu":
+        return None
+    if device.type not in ("cuda", "npu"):
+        return f"is not known on {device.type}"
+    if result.dtype not in FLASH_DTYPES:
+        return f"does not run in {result.dtype}"
+    if not isinstance(key.shape[-1], int) or key.shape[-1] > FLASH_HEAD_DIM:
+        return f"takes heads of {FLASH_HEAD_DIM} numbers at most"
+    if is_causal is not False and not same(query.shape[-2], key.shape[-2]):
+        return "is causal only for as many queries as keys"
+    if device.type == "cuda" and not torch.backends.cuda.flash_sdp_enabled():
+        return "is turned off"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0"
+    return None
+
+
+def unrepeated(repeat: Repeat, before: fx.Node) -> fx.Node:
+    node = repeat.source
+    for dims in repeat.swaps:
+        node = derive(before, torch.transpose, node, *dims)
+    return node
+
+
+def _shape(node: Any) -> list[Any]:
+    tensor = value(node)
+    return list(tensor.shape) if isinstance(tensor, Tensor) else []
+
+
+def _with(shape: list[Any], axis: int, size: Any) -> list[Any]:
+    return [size if place - len(shape) == axis else old for place, old in enumerate(shape)]
+
+
+def _without(shape: list[Any], axis: int) -> list[Any]:
+    return [old for place, old in enumerate(shape) if place - len(shape) != axis]
+
+
+def _is_count(times: Any) -> bool:
+    return isinstance(times, int) and not isinstance(times, bool) and times > 1

@@ -1,0 +1,229 @@
+"""Masks that a graph returns: how each was computed is kept, for the graphs that it is given to.
+
+Graphs end at the hooks of FSDP2, at DDP's forward and at every graph break, and a mask that one
+graph makes is a dense tensor for the next. So a graph that returns a mask also returns a copy of
+the data that the mask was computed from, such as the attention_mask, and its callable registers
+under the mask, weakly, the operations that compute it and that data. `known` returns these for a
+tensor that is the same object, in the same memory, and was not written since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...torch_private import FakeTensor
+from ..engine.canonical import value
+from ..engine.failure import failed, is_strict
+from ..engine.graph_state import GraphState
+from ..engine.memory import is_plain
+from ..engine.report import Report
+from ..engine.rewrite import derive
+from .mask.algebra import Unknown, data_of
+from .mask.blocks import dense_datum
+from .mask.evaluate import IndexFunctions
+from .mask.proof import visible_keys
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+# (batch, heads, queries, keys)
+DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The operations that compute a mask from its data; equal if they do the same.
+
+    Attributes:
+        code: the operations, with the sizes and dtypes of the data and of the mask.
+        graph: a graph with an input for each tensor of the data, in order, and the mask as output.
+    """
+
+    code: str
+    graph: fx.Graph = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a mask was computed from. Nothing else refers to the tensors in `data`."""
+
+    recipe: Recipe
+    data: tuple[Tensor, ...]
+    state: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """The output at `place` is computed by `recipe` from the outputs at `data`."""
+
+    place: int
+    recipe: Recipe
+    data: tuple[int, ...]
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# For the copies of data, which nothing writes: whether they are 1 everywhere.
+_ones: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def known(mask: Any) -> Known | None:
+    """What `mask` was computed from; None if that is unknown, or the mask was written since."""
+    if not isinstance(mask, Tensor) or isinstance(mask, FakeTensor) or mask.is_inference():
+        return None
+    found = _known.get(mask)
+    return found if found is not None and found.state == _state(mask) else None
+
+
+def is_ones(tensor: Tensor) -> bool:
+    """Whether a tensor is 1 everywhere, which is looked at once for the data of a mask."""
+    found = _ones.get(tensor)
+    if found is None:
+        found = bool((tensor == 1).all())
+        if tensor in _ones:
+            _ones[tensor] = found
+    return found
+
+
+def _state(mask: Tensor) -> tuple[Any, ...]:
+    # `mask.data = other` changes the memory, and not the version.
+    return mask._version, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device
+
+
+class MaskRecorder:
+    """Runs a compiled graph, registers the masks that it returns, and drops its further outputs."""
+
+    def __init__(
+        self, compiled: Callable[..., Any], outputs: int, masks: Sequence[_Returned]
+    ) -> None:
+        self._compiled, self._outputs, self._masks = compiled, outputs, tuple(masks)
+
+    def __call__(self, *args: Any) -> Any:
+        results = self._compiled(*args)
+        for returned in self._masks:
+            mask, data = results[returned.place], tuple(results[one] for one in returned.data)
+            if isinstance(mask, Tensor) and not isinstance(mask, FakeTensor):
+                _register(mask, returned.recipe, data)
+        return tuple(results[: self._outputs])
+
+
+def _register(mask: Tensor, recipe: Recipe, data: tuple[Tensor, ...]) -> None:
+    if mask.is_inference():
+        return
+    _known[mask] = Known(recipe, data, _state(mask))
+    for one in data:
+        _ones[one] = None
+
+
+def with_data(module: fx.GraphModule, strict: bool | None = None) -> Wrap | None:
+    """Let the graph also return the data of the masks that it returns.
+
+    Returns what wraps the graph's callable, or None, and no change, if it returns no such mask. An
+    exception is a warning unless it is strict.
+    """
+    try:
+        found = _returned(module)
+    except Exception as error:
+        if is_strict(strict):
+            raise
+        failed(Report(at=("masks", None)), error)
+        return None
+    if not found:
+        return None
+    (output,) = module.graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    extended, masks = list(results), []
+    for place, recipe, data in found:
+        places = tuple(range(len(extended), len(extended) + len(data)))
+        masks.append(_Returned(place, recipe, places))
+        extended += [
+            derive(output, torch.clone, one, memory_format=torch.contiguous_format) for one in data
+        ]
+    output.args = (tuple(extended),)
+    module.recompile()
+    return lambda compiled: MaskRecorder(compiled, len(results), masks)
+
+
+def _returned(module: fx.GraphModule) -> list[tuple[int, Recipe, list[fx.Node]]]:
+    """The place of each mask among the outputs, its recipe and the nodes of its data."""
+    (output,) = module.graph.find_nodes(op="output")
+    results = output.args[0]
+    if not isinstance(results, (tuple, list)):
+        return []
+    functions, state = IndexFunctions(data=True), GraphState(module.graph)
+    found = []
+    for place, node in enumerate(results):
+        if _may_be_mask(node):
+            try:
+                found.append((place, *_recipe(node, functions, state)))
+            except Unknown:
+                continue
+    return found
+
+
+def _may_be_mask(node: Any) -> bool:
+    known = value(node)
+    return (
+        isinstance(node, fx.Node)
+        and node.op in ("call_function", "call_method")
+        and isinstance(known, Tensor)
+        and is_plain(known)
+        and known.dim() == DIMENSIONS
+        and not known.requires_grad
+        and (known.dtype == torch.bool or known.dtype.is_floating_point)
+    )
+
+
+def _recipe(
+    mask: fx.Node, functions: IndexFunctions, state: GraphState
+) -> tuple[Recipe, list[fx.Node]]:
+    """The recipe of a mask, and the nodes of its data. Raises Unknown if there is none."""
+    data = data_of(visible_keys(functions.value(mask)))
+    if dense_datum(data) is not None:
+        raise Unknown("it reads a dense tensor")
+    read = {one.node for one in data}
+    given = [one for one in mask.graph.nodes if one in read]
+    nodes = _between(given, mask)
+    if state.ever_written([*nodes, *given]) or any(map(state.transformed, nodes)):
+        raise Unknown("it is written in place")
+    # Compiled, two outputs that share memory may count their writes apart.
+    (output,) = mask.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    if results.count(mask) > 1 or not set(results).isdisjoint(state.sharing(mask)):
+        raise Unknown("it shares memory with another output")
+    graph: fx.Graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for i, one in enumerate(given):
+        copies[one] = graph.placeholder(f"data_{i}")
+    for one in nodes:
+        copies[one] = graph.node_copy(one, copies.__getitem__)
+        copies[one].meta.clear()
+    graph.output(copies[mask])
+    about = [(str(one.dtype), one.shape, one.device) for one in map(value, [*given, mask])]
+    return Recipe(f"{graph.python_code('self').src}{about}", graph), given
+
+
+def _between(given: Sequence[fx.Node], mask: fx.Node) -> list[fx.Node]:
+    """The nodes that compute `mask` from `given`, in order."""
+    needed, waiting = set(), [mask]
+    while waiting:
+        one = waiting.pop()
+        if one in needed or one in given:
+            continue
+        if one.op not in ("call_function", "call_method"):
+            raise Unknown(f"it is computed from {one.name}")
+        needed.add(one)
+        waiting += one.all_input_nodes
+    ordered = [one for one in mask.graph.nodes if one in needed]
+    for one in (*ordered, *given):
+        example = value(one)
+        sizes = example.shape if isinstance(example, Tensor) else [example]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            raise Unknown("its sizes are symbols")
+        if one in given and one.op not in ("placeholder", "call_function", "call_method"):
+            raise Unknown(f"it is computed from {one.name}")
+    return ordered

@@ -1,0 +1,239 @@
+"""Attention that a model writes out becomes a call of scaled_dot_product_attention.
+
+The call gives the same numbers within rounding: kernels keep scores and softmax in float32, where
+the code may round them to a narrower dtype. Rows whose keys are all hidden are the exception. There
+the code gives NaN for masks of minus infinity, and the mean of the values for masks of a very low
+number; kernels give 0, NaN or the mean, each its own, and wrong gradients: they save the logarithm
+of the sum of such a row's weights, in which the number of keys is lost. So a mask is taken if it
+is a bias of ordinary numbers, or if its rows are proved to see a key each, from the operations that
+compute it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ..engine.canonical import calls, same, value
+from ..engine.graph_state import GraphState
+from ..engine.layout import noticed
+from ..engine.replay import fake_mode_of
+from ..engine.report import Report
+from ..engine.rewrite import Refused, attempt, derive, insert, replace
+from .attention_products import Operand, View, view
+from .mask.algebra import Condition, Unknown, affine, axes_of, both, known, negation, truth
+from .mask.evaluate import IndexFunctions
+from .mask.proof import sees_itself, visible_keys
+from .mask.region import Frame, Region
+from .mask.scopes import Scope, scopes
+from .mask_bounds import ORDINARY, MaskBounds, inside
+from .unfused_attention import Mask, WrittenAttention, written_attentions
+
+OP = "attention"
+# A filled score as low as this has the weight 0 in a row with any other score.
+LOWEST_FILL = -1e9
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    """Rewrite a graph, and the checkpointed blocks that it calls, whose masks it computes."""
+    found_scopes = list(scopes(graph))
+    states = [GraphState(scope.graph) for scope in found_scopes]
+    for scope, state in zip(found_scopes, states, strict=True):
+        for found in written_attentions(scope.graph, OP, report, state):
+            try:
+                with attempt(scope.graph), state.modes_of(found.root):
+                    new = _lowered(found, scope, states, state)
+            except Refused as refused:
+                report.refused(OP, found.root, str(refused))
+                continue
+            report.used(OP, new)
+
+
+def _lowered(
+    found: WrittenAttention, scope: Scope, states: Sequence[GraphState], state: GraphState
+) -> fx.Node:
+    if found.sinks is not None:
+        raise Refused("it has sinks, which scaled_dot_product_attention does not take")
+    if found.softcap is not None:
+        raise Refused("its scores are capped, which scaled_dot_product_attention cannot do")
+    root = found.root
+    query, key, values = operands(found, state)
+    if not known(value(key).shape[-2] >= 1):
+        raise Refused("it may have no keys")
+    mask = _mask(found, (query, key), scope, states)
+    options = {"attn_mask": mask, "scale": found.scale}
+    try:
+        with fake_mode_of([value(root)]):
+            result = F.scaled_dot_product_attention(
+                value(query), value(key), value(values), attn_mask=value(mask), scale=found.scale
+            )
+    except RuntimeError as error:
+        raise Refused(f"scaled_dot_product_attention does not take it: {error}") from None
+    call = insert(root, F.scaled_dot_product_attention, (query, key, values), result)
+    call.kwargs = {name: given for name, given in options.items() if given is not None}
+    new = as_root(call, found.back, root, state)
+    replace([(root, new)], found.nodes, state)
+    return call
+
+
+def as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphState) -> fx.Node:
+    """The result in the shape of `root`, and in its strides where the graph would notice others."""
+    try:
+        with attempt(root.graph):
+            new = view(root, call, back)
+            if same(value(new).stride(), value(root).stride()):
+                return new
+            if reason := noticed({root: value(new)}, state):
+                raise Refused(reason)
+            return new
+    except Refused:
+        # A matrix product is contiguous in the form that attention has here.
+        return view(root, derive(root, torch.Tensor.contiguous, call), back)
+
+
+def operands(found: WrittenAttention, state: GraphState) -> list[fx.Node]:
+    """Query, key and value, of one dtype and of the same batch and heads."""
+    root = found.root
+    device = value(root).device.type
+    operands = [found.query, found.key, found.value]
+    dtype = value(found.value.source).dtype
+    nodes = []
+    for operand in operands:
+        source = operand.source
+        cast = calls(source, "cast")
+        # Kernels compute in float32 what the code casts to it.
+        if (
+            cast is not None
+            and value(source).dtype != dtype == value(cast.args[0]).dtype
+            and not state.written([cast.args[0]], source, root)
+        ):
+            operand = Operand(cast.args[0], operand.views)
+        nodes.append(operand.before(root))
+    dtypes = {value(node).dtype for node in nodes}
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(device):
+        raise Refused(f"its queries, keys and values have the dtypes {sorted(map(str, dtypes))}")
+    leading = torch.broadcast_shapes(*(value(node).shape[:2] for node in nodes))
+    return [_expanded(node, leading, root) for node in nodes]
+
+
+def _expanded(node: fx.Node, leading: Sequence[Any], at: fx.Node) -> fx.Node:
+    """`node` with the batch and the heads that the product broadcasts it to."""
+    sizes = value(node).shape[:2]
+    if same(tuple(sizes), tuple(leading)):
+        return node
+    if not all(same(a, b) or isinstance(b, int) for a, b in zip(sizes, leading, strict=True)):
+        raise Refused("its batch or heads are broadcast to a size that is not constant")
+    to = [-1 if same(a, b) else b for a, b in zip(sizes, leading, strict=True)]
+    return derive(at, torch.Tensor.expand, node, *to, -1, -1)
+
+
+def _mask(
+    found: WrittenAttention, operands: Sequence[fx.Node],
+    scope: Scope, states: Sequence[GraphState],
+) -> fx.Node | None:  # fmt: skip
+    """attn_mask: boolean if the code only fills scores, else of the queries' dtype."""
+    if not found.masks:
+        return None
+    root, (query, key) = found.root, operands
+    autocast = torch.is_autocast_enabled(value(root).device.type)
+    dtype = value(root).dtype if autocast else value(query).dtype
+    shape = (*value(query).shape[:-1], value(key).shape[-2])
+    biases = [mask for mask in found.masks if _is_bias(mask, scope, states)]
+    hiding = [mask for mask in found.masks if mask not in biases]
+    if not _rows_see_a_key(hiding, scope.functions, shape, states):
+        raise Refused("its mask may hide every key of a row, for which kernels differ")
+    for bias in biases:
+        wide = value(bias.tensor.source).dtype
+        if torch.promote_types(wide, dtype) != dtype:
+            raise Refused(f"its bias is {wide}, and would be rounded to {dtype}")
+    added = [mask.tensor.before(root) for mask in _of(found, filled=False)]
+    shown = [_visible(mask, root) for mask in _of(found, filled=True)]
+    if shown:
+        shown = [reduce(lambda a, b: derive(root, operator.and_, a, b), shown)]
+    if not added:
+        return shown[0]
+    total = reduce(lambda a, b: derive(root, operator.add, a, b), added)
+    if shown:
+        total = derive(root, torch.where, shown[0], total, -math.inf)
+    if value(total).dtype != dtype and not autocast:
+        total = derive(root, torch.Tensor.to, total, dtype)
+    return total
+
+
+def _of(found: WrittenAttention, filled: bool) -> list[Mask]:
+    return [mask for mask in found.masks if (mask.visible is not None) == filled]
+
+
+def _visible(mask: Mask, at: fx.Node) -> fx.Node:
+    assert mask.fill is not None
+    if mask.fill > LOWEST_FILL:
+        raise Refused(f"it fills hidden scores with {mask.fill}, which is not low enough to be 0")
+    node = mask.tensor.before(at)
+    return node if mask.visible else derive(at, torch.logical_not, node)
+
+
+def _is_bias(mask: Mask, scope: Scope, states: Sequence[GraphState]) -> bool:
+    """Whether a mask adds ordinary numbers, which hide no key."""
+    if mask.visible is not None:
+        return False
+    bounds = MaskBounds(scope.given)
+    return inside(bounds.of(mask.tensor.source), ORDINARY) and not _written(bounds.read, states)
+
+
+def _written(read: set[fx.Node], states: Sequence[GraphState]) -> bool:
+    return any(state.ever_written(read) for state in states)
+
+
+def _rows_see_a_key(
+    masks: Sequence[Mask], functions: IndexFunctions,
+    shape: Sequence[Any], states: Sequence[GraphState],
+) -> bool:  # fmt: skip
+    """Whether every row is proved to see its own key, or the first key, past all masks."""
+    try:
+        conditions = [condition_of(mask, functions, shape) for mask in masks]
+    except Unknown:
+        return False
+    read = {node for mask in masks for node in functions.read(mask.tensor.source)}
+    if _written(read, states):
+        return False
+    seen: Condition = True
+    for condition in conditions:
+        seen = both(seen, condition)
+    return sees_a_key(seen, shape)
+
+
+def sees_a_key(visible: Condition, shape: Sequence[Any]) -> bool:
+    """Whether every query is proved to see the first key, or every query its own."""
+    j = -1
+    ranges = {axis: (0, (shape[axis] - 1,)) for axis in range(-len(shape), j)}
+    first = Region([Frame({j: affine(0)}, ranges)])
+    return first.decide(visible) is True or sees_itself(visible, shape)
+
+
+def condition_of(mask: Mask, functions: IndexFunctions, shape: Sequence[Any]) -> Condition:
+    """The condition under which a mask lets a query see a key."""
+    sizes = value(mask.tensor.source).shape
+    # A view for scores of three dimensions keeps the queries and keys.
+    same_axes = min(len(sizes), 2) if mask.tensor.views else len(sizes)
+    for axis in range(-same_axes, 0):
+        if not (known(sizes[axis] == 1) or known(sizes[axis] == shape[axis])):
+            raise Unknown("its mask may not fit its scores")
+    function = functions.value(mask.tensor.source)
+    if min(axes_of(function), default=0) < -same_axes:
+        raise Unknown("its mask differs between the rows of a batch")
+    return visible(mask, functions)
+
+
+def visible(mask: Mask, functions: IndexFunctions) -> Condition:
+    """Where a mask lets a query see a key, as a function of the mask's own indices."""
+    function = functions.value(mask.tensor.source)
+    if mask.visible is None:
+        return visible_keys(function)
+    return truth(function) if mask.visible else negation(truth(function))

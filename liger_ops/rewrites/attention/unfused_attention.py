@@ -1,0 +1,263 @@
+"""Attention that a model writes out, recognised in a graph.
+
+    softmax(softcap * tanh(scale * query @ key^T / softcap) + mask) @ value
+
+with any of softcap, masks and a column of sinks left out. `written_attentions` yields each place.
+The code is followed back from the last product, through dropout that drops nothing, casts and
+views, to the softmax, and on to the first product. Casts are ignored: attention kernels compute
+scores and softmax in float32, whatever the storage, and so round less often than the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, same, value
+from ..engine.effects import writes
+from ..engine.graph_state import GraphState
+from ..engine.report import Report
+from ..engine.rewrite import Refused, foreign
+from .attention_products import Operand, View, product_of_weights
+from .unfused_scores import ScoresReader, WrittenScores
+
+# Marks, with a rewrite's name, the result of attention in a subgraph that was already judged with
+# the outer graph.
+_JUDGED = "liger_ops.written_attention."
+_PASSED = {IDENTITY, "cast", "contiguous"}
+# Operations on weights after which the result is another computation, not another spelling.
+_CHANGES = {"mul", "div", "add", "masked_fill", "where"}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A tensor that is added to the scores, or a boolean one that fills some of them.
+
+    Attributes:
+        tensor: of a shape that broadcasts to (B, H, S, T).
+        visible: what a boolean mask has where the score stays; None for a tensor that is added.
+        fill: the number that a boolean mask writes where it hides a score.
+    """
+
+    tensor: Operand
+    visible: bool | None = None
+    fill: float | None = None
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """One place where attention is written out, for S queries, T keys and H heads.
+
+    Attributes:
+        root: the node of the result.
+        query, key, value: (B, H, S, D), (B, H, T, D) and (B, H, T, E), as they enter the products:
+            scaled queries and repeated heads are left as they are.
+        scale: the number that the products are multiplied by, the softcap left aside.
+        softcap: the bound of the scores, or None.
+        masks: in the order in which they are applied, all after the softcap.
+        sinks: (H,), the score of each head's further key, whose value is 0, or None.
+        back: the views that bring (B, H, S, E) into the shape of `root`.
+        nodes: everything that is computed between the operands and the result, with `root`.
+    """
+
+    root: fx.Node
+    query: Operand
+    key: Operand
+    value: Operand
+    scale: float
+    softcap: float | None
+    masks: tuple[Mask, ...]
+    sinks: fx.Node | None
+    back: tuple[View, ...]
+    nodes: frozenset[fx.Node]
+
+    def inputs(self) -> list[fx.Node]:
+        """The tensors that attention reads."""
+        operands = (self.query, self.key, self.value, *(mask.tensor for mask in self.masks))
+        sinks = [] if self.sinks is None else [self.sinks]
+        return [operand.source for operand in operands] + sinks
+
+
+def written_attentions(
+    graph: fx.Graph, rewrite: str, report: Report, state: GraphState
+) -> Iterator[WrittenAttention]:
+    """Yield each place, once; report as refused what only comes near, or cannot be replaced."""
+    for node in report.visiting(rewrite, list(graph.nodes)):
+        if node._erased or node.meta.get(_JUDGED + rewrite):
+            continue
+        try:
+            found = attention_at(node)
+            if found is not None:
+                node.meta[_JUDGED + rewrite] = True
+                _check(found, state)
+        except Refused as refused:
+            node.meta[_JUDGED + rewrite] = True
+            report.refused(rewrite, node, str(refused))
+            continue
+        if found is not None:
+            yield found
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights, followed back to the softmax."""
+
+    scores: fx.Node
+    nodes: tuple[fx.Node, ...]
+    without_sinks: bool = False
+    difference: str | None = None
+
+
+def attention_at(root: fx.Node) -> WrittenAttention | None:
+    """The attention whose result is `root`, or None.
+
+    Raises:
+        Refused: it is attention but for one operation; the text names it.
+    """
+    product = product_of_weights(root)
+    weights = None if product is None else _weights_of(product.weights)
+    if product is None or weights is None:
+        return None
+    scores = ScoresReader().read(weights.scores)
+    if scores is None:
+        return None
+    if difference := weights.difference or scores.difference:
+        raise Refused(difference)
+    if weights.without_sinks != (scores.sinks is not None):
+        raise Refused("its scores have a further column that its weights do not drop")
+    return _assembled(root, product.value, product.back, weights, scores)
+
+
+def _assembled(
+    root: fx.Node, values: Operand, back: tuple[View, ...],
+    weights: _Weights, scores: WrittenScores,
+) -> WrittenAttention:  # fmt: skip
+    scale, softcap = scores.scale_and_softcap()
+    query, key = scores.product.query, scores.product.key
+    masks = tuple(
+        Mask(_four_dimensions(tensor, scores), visible, fill)
+        for tensor, visible, fill in scores.masks
+    )
+    if value(scores.product.nodes[0]).dim() == 3:
+        query, key = (one.viewed(*_split(scores)) for one in (query, key))
+    if is_tensor(root, dim=3):
+        values = values.viewed(*_split(scores))
+        joined: View = (torch.squeeze, (1,)) if scores.heads is None else (torch.flatten, (0, 1))
+        back = (joined, *back)
+    nodes = frozenset((root, *weights.nodes, *scores.nodes))
+    return WrittenAttention(
+        root, query, key, values, scale, softcap, masks, scores.sinks, back, nodes
+    )
+
+
+def _split(scores: WrittenScores) -> tuple[View, ...]:
+    """How (B * H, S, D) becomes (B, H, S, D). If the code never does so, H is 1."""
+    if scores.heads is None:
+        return ((torch.unsqueeze, (1,)),)
+    return ((torch.unflatten, (0, (-1, scores.heads))),)
+
+
+def _four_dimensions(mask: fx.Node, scores: WrittenScores) -> Operand:
+    """A mask of three dimensions is one of scores of three, (B * H, S, T)."""
+    operand = Operand(mask)
+    if not is_tensor(mask, dim=3) or mask not in scores.of_three_dimensions:
+        return operand
+    if same(value(mask).shape[0], 1):
+        return operand.viewed((torch.unsqueeze, (1,)))
+    return operand.viewed(*_split(scores))
+
+
+def _weights_of(node: Any, depth: int = 0) -> _Weights | None:
+    """Follow weights back to the softmax that they come from; None if they do not."""
+    call = canonical(node)
+    if not isinstance(node, fx.Node) or depth > 8:
+        return None
+    if call is None:
+        if operation(node) not in ("dropout", "dropout_"):
+            return None
+        inner = _weights_of(node.args[0], depth + 1)
+        dropped = "it has dropout, and another kernel would drop other weights"
+        return inner and _Weights(inner.scores, (node, *inner.nodes), difference=dropped)
+    if call.op == "softmax":
+        over_keys = call.args[1] == -1 and is_tensor(call.args[0])
+        difference = None if over_keys else "its softmax is not over the keys"
+        return _Weights(call.args[0], (node,), difference=difference)
+    if call.op in _CHANGES:
+        tensors = [one for one in call.args if is_tensor(one)]
+        found = [one for one in (_weights_of(t, depth + 1) for t in tensors) if one is not None]
+        changed = "its weights are changed after the softmax"
+        return _Weights(found[0].scores, (node,), difference=changed) if len(found) == 1 else None
+    return _passed(node, call, depth)
+
+
+def _passed(node: fx.Node, call: Call, depth: int) -> _Weights | None:
+    """Weights behind an operation that keeps them, or drops the column of sinks."""
+    source = call.args[0] if call.args else None
+    if not is_tensor(source):
+        return None
+    shape, before = value(node).shape, value(source).shape
+    if call.op == "slice":
+        _, dim, start, stop, step = call.args
+        whole = before[-1]
+        if dim != -1 or not same((start, step), (0, 1)) or not same(stop, whole - 1):
+            return None
+        inner = _weights_of(source, depth + 1)
+        if inner is None or inner.without_sinks or len(shape) != 4:
+            return None
+        return _Weights(inner.scores, (node, *inner.nodes), True, inner.difference)
+    is_view = call.op in ("view", "flatten") and same(tuple(shape[-2:]), tuple(before[-2:]))
+    if call.op not in _PASSED and not is_view:
+        return None
+    inner = _weights_of(source, depth + 1)
+    if inner is None:
+        return None
+    return _Weights(inner.scores, (node, *inner.nodes), inner.without_sinks, inner.difference)
+
+
+def _check(found: WrittenAttention, state: GraphState) -> None:
+    """Raise Refused if the nodes cannot be replaced, whatever replaces them."""
+    if reason := foreign([*found.inputs(), found.root]):
+        raise Refused(reason)
+    if state.transformed(found.root):
+        raise Refused("it runs inside of a torch.func transform, such as vmap")
+    _check_users(found.nodes, found)
+    computed = [node for node in found.nodes if not _is_identity(node)]
+    if not state.one_mode(computed):
+        raise Refused("its operations run in different gradient or autocast modes")
+    first = min(found.nodes, key=state.order.__getitem__)
+    # The nodes themselves have no other users. One may be written in place by the next one, and
+    # by nothing else.
+    if state.written(found.inputs(), first, found.root):
+        raise Refused("a tensor is written in place between its operations")
+
+
+def _check_users(nodes: Iterable[fx.Node], found: WrittenAttention) -> None:
+    for node in nodes:
+        if node is found.root or _is_view_of_an_input(node, found):
+            continue
+        outside = [user for user in node.users if user not in found.nodes and not _is_dead(user)]
+        if not outside:
+            continue
+        if any(user.op == "output" for user in outside):
+            raise Refused("its weights or scores are returned, and kernels do not compute them")
+        raise Refused(f"{node.name}, a value on the way, is used elsewhere, by {outside[0].name}")
+
+
+def _is_dead(node: fx.Node) -> bool:
+    """Whether a node has no effect, so that what it uses is as good as unused."""
+    return node.op != "output" and not writes(node) and all(map(_is_dead, node.users))
+
+
+def _is_view_of_an_input(node: fx.Node, found: WrittenAttention) -> bool:
+    """Whether `node` is the transposed key, which may also be used elsewhere."""
+    call = canonical(node)
+    return call is not None and call.op == "transpose" and call.args[0] is found.key.source
+
+
+def _is_identity(node: fx.Node) -> bool:
+    call = canonical(node)
+    return call is not None and call.op == IDENTITY

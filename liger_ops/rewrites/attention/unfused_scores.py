@@ -1,0 +1,299 @@
+"""The scores of attention that a model writes out, from the product to the softmax."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..engine.canonical import IDENTITY, Call, canonical, is_tensor, operation, same, value
+from ..engine.canonical.call import FUNCTIONS, METHODS
+from .attention_products import Scores, product_of_scores
+
+# Models apply about ten operations to their scores.
+DEPTH = 24
+_OUT_OF_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+_OUT_OF_PLACE_METHODS = ("add_", "sub_", "mul_", "div_", "masked_fill_", "tanh_")
+
+
+@dataclass(frozen=True)
+class WrittenScores:
+    """What is done to scores, in the order of the code.
+
+    Attributes:
+        product: queries and keys.
+        nodes: the nodes from the product on, the product's first.
+        scale: the factor before tanh.
+        cap: the factor after tanh, or None without tanh.
+        masks: each with what it has where a score stays and the number for the others, or None
+            twice if it is added.
+        of_three_dimensions: the masks of scores (B * H, S, T).
+        heads: H, if the code makes (B, H, S, T) of those.
+        sinks: (H,), the numbers in the scores' last column.
+        difference: what makes it another computation, or None.
+    """
+
+    product: Scores
+    nodes: tuple[fx.Node, ...]
+    scale: float = 1.0
+    cap: float | None = None
+    masks: tuple[tuple[fx.Node, bool | None, float | None], ...] = ()
+    of_three_dimensions: frozenset[fx.Node] = frozenset()
+    heads: int | None = None
+    sinks: fx.Node | None = None
+    difference: str | None = None
+
+    def scale_and_softcap(self) -> tuple[float, float | None]:
+        return (self.scale, None) if self.cap is None else (self.scale * self.cap, self.cap)
+
+    def but(self, difference: str) -> WrittenScores:
+        return replace(self, difference=self.difference or difference)
+
+
+@dataclass
+class ScoresReader:
+    """Follows scores back to the product, each node once."""
+
+    _known: dict[fx.Node, WrittenScores | None] = field(default_factory=dict)
+
+    def read(self, node: Any, depth: int = 0) -> WrittenScores | None:
+        """The scores that `node` is; None if it is not computed from a product in a known way."""
+        if not isinstance(node, fx.Node) or not is_tensor(node) or depth > DEPTH:
+            return None
+        if node not in self._known:
+            self._known[node] = self._read(node, depth)
+        return self._known[node]
+
+    def _read(self, node: fx.Node, depth: int) -> WrittenScores | None:
+        if (product := product_of_scores(node)) is not None:
+            return _start(product)
+        call, in_place = _call_of(node)
+        if call is not None and call.op == "cat":
+            return self._with_sinks(node, call, depth)
+        step = _STEPS.get(call.op) if call is not None else None
+        if call is None or step is None:
+            return None
+        for place in _places(call, in_place):
+            inner = self.read(call.args[place], depth + 1)
+            if inner is None:
+                continue
+            after = step(node, inner, call, place)
+            if after is not None:
+                return replace(after, nodes=(*after.nodes, node))
+        return None
+
+    def _with_sinks(self, node: fx.Node, call: Call, depth: int) -> WrittenScores | None:
+        tensors, dim = call.args
+        if dim != -1 or len(tensors) != 2:
+            return None
+        inner = self.read(tensors[0], depth + 1)
+        if inner is None or inner.sinks is not None or not is_tensor(node, dim=4):
+            return None
+        sinks, nodes = numbers_of_heads(tensors[1])
+        if sinks is None or not same(value(sinks).shape[0], value(node).shape[1]):
+            inner = inner.but("the last column of its scores is not one number a head")
+        return replace(inner, sinks=sinks or tensors[1], nodes=(*inner.nodes, *nodes, node))
+
+
+def _start(product: Scores) -> WrittenScores | None:
+    scale = constant(product.scale)
+    if scale is None:
+        return None
+    scores = WrittenScores(product, product.nodes, scale)
+    return scores if product.bias is None else _with_mask(product.nodes[0], scores, product.bias)
+
+
+def _call_of(node: fx.Node) -> tuple[Call | None, bool]:
+    """The operation, of an operation in place too, and whether it is one."""
+    spelling: Any = None
+    if node.op == "call_function" and node.target in _OUT_OF_PLACE:
+        spelling = FUNCTIONS[_OUT_OF_PLACE[node.target]]
+    if node.op == "call_method" and node.target in _OUT_OF_PLACE_METHODS:
+        spelling = METHODS[str(node.target)[:-1]]
+    if spelling is None:
+        return canonical(node), False
+    try:
+        return spelling(*node.args, **node.kwargs), True
+    except TypeError:
+        return None, True
+
+
+def _places(call: Call, in_place: bool) -> tuple[int, ...]:
+    """The arguments that may be the scores."""
+    if call.op in ("add", "mul") and not in_place:
+        return (0, 1)
+    return (1, 2) if call.op == "where" else (0,)
+
+
+def _kept(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+    return inner
+
+
+def _viewed(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+    """Scores whose batch and heads become one dimension or two, or that stay as they are."""
+    before, after = value(call.args[0]).shape, value(node).shape
+    if inner.sinks is not None or not same(tuple(before[-2:]), tuple(after[-2:])):
+        return None
+    if len(before) == len(after):
+        return inner if same(tuple(before), tuple(after)) else None
+    if {len(before), len(after)} != {3, 4}:
+        return None
+    heads = (after if len(after) == 4 else before)[1]
+    if not isinstance(heads, int) or inner.heads not in (None, heads):
+        return None
+    return replace(inner, heads=heads)
+
+
+def _scaled(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+    other = call.args[1 - place]
+    if inner.sinks is not None or not _same_shape(node, call.args[place]):
+        return None
+    if is_tensor(other):
+        return inner.but("its scores are multiplied by a tensor")
+    factor = constant(other)
+    if factor is None or factor == 0:
+        return None
+    factor = 1.0 / factor if call.op == "div" else factor
+    if inner.masks:
+        return inner.but("its scores are scaled after a mask is added")
+    if not 0 < factor < math.inf:
+        return inner.but(f"its scores are multiplied by {factor}")
+    if inner.cap is None:
+        return replace(inner, scale=inner.scale * factor)
+    return replace(inner, cap=inner.cap * factor)
+
+
+def _capped(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+    if inner.masks or inner.cap is not None or inner.sinks is not None:
+        return inner.but("its scores are capped after a mask is added, or twice")
+    return replace(inner, cap=1.0)
+
+
+def _added(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+    mask = call.args[1 - place]
+    if inner.sinks is not None or not _same_shape(node, call.args[place]):
+        return None
+    if not isinstance(mask, fx.Node) or not is_tensor(mask):
+        return None
+    return _with_mask(node, inner, mask) if value(mask).is_floating_point() else None
+
+
+def _filled(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+    """masked_fill(scores, mask, fill), or torch.where with the scores at either place."""
+    mask, fill = call.args[1:] if call.op == "masked_fill" else (call.args[0], call.args[3 - place])
+    number = constant(fill)
+    if inner.sinks is not None or number is None or not _same_shape(node, call.args[place]):
+        return None
+    if not isinstance(mask, fx.Node) or value(mask).dtype != torch.bool:
+        return None
+    visible = call.op == "where" and place == 1
+    return _with_mask(node, inner, mask, visible, number)
+
+
+def _with_mask(
+    node: fx.Node, inner: WrittenScores, mask: fx.Node,
+    visible: bool | None = None, fill: float | None = None,
+) -> WrittenScores:  # fmt: skip
+    flat = {mask} if is_tensor(node, dim=3) else set()
+    return replace(
+        inner,
+        masks=(*inner.masks, (mask, visible, fill)),
+        of_three_dimensions=inner.of_three_dimensions | flat,
+    )
+
+
+def _lowered(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+    """scores - scores.max(-1, keepdim=True), which changes neither the softmax nor gradients."""
+    scores, largest = call.args
+    nodes: tuple[fx.Node, ...] = ()
+    while isinstance(largest, fx.Node) and operation(largest) == "detach":
+        nodes, largest = (*nodes, largest), largest.args[0]
+    name = "amax"
+    if isinstance(largest, fx.Node) and operation(largest) == "getitem" and largest.args[1] == 0:
+        nodes, largest, name = (*nodes, largest), largest.args[0], "max"
+    if not isinstance(largest, fx.Node) or operation(largest) != name:
+        return None
+    given = dict(zip(("input", "dim", "keepdim"), largest.args, strict=False))
+    given.update(largest.kwargs)
+    dim = given.get("dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if given.get("input") is not scores or not given.get("keepdim"):
+        return None
+    if dim not in (-1, value(scores).dim() - 1):
+        return None
+    return replace(inner, nodes=(*inner.nodes, *nodes, largest))
+
+
+_STEPS: dict[str, Callable[[fx.Node, WrittenScores, Call, int], WrittenScores | None]] = {
+    IDENTITY: _kept,
+    "cast": _kept,
+    "contiguous": _kept,
+    "view": _viewed,
+    "flatten": _viewed,
+    "mul": _scaled,
+    "div": _scaled,
+    "tanh": _capped,
+    "add": _added,
+    "masked_fill": _filled,
+    "where": _filled,
+    "sub": _lowered,
+}
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    return same(tuple(value(a).shape), tuple(value(b).shape))
+
+
+def constant(argument: Any) -> float | None:
+    """A number that is known at compile time, also one that the code stores in a tensor."""
+    known = value(argument)
+    if isinstance(argument, fx.Node) and isinstance(known, Tensor) and known.dim() == 0:
+        place = {"tensor": 0, "scalar_tensor": 0, "full": 1, "new_full": 2}.get(
+            operation(argument) or ""
+        )
+        if place is None or place >= len(argument.args):
+            return None
+        return constant(argument.args[place])
+    if isinstance(known, bool) or not isinstance(known, (int, float, torch.SymFloat)):
+        return None
+    # Dynamo keeps floats symbolic with dynamic=True; this adds the guard that it has this value.
+    return float(known)
+
+
+def numbers_of_heads(column: fx.Node) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
+    """(H,), of which a column (B, H, S, 1) has copies, and the nodes that make those."""
+    node: Any = column
+    nodes: tuple[fx.Node, ...] = ()
+    heads = value(column).shape[1]
+    while isinstance(node, fx.Node) and is_tensor(node):
+        if is_tensor(node, dim=1):
+            return node, nodes
+        call, source = canonical(node), node.args[0] if node.args else None
+        if not is_tensor(source):
+            break
+        if operation(node) in ("expand", "expand_as", "broadcast_to"):
+            if not same(tuple(value(source).shape), (1, heads, 1, 1)):
+                break
+        elif call is None or not _adds_dimensions(call, source):
+            break
+        nodes, node = (*nodes, node), source
+    return None, ()
+
+
+def _adds_dimensions(call: Call, source: Any) -> bool:
+    """Whether a view or cast keeps the elements of `source`, of which one dimension is not 1."""
+    if sum(not same(size, 1) for size in value(source).shape) > 1:
+        return False
+    if call.op == "getitem":
+        return all(part is None or part == slice(None) for part in call.args[1])
+    return call.op in ("view", "unsqueeze", "cast", "contiguous", IDENTITY)

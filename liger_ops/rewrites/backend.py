@@ -1,0 +1,139 @@
+"""The Dynamo backend `liger`: the rewrites, then Inductor or another backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from ..torch_private import CompileInductorWrapper, CompileWrapper
+from . import rewrite
+from .attention.mask_inputs import MaskVariants, given_masks, put_back
+from .attention.mask_outputs import with_data
+from .attention.padding import PaddingVariants, assume_ones, found_padding, is_split
+from .default_rewrites import check_known, checked_strict, chosen
+from .inductor import declare_ops
+from .losses.unfused_loss import warn
+
+Compiled = Callable[..., Any]
+# The rewrites that read masks.
+MASKED = {"causal_attention", "masked_attention", "eager_attention"}
+InnerBackend = str | Callable[..., Compiled]
+
+
+def liger(
+    module: fx.GraphModule, example_inputs: Sequence[Any], *,
+    mode: str | None = None, options: Mapping[str, Any] | None = None,
+) -> Compiled:  # fmt: skip
+    """Compile with the ops of this package wherever the graph computes what they compute.
+
+        torch.compile(model, backend="liger")
+
+    The rewrites run on Dynamo's graph, before autograd, where the operations are still those of the
+    user's code. Each part of the graph that computes an op is replaced by the op, and the graph
+    then goes to Inductor or another backend. `liger_ops.explain` lists what is replaced, and what
+    is not and why. `liger_ops.enable` does the same for every compilation by Inductor.
+
+    `mode`, `dynamic`, `fullgraph` and `options` of `torch.compile` work as usual, and this backend
+    adds five options:
+
+    * "mode": the mode, because `torch.compile` does not accept both mode and options.
+    * "inner_backend": the backend that compiles the rewritten graph, a name or a function. Default:
+      "inductor".
+    * "rewrites": names from `liger_ops.rewrites.REWRITES`, or "all". Default: before
+      Inductor all but `chosen.KEPT_BY_INDUCTOR`, before another backend all.
+    * "padding": what is known of the attention_mask. Default: each call looks whether it is 1
+      everywhere, which waits for the device once; such batches run causal attention, compiled
+      apart. False promises that every batch is full, and the device checks it; True says that
+      batches have padding, so that nothing is looked at.
+    * "strict": whether an exception in a rewrite is raised. By default the graph is compiled
+      without any rewrite, with a warning; LIGER_OPS_STRICT=1 in the environment makes True the
+      default.
+
+    A rewrite is made only if it is exact: the same equation, casting mode, eps and offset, and a
+    result of the same dtype, sizes, device and strides (or strides that the graph cannot observe).
+    No intermediate value may be used elsewhere or written in place, and nothing may be random.
+    Intermediate rounding may be omitted, as Inductor does: rope, the gated activations and the
+    scale and softcap of logits compute in float32 and round once. A rewrite erases only the nodes
+    that it replaces. Autograd functions and code under torch.func transforms are not rewritten.
+
+    Raises:
+        TypeError: options["inner_backend"] is neither a name nor a function, options["rewrites"] is
+            neither a name nor a list of names, or options["padding"] or options["strict"] is not a
+            bool.
+        ValueError: options["rewrites"] names a rewrite that does not exist, or one that only runs
+            before Inductor; options has a name that neither this backend nor Inductor knows.
+    """
+    rest = dict(options or {})
+    mode = rest.pop("mode", mode)
+    inner = _checked_inner(rest.pop("inner_backend", "inductor"))
+    names = chosen(
+        rest.pop("rewrites", None), inner == "inductor", "backend liger: options['rewrites']"
+    )
+    strict = checked_strict(rest.pop("strict", None), "backend liger: options['strict']")
+    padding = _checked_padding(rest.pop("padding", None))
+    check_known(rest, inner == "inductor")
+
+    def compiled(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        warn(rewrite(module, names, strict=strict).findings)
+        put_back(module)
+        if inner == "inductor":
+            declare_ops()
+            inductor = CompileInductorWrapper(mode, rest, dynamic=None)
+            return inductor(module, example_inputs)
+        wrapper = CompileWrapper(inner, mode, rest, dynamic=None)
+        return wrapper(module, example_inputs)
+
+    def looking(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        nonlocal names
+        looks = "causal_attention" in names and padding is not True
+        looks = looks and (padding is False or not is_split(example_inputs))
+        places = found_padding(module, strict) if looks else []
+        if places is None:
+            names = ()
+        if not places:
+            return compiled(module, example_inputs)
+        if padding is False:
+            assume_ones(module, places, check=True)
+            return compiled(module, example_inputs)
+        return PaddingVariants(module, example_inputs, places, compiled)
+
+    if MASKED.isdisjoint(names):
+        return compiled(module, example_inputs)
+    wrap = with_data(module, strict)
+    places = given_masks(module, example_inputs, strict)
+    run = (
+        MaskVariants(module, example_inputs, places, looking)
+        if places
+        else looking(module, example_inputs)
+    )
+    return run if wrap is None else wrap(run)
+
+
+def _reset() -> None:
+    from ..torch_private import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+# torch.compiler.reset calls `reset` of every backend that has one.
+liger.reset = _reset  # type: ignore[attr-defined]
+
+
+def _checked_inner(inner: Any) -> InnerBackend:
+    if not isinstance(inner, str) and not callable(inner):
+        raise TypeError(
+            "backend liger: options['inner_backend'] must be a backend's name or a function, got"
+            f" {type(inner).__name__}"
+        )
+    return inner
+
+
+def _checked_padding(padding: Any) -> bool | None:
+    if padding is not None and not isinstance(padding, bool):
+        raise TypeError(
+            "backend liger: options['padding'] must be a bool or None, got"
+            f" {type(padding).__name__}"
+        )
+    return padding

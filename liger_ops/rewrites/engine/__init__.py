@@ -1,0 +1,1 @@
+"""The machinery of rewrites: patterns, matches, effects, graphs and reports."""

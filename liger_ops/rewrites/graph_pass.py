@@ -1,0 +1,80 @@
+"""The rewrites as a `pre_grad_custom_pass` of Inductor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from ..compile_cache import package_hash
+from ..torch_private import CustomGraphPass
+from . import rewrite
+from .default_rewrites import checked_strict, chosen
+from .exported import refuse_exported
+from .inductor import declare_ops
+from .losses.unfused_loss import warn
+
+
+def graph_pass(
+    rewrites: str | Collection[str] | None = None, *, strict: bool | None = None
+) -> LigerGraphPass:
+    """The rewrites of the backend `liger`, as a pass to combine with others.
+
+        torch.compile(model, options={"pre_grad_custom_pass": liger_ops.graph_pass()})
+
+    Its `uuid()` contains a hash of this package, so that Inductor's caches work and an upgrade
+    invalidates them. On a cache hit neither the pass nor the compilation runs.
+
+    Args:
+        rewrites: names from `liger_ops.rewrites.REWRITES`, or "all"; None for the default
+            before Inductor.
+        strict: whether an exception in a rewrite is raised; by default the graph stays unchanged,
+            with a warning.
+
+    Returns:
+        The pass. It applies to the compilations whose configuration names it; `liger_ops.enable`
+        sets it for all.
+
+    Raises:
+        TypeError: rewrites or strict has another type.
+        ValueError: rewrites names a rewrite that does not exist. The pass itself raises ValueError
+            for a graph of ATen operators, as torch.export makes it.
+    """
+    return LigerGraphPass(
+        chosen(rewrites, True, "graph_pass: rewrites"), checked_strict(strict, "graph_pass: strict")
+    )
+
+
+class LigerGraphPass(CustomGraphPass):
+    """See `liger_ops.graph_pass`."""
+
+    def __init__(self, names: Collection[str], strict: bool | None) -> None:
+        self.names, self.strict = names, strict
+
+    def __call__(self, graph: fx.Graph) -> None:
+        refuse_exported(graph)
+        if _is_for_a_subgraph():
+            return
+        declare_ops()
+        module, strict = graph.owning_module, self.strict
+        if module is None:
+            # Without an owning module the graph cannot be restored if a rewrite fails.
+            module, strict = fx.GraphModule(torch.nn.Module(), graph), True
+        warn(rewrite(module, self.names, strict=strict).findings)
+
+    def uuid(self) -> str:
+        return f"liger_ops {package_hash()} {','.join(sorted(self.names))}"
+
+
+def _is_for_a_subgraph() -> bool:
+    """Whether Inductor is processing a subgraph, which it does in a nested call of its own pass.
+
+    Subgraphs are rewritten with the outer graph, which shows how they are called.
+    """
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth += frame.f_code.co_name == "_recursive_pre_grad_passes"
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > 1

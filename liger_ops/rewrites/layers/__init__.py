@@ -1,0 +1,1 @@
+"""Rewrites of norms, activations, rotary embeddings and hyper-connections."""

@@ -1,0 +1,1 @@
+"""Rewrites of rotary embeddings, which read the ways to write a rotation."""

@@ -1,0 +1,256 @@
+"""The norms of the heads of queries and keys, and their rotation, in one op: Qwen3, Gemma 3.
+
+Runs after the rewrite rope, on the ops that it inserted and on those of the user's code. Before a
+rotation it looks for the op rms_norm and for norms that are written out, because the rewrite
+rms_norm is off by default with Inductor.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...engine.canonical import IDENTITY, Call, calls, canonical, is_tensor, same, value
+from ...engine.canonical.call import spelled
+from ...engine.graph_state import GraphState
+from ...engine.outside_autocast import is_marked, mark, modes_of
+from ...engine.pattern import Pattern, last_operation
+from ...engine.report import Report
+from ...engine.rewrite import (
+    Refused,
+    attempt,
+    derive,
+    emit,
+    foreign,
+    items,
+    not_written_since,
+    obstacle,
+    replace,
+    runs_outside,
+)
+from .. import layer_norm, rms_norm
+
+OP = "rms_norm_rope"
+ROPE = torch.ops.liger.rope.default
+# A view of heads, and its arguments after the tensor.
+View = tuple[Any, ...]
+
+
+@spelled(ROPE)
+def _rope(
+    q: Any, k: Any, cos: Any, sin: Any = None, interleaved: Any = False, per_pair: Any = False,
+    sections: Any = None, deinterleave: Any = False,
+) -> Call:  # fmt: skip
+    return Call("liger.rope", (q, k, cos, sin, interleaved, per_pair, sections, deinterleave))
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm of a rotated tensor."""
+
+    root: fx.Node
+    x: fx.Node
+    weight: fx.Node | None
+    # eps, offset and casting mode.
+    options: tuple[Any, ...]
+    # The views of the norm's result that is rotated, in their order.
+    views: tuple[View, ...]
+    # Nodes that only the rotation needs: the norm's operations, and the views.
+    nodes: frozenset[fx.Node]
+    # Whether the norm runs in the dtypes of its inputs, under autocast too.
+    is_outside: bool
+
+
+def rewrite(graph: fx.Graph, report: Report) -> None:
+    state = GraphState(graph)
+    for rotation in report.visiting(OP, list(graph.nodes)):
+        call = calls(rotation, "liger.rope")
+        if call is None or not rotation.users or state.transformed(rotation):
+            continue
+        try:
+            with attempt(graph):
+                _fuse(rotation, call.args, state, report)
+        except Refused as refused:
+            report.refused(OP, rotation, str(refused))
+
+
+def _fuse(rotation: fx.Node, args: tuple[Any, ...], state: GraphState, report: Report) -> None:
+    q, k, *tables = args
+    none = _of_no_heads(k)
+    alone = bool(none)
+    norms = [_norm(x, state) for x in ([q] if alone else [q, k])]
+    found = [norm for norm in norms if norm is not None]
+    if not found:
+        return
+    if len(found) < len(norms):
+        raise Refused("queries or keys are rotated without a norm")
+    nodes = none.union(*(norm.nodes for norm in found))
+    _check(found, rotation, nodes, state)
+    with modes_of(rotation, state, found[0].is_outside) as is_outside:
+        tensors = [_viewed(rotation, norm) for norm in found]
+        weights = [norm.weight for norm in found]
+        if alone:
+            # The op adds the offset to both weights.
+            tensors.append(_narrowed(rotation, tensors[0]))
+            weights.append(weights[0] and derive(rotation, torch.Tensor.detach, weights[0]))
+        cos, sin, *rest = tables
+        given = (*tensors, cos, sin, *weights, *found[0].options, *rest)
+        fused = emit(rotation, torch.ops.liger.rms_norm_rope.default, given)
+        if is_outside:
+            mark(fused)
+    results = items(fused, 2)
+    replaced = [(user, results[int(user.args[1])]) for user in rotation.users]  # type: ignore[arg-type]
+    replace(replaced, {*nodes, rotation, *rotation.users}, state)
+    for node in (*nodes, rotation):
+        report.superseded(node)
+    report.used(OP, fused)
+
+
+def _check(
+    norms: list[Norm], rotation: fx.Node, nodes: frozenset[fx.Node], state: GraphState
+) -> None:
+    """Raise Refused unless one op at `rotation` computes the same."""
+    for one in norms[1:]:
+        if one.is_outside != norms[0].is_outside:
+            raise Refused("autocast casts what one of the norms computes with")
+        names = ("eps", "offset", "casting mode")
+        for name, a, b in zip(names, norms[0].options, one.options, strict=True):
+            if not same(a, b):
+                raise Refused(f"the norm of queries has the {name} {a}, and that of keys {b}")
+    for norm in norms:
+        for node in norm.nodes:
+            is_last = node is norm.root or state.order[node] > state.order[norm.root]
+            outside = [user for user in node.users if user not in nodes and user is not rotation]
+            if is_last and outside:
+                raise Refused(f"{node.name} is used elsewhere, by {outside[0].name}")
+    if any(user.target is not operator.getitem for user in rotation.users):
+        raise Refused("its two results are used as one tuple")
+    roots = [norm.root for norm in norms]
+    if not state.one_mode([*roots, rotation]):
+        raise Refused("the norms and the rotation run in different gradient or autocast modes")
+    inputs = [one for norm in norms for one in (norm.x, norm.weight) if one is not None]
+    if reason := foreign([*inputs, *rotation.all_input_nodes]):
+        raise Refused(reason)
+    first = min(roots, key=state.order.__getitem__)
+    if state.written([*inputs, *nodes], first, rotation):
+        raise Refused("a tensor is written in place between the norms and the rotation")
+
+
+def _norm(rotated: fx.Node, state: GraphState) -> Norm | None:
+    """The norm whose result `rotated` is a view of; None for no norm, or for another one.
+
+    Raises Refused for a norm that the op does not compute.
+    """
+    views: list[View] = []
+    passed: set[fx.Node] = set()
+    reason: str | None = None
+    # What happens between the norm and the rotation that the op does not do.
+    changed: str | None = None
+    node: Any = rotated
+    while True:
+        if isinstance(node, fx.Node):
+            found, why = _norm_at(node, state)
+            reason = reason or why
+            if found is not None:
+                if changed is not None:
+                    raise Refused(f"the norm's result is {changed} before the rotation")
+                x, weight, options, nodes, is_outside = found
+                views.reverse()
+                return Norm(node, x, weight, options, tuple(views), nodes | passed, is_outside)
+            passed.add(node)
+        call = canonical(node)
+        if call is None:
+            break
+        passed |= set(call.through)
+        if call.op == "transpose" and -1 not in call.args[1]:
+            views.append((torch.transpose, *call.args[1]))
+        elif call.op in ("unsqueeze", "squeeze") and call.args[1] != -1:
+            views.append((getattr(torch, call.op), call.args[1]))
+        elif call.op in ("view", "flatten"):
+            changed = f"viewed as {tuple(value(node).shape)}"
+        elif call.op == "cast":
+            changed = f"cast to {value(node).dtype}"
+        elif call.op not in (IDENTITY, "contiguous"):
+            break
+        node = call.args[0]
+    if reason is not None:
+        raise Refused(reason)
+    return None
+
+
+# x, weight, options and nodes of a norm, and whether it runs in the dtypes of its inputs.
+Found = tuple[fx.Node, fx.Node | None, tuple[Any, ...], frozenset[fx.Node], bool]
+
+
+def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
+    """The norm whose last operation is `node`, or how it differs from the op's.
+
+    Raises Refused for a norm that is the op's, but cannot be replaced.
+    """
+    if not isinstance(node, fx.Node) or not is_tensor(node):
+        return None, None
+    if (op := calls(node, "liger.rms_norm")) is not None:
+        x, weight, *options = op.args
+        return (x, weight, tuple(options), frozenset({node}), is_marked(node)), None
+    difference, refused = None, None
+    last = last_operation(node)
+    with state.modes_of(node):
+        if any(_matches(pattern, node, last) for pattern, _ in layer_norm.SPELLINGS):
+            return None, None
+        for pattern, replacement in rms_norm.SPELLINGS:
+            match = pattern.match(node) if pattern.op == last else None
+            if match is None:
+                continue
+            why = match.difference or obstacle(match, state)
+            if why is not None:
+                difference = difference or why
+                continue
+            try:
+                _, (x, weight, *options) = replacement(match)
+                not_written_since((x, weight), match, state)
+            except Refused as error:
+                refused = refused or error
+            else:
+                return (
+                    x,
+                    weight,
+                    tuple(options),
+                    match.nodes,
+                    runs_outside(match, replacement),
+                ), None
+    if refused is not None:
+        raise refused
+    return None, difference
+
+
+def _matches(pattern: Pattern, node: fx.Node, last: str | None) -> bool:
+    match = pattern.match(node) if pattern.op == last else None
+    return match is not None and match.difference is None
+
+
+def _viewed(at: fx.Node, norm: Norm) -> fx.Node:
+    """The norm's x in the form in which its result is rotated."""
+    x = norm.x
+    for view, *arguments in norm.views:
+        x = derive(at, view, x, *arguments)
+    return x
+
+
+def _narrowed(at: fx.Node, x: fx.Node) -> fx.Node:
+    return derive(at, torch.narrow, derive(at, torch.Tensor.detach, x), 1, 0, 0)
+
+
+def _of_no_heads(k: fx.Node) -> frozenset[fx.Node]:
+    """The nodes that narrow a single rotated tensor to keys of no heads, as the rewrite rope does;
+    none for other keys."""
+    part = calls(k, "slice")
+    if part is None or not same(value(k).shape[1], 0):
+        return frozenset()
+    source = part.args[0]
+    if not isinstance(source, fx.Node) or source.target is not torch.Tensor.detach:
+        return frozenset()
+    return frozenset({k, source})

@@ -1,0 +1,1 @@
+"""Rewrites of losses, with the head that computes their logits."""

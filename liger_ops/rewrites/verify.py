@@ -1,0 +1,356 @@
+"""Measure how a model's results change when its graph is rewritten, or when `fuse` changed it.
+
+The model runs on one batch, forward and backward: unchanged, changed, and unchanged with all
+arithmetic in a wider dtype. The third run is the truth that both others are compared with. A fused
+model and the unfused one are also compared where both compute in the wider dtype, so that nothing
+but its rounding may be between them: a term that is lost shows there, though the rounding of a
+narrow dtype may hide it. A wide run cannot show where a narrow one rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ..torch_private import aot_eager
+from . import rewrite
+from .attention.padding import assume_what_is_seen
+from .differences import LOSS, OUTPUT, Verification, compared, magnified
+from .engine.failure import first_line
+from .engine.float64_graph import InWider, Wide, default_dtype
+from .state import random_state, state_kept
+
+Run = Callable[..., Any]
+Results = dict[str, Tensor]
+
+# Contexts in which a module is as it was before it was changed, which give the number of its parts
+# that are changed. `fuse` adds its own.
+UNCHANGED: list[Callable[[nn.Module], contextlib.AbstractContextManager[int]]] = []
+
+# The dtypes of wide runs, the first that a model can compute in.
+WIDER = (torch.float64, torch.float32)
+
+RANDOM = "the model draws random numbers"
+
+LOGITS = f"{OUTPUT}logits"
+
+
+def verify(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
+    """Measure what the rewrites, and `fuse` before, change of a model on a batch."""
+    runs = _Compiled(model, args, kwargs)
+    found = runs.compared()
+    if not runs.changed_parts:
+        return found
+    try:
+        if not isinstance(model, nn.Module):
+            raise CannotVerify("explain was given a function, and not the module itself")
+        return _with_wide(found, *_Eager(model, args, kwargs).wide_pair())
+    except CannotVerify as reason:
+        return replace(found, why_not_wide=str(reason))
+
+
+def verify_changes(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
+    """Measure what `fuse` changed of a model on a batch, eagerly, on copies of the model.
+
+    Raises:
+        CannotVerify: the model cannot be copied, or cannot run in a wider dtype.
+    """
+    return _Eager(model, args, kwargs).verified()
+
+
+class CannotVerify(ValueError):
+    """The changed and the unchanged model cannot be compared, for the reason given."""
+
+
+@contextlib.contextmanager
+def _unchanged(modules: Iterable[nn.Module]) -> Iterator[int]:
+    with contextlib.ExitStack() as stack:
+        yield sum(stack.enter_context(undo(one)) for one in modules for undo in UNCHANGED)
+
+
+class _Compiled:
+    """Compiled runs of one model on one batch."""
+
+    def __init__(self, model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.is_random = False
+        self.narrowest = torch.float64
+        self.changed_parts = 0
+
+    def compared(self) -> Verification:
+        before, after = self.unchanged(aot_eager), self.measured(self.rewritten)
+        eps = torch.finfo(self.narrowest).eps
+        why = RANDOM if self.is_random else "it is of float64"
+        for dtype in () if self.is_random else WIDER:
+            if not _is_wider(dtype, self.narrowest):
+                continue
+            try:
+                truth = self.unchanged(functools.partial(Wide, dtype))
+                return Verification(compared(before, after, truth, eps), dtype)
+            except Exception as error:
+                why = f"in {dtype} {first_line(error)}"
+        return Verification(compared(before, after, None, eps), None, why)
+
+    def unchanged(self, backend: Run) -> Results:
+        with _unchanged(_modules(self.model)) as self.changed_parts:
+            return self.measured(backend)
+
+    def measured(self, backend: Run) -> Results:
+        torch.compiler.reset()
+        with state_kept(self.model):
+            random = random_state()
+            compiled = torch.compile(self.model, backend=backend)
+            results = _results(self.model, compiled, self.args, self.kwargs)
+            self.is_random = not all(map(torch.equal, random, random_state()))
+        return results
+
+    def rewritten(self, module: fx.GraphModule, inputs: list[Any]) -> Run:
+        found = [self.narrowest, *_dtypes(module)]
+        self.narrowest = min(found, key=lambda dtype: torch.finfo(dtype).bits)
+        assume_what_is_seen(module, inputs)
+        rewrite(module)
+        return aot_eager(module, inputs)
+
+
+class _Eager:
+    """Eager runs of one changed model on one batch, as it is and unchanged, each on a new copy."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        _check_data(model)
+        self.model, self.args, self.kwargs = model, args, kwargs
+        floats = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
+        self.narrowest = min(floats or {torch.float32}, key=lambda dtype: torch.finfo(dtype).bits)
+        self.is_random = False
+
+    def verified(self) -> Verification:
+        """Both models in their own dtype, and in a wider one, which is also the truth."""
+        own, is_random = self.pair(None), self.is_random
+        dtype, before, after = self.wide_pair()
+        eps = torch.finfo(self.narrowest).eps
+        if is_random:
+            found = Verification(compared(*own, None, eps), None, RANDOM)
+        else:
+            found = Verification(compared(*own, before, eps), dtype)
+        return _with_wide(found, dtype, before, after)
+
+    def wide_pair(self) -> tuple[torch.dtype, Results, Results]:
+        """The results of both models in the first wider dtype in which they run."""
+        why = ""
+        for dtype in WIDER:
+            if _is_wider(dtype, self.narrowest) or dtype is torch.float64:
+                try:
+                    return dtype, *self.pair(dtype)
+                except CannotVerify as error:
+                    why = why or f"in {dtype} {error}"
+                except Exception as error:
+                    why = why or f"in {dtype} {first_line(error)}"
+        raise CannotVerify(why)
+
+    def pair(self, dtype: torch.dtype | None) -> tuple[Results, Results]:
+        """The results of the unchanged and of the changed model, of what both should return."""
+        before = self.results(dtype, unchanged=True)
+        if not before[LOSS].isfinite():
+            raise CannotVerify("the loss of the unchanged model on this batch is not finite")
+        try:
+            after = self.results(dtype)
+        except Exception as error:
+            why = f"the changed model raises, and the unchanged one does not: {first_line(error)}"
+            raise CannotVerify(why) from error
+        for name in _skipped(before, after):
+            before.pop(name, None)
+            after.pop(name, None)
+        return before, after
+
+    def results(self, dtype: torch.dtype | None, unchanged: bool = False) -> Results:
+        """The loss, the outputs, and the gradients of parameters and inputs."""
+        args, kwargs = pytree.tree_map(lambda x: _leaf(x, dtype), (self.args, self.kwargs))
+        model = _copy(self.model)
+        with contextlib.ExitStack() as stack:
+            if dtype is not None:
+                _widen(model, dtype)
+                stack.enter_context(default_dtype(dtype))
+                stack.enter_context(InWider(dtype))
+            if unchanged:
+                stack.enter_context(_unchanged([model]))
+            stack.enter_context(state_kept(model))
+            stack.enter_context(torch.enable_grad())
+            random = random_state()
+            output = model(*args, **kwargs)
+            loss = _loss(output)
+            loss.backward()
+            self.is_random = not all(map(torch.equal, random, random_state()))
+            leaves = {f"argument {key}": x for key, x in [*enumerate(args), *kwargs.items()]}
+            leaves.update(model.named_parameters())
+        gradients = {name: getattr(leaf, "grad", None) for name, leaf in leaves.items()}
+        found = {LOSS: loss.detach(), **dict(_outputs(output, OUTPUT))}
+        return found | {name: dx for name, dx in gradients.items() if dx is not None}
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _with_wide(
+    found: Verification, dtype: torch.dtype, before: Results, after: Results
+) -> Verification:
+    """Add the differences of wide runs, which no rounding hides.
+
+    So the runs in the model's dtype need not be compared value by value, where luck decides which
+    of two is nearer to the truth: every gradient is allowed the unchanged model's largest error.
+    """
+    wide = compared(before, after, None, torch.finfo(dtype).eps, magnified(found.differences))
+    own = [one.own_error or 0.0 for one in found.differences if one.is_gradient]
+    largest = max(own, default=0.0)
+    pooled = tuple(
+        replace(one, own_error=largest) if one.own_error is not None and one.is_gradient else one
+        for one in found.differences
+    )
+    return replace(found, differences=pooled, wide=wide, wide_dtype=dtype)
+
+
+def _check_data(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CannotVerify(f"{name} is on the meta device, without data")
+        if type(parameter).__name__ == "DTensor" or hasattr(parameter, "ds_shape"):
+            raise CannotVerify(f"{name} is sharded; a model can be compared before it is sharded")
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise CannotVerify(f"the model cannot be copied: {first_line(error)}") from error
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    model.double() if dtype is torch.float64 else model.float()
+    module: Any
+    for module in model.modules():
+        # A checkpoint would recompute in the backward, where InWider does not reach. The models of
+        # transformers and diffusers have this function beside a flag, which they also read to make
+        # no cache.
+        if "_gradient_checkpointing_func" in vars(module):
+            module._gradient_checkpointing_func = _called
+
+
+def _leaf(x: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().to(dtype or x.dtype, copy=True).requires_grad_(x.requires_grad)
+
+
+def _outputs(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors of an output but its loss, by name or index."""
+    if isinstance(output, Tensor) and output.is_floating_point():
+        yield name, output.detach()
+    elif isinstance(output, (Mapping, tuple, list)):
+        items = output.items() if isinstance(output, Mapping) else enumerate(output)
+        for key, one in items:
+            if key != LOSS:
+                yield from _outputs(one, f"{name}{'' if name == OUTPUT else '.'}{key}")
+
+
+def _skipped(before: Results, after: Results) -> set[str]:
+    """The outputs that a fused model may leave out: the logits, which in a tuple have no name."""
+    in_tuple = [
+        {one for one in x if one.startswith(OUTPUT) and one[len(OUTPUT)].isdigit()}
+        for x in (before, after)
+    ]
+    unnamed = in_tuple[0] | in_tuple[1] if in_tuple[0] != in_tuple[1] else set()
+    return unnamed if LOGITS in after else unnamed | {LOGITS}
+
+
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(dtype).bits > torch.finfo(other).bits
+
+
+def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
+    """The floating-point dtypes of the values in a graph."""
+    values = [
+        pytree.tree_leaves(node.meta.get("example_value"))
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    ]
+    tensors = [x for leaves in values for x in leaves if isinstance(x, Tensor)]
+    return {x.dtype for x in tensors if x.is_floating_point()}
+
+
+def _results(
+    model: Run, run: Run, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The loss, and its gradient for every leaf that it depends on."""
+    with torch.enable_grad():
+        loss = _loss(run(*args, **kwargs))
+    names = _names(model, args, kwargs)
+    leaves = {names.get(id(leaf), f"leaf {i}"): leaf for i, leaf in enumerate(_leaves(loss))}
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = {LOSS: loss.detach()}
+    found.update({name: dx for name, dx in zip(leaves, gradients, strict=True) if dx is not None})
+    return found
+
+
+def _loss(output: Any) -> Tensor:
+    """The output's `loss`, the output or the first of a tuple if scalar, or a weighted sum of the
+    output's tensors."""
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(named, Tensor):
+        return named
+    tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if isinstance(output, tuple) and tensors and tensors[0] is output[0] and not tensors[0].dim():
+        return tensors[0]
+    if not tensors:
+        raise ValueError("verify needs an output with a gradient, and there is none")
+    if len(tensors) == 1 and tensors[0].dim() == 0:
+        return tensors[0]
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    for x in tensors:
+        steps = torch.arange(x.numel(), device=x.device, dtype=torch.float64)
+        total = total + (x.double() * torch.sin(1 + steps).reshape(x.shape)).sum().to(total.device)
+    return total
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        variable = getattr(function, "variable", None)
+        if isinstance(variable, Tensor):
+            found[id(variable)] = variable
+        waiting += [one for one, _ in function.next_functions]
+    return list(found.values())
+
+
+def _names(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, str]:
+    """The names of leaves: parameter names from the module, argument names from the call."""
+    names = {id(p): name for module in _modules(model) for name, p in module.named_parameters()}
+    return {**names, **{id(x): f"argument {key}" for key, x in [*enumerate(args), *kwargs.items()]}}
+
+
+def _modules(function: Any) -> list[nn.Module]:
+    """The module itself, or those that a function refers to, in its closure or globals."""
+    if isinstance(function, nn.Module):
+        return [function]
+    function = getattr(function, "__func__", function)
+    if not inspect.isfunction(function):
+        return []
+    variables = inspect.getclosurevars(function)
+    return [
+        one
+        for one in (*variables.nonlocals.values(), *variables.globals.values())
+        if isinstance(one, nn.Module)
+    ]

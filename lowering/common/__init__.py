@@ -1,0 +1,1 @@
+"""Host code and Triton functions that the kernels of every device share."""

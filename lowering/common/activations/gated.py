@@ -1,0 +1,55 @@
+"""Register the gated activations with a device's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .... import library
+from .elementwise import as_rows, parts
+
+
+class Activation(NamedTuple):
+    """An activation's name in kernels, its scalars, and whether a packed gate is interleaved."""
+
+    name: str
+    scalars: tuple[float, float, float]
+    interleaved: bool = False
+
+
+ACTIVATIONS: dict[str, Callable[[Any], Activation]] = {
+    "swiglu": lambda call: Activation("swiglu", (call.gate_multiplier, call.down_multiplier, 0.0)),
+    "clamped_swiglu": lambda call: Activation(
+        "clamped_swiglu", (call.alpha, call.limit, call.up_offset), call.interleaved
+    ),
+    "geglu": lambda call: Activation(f"geglu_{call.approximate}", (0.0, 0.0, 0.0)),
+}
+
+
+def register(
+    device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
+) -> None:
+    """Register launch(activation, y, gate, up, plan) and launch_backward(activation, dy, gate, up,
+    dgate, dup, plan) of a device, with tensors of (M, N)."""
+    for name in ACTIVATIONS:
+        _register(name, device, launch, launch_backward)
+
+
+def _register(
+    name: str, device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
+) -> None:
+    module = launch.__module__
+
+    @library.kernel(name, device, module=module)
+    def forward(call, y, plan):
+        activation = ACTIVATIONS[name](call)
+        gate, up = parts(call.gate, call.up, activation.interleaved)
+        launch(activation, *as_rows(y, gate, up), plan)
+
+    @library.kernel(f"{name}_backward", device, module=module)
+    def backward(call, dgate, dup, plan):
+        activation = ACTIVATIONS[name](call)
+        gate, up = parts(call.gate, call.up, activation.interleaved)
+        if call.up is None:
+            dgate, dup = parts(dgate, None, activation.interleaved)
+        launch_backward(activation, *as_rows(call.dy, gate, up, dgate, dup), plan=plan)

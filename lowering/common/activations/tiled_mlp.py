@@ -1,0 +1,115 @@
+"""tiled_mlp on a device: PyTorch's matrix products, a tile of tokens at a time, and between them
+the kernels of the device's gated activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import library
+from ....ops.activations.tiled_mlp import ACTIVATIONS, tiles_of
+from ..heads.linear_cross_entropy import product
+
+
+def register(device: str, module: str) -> None:
+    """Register the kernels of tiled_mlp, which `module` names as its own."""
+
+    @library.kernel("tiled_mlp_forward", device, module=module)
+    def tiled_mlp_forward(call, y, plan):
+        rows, out = _rows(call.x), y.view(-1, y.shape[-1])
+        gated, options = _activation(call, device)
+        for tile in tiles_of(rows, call.gate_weight, call.tile_rows):
+            gate, up = _gate_and_up(call, rows[tile])
+            _linear(gated(gate, up, *options), call.down_weight, call.down_bias, out[tile])
+
+    # allocates=True, so that the outputs are not in memory beside their wider sums.
+    @library.kernel("tiled_mlp_backward", device, allocates=True, module=module)
+    def tiled_mlp_backward(call):
+        return _backward(call, device)
+
+
+def _backward(call: Any, device: str) -> tuple[Tensor | None, ...]:
+    dx, *outputs = library.allocate("tiled_mlp_backward", call)
+    forms = [None if output is None else (output.shape, output.dtype) for output in outputs]
+    del outputs
+    rows, upstream = _rows(call.x), _rows(call.dy)
+    drows = None if dx is None else dx.view(rows.shape)
+    gated, options = _activation(call, device)
+    gated_backward, _ = _activation(call, device, "_backward")
+    tiles = list(tiles_of(rows, call.gate_weight, call.tile_rows))
+    sums = [_Sum(form, len(tiles), rows) for form in forms]
+    through = dx is not None or any(forms[i] is not None for i in (0, 1, 3, 4))
+    for tile in tiles:
+        x, dy = rows[tile], upstream[tile]
+        gate = up = None
+        if through or forms[2] is not None:
+            gate, up = _gate_and_up(call, x)
+        if forms[2] is not None:
+            sums[2].add_product(dy, gated(gate, up, *options))
+        sums[5].add_rows(dy)
+        if not through:
+            continue
+        dh = torch.mm(dy, call.down_weight)
+        dgate, dup = gated_backward(dh, gate, up, *options, [True, True])
+        del dh, gate, up
+        if drows is not None:
+            torch.mm(dgate, call.gate_weight, out=drows[tile])
+            drows[tile].addmm_(dup, call.up_weight)
+        for i, gradient in ((0, dgate), (1, dup)):
+            sums[i].add_product(gradient, x)
+            sums[3 + i].add_rows(gradient)
+    return (dx, *(total.rounded() for total in sums))
+
+
+class _Sum:
+    """The gradient of a weight or a bias: a sum over the tiles, in float32, that is rounded once.
+    A single tile's product is rounded as PyTorch's are, except in float16, where the product may
+    overflow."""
+
+    def __init__(
+        self, form: tuple[torch.Size, torch.dtype] | None, tiles: int, rows: Tensor
+    ) -> None:
+        self.total: Tensor | None = None
+        self.form = form
+        if form is not None:
+            shape, self.dtype = form
+            alone = tiles == 1 and self.dtype is torch.bfloat16 and len(shape) == 2
+            self.total = rows.new_zeros(shape, dtype=self.dtype if alone else torch.float32)
+
+    def add_product(self, outer: Tensor, inner: Tensor) -> None:
+        """Add outer.T @ inner."""
+        if self.total is not None:
+            product(self.total, outer.t(), inner, add=True)
+
+    def add_rows(self, values: Tensor) -> None:
+        if self.total is not None:
+            self.total += values.sum(0, dtype=torch.float32)
+
+    def rounded(self) -> Tensor | None:
+        return None if self.total is None else self.total.to(self.dtype)
+
+
+def _activation(call: Any, device: str, suffix: str = "") -> tuple[Callable[..., Any], Any]:
+    op, options = ACTIVATIONS[call.activation]
+    return library.OPS[op + suffix].kernels[device], options
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def _gate_and_up(call: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = (x.new_empty(x.shape[0], call.gate_weight.shape[0]) for _ in range(2))
+    _linear(x, call.gate_weight, call.gate_bias, gate)
+    _linear(x, call.up_weight, call.up_bias, up)
+    return gate, up
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)

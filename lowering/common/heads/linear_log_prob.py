@@ -1,0 +1,76 @@
+"""linear_log_prob on a device: PyTorch's matrix products, and between them the row functions of the
+device's cross_entropy. The forward takes chunks of tokens, the backward chunks of words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .... import library
+from ..losses.cross_entropy import Tokens
+from ..losses.log_prob import as_loss, given_tokens, results
+from ..tensors import flat
+from .linear_cross_entropy import head_of
+from .recomputed import Outputs, backward
+
+Upstream = tuple[Tensor | None, ...]
+
+
+def register(device: str, kernels: Any, alignment: int) -> None:
+    """Register the ops with the row functions of the module `kernels`. Each row of logits starts at
+    a multiple of `alignment` elements; with 1, the rows are adjacent."""
+
+    module = kernels.__name__
+
+    # allocates=True, so that the output of a gradient is not in memory beside its wider sum.
+    @library.kernel("linear_log_prob_forward", device, allocates=True, module=module)
+    def linear_log_prob_forward(call):
+        return _forward(call, kernels, alignment)
+
+    @library.kernel("linear_log_prob_backward", device, allocates=True, module=module)
+    def linear_log_prob_backward(call):
+        return _backward(call, kernels, alignment)
+
+
+def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
+    outputs = library.allocate("linear_log_prob_forward", call)
+    loss, tokens = as_loss(call), results(call, *outputs)
+    head = head_of(call, None, alignment)
+    for chunk, logits in head.logits():
+        kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
+    total = tokens.lse.new_empty(())
+    kernels.reduce(loss, call.weight.shape[0], tokens, None, None, total)
+    return outputs
+
+
+def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
+    upstream, all_tokens = _of_tokens(call)
+
+    def dlogits(logits: Tensor, tokens: slice, words: slice) -> None:
+        grads = [None if grad is None else grad[tokens] for grad in upstream]
+        part = all_tokens.chunk(tokens)
+        # A target that is not among the words is out of range, and has no column.
+        part = part._replace(target=part.target - words.start)
+        loss = as_loss(call, first=words.start)
+        kernels.gradient(loss, grads, logits, part, logits)
+
+    return backward("linear_log_prob_backward", call, call.target.numel(), alignment, dlogits)
+
+
+def _of_tokens(call: Any) -> tuple[Upstream, Tokens]:
+    """The upstream gradients of cross_entropy's row function, and the tokens.
+
+    d(log_prob) is that of the target's logit, less that of lse: the row function takes the two by
+    themselves where the target is not among the columns. An ignored token has neither.
+    """
+    ignored = call.target == call.ignore_index
+    dlog_prob, dlse = (
+        None if grad is None else grad.to(call.lse.dtype).masked_fill(ignored, 0.0)
+        for grad in (call.dlog_prob, call.dlse)
+    )
+    soft = dlse
+    if dlog_prob is not None:
+        soft = -dlog_prob if dlse is None else dlse - dlog_prob
+    upstream = (None, None, flat(soft), flat(dlog_prob), flat(call.dentropy))
+    return upstream, given_tokens(call)

@@ -1,0 +1,140 @@
+"""linear_top_k_divergence on a device: PyTorch's matrix products, and between them the row
+functions of the device's cross_entropy. The forward takes chunks of tokens, the backward chunks of
+words.
+
+PyTorch's gather and scatter read and write the logits of the listed words, which are few. Each
+kernel sees the other words' logits as it would see those of a whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import library
+from ....ops.heads.head import products_of
+from ....ops.losses.cross_entropy import effective, rounded_lse
+from ....ops.losses.log_prob import tempered
+from ..losses.cross_entropy import Tokens
+from ..tensors import flat
+from .linear_cross_entropy import chunked_linear
+from .recomputed import Outputs, backward
+
+INF = float("inf")
+IGNORED = -100
+
+
+def register(device: str, kernels: Any, alignment: int) -> None:
+    """Register the ops with the row functions of the module `kernels`. Each row of logits starts at
+    a multiple of `alignment` elements; with 1, the rows are adjacent."""
+
+    module = kernels.__name__
+
+    @library.kernel("linear_top_k_divergence_forward", device, allocates=True, module=module)
+    def linear_top_k_divergence_forward(call):
+        return _forward(call, kernels, alignment)
+
+    # allocates=True, so that the output of a gradient is not in memory beside its wider sum.
+    @library.kernel("linear_top_k_divergence_backward", device, allocates=True, module=module)
+    def linear_top_k_divergence_backward(call):
+        return _backward(call, kernels, alignment)
+
+
+def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits, rest, error = library.allocate("linear_top_k_divergence_forward", call)
+    ids, flat_rest, loss = _ids(call), rest.view(-1), _loss(call)
+    flat_logits = logits.view(ids.shape)
+    # The log-probability of a word is not used.
+    tokens = Tokens(
+        None, _target(ids), None, lse=flat_rest, lse_error=error.view(-1),
+        log_prob=torch.empty_like(flat_rest),
+    )  # fmt: skip
+    rows = call.x.reshape(ids.shape[0], call.x.shape[-1])
+    products = products_of(rows, call.weight, call.lora_x, call.lora_b)
+    bounds = (call.accum_dtype, call.chunk_bytes)
+    V = call.weight.shape[0]
+    for chunk, part in chunked_linear(products, call.bias, None, alignment, *bounds).logits():
+        words = ids[chunk]
+        listed = part.gather(1, words.clamp(0, V - 1))
+        listed = effective(listed, loss.softcap, loss.logit_scale)
+        # No index is out of bounds, and no wrong one is silent.
+        listed = torch.where(words < V, listed, float("nan"))
+        flat_logits[chunk] = torch.where(words < 0, -INF, listed)
+        _place(part, words, torch.full_like(listed, -INF))
+        kernels.loss_and_gradient(loss, part, tokens.chunk(chunk), False)
+    if loss.softcap is not None:
+        # A cap has made the -inf of each listed word -softcap.
+        count = (ids >= 0).sum(-1)
+        share = (count * torch.exp(-loss.softcap - flat_rest)).clamp(max=1.0)
+        less = torch.log1p(-share) + error.view(-1)
+        capped, of_capped = rounded_lse(flat_rest, less)
+        flat_rest.copy_(torch.where(count == V, -INF, capped))
+        error.view(-1).copy_(of_capped)
+    return logits, rest, error
+
+
+def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
+    ids, rest, loss = _ids(call), flat(call.rest), _loss(call)
+    assert rest is not None
+    target = _target(ids)
+    # Without other words, their logits have no gradient.
+    lse, error = torch.where(rest == -INF, INF, rest), flat(call.rest_error)
+    all_tokens = Tokens(None, target, None, lse=lse, lse_error=error)
+    drest = None
+    if call.drest is not None:
+        drest = flat(call.drest.to(rest.dtype)).masked_fill(target == IGNORED, 0.0)
+    values = torch.zeros(ids.shape, dtype=rest.dtype, device=rest.device)
+    if call.dlogits is not None:
+        values = call.dlogits.reshape(ids.shape) * loss.logit_scale
+        if loss.softcap is not None:
+            values = values * (1 - (call.logits.reshape(ids.shape) / loss.softcap).square())
+
+    def dlogits(logits: Tensor, tokens: slice, words: slice) -> None:
+        if drest is None:
+            logits.zero_()
+        else:
+            upstream = (None, None, drest[tokens], None, None)
+            kernels.gradient(loss, upstream, logits, all_tokens.chunk(tokens), logits)
+        _place(logits, ids[tokens] - words.start, values[tokens])
+
+    return backward("linear_top_k_divergence_backward", call, ids.shape[0], alignment, dlogits)
+
+
+def _ids(call: Any) -> Tensor:
+    """The words of each token, (M, K)."""
+    shape = call.teacher_ids.shape
+    # A chunk's words are counted from its first, and must not become one of them from below 0.
+    return call.teacher_ids.reshape(math.prod(shape[:-1]), shape[-1]).long().clamp(min=-1)
+
+
+def _target(ids: Tensor) -> Tensor:
+    """A target for each token, of which kernels only read whether it is IGNORED."""
+    return torch.where((ids >= 0).any(-1), 0, IGNORED)
+
+
+def _loss(call: Any) -> Any:
+    """The options as a call of cross_entropy, which has no tensors: the temperature is part of
+    softcap and logit_scale."""
+    softcap, logit_scale = tempered(call.temperature, call.softcap, call.logit_scale)
+    return library.OPS["cross_entropy_forward"].arguments(
+        None, None,
+        ignore_index=IGNORED, reduction="none", softcap=softcap, logit_scale=logit_scale,
+    )  # fmt: skip
+
+
+def _place(logits: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Write values over the logits in these columns, both (M, K); a column that the logits lack is
+    left out. The columns of a row differ from each other, so that no element is written twice with
+    different values."""
+    inside = (columns >= 0) & (columns < logits.shape[1])
+    # What is left out writes what another entry of its row writes, or what column 0 holds.
+    other = inside.int().argmax(-1, keepdim=True)
+    found = inside.gather(1, other)
+    column = torch.where(found, columns.gather(1, other), 0)
+    value = torch.where(found, values.gather(1, other).to(logits.dtype), logits[:, :1])
+    logits.scatter_(
+        1, torch.where(inside, columns, column), torch.where(inside, values.to(logits.dtype), value)
+    )

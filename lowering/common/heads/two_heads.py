@@ -1,0 +1,95 @@
+"""Between the products of linear_divergence's two heads: the row functions of a device's divergence
+and cross_entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import library
+from ....ops.losses.log_prob import tempered
+from ..losses.cross_entropy import Tokens
+from ..losses.divergence import Hard, Options, options_of
+from ..tensors import flat
+
+Upstream = tuple[Tensor | None, Tensor | None]
+ALL = slice(None)
+
+
+class Rows:
+    """The row functions of the modules `divergence` and `cross_entropy`, with a call's options."""
+
+    def __init__(self, call: Any, divergence: Any, cross_entropy: Any) -> None:
+        self.divergence, self.cross_entropy = divergence, cross_entropy
+        self.target, self.temperature = flat(call.target), call.temperature
+        caps = (call.student_softcap, call.student_logit_scale)
+        self.options: Options = options_of(
+            call, call.student_softcap, call.teacher_softcap,
+            call.student_logit_scale, call.teacher_logit_scale,
+        )  # fmt: skip
+        self.loss = _cross_entropy(call.ignore_index, *caps)
+        ignore_index = -1 if self.target is None else call.ignore_index
+        self.tempered = _cross_entropy(ignore_index, *tempered(call.temperature, *caps))
+
+    def values(
+        self, chunk: slice, student: Tensor, teacher: Tensor, statistics: Tensor,
+        losses: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Fill the statistics, and the cross-entropy of each token."""
+        *results, lse, error = (row[chunk] for row in statistics)
+        target = None if self.target is None else self.target[chunk]
+        self.divergence.divergences(self.options, student, teacher, target, results)
+        if target is not None and losses is not None:
+            tokens = self.tokens(losses, torch.empty_like(losses), *statistics[-2:]).chunk(chunk)
+            self.cross_entropy.loss_and_gradient(self.loss, student, tokens, False)
+            for of_labels in (lse, error):
+                of_labels.masked_fill_(target == self.options.ignore_index, 0.0)
+
+    def entropies(self, chunk: slice, student: Tensor, entropy: Tensor) -> None:
+        """Fill the entropy of each token of the chunk."""
+        if self.target is None:
+            target = torch.zeros_like(entropy, dtype=torch.int64)
+        else:
+            target = self.target[chunk]
+        lse, log_prob = entropy.new_empty(2, *entropy.shape)
+        tokens = Tokens(None, target, None, lse=lse, entropy=entropy, log_prob=log_prob)
+        self.cross_entropy.loss_and_gradient(self.tempered, student, tokens, False)
+
+    def tokens(self, losses: Tensor, others: Tensor, lse: Tensor, error: Tensor) -> Tokens:
+        """The tokens of cross_entropy's row functions. `others` takes results that are not used."""
+        return Tokens(None, self.target, None, losses, others, lse, others, lse_error=error)
+
+    def gradient(
+        self, upstream: Upstream, student: Tensor, teacher: Tensor, statistics: Tensor,
+        tokens: slice = ALL, first: int = 0,
+    ) -> None:  # fmt: skip
+        """Write the gradient of the student's logits over them, which are those of some tokens, and
+        of words from the first on."""
+        *saved, lse, error = (row[tokens] for row in statistics)
+        soft, hard = (None if grad is None else grad[tokens] for grad in upstream)
+        if soft is None:
+            soft = lse.new_zeros(()).expand(lse.shape)
+        sharp = None
+        if hard is not None:
+            scale = self.temperature
+            if self.options.student_softcap is None:
+                scale = self.loss.logit_scale
+            sharp = Hard(hard * self.temperature, lse, error, scale)
+        target, options = self.target, self.options
+        if target is not None:
+            # A target that is not among the words has no column.
+            target = target[tokens] - first
+            options = options._replace(ignore_index=options.ignore_index - first)
+        self.divergence.gradients(
+            options, soft, student, teacher, target, saved, student, None, sharp
+        )
+
+
+def _cross_entropy(ignore_index: int, softcap: float | None, logit_scale: float) -> Any:
+    """The options of cross_entropy's row functions, of each token by itself."""
+    return library.OPS["cross_entropy_forward"].arguments(
+        None, None,
+        ignore_index=ignore_index, reduction="none", softcap=softcap, logit_scale=logit_scale,
+    )  # fmt: skip

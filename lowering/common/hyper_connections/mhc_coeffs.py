@@ -1,0 +1,130 @@
+"""mhc_coeffs on a device: PyTorch's products, and the device's kernels before and after them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import library
+from ..sizes import next_power_of_2
+from .mhc_products import phi_gradient, project, x_gradient
+
+
+@dataclass(frozen=True)
+class Form:
+    """A call's tensors by tokens: x as (M, K), and the scalars that every kernel takes."""
+
+    x: Tensor
+    hc: int
+    phi: Tensor
+    b: Tensor
+    alphas: tuple[Tensor, Tensor, Tensor]
+    tmax: int
+    sinkhorn_eps: float
+    post_mult: float
+
+    @classmethod
+    def of(cls, call: Any) -> Form:
+        hc, C = call.x.shape[-2:]
+        return cls(
+            call.x.reshape(-1, hc * C).contiguous(), hc, call.phi, call.b.contiguous(),
+            (call.alpha_pre, call.alpha_post, call.alpha_res),
+            call.tmax, call.sinkhorn_eps, call.post_mult,
+        )  # fmt: skip
+
+    @property
+    def columns(self) -> int:
+        return self.hc * (self.hc + 2)
+
+    @property
+    def H(self) -> int:
+        return next_power_of_2(self.hc)
+
+    @property
+    def segment(self) -> int:
+        """Iterations between two matrices that the backward starts from."""
+        return max(1, math.isqrt(self.tmax - 1))
+
+    def by_tokens(self, tensor: Tensor | None) -> Tensor | None:
+        """As (M, what a token has of it), contiguous."""
+        M = self.x.shape[0]
+        return (
+            None if tensor is None else tensor.reshape(M, tensor.numel() // max(1, M)).contiguous()
+        )
+
+
+def register(device: str, kernels: Any, most_streams: int) -> None:
+    """Register the op with the functions of the module `kernels`:
+
+        plan(form, backward)
+        row_rstd(x, rms_eps, rstd, plan)
+        coefficients(form, product, rstd, pre_eps, h_pre, h_post, h_res, plan)
+        gradients(form, dh_pre, dh_post, dh_res, product, rstd, dproduct, of_norm, sums, plan)
+        fill_dx(product, x, of_norm, dx)
+
+    of_norm: (M,), the factor of x in the gradient of its norm. sums: (2 * columns,), of dlogits and
+    of dlogits * mix over the tokens; None if not wanted. Above `most_streams` the definition runs.
+    """
+
+    @library.kernel("mhc_coeffs_forward", device, module=kernels.__name__)
+    def mhc_coeffs_forward(call, h_pre, h_post, h_res, product, rstd, plan):
+        form = Form.of(call)
+        if form.x.shape[0] == 0:
+            return
+        if form.hc > most_streams:
+            results = library.OPS["mhc_coeffs_forward"].definition(*call)
+            fill((h_pre, h_post, h_res, product, rstd), results)
+            return
+        plan = plan or kernels.plan(form, False)
+        # The results are contiguous: these are views.
+        products = product.view(-1, form.columns)
+        project(form.x, form.phi, products)
+        kernels.row_rstd(form.x, call.rms_eps, rstd, plan)
+        kernels.coefficients(
+            form, products, rstd.view(-1), call.pre_eps, h_pre, h_post, h_res, plan
+        )
+
+    @library.kernel("mhc_coeffs_backward", device, module=kernels.__name__)
+    def mhc_coeffs_backward(call, dx, dphi, db, dalpha_pre, dalpha_post, dalpha_res, plan):
+        form = Form.of(call)
+        x, dalphas = form.x, (dalpha_pre, dalpha_post, dalpha_res)
+        if form.hc > most_streams:
+            results = library.OPS["mhc_coeffs_backward"].definition(*call)
+            fill((dx, dphi, db, *dalphas), results)
+            return
+        if x.shape[0] == 0:
+            for gradient in (dphi, db, *dalphas):
+                if gradient is not None:
+                    gradient.zero_()
+            return
+        plan = plan or kernels.plan(form, True)
+        grads = [form.by_tokens(grad) for grad in (call.dh_pre, call.dh_post, call.dh_res)]
+        product, rstd = form.by_tokens(call.product), call.rstd.reshape(-1).contiguous()
+        dproduct, of_norm = torch.empty_like(product), torch.empty_like(rstd)
+        sums = None
+        if db is not None or any(dalpha is not None for dalpha in dalphas):
+            sums = product.new_empty(2 * form.columns)
+        kernels.gradients(form, *grads, product, rstd, dproduct, of_norm, sums, plan)
+        if dx is not None:
+            x_gradient(x, form.phi, dproduct, of_norm, dx.view(x.shape), kernels.fill_dx)
+        if dphi is not None:
+            phi_gradient(x, dproduct, dphi)
+        if sums is not None:
+            of_b, of_alpha = sums.split(form.columns)
+            if db is not None:
+                db.copy_(of_b)
+            parts = of_alpha.split([form.hc, form.hc, form.hc * form.hc])
+            for dalpha, part in zip(dalphas, parts, strict=True):
+                if dalpha is not None:
+                    dalpha.copy_(part.sum())
+
+
+def fill(outputs: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
+    for output, result in zip(outputs, results, strict=True):
+        if output is not None and result is not None:
+            output.copy_(result)

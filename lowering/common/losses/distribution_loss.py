@@ -1,0 +1,74 @@
+"""Register kl_div, jsd and tvd with a device's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import library
+from ....ops.losses import jsd, kl_div, tvd
+from ....ops.losses.distribution_loss import TINY, Form
+from ..tensors import flat
+
+FORMS: dict[str, Callable[[Any], Form]] = {
+    "kl_div": lambda call: kl_div.form(
+        call.input, call.target, call.reduction, call.log_target, max(call.eps, TINY)
+    ),
+    "jsd": lambda call: jsd.form(
+        call.input, call.target, call.shift_labels, call.beta, call.ignore_index
+    ),
+    "tvd": lambda call: tvd.form(
+        call.p, call.q, call.shift_labels, call.reduction, call.ignore_index
+    ),
+}
+
+
+def register(
+    device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
+) -> None:
+    """Register the functions that launch a device's kernels:
+
+        launch(form, within, loss, plan)
+        launch_backward(form, within, grad, dx, dy, plan)
+
+    within: (M,), 1.0 for rows that count, else 0.0; or None. loss: (M, V) for the reduction "none",
+    else (M,) for the sum of each row. grad: (M, V) of any strides, or (), with the reduction's
+    factor included.
+    """
+    for name in FORMS:
+        _register(name, device, launch, launch_backward)
+
+
+def _register(
+    name: str, device: str, launch: Callable[..., None], launch_backward: Callable[..., None]
+) -> None:
+    module = launch.__module__
+
+    @library.kernel(name, device, module=module)
+    def forward(call, loss, plan):
+        form = FORMS[name](call)
+        if form.reduction == "none":
+            launch(form, _within(form), loss.view(-1, loss.shape[-1]), plan)
+            return
+        V = form.x.shape[-1]
+        of_rows = loss.new_empty(form.x.numel() // V)
+        launch(form, _within(form), of_rows, plan)
+        torch.sum(of_rows, 0, out=loss)
+        loss.div_(form.divisor)
+
+    @library.kernel(f"{name}_backward", device, module=module)
+    def backward(call, dx, dy, plan):
+        form = FORMS[name](call)
+        grad = call.dloss
+        if form.reduction == "none":
+            grad = grad.reshape(-1, grad.shape[-1])
+        else:
+            grad = grad.float() / form.divisor
+        launch_backward(form, _within(form), grad, dx, dy, plan)
+
+
+def _within(form: Form) -> Tensor | None:
+    return None if form.within is None else flat(form.within).float()

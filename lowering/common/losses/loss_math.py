@@ -1,0 +1,52 @@
+"""Arithmetic of the losses that the kernels of every device share.
+
+Options that are not used are None, and kernels are compiled without them. Names are those of
+`liger_ops.cross_entropy`: x is the scaled and capped logits, p their softmax.
+"""
+
+import triton
+import triton.language as tl
+
+from ..triton_math import VANISHING
+
+
+@triton.jit
+def effective(logits, logit_scale, softcap):
+    """x. With softcap, x is finite even where logits are inf, so mask columns off after this."""
+    x = logits
+    if logit_scale is not None:
+        x = x * logit_scale
+    if softcap is not None:
+        # tanh(v) as 2 * sigmoid(2 * v) - 1, which has a limit at infinity.
+        x = softcap * (2.0 * tl.sigmoid(x * (2.0 / softcap)) - 1.0)
+    return x
+
+
+@triton.jit
+def log_sum_sq_probs(squares, sum):
+    """log(sum_c p_c**2), from the sums of exp(x_c - maximum)**2 and of exp(x_c - maximum)."""
+    return tl.log(squares) - 2.0 * tl.log(sum)
+
+
+@triton.jit
+def logit_gradient(
+    x, shifted, exp, class_weight, soft, smoothed, hard, dentropy, entropy, logit_scale, softcap,
+    HAS_SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of logits. hard is 0 except for the target's class.
+
+    exp is that of shifted, which is x less a number of the row. What p has beside it is a factor of
+    the row, and is part of soft and dentropy; its logarithm is part of entropy.
+    """
+    dx = soft * exp - hard
+    if dentropy is not None:
+        # Where exp is 0, the product is 0 for -inf too.
+        dx -= dentropy * (exp * (tl.maximum(shifted, VANISHING) + entropy))
+    if HAS_SMOOTHING:
+        dx -= smoothed * class_weight
+    if softcap is not None:
+        turn = x * (1.0 / softcap)
+        dx *= 1.0 - turn * turn
+    if logit_scale is not None:
+        dx *= logit_scale
+    return dx

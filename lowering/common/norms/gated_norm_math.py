@@ -1,0 +1,96 @@
+"""Arithmetic of gated_rms_norm's kernels, for both devices. Values are float32.
+
+NORM_FIRST: the norm is before the gate.
+"""
+
+import triton
+import triton.language as tl
+
+from ..triton_math import rounded, silu_slope
+
+
+@triton.jit
+def gate_factor(gate, ACTIVATION: tl.constexpr):
+    """What a gate multiplies by."""
+    if ACTIVATION == "silu":
+        return gate * tl.sigmoid(gate)
+    else:
+        return tl.sigmoid(gate)
+
+
+@triton.jit
+def gate_slope(gate, ACTIVATION: tl.constexpr):
+    """The derivative of gate_factor."""
+    if ACTIVATION == "silu":
+        return silu_slope(gate)
+    else:
+        sigmoid = tl.sigmoid(gate)
+        return sigmoid * (1.0 - sigmoid)
+
+
+@triton.jit
+def gated_norm_result(
+    s, rstd, weight, gate,
+    dtype: tl.constexpr, NORM_FIRST: tl.constexpr,
+    ACTIVATION: tl.constexpr, CASTING_MODE: tl.constexpr,
+):  # fmt: skip
+    """The result y for s, which is x or x * a. weight is in its own dtype, or None.
+
+    A product with a weight of another dtype is float32 in PyTorch, and is not rounded.
+    """
+    y = s * rstd
+    if CASTING_MODE == "llama":
+        y = rounded(y, dtype)
+    if weight is not None:
+        y = y * weight.to(tl.float32)
+        if CASTING_MODE == "llama" and weight.dtype == dtype:
+            y = rounded(y, dtype)
+    if NORM_FIRST:
+        y = y * gate_factor(gate, ACTIVATION)
+    return y
+
+
+@triton.jit
+def gated_norm_terms(
+    dy, x, gate, weight,
+    NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """s, which is normalised, and g, the gradient of s * rstd."""
+    factor = gate_factor(gate, ACTIVATION)
+    if NORM_FIRST:
+        s = x
+        g = dy * factor
+    else:
+        s = x * factor
+        g = dy
+    if weight is not None:
+        g = g * weight
+    return s, g
+
+
+@triton.jit
+def gated_norm_gradients(
+    dy, x, gate, weight, rstd, projection,
+    NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """dx, dgate, and the terms that sum to dweight; projection is mean(g * s * rstd)."""
+    factor = gate_factor(gate, ACTIVATION)
+    slope = gate_slope(gate, ACTIVATION)
+    if NORM_FIRST:
+        shat = x * rstd
+        d = dy * factor
+        # The slope comes first: if it is 0 and the rest would be inf, the product is 0.
+        dgate = dy * slope * shat
+        if weight is not None:
+            dgate = dgate * weight
+    else:
+        shat = x * factor * rstd
+        d = dy
+    g = d
+    if weight is not None:
+        g = d * weight
+    dx = rstd * (g - shat * projection)
+    if not NORM_FIRST:
+        dgate = dx * slope * x
+        dx = dx * factor
+    return dx, dgate, d * shat

@@ -1,0 +1,130 @@
+"""The modulation of a norm, y * (1 + scale) + shift, as every device's kernels are given it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....ops.norms.modulation import samples_of
+
+
+class Modulation(NamedTuple):
+    """scale and shift as (samples, N), each row for `tokens` rows of x. All None: no modulation."""
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    tokens: int | None = None
+    rounds: bool = True
+
+    @property
+    def strides(self) -> tuple[int | None, int | None]:
+        """The distances between the rows of scale and shift."""
+        scale, shift = self.scale, self.shift
+        return (
+            None if scale is None else scale.stride(0),
+            None if shift is None else shift.stride(0),
+        )
+
+
+PLAIN = Modulation()
+
+
+def modulation_of(call: Any, rows: Callable[[Tensor], Tensor]) -> Modulation:
+    """The modulation of a forward call; `rows` makes a tensor (M, N)."""
+    scale = rows(call.scale)
+    shift = None if call.shift is None else rows(call.shift)
+    return Modulation(scale, shift, tokens_of(call), call.casting_mode != "float32")
+
+
+def tokens_of(call: Any) -> int:
+    return call.x.numel() // call.x.shape[-1] // samples_of(call.scale)
+
+
+class PerSample(NamedTuple):
+    """The backward of a norm of each sample by itself, with a weight of its own: a row of
+    `weights`, which are (weight + offset) * (1 + scale), (samples, N) float32.
+
+    `products` and `sums`, (samples, N), are to be the sums over a sample's rows of dy * xhat, and
+    of dy. Each is None if it is not wanted. The gradients of weight, bias, scale and shift follow
+    from them.
+    """
+
+    weights: Tensor
+    products: Tensor | None
+    sums: Tensor | None
+
+
+class PerToken(NamedTuple):
+    """The backward of a norm with a row of scale, (M, N), for each row of x: dy * (1 + scale) is
+    the gradient of the norm's result, and dscale is dy times that result, or None if not wanted.
+    """
+
+    scale: Tensor
+    dscale: Tensor | None
+    bias: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """The gradients of a modulated norm that are wanted."""
+
+    dx: Tensor | None
+    dscale: Tensor | None
+    dshift: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None = None
+
+
+def launch_backward(
+    call: Any, given: Gradients, bias: Tensor | None, offset: float,
+    rows: Callable[[Tensor], Tensor], launch: Callable[[PerSample | PerToken], None],
+) -> None:  # fmt: skip
+    """Compute the gradients of a modulated norm by `launch`, which launches the norm's backward."""
+    if call.x.numel() == 0:
+        for gradient in given:
+            if gradient is not None:
+                gradient.zero_()
+    elif samples_of(call.scale) > 1 and tokens_of(call) == 1:
+        if given.dshift is not None:
+            given.dshift.copy_(call.dy.reshape(given.dshift.shape))
+        if any(gradient is not None for gradient in given._replace(dshift=None)):
+            dscale = None if given.dscale is None else given.dscale.view(-1, call.x.shape[-1])
+            launch(PerToken(rows(call.scale), dscale, bias))
+    else:
+        _launch_per_sample(call, given, bias, offset, launch)
+
+
+def _launch_per_sample(
+    call: Any, given: Gradients, bias: Tensor | None, offset: float,
+    launch: Callable[[PerSample | PerToken], None],
+) -> None:  # fmt: skip
+    shape = (samples_of(call.scale), call.x.shape[-1])
+    factor = call.scale.reshape(shape).to(torch.float32) + 1.0
+    weight = None if call.weight is None else call.weight.to(torch.float32) + offset
+    weights = factor if weight is None else factor * weight
+    plain = weight is None and bias is None
+    # Without a weight, dscale is the products and dshift the sums, each rounded as it is stored.
+    keeps_products = given.dweight is not None or (given.dscale is not None and not plain)
+    keeps_sums = given.dbias is not None or (given.dscale is not None and bias is not None)
+    products = torch.empty_like(factor) if keeps_products else _reshaped(given.dscale, shape)
+    sums = torch.empty_like(factor) if keeps_sums else _reshaped(given.dshift, shape)
+    launch(PerSample(weights, products, sums))
+    if products is not None and keeps_products:
+        if given.dscale is not None:
+            dscale = products if weight is None else products * weight
+            if bias is not None and sums is not None:
+                dscale = torch.addcmul(dscale, sums, bias.to(torch.float32))
+            given.dscale.copy_(dscale.reshape(given.dscale.shape))
+        if given.dweight is not None:
+            given.dweight.copy_((products * factor).sum(0))
+    if sums is not None and keeps_sums:
+        if given.dshift is not None:
+            given.dshift.copy_(sums.reshape(given.dshift.shape))
+        if given.dbias is not None:
+            given.dbias.copy_((sums * factor).sum(0))
+
+
+def _reshaped(gradient: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    return None if gradient is None else gradient.view(shape)

@@ -1,0 +1,55 @@
+"""Register rms_norm, fused_add_rms_norm and modulated_rms_norm with a device's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .... import library
+from .modulation import Gradients, launch_backward, modulation_of
+
+
+def rms_mode(casting_mode: str) -> str:
+    """Where the norm itself rounds in a casting mode."""
+    return "gemma" if casting_mode == "float32" else casting_mode
+
+
+def register(
+    device: str, launch: Callable[..., None], launch_norm_backward: Callable[..., None],
+    launch_modulated_backward: Callable[..., None], rows: Callable[[Tensor], Tensor],
+) -> None:  # fmt: skip
+    """Register launch(call, residual, y, s, plan, modulation), launch_norm_backward(call, ds, x or
+    s, dx, dweight, plan) and launch_modulated_backward(call, PerSample or PerToken, dx, dweight,
+    plan) of a device. residual, s and ds are None in rms_norm. `rows` makes a tensor (M, N)."""
+    module = launch.__module__
+
+    @library.kernel("rms_norm", device, module=module)
+    def rms_norm(call, y, plan):
+        launch(call, None, y, None, plan)
+
+    @library.kernel("fused_add_rms_norm", device, module=module)
+    def fused_add_rms_norm(call, y, s, plan):
+        launch(call, call.residual, y, s, plan)
+
+    @library.kernel("rms_norm_backward", device, module=module)
+    def rms_norm_backward(call, dx, dweight, plan):
+        launch_norm_backward(call, None, call.x, dx, dweight, plan)
+
+    @library.kernel("fused_add_rms_norm_backward", device, module=module)
+    def fused_add_rms_norm_backward(call, dx, dweight, plan):
+        launch_norm_backward(call, call.ds, call.s, dx, dweight, plan)
+
+    @library.kernel("modulated_rms_norm", device, module=module)
+    def modulated_rms_norm(call, y, plan):
+        if y.numel():
+            launch(call, None, y, None, plan, modulation_of(call, rows))
+
+    @library.kernel("modulated_rms_norm_backward", device, module=module)
+    def modulated_rms_norm_backward(call, dx, dscale, dshift, dweight, plan):
+        given = Gradients(dx, dscale, dshift, dweight)
+
+        def backward(form):
+            launch_modulated_backward(call, form, dx, dweight, plan)
+
+        launch_backward(call, given, None, call.offset, rows, backward)

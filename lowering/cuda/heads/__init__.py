@@ -1,0 +1,1 @@
+"""Triton kernels: losses of hidden states and a head."""

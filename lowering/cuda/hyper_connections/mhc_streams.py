@@ -1,0 +1,154 @@
+"""mhc_pre and mhc_post_res. M tokens, each of hc streams of C channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import library
+from ...common.hyper_connections.mhc_streams_math import (
+    post_res,
+    post_res_backward,
+    pre,
+    pre_backward,
+    store_sums,
+)
+from ...common.sizes import cdiv, next_power_of_2
+from ...common.tensors import contiguous, streams_of
+from ..launch import Tile, launch
+
+# No launch of these ops has been timed. Elements of a tile, whose streams each thread sums for
+# itself: 32 a thread.
+TILE = 4096
+
+
+@triton.jit
+def _tile(col, C, H: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The streams, the columns of the tile from `col` on, and which of them are channels."""
+    streams = tl.arange(0, H)[:, None].to(tl.int64)
+    cols = col + tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
+    return streams, cols, cols < C
+
+
+@triton.jit
+def _mhc_pre_kernel(
+    x_ptr, h_ptr, y_ptr, C,
+    HC: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    streams, cols, inside = _tile(tl.program_id(1).to(tl.int64) * BLOCK_N, C, H, BLOCK_N)
+    pre(x_ptr + token * HC * C, h_ptr + token * HC, y_ptr + token * C, streams, cols, inside, C, HC)
+
+
+@triton.jit
+def _mhc_pre_backward_kernel(
+    dy_ptr, x_ptr, h_ptr, dx_ptr, dh_ptr, C,
+    HC: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    dy_ptr += token * C
+    x_ptr += token * HC * C
+    h_ptr += token * HC
+    if dx_ptr is not None:
+        dx_ptr += token * HC * C
+    dh = tl.zeros((H, 1), tl.float32)
+    for col in range(0, C, BLOCK_N):
+        streams, cols, inside = _tile(col, C, H, BLOCK_N)
+        dh = pre_backward(
+            dy_ptr, x_ptr, h_ptr, dx_ptr, dh, streams, cols, inside, C, HC, dh_ptr is not None
+        )
+    if dh_ptr is not None:
+        streams = tl.arange(0, H)[:, None]
+        dh = dh.to(dh_ptr.dtype.element_ty)
+        tl.store(dh_ptr + token * HC + streams, dh, mask=streams < HC)
+
+
+@triton.jit
+def _mhc_post_res_kernel(
+    x_ptr, f_ptr, h_post_ptr, h_res_ptr, y_ptr, C,
+    HC: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    streams, cols, inside = _tile(tl.program_id(1).to(tl.int64) * BLOCK_N, C, H, BLOCK_N)
+    post_res(
+        x_ptr + token * HC * C, f_ptr + token * C, h_post_ptr + token * HC,
+        h_res_ptr + token * (HC * HC), y_ptr + token * HC * C, streams, cols, inside, C, HC,
+    )  # fmt: skip
+
+
+@triton.jit
+def _mhc_post_res_backward_kernel(
+    dy_ptr, x_ptr, f_ptr, h_post_ptr, h_res_ptr, dx_ptr, df_ptr, dh_post_ptr, dh_res_ptr, C,
+    HC: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    if dx_ptr is not None:
+        dx_ptr += token * HC * C
+    if df_ptr is not None:
+        df_ptr += token * C
+    if dh_post_ptr is not None:
+        dh_post_ptr += token * HC
+    if dh_res_ptr is not None:
+        dh_res_ptr += token * (HC * HC)
+    WEIGHTS: tl.constexpr = (dh_post_ptr is not None) or (dh_res_ptr is not None)
+    dh_post = tl.zeros((H, 1), tl.float32)
+    dh_res = tl.zeros((H, H), tl.float32)
+    for col in range(0, C, BLOCK_N):
+        streams, cols, inside = _tile(col, C, H, BLOCK_N)
+        dh_post, dh_res = post_res_backward(
+            dy_ptr + token * HC * C, x_ptr + token * HC * C, f_ptr + token * C,
+            h_post_ptr + token * HC, h_res_ptr + token * (HC * HC), dx_ptr, df_ptr,
+            dh_post, dh_res, streams, cols, inside, C, HC, H, WEIGHTS,
+        )  # fmt: skip
+    store_sums(dh_post, dh_res, dh_post_ptr, dh_res_ptr, HC, H)
+
+
+def _tiles(x: Tensor, plan: Tile | None) -> dict[str, int]:
+    hc, C = x.shape[1:]
+    H = next_power_of_2(hc)
+    BLOCK_N = plan.BLOCK_N if plan else max(16, min(TILE // H, next_power_of_2(C)))
+    return {"HC": hc, "H": H, "BLOCK_N": BLOCK_N, "num_warps": max(1, min(4, H * BLOCK_N // 1024))}
+
+
+@library.kernel("mhc_pre", "cuda")
+def mhc_pre(call: Any, y: Tensor, plan: Tile | None) -> None:
+    x = streams_of(call.x)
+    M, _, C = x.shape
+    tile = _tiles(x, plan)
+    grid = (M, cdiv(C, tile["BLOCK_N"]))
+    launch(_mhc_pre_kernel, grid, x, x, call.h_pre.contiguous(), y, C, **tile)
+
+
+@library.kernel("mhc_pre_backward", "cuda")
+def mhc_pre_backward(
+    call: Any, dx: Tensor | None, dh_pre: Tensor | None, plan: Tile | None
+) -> None:
+    dy, x, h_pre = call.dy.contiguous(), streams_of(call.x), call.h_pre.contiguous()
+    M, _, C = x.shape
+    tensors = (dy, x, h_pre, dx, dh_pre)
+    launch(_mhc_pre_backward_kernel, (M,), x, *tensors, C, **_tiles(x, plan))
+
+
+@library.kernel("mhc_post_res", "cuda")
+def mhc_post_res(call: Any, y: Tensor, plan: Tile | None) -> None:
+    x = streams_of(call.x)
+    M, _, C = x.shape
+    others = map(contiguous, (call.f_out, call.h_post, call.h_res))
+    tile = _tiles(x, plan)
+    grid = (M, cdiv(C, tile["BLOCK_N"]))
+    launch(_mhc_post_res_kernel, grid, x, x, *others, y, C, **tile)
+
+
+@library.kernel("mhc_post_res_backward", "cuda")
+def mhc_post_res_backward(
+    call: Any, dx: Tensor | None, df_out: Tensor | None,
+    dh_post: Tensor | None, dh_res: Tensor | None, plan: Tile | None,
+) -> None:  # fmt: skip
+    x = streams_of(call.x)
+    M, _, C = x.shape
+    others = map(contiguous, (call.f_out, call.h_post, call.h_res))
+    tensors = (call.dy.contiguous(), x, *others, dx, df_out, dh_post, dh_res)
+    launch(_mhc_post_res_backward_kernel, (M,), x, *tensors, C, **_tiles(x, plan))

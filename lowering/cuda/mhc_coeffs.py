@@ -1,7 +1,0 @@
-"""mhc_coeffs: cuBLAS's products between kernels."""
-
-from ...ops.mhc_coeffs import MOST_STREAMS
-from ..mhc_coeffs import register
-from . import mhc_coeffs_kernels
-
-register("cuda", mhc_coeffs_kernels, MOST_STREAMS)

@@ -1,0 +1,1 @@
+"""Triton kernels: rms_norm with a gate."""

@@ -1,0 +1,48 @@
+"""Kernels of norms with a modulation, and of norms of each sample by itself: what they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ...common.norms.modulation import Modulation
+from ...common.triton_math import modulated
+
+
+def constants_of(modulation: Modulation) -> dict[str, Any]:
+    """The constants and options of a forward kernel.
+
+    The compiler would make one operation, which rounds once, of the product that is rounded to
+    bfloat16 or float16 and the sum with shift.
+    """
+    constants: dict[str, Any] = {"ROUNDS": modulation.rounds}
+    if modulation.rounds and modulation.shift is not None:
+        constants["enable_fp_fusion"] = False
+    return constants
+
+
+@triton.jit
+def modulated_row(
+    y, modulation, sample, cols, mask,
+    dtype: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """y * (1 + scale) + shift with the rows `sample` of scale and shift."""
+    scale_ptr, shift_ptr, stride_scale, stride_shift = modulation
+    scale = tl.load(scale_ptr + sample * stride_scale + cols, mask=mask, other=0.0)
+    shift = None
+    if shift_ptr is not None:
+        shift = tl.load(shift_ptr + sample * stride_shift + cols, mask=mask, other=0.0)
+    return modulated(y, scale, shift, dtype, ROUNDS)
+
+
+@triton.jit
+def own_sample(samples, M):
+    """The program's index in the grid; its index among the programs of its sample and their number;
+    and the first of the M rows of the sample. There is one sample if `samples` is None."""
+    part = tl.program_id(0).to(tl.int64)
+    if samples is not None:
+        return part, part // samples, tl.num_programs(0) // samples, part % samples * M
+    else:
+        return part, part, tl.num_programs(0), part * 0

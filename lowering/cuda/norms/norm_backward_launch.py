@@ -1,0 +1,28 @@
+"""The launch of the backward of rms_norm and layer_norm by the algorithm of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..launch import Plan, WholeRow
+from .norm_backward import NormBackward
+from .norm_backward_two_kernel import TwoKernel, launch_two_kernels, plan_two_kernels
+from .norm_backward_two_pass import TwoPassBackward, launch_two_pass_backward
+
+
+def launch_backward(
+    norm: NormBackward, plan: Plan | None, planned: Callable[[], Plan],
+    launch_whole_rows: Callable[[WholeRow, NormBackward], None],
+) -> None:  # fmt: skip
+    """Launch by `plan`, or else by what `planned` returns. Only the two kernels know a modulation
+    of each row."""
+    if norm.token is not None and not isinstance(plan, TwoKernel):
+        plan = plan_two_kernels(norm.x)
+    plan = plan or planned()
+    if isinstance(plan, WholeRow):
+        launch_whole_rows(plan, norm)
+    elif isinstance(plan, TwoPassBackward):
+        launch_two_pass_backward(plan, norm)
+    else:
+        assert isinstance(plan, TwoKernel)
+        launch_two_kernels(plan, norm)

@@ -1,0 +1,1 @@
+"""Triton kernels: softmax and sparsemax."""

@@ -1,0 +1,1 @@
+"""Triton-Ascend kernels: gated activations."""

@@ -1,0 +1,330 @@
+"""neighborhood_attention: a program takes tiles in turn. A tile is a run of queries of one row and
+residue class, and walks the runs of keys that their windows cover; or a run of keys, and walks the
+runs of queries that attend to them. The products are the cube core's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import library
+from ...common.attention.neighborhood_attention import (
+    Problem,
+    new_delta,
+    optional_plane,
+    plane,
+    strides,
+)
+from ...common.attention.neighborhood_math import keys_of, keys_of_tile, queries_of_tile
+from ...common.sizes import next_power_of_2
+from ..tile import remaining
+from ..tiling import UB_SHARE, Plan, launch, ub_bytes, vector_cores
+
+# Added to scores outside the windows. exp of a score below it is 0 in float32, as of -inf, but the
+# difference of two of these is not NaN.
+FAR = tl.constexpr(-1e30)
+
+# Bytes of the Unified Buffer for each element of a run's rows and of its scores. The planners of
+# ascendnpu-ir 1.0.0, 1.1.0 and 1.2.0 take at most 83% of 196608 bytes for every run that this and
+# the longest runs below allow. With 64 queries the gradient of queries takes up to 99%.
+COST = 20.0
+LONGEST_RUN = 64
+LONGEST_RUN_OF_QUERY_GRADIENT = 32
+
+
+@triton.jit
+def _row_of_tile(tile, heads, Y, X, dilation_y, dilation_x, tiles_x, BLOCK: tl.constexpr):
+    first = tile % tiles_x * BLOCK
+    tile = tile // tiles_x
+    class_x = tile % dilation_x
+    tile = tile // dilation_x
+    row = tile % Y
+    tile = tile // Y
+    n_y = (Y - 1 - row % dilation_y) // dilation_y + 1
+    n_x = (X - 1 - class_x) // dilation_x + 1
+    head = (tile % heads).to(tl.int64)
+    batch = (tile // heads).to(tl.int64)
+    return batch, head, row, class_x, n_y, n_x, first
+
+
+@triton.jit
+def _offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    rows = tl.arange(0, BLOCK)[:, None]
+    if WIDE:
+        rows = rows.to(tl.int64)
+    return rows * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def _mask(count, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    return (tl.arange(0, BLOCK)[:, None] < count) & (tl.arange(0, BLOCK_D)[None, :] < D)
+
+
+@triton.jit
+def _seen(key, first, end):
+    """1.0 where key is from first to end, else 0.0; int32 comparisons would run as a scalar loop on
+    CANN 8.5."""
+    from_first = tl.minimum(tl.maximum(key - first + 1, 0), 1)
+    to_end = tl.minimum(tl.maximum(end - key, 0), 1)
+    return (from_first * to_end).to(tl.float32)
+
+
+@triton.jit
+def _neighborhood_forward_kernel(
+    q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr,
+    heads, group, Y, X, D, dilation_y, dilation_x, left_y, right_y, left_x, right_x,
+    q_b, q_h, q_y, q_x, k_b, k_h, k_y, k_x, v_b, v_h, v_y, v_x, y_b, y_h, y_y, y_x,
+    tiles, tiles_x, scale,
+    SHIFTED_Y: tl.constexpr, SHIFTED_X: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # BLOCK_M queries or keys, and BLOCK_N columns.
+    run = tl.arange(0, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        batch, head, row, class_x, n_y, n_x, first = _row_of_tile(
+            tile, heads, Y, X, dilation_y, dilation_x, tiles_x, BLOCK_M
+        )
+        class_y = row % dilation_y
+        count = remaining(n_x, first, BLOCK_M)
+        at = (class_x + first * dilation_x).to(tl.int64)
+        key_head = head // group
+        q_at = batch * q_b + head * q_h + row.to(tl.int64) * q_y + at * q_x
+        q_offsets = _offsets(q_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        mask = _mask(count, D, BLOCK_M, BLOCK_N)
+        q = tl.load(q_ptr + q_at + q_offsets, mask=mask, other=0.0)
+        low_y, high_y = keys_of(row // dilation_y, n_y, left_y, right_y, SHIFTED_Y)
+        low_x, high_x = keys_of_tile(first, n_x, left_x, right_x, BLOCK_M, SHIFTED_X)
+        start, end = keys_of(first + run, n_x, left_x, right_x, SHIFTED_X)
+        turns_x = tl.cdiv(tl.maximum(high_x - low_x, 0), BLOCK_M)
+        maximum = tl.full((BLOCK_M,), FAR, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        mixed = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        k_offsets = _offsets(k_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        v_offsets = _offsets(v_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        for turn in tl.range(0, (high_y - low_y) * turns_x):
+            key_y = (class_y + (low_y + turn // turns_x) * dilation_y).to(tl.int64)
+            key_first = low_x + turn % turns_x * BLOCK_M
+            key_x = (class_x + key_first * dilation_x).to(tl.int64)
+            key_mask = _mask(remaining(high_x, key_first, BLOCK_M), D, BLOCK_M, BLOCK_N)
+            k_at = batch * k_b + key_head * k_h + key_y * k_y + key_x * k_x
+            v_at = batch * v_b + key_head * v_h + key_y * v_y + key_x * v_x
+            k = tl.load(k_ptr + k_at + k_offsets, mask=key_mask, other=0.0)
+            v = tl.load(v_ptr + v_at + v_offsets, mask=key_mask, other=0.0)
+            seen = _seen((key_first + run)[None, :], start[:, None], end[:, None])
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = score * seen - (1.0 - seen) * -FAR
+            higher = tl.maximum(maximum, tl.max(score, 1))
+            p = tl.exp(score - higher[:, None]) * seen
+            decay = tl.exp(maximum - higher)
+            total = total * decay + tl.sum(p, 1)
+            product = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            mixed = mixed * decay[:, None] + product
+            maximum = higher
+        # A query behind the last may have no keys.
+        total = tl.maximum(total, 1e-30)
+        y = (mixed / total[:, None]).to(y_ptr.dtype.element_ty)
+        y_at = batch * y_b + head * y_h + row.to(tl.int64) * y_y + at * y_x
+        y_offsets = _offsets(y_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        tl.store(y_ptr + y_at + y_offsets, y, mask=mask)
+        lse_at = ((batch * heads + head) * Y + row) * X + at
+        tl.store(lse_ptr + lse_at + run * dilation_x, maximum + tl.log(total), mask=run < count)
+
+
+@triton.jit
+def _neighborhood_query_gradient_kernel(
+    dy_ptr, dlse_ptr, q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, dq_ptr, delta_ptr,
+    heads, group, Y, X, D, dilation_y, dilation_x, left_y, right_y, left_x, right_x,
+    dy_b, dy_h, dy_y, dy_x, q_b, q_h, q_y, q_x, k_b, k_h, k_y, k_x, v_b, v_h, v_y, v_x,
+    y_b, y_h, y_y, y_x, dq_b, dq_h, dq_y, dq_x,
+    tiles, tiles_x, scale,
+    SHIFTED_Y: tl.constexpr, SHIFTED_X: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # delta_i = dy_i . y_i - dlse_i is stored for the gradients of key and value.
+    run = tl.arange(0, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        batch, head, row, class_x, n_y, n_x, first = _row_of_tile(
+            tile, heads, Y, X, dilation_y, dilation_x, tiles_x, BLOCK_M
+        )
+        count = remaining(n_x, first, BLOCK_M)
+        at = (class_x + first * dilation_x).to(tl.int64)
+        at_y = row.to(tl.int64)
+        mask = _mask(count, D, BLOCK_M, BLOCK_N)
+        dy_offsets = _offsets(dy_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        dy_at = batch * dy_b + head * dy_h + at_y * dy_y + at * dy_x
+        dy = tl.load(dy_ptr + dy_at + dy_offsets, mask=mask, other=0.0)
+        y_offsets = _offsets(y_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        y_at = batch * y_b + head * y_h + at_y * y_y + at * y_x
+        y = tl.load(y_ptr + y_at + y_offsets, mask=mask, other=0.0)
+        lse_at = ((batch * heads + head) * Y + row) * X + at
+        lse_offsets = run * dilation_x
+        dlse = tl.load(dlse_ptr + lse_at + lse_offsets, mask=run < count, other=0.0)
+        delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1) - dlse.to(tl.float32)
+        tl.store(delta_ptr + lse_at + lse_offsets, delta, mask=run < count)
+        if dq_ptr is not None:
+            class_y = row % dilation_y
+            key_head = head // group
+            q_offsets = _offsets(q_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+            q_at = batch * q_b + head * q_h + at_y * q_y + at * q_x
+            q = tl.load(q_ptr + q_at + q_offsets, mask=mask, other=0.0)
+            lse = tl.load(lse_ptr + lse_at + lse_offsets, mask=run < count, other=0.0)
+            low_y, high_y = keys_of(row // dilation_y, n_y, left_y, right_y, SHIFTED_Y)
+            low_x, high_x = keys_of_tile(first, n_x, left_x, right_x, BLOCK_M, SHIFTED_X)
+            start, end = keys_of(first + run, n_x, left_x, right_x, SHIFTED_X)
+            turns_x = tl.cdiv(tl.maximum(high_x - low_x, 0), BLOCK_M)
+            dq = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            k_offsets = _offsets(k_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+            v_offsets = _offsets(v_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+            for turn in tl.range(0, (high_y - low_y) * turns_x):
+                key_y = (class_y + (low_y + turn // turns_x) * dilation_y).to(tl.int64)
+                key_first = low_x + turn % turns_x * BLOCK_M
+                key_x = (class_x + key_first * dilation_x).to(tl.int64)
+                key_mask = _mask(remaining(high_x, key_first, BLOCK_M), D, BLOCK_M, BLOCK_N)
+                k_at = batch * k_b + key_head * k_h + key_y * k_y + key_x * k_x
+                v_at = batch * v_b + key_head * v_h + key_y * v_y + key_x * v_x
+                k = tl.load(k_ptr + k_at + k_offsets, mask=key_mask, other=0.0)
+                v = tl.load(v_ptr + v_at + v_offsets, mask=key_mask, other=0.0)
+                seen = _seen((key_first + run)[None, :], start[:, None], end[:, None])
+                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                p = tl.exp(score * seen - (1.0 - seen) * -FAR - lse[:, None])
+                dp = tl.dot(dy.to(v.dtype), tl.trans(v), input_precision="ieee")
+                ds = p * (dp - delta[:, None]) * seen
+                dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
+            dq_offsets = _offsets(dq_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+            dq_at = batch * dq_b + head * dq_h + at_y * dq_y + at * dq_x
+            value = (dq * scale).to(dq_ptr.dtype.element_ty)
+            tl.store(dq_ptr + dq_at + dq_offsets, value, mask=mask)
+
+
+@triton.jit
+def _neighborhood_key_gradient_kernel(
+    dy_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    heads, group, Y, X, D, dilation_y, dilation_x, left_y, right_y, left_x, right_x,
+    dy_b, dy_h, dy_y, dy_x, q_b, q_h, q_y, q_x, k_b, k_h, k_y, k_x, v_b, v_h, v_y, v_x,
+    dk_b, dk_h, dk_y, dk_x, dv_b, dv_h, dv_y, dv_x,
+    tiles, tiles_x, scale,
+    SHIFTED_Y: tl.constexpr, SHIFTED_X: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    run = tl.arange(0, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        batch, key_head, row, class_x, n_y, n_x, first = _row_of_tile(
+            tile, heads // group, Y, X, dilation_y, dilation_x, tiles_x, BLOCK_M
+        )
+        class_y = row % dilation_y
+        at = (class_x + first * dilation_x).to(tl.int64)
+        at_y = row.to(tl.int64)
+        mask = _mask(remaining(n_x, first, BLOCK_M), D, BLOCK_M, BLOCK_N)
+        k_offsets = _offsets(k_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        k_at = batch * k_b + key_head * k_h + at_y * k_y + at * k_x
+        k = tl.load(k_ptr + k_at + k_offsets, mask=mask, other=0.0)
+        v_offsets = _offsets(v_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        v_at = batch * v_b + key_head * v_h + at_y * v_y + at * v_x
+        v = tl.load(v_ptr + v_at + v_offsets, mask=mask, other=0.0)
+        low_y, high_y = queries_of_tile(row // dilation_y, n_y, left_y, right_y, 1, SHIFTED_Y)
+        low_x, high_x = queries_of_tile(first, n_x, left_x, right_x, BLOCK_M, SHIFTED_X)
+        turns_x = tl.cdiv(tl.maximum(high_x - low_x, 0), BLOCK_M)
+        turns = (high_y - low_y) * turns_x
+        dk = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        dv = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        q_offsets = _offsets(q_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        dy_offsets = _offsets(dy_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+        # All heads of query that share the head of key, each with all runs of its queries.
+        for turn in tl.range(0, turns * group):
+            head = key_head * group + turn // turns
+            step = turn % turns
+            from_y = (class_y + (low_y + step // turns_x) * dilation_y).to(tl.int64)
+            query_first = low_x + step % turns_x * BLOCK_M
+            from_x = (class_x + query_first * dilation_x).to(tl.int64)
+            count = remaining(high_x, query_first, BLOCK_M)
+            query_mask = _mask(count, D, BLOCK_M, BLOCK_N)
+            q_at = batch * q_b + head * q_h + from_y * q_y + from_x * q_x
+            q = tl.load(q_ptr + q_at + q_offsets, mask=query_mask, other=0.0)
+            dy_at = batch * dy_b + head * dy_h + from_y * dy_y + from_x * dy_x
+            dy = tl.load(dy_ptr + dy_at + dy_offsets, mask=query_mask, other=0.0)
+            dy = dy.to(v.dtype)
+            lse_at = ((batch * heads + head) * Y + from_y) * X + from_x
+            lse_offsets = run * dilation_x
+            lse = tl.load(lse_ptr + lse_at + lse_offsets, mask=run < count, other=0.0)
+            start, end = keys_of(query_first + run, n_x, left_x, right_x, SHIFTED_X)
+            # A query behind the last that is loaded sees no key.
+            end = tl.minimum(end, (count - run) * (n_x + 1))
+            seen = _seen((first + run)[:, None], start[None, :], end[None, :])
+            score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+            p = tl.exp(score * seen - (1.0 - seen) * -FAR - lse[None, :]) * seen
+            if dv_ptr is not None:
+                dv += tl.dot(p.to(dy.dtype), dy, input_precision="ieee")
+            if dk_ptr is not None:
+                delta = tl.load(delta_ptr + lse_at + lse_offsets, mask=run < count, other=0.0)
+                dp = tl.dot(v, tl.trans(dy), input_precision="ieee")
+                ds = p * (dp - delta[None, :])
+                dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
+        if dk_ptr is not None:
+            dk_offsets = _offsets(dk_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+            dk_at = batch * dk_b + key_head * dk_h + at_y * dk_y + at * dk_x
+            value = (dk * scale).to(dk_ptr.dtype.element_ty)
+            tl.store(dk_ptr + dk_at + dk_offsets, value, mask=mask)
+        if dv_ptr is not None:
+            dv_offsets = _offsets(dv_x * dilation_x, BLOCK_M, BLOCK_N, WIDE)
+            dv_at = batch * dv_b + key_head * dv_h + at_y * dv_y + at * dv_x
+            tl.store(dv_ptr + dv_at + dv_offsets, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+def plan_runs(problem: Problem, longest: int = LONGEST_RUN) -> Plan:
+    """The longest run, but at least 16 positions, whose rows and scores fit the buffer."""
+    BLOCK_N = next_power_of_2(max(16, problem.D))
+    # Rows that are apart take several times the buffer: with 64 the gradient of keys needs 203%.
+    run = 16 if problem.x.dilation > 1 else longest
+    while run > 16 and run * (BLOCK_N + run) * COST > ub_bytes() * UB_SHARE:
+        run //= 2
+    return Plan(run, BLOCK_N, vector_cores())
+
+
+def _launch(
+    kernel: Any, problem: Problem, heads: int, tensors: tuple[Tensor | None, ...],
+    strided: tuple[Tensor | None, ...], plan: Plan,
+) -> None:  # fmt: skip
+    tiles_x = problem.tiles(plan.BLOCK_M, problem.x, problem.X)
+    tiles = problem.batch * heads * problem.Y * problem.x.dilation * tiles_x
+    first, *others = tensors
+    assert first is not None
+    # Offsets within a tile are int32 unless positions are too far apart.
+    furthest = max(strides(x)[3] for x in strided) * problem.x.dilation * plan.BLOCK_M
+    launch(
+        kernel, plan, tiles, first, *others,
+        *problem.arguments, *(stride for x in strided for stride in strides(x)),
+        tiles, tiles_x, problem.scale,
+        **problem.constants, WIDE=furthest >= 2**31,
+    )  # fmt: skip
+
+
+@library.kernel("neighborhood_attention_forward", "npu")
+def neighborhood_attention_forward(call, y, lse, plan):
+    problem = Problem.of(call)
+    strided = (plane(call.query), plane(call.key), plane(call.value), plane(y))
+    plan = plan or plan_runs(problem)
+    _launch(_neighborhood_forward_kernel, problem, problem.heads, (*strided, lse), strided, plan)
+
+
+@library.kernel("neighborhood_attention_backward", "npu")
+def neighborhood_attention_backward(call, dquery, dkey, dvalue, plan):
+    problem = Problem.of(call)
+    dy, query, key, value, y = map(plane, (call.dy, call.query, call.key, call.value, call.y))
+    dlse, lse = call.dlse.contiguous(), call.lse.contiguous()
+    dq, dk, dv = map(optional_plane, (dquery, dkey, dvalue))
+    delta = new_delta(lse)
+    if dq is not None or dk is not None:
+        strided = (dy, query, key, value, y, dq)
+        tensors = (dy, dlse, query, key, value, y, lse, dq, delta)
+        runs = plan or plan_runs(problem, LONGEST_RUN_OF_QUERY_GRADIENT)
+        _launch(_neighborhood_query_gradient_kernel, problem, problem.heads, tensors, strided, runs)
+    if dk is not None or dv is not None:
+        strided = (dy, query, key, value, dk, dv)
+        tensors = (dy, query, key, value, lse, delta, dk, dv)
+        runs = plan or plan_runs(problem)
+        _launch(
+            _neighborhood_key_gradient_kernel, problem, problem.key_heads, tensors, strided, runs
+        )

@@ -1,0 +1,1 @@
+"""Triton-Ascend kernels: losses of hidden states and a head."""

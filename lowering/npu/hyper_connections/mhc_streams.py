@@ -1,0 +1,167 @@
+"""mhc_pre and mhc_post_res. Each core takes some of M tokens, and goes over their C channels in
+tiles, which have all streams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import library
+from ...common.hyper_connections.mhc_streams_math import (
+    post_res,
+    post_res_backward,
+    pre,
+    pre_backward,
+    store_sums,
+)
+from ...common.sizes import next_power_of_2
+from ...common.tensors import contiguous, streams_of
+from .. import tiling
+from ..tile import remaining
+from ..tiling import COSTS, Cost, Plan, launch
+
+COSTS.update(
+    {
+        # 4 x 1024: 29.3%.
+        "mhc_pre": Cost({}, {2: 40.0, 4: 40.0}),
+        # 4 x 1024: 41.9%.
+        "mhc_pre_backward": Cost({}, {2: 40.0, 4: 40.0}),
+        # 4 x 1024: 43.9%.
+        "mhc_post_res": Cost({}, {2: 40.0, 4: 40.0}),
+        # 4 x 512: 47.0%. 64 x 32: 73.7%, with a matrix of 64 x 64 beside the tiles.
+        "mhc_post_res_backward": Cost({}, {2: 60.0, 4: 60.0}),
+    }
+)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _mhc_pre_kernel(
+    x_ptr, h_ptr, y_ptr, M, C,
+    HC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    streams, cols = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    for token in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
+        for col in tl.range(0, C, BLOCK_N):
+            inside = cols < remaining(C, col, BLOCK_N)
+            pre(
+                x_ptr + token * HC * C + col, h_ptr + token * HC, y_ptr + token * C + col,
+                streams, cols, inside, C, HC,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _mhc_pre_backward_kernel(
+    dy_ptr, x_ptr, h_ptr, dx_ptr, dh_ptr, M, C,
+    HC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    streams, cols = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    for token in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
+        dh = tl.zeros((BLOCK_M, 1), tl.float32)
+        for col in tl.range(0, C, BLOCK_N):
+            inside = cols < remaining(C, col, BLOCK_N)
+            dx = None
+            if dx_ptr is not None:
+                dx = dx_ptr + token * HC * C + col
+            dh = pre_backward(
+                dy_ptr + token * C + col, x_ptr + token * HC * C + col, h_ptr + token * HC, dx,
+                dh, streams, cols, inside, C, HC, dh_ptr is not None,
+            )  # fmt: skip
+        if dh_ptr is not None:
+            dh = dh.to(dh_ptr.dtype.element_ty)
+            tl.store(dh_ptr + token * HC + streams, dh, mask=streams < HC)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _mhc_post_res_kernel(
+    x_ptr, f_ptr, h_post_ptr, h_res_ptr, y_ptr, M, C,
+    HC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    streams, cols = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    for token in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
+        for col in tl.range(0, C, BLOCK_N):
+            inside = cols < remaining(C, col, BLOCK_N)
+            start = token * HC * C + col
+            post_res(
+                x_ptr + start, f_ptr + token * C + col, h_post_ptr + token * HC,
+                h_res_ptr + token * (HC * HC), y_ptr + start, streams, cols, inside, C, HC,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _mhc_post_res_backward_kernel(
+    dy_ptr, x_ptr, f_ptr, h_post_ptr, h_res_ptr, dx_ptr, df_ptr, dh_post_ptr, dh_res_ptr, M, C,
+    HC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    WEIGHTS: tl.constexpr = (dh_post_ptr is not None) or (dh_res_ptr is not None)
+    streams, cols = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    for token in tl.range(tl.program_id(0).to(tl.int64), M, tl.num_programs(0)):
+        dh_post = tl.zeros((BLOCK_M, 1), tl.float32)
+        dh_res = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
+        for col in tl.range(0, C, BLOCK_N):
+            inside = cols < remaining(C, col, BLOCK_N)
+            start = token * HC * C + col
+            dx, df = None, None
+            if dx_ptr is not None:
+                dx = dx_ptr + start
+            if df_ptr is not None:
+                df = df_ptr + token * C + col
+            dh_post, dh_res = post_res_backward(
+                dy_ptr + start, x_ptr + start, f_ptr + token * C + col, h_post_ptr + token * HC,
+                h_res_ptr + token * (HC * HC), dx, df, dh_post, dh_res,
+                streams, cols, inside, C, HC, BLOCK_M, WEIGHTS,
+            )  # fmt: skip
+        dh_post_at, dh_res_at = None, None
+        if dh_post_ptr is not None:
+            dh_post_at = dh_post_ptr + token * HC
+        if dh_res_ptr is not None:
+            dh_res_at = dh_res_ptr + token * (HC * HC)
+        store_sums(dh_post, dh_res, dh_post_at, dh_res_at, HC, BLOCK_M)
+
+
+def _launch(
+    op: str, kernel: Any, x: Tensor, plan: Plan | None, *tensors: Tensor | None
+) -> None:  # fmt: skip
+    M, hc, C = x.shape
+    H = next_power_of_2(hc)
+    if plan is None:
+        elements = tiling.tile_elements(COSTS[op].wide[4], tiling.ub_bytes())
+        width = tiling.chunk(C, max(tiling.MIN_BLOCK_N, elements // H))
+        plan = Plan(H, width, tiling.vector_cores())
+    launch(kernel, replace(plan, BLOCK_M=H), M, *tensors, M, C, HC=hc)
+
+
+@library.kernel("mhc_pre", "npu")
+def mhc_pre(call: Any, y: Tensor, plan: Plan | None) -> None:
+    x = streams_of(call.x)
+    _launch("mhc_pre", _mhc_pre_kernel, x, plan, x, call.h_pre.contiguous(), y)
+
+
+@library.kernel("mhc_pre_backward", "npu")
+def mhc_pre_backward(
+    call: Any, dx: Tensor | None, dh_pre: Tensor | None, plan: Plan | None
+) -> None:
+    dy, x, h_pre = call.dy.contiguous(), streams_of(call.x), call.h_pre.contiguous()
+    op, kernel = "mhc_pre_backward", _mhc_pre_backward_kernel
+    _launch(op, kernel, x, plan, dy, x, h_pre, dx, dh_pre)
+
+
+@library.kernel("mhc_post_res", "npu")
+def mhc_post_res(call: Any, y: Tensor, plan: Plan | None) -> None:
+    x = streams_of(call.x)
+    others = map(contiguous, (call.f_out, call.h_post, call.h_res))
+    _launch("mhc_post_res", _mhc_post_res_kernel, x, plan, x, *others, y)
+
+
+@library.kernel("mhc_post_res_backward", "npu")
+def mhc_post_res_backward(
+    call: Any, dx: Tensor | None, df_out: Tensor | None,
+    dh_post: Tensor | None, dh_res: Tensor | None, plan: Plan | None,
+) -> None:  # fmt: skip
+    x = streams_of(call.x)
+    others = map(contiguous, (call.f_out, call.h_post, call.h_res))
+    tensors = (call.dy.contiguous(), x, *others, dx, df_out, dh_post, dh_res)
+    _launch("mhc_post_res_backward", _mhc_post_res_backward_kernel, x, plan, *tensors)

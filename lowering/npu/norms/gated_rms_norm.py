@@ -1,0 +1,206 @@
+"""gated_rms_norm. Each of `groups` groups of N columns is a norm of M rows by itself.
+
+A program owns a group and a split: every splits-th tile of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import library
+from ...common.norms.gated_norm_math import (
+    gate_factor,
+    gated_norm_gradients,
+    gated_norm_result,
+    gated_norm_terms,
+)
+from ...common.sizes import cdiv
+from ...common.tensors import contiguous
+from .. import tiling
+from ..partial_sums import partial_sums, summed
+from ..tile import load, remaining, within
+from ..tiling import COSTS, Cost, Plan, launch
+from .gated_rms_norm_wide_backward import launch_wide_backward
+
+COSTS.update(
+    {
+        # whole (1, 4096): 87.6% | 70.9%. wide (1, 2048): 68.8% | 56.3%.
+        "gated_rms_norm": Cost({2: 43.1, 4: 43.1}, {2: 60.1, 4: 60.1}),
+        # whole (1, 1024): 48.0% | 48.0%. wide, the statistics, (1, 2048): 58.5% | 58.5%.
+        "gated_rms_norm_backward": Cost({2: 86.1, 4: 86.1}, {2: 86.1, 4: 86.1}),
+    }
+)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def _gated_rms_norm_kernel(
+    x_ptr, gate_ptr, weight_ptr, y_ptr, M, N, groups, splits, eps,
+    NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, CASTING_MODE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * (N * groups) + cols
+    for item in tl.range(tl.program_id(0).to(tl.int64), groups * splits, tl.num_programs(0)):
+        first = item // splits * N
+        weight = None
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + first + cols, mask=cols < N, other=0.0)
+        for tile in tl.range(item % splits, tl.cdiv(M, BLOCK_M), splits):
+            row = tile * BLOCK_M
+            start = row * N * groups + first
+            mask = (rows < remaining(M, row, BLOCK_M)) & (cols < N)
+            s = load(x_ptr + start, offsets, mask)
+            gate = load(gate_ptr + start, offsets, mask)
+            if not NORM_FIRST:
+                s *= gate_factor(gate, ACTIVATION)
+            rstd = tl.rsqrt(tl.sum(s * s, axis=1)[:, None] / N + eps)
+            y = gated_norm_result(
+                s, rstd, weight, gate, dtype, NORM_FIRST, ACTIVATION, CASTING_MODE
+            )
+            tl.store(y_ptr + start + offsets, y.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def _gated_rms_norm_wide_kernel(
+    x_ptr, gate_ptr, weight_ptr, y_ptr, M, N, groups, splits, eps,
+    NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, CASTING_MODE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # The second pass finds the row in the L2 cache.
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * (N * groups) + cols
+    for item in tl.range(tl.program_id(0).to(tl.int64), groups * splits, tl.num_programs(0)):
+        first = item // splits * N
+        for tile in tl.range(item % splits, tl.cdiv(M, BLOCK_M), splits):
+            row = tile * BLOCK_M
+            row_mask = rows < remaining(M, row, BLOCK_M)
+            start = row * N * groups + first
+            squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for col in tl.range(0, N, BLOCK_N):
+                mask = row_mask & (cols < remaining(N, col, BLOCK_N))
+                s = load(x_ptr + start + col, offsets, mask)
+                if not NORM_FIRST:
+                    s *= gate_factor(load(gate_ptr + start + col, offsets, mask), ACTIVATION)
+                squares += s * s
+            rstd = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / N + eps)
+            for col in tl.range(0, N, BLOCK_N):
+                col_mask = cols < remaining(N, col, BLOCK_N)
+                mask = row_mask & col_mask
+                s = load(x_ptr + start + col, offsets, mask)
+                gate = load(gate_ptr + start + col, offsets, mask)
+                if not NORM_FIRST:
+                    s *= gate_factor(gate, ACTIVATION)
+                weight = None
+                if weight_ptr is not None:
+                    weight = tl.load(weight_ptr + first + col + cols, mask=col_mask, other=0.0)
+                y = gated_norm_result(
+                    s, rstd, weight, gate, dtype, NORM_FIRST, ACTIVATION, CASTING_MODE
+                )
+                tl.store(y_ptr + start + col + offsets, y.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def _gated_rms_norm_backward_kernel(
+    dy_ptr, x_ptr, gate_ptr, weight_ptr, dx_ptr, dgate_ptr, dweight_ptr, M, N, groups, splits, eps,
+    NORM_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    offsets = rows * (N * groups) + cols
+    for item in tl.range(tl.program_id(0).to(tl.int64), groups * splits, tl.num_programs(0)):
+        first = item // splits * N
+        weight = None
+        if weight_ptr is not None:
+            weight = load(weight_ptr + first, cols, cols < N)
+        if dweight_ptr is not None:
+            dweight = tl.zeros((1, BLOCK_N), tl.float32)
+        for tile in tl.range(item % splits, tl.cdiv(M, BLOCK_M), splits):
+            row = tile * BLOCK_M
+            start = row * N * groups + first
+            left = remaining(M, row, BLOCK_M)
+            mask = (rows < left) & (cols < N)
+            dy = load(dy_ptr + start, offsets, mask)
+            x = load(x_ptr + start, offsets, mask)
+            gate = load(gate_ptr + start, offsets, mask)
+            s, g = gated_norm_terms(dy, x, gate, weight, NORM_FIRST, ACTIVATION)
+            mean_square = tl.sum(s * s, axis=1)[:, None] / N
+            if BLOCK_M > 1:
+                # Rows past M are zeros, which eps = 0 would turn into 0 * inf in dweight.
+                mean_square += 1.0 - within(rows, left)
+            rstd = tl.rsqrt(mean_square + eps)
+            projection = tl.sum(g * s, axis=1)[:, None] / N * rstd
+            dx, dgate, product = gated_norm_gradients(
+                dy, x, gate, weight, rstd, projection, NORM_FIRST, ACTIVATION
+            )
+            if dweight_ptr is not None:
+                dweight += tl.sum(product, axis=0)[None, :]
+            if dx_ptr is not None:
+                tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if dgate_ptr is not None:
+                tl.store(
+                    dgate_ptr + start + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=mask
+                )
+        if dweight_ptr is not None:
+            sums = (item % splits) * N * groups + first
+            tl.store(dweight_ptr + sums + cols, dweight, mask=cols < N)
+
+
+def _sizes(call: Any, x: Tensor) -> tuple[int, int, int]:
+    """Rows, columns of a group, and groups."""
+    N = x.shape[1] if call.group_size is None else int(call.group_size)
+    return x.shape[0], N, x.shape[1] // N
+
+
+def _splits(plan: Plan, tiles: int, groups: int) -> int:
+    """As many parts of the rows as there are cores for each group."""
+    return max(1, min(tiles, plan.cores // groups))
+
+
+@library.kernel("gated_rms_norm", "npu")
+def gated_rms_norm(call: Any, y: Tensor, plan: Plan | None) -> None:
+    x, gate, weight = tiling.rows(call.x), tiling.rows(call.gate), contiguous(call.weight)
+    M, N, groups = _sizes(call, x)
+    plan = plan or tiling.plan("gated_rms_norm", N, x, gate)
+    splits = _splits(plan, cdiv(M, plan.BLOCK_M), groups)
+    launch(
+        _gated_rms_norm_kernel if plan.whole(N) else _gated_rms_norm_wide_kernel,
+        plan, groups * splits,
+        x, gate, weight, y,
+        M, N, groups, splits, call.eps,
+        NORM_FIRST=call.norm_before_gate, ACTIVATION=call.activation,
+        CASTING_MODE=call.casting_mode,
+    )  # fmt: skip
+
+
+@library.kernel("gated_rms_norm_backward", "npu")
+def gated_rms_norm_backward(
+    call: Any, dx: Tensor | None, dgate: Tensor | None, dweight: Tensor | None, plan: Plan | None
+) -> None:
+    inputs = (*map(tiling.rows, (call.dy, call.x, call.gate)), contiguous(call.weight))
+    dy, x, gate, _ = inputs
+    M, N, groups = _sizes(call, x)
+    forced = plan
+    plan = plan or tiling.plan("gated_rms_norm_backward", N, dy, x, gate)
+    constants = {"NORM_FIRST": call.norm_before_gate, "ACTIVATION": call.activation}
+    if not plan.whole(N):
+        sizes = (M, N, groups, call.eps)
+        launch_wide_backward(inputs, (dx, dgate, dweight), sizes, constants, plan, forced)
+        return
+    splits = _splits(plan, cdiv(M, plan.BLOCK_M), groups)
+    partial = partial_sums(dweight, splits)
+    launch(
+        _gated_rms_norm_backward_kernel, plan, groups * splits,
+        *inputs, dx, dgate, partial,
+        M, N, groups, splits, call.eps,
+        **constants,
+    )  # fmt: skip
+    summed(partial, dweight)

@@ -1,0 +1,203 @@
+"""group_norm. A group that fits a tile is read once; group_kept has the kernels for groups that fit
+the buffer in their own dtype, and group_pieces those for other groups. One group of channels with
+one position is a row of layer_norm.
+
+x is (groups, C_G, S): the channels of a group and their positions. A tile is (channels, positions)
+or, if S is 1, flat: (1, channels).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .... import library
+from ...common.tensors import contiguous
+from .. import tiling
+from ..partial_sums import partial_sums, summed
+from ..tile import load, within
+from ..tiling import COSTS, Cost, Kept, launch
+from . import group_pieces, group_resident, layer_norm
+
+COSTS.update(
+    {
+        # whole 4096 elements: 84.9% | 76.6%. wide (1, 4096): 75.1% | 75.1%.
+        # kept (64, 256) in pieces of 1024: 53.3% | 84.5%, (32, 1024) of 1024: 87.7%.
+        "group_norm": Cost(
+            {2: 41.0, 4: 37.0},
+            {2: 36.1, 4: 36.1},
+            kept=(Kept({2: 4.14, 4: 8.14}, {2: 38.4, 4: 34.3}),),
+        ),
+        # whole 4096 elements: 76.1% | 67.9%, flat 95.9% | overflow.
+        # wide (1, 2048): 85.6%, (1, 4096): overflow.
+        # kept (16, 512) in pieces of 1024: 62.2% | 98.6%, (64, 256) of 1024: 95.0% | overflow.
+        "group_norm_backward": Cost(
+            {2: 37.0, 4: 33.0},
+            {2: 82.3, 4: 82.3},
+            kept=(Kept({2: 8.2, 4: 16.2}, {2: 54.3, 4: 60.0}),),
+        ),
+    }
+)
+
+
+@triton.jit
+def _channel_sums(x, FLAT: tl.constexpr):
+    if FLAT:
+        return tl.sum(x, axis=0)[None, :]
+    else:
+        return tl.sum(x, axis=1)[:, None]
+
+
+@triton.jit
+def _group_sum(x):
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def _standardised(x, inside, length, eps, PADDED: tl.constexpr):
+    centred = x - _group_sum(x) / length
+    if PADDED:
+        centred = centred * inside
+    rstd = tl.rsqrt(_group_sum(centred * centred) / length + eps)
+    return centred * rstd, rstd
+
+
+@triton.jit
+def _tile(C_G, S, FLAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The channels of a group's tile, and its elements' offsets and mask, also as 1.0 and 0.0."""
+    channels = tl.arange(0, BLOCK_M)[:, None]
+    positions = tl.arange(0, BLOCK_N)[None, :]
+    if FLAT:
+        channels, positions = positions, channels
+    mask = (channels < C_G) & (positions < S)
+    return channels, channels * S + positions, mask, within(channels, C_G) * within(positions, S)
+
+
+@triton.jit(do_not_specialize=["batch", "splits"])
+def _group_norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, batch, G, C_G, S, length, splits, eps,
+    FLAT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    channels, offsets, mask, inside = _tile(C_G, S, FLAT, BLOCK_M, BLOCK_N)
+    # A work item is one group in every splits-th sample: its weight and bias are loaded only once.
+    program = tl.program_id(0).to(tl.int64)
+    for item in tl.range(program, G * splits, tl.num_programs(0)):
+        first = (item // splits) * C_G
+        if weight_ptr is not None:
+            weight = load(weight_ptr + first, channels, channels < C_G)
+        if bias_ptr is not None:
+            bias = load(bias_ptr + first, channels, channels < C_G)
+        for sample in tl.range(item % splits, batch, splits):
+            start = (sample * G * C_G + first) * S
+            y, _ = _standardised(load(x_ptr + start, offsets, mask), inside, length, eps, PADDED)
+            if weight_ptr is not None:
+                y = y * weight
+            if bias_ptr is not None:
+                y = y + bias
+            tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["batch", "splits"])
+def _group_norm_backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    batch, G, C_G, S, length, splits, eps,
+    FLAT: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    channels, offsets, mask, inside = _tile(C_G, S, FLAT, BLOCK_M, BLOCK_N)
+    program = tl.program_id(0).to(tl.int64)
+    for item in tl.range(program, G * splits, tl.num_programs(0)):
+        split = item % splits
+        first = (item // splits) * C_G
+        if weight_ptr is not None:
+            weight = load(weight_ptr + first, channels, channels < C_G)
+        if dweight_ptr is not None:
+            dweight = tl.zeros(channels.shape, tl.float32)
+        if dbias_ptr is not None:
+            dbias = tl.zeros(channels.shape, tl.float32)
+        for sample in tl.range(split, batch, splits):
+            start = (sample * G * C_G + first) * S
+            dy = load(dy_ptr + start, offsets, mask)
+            if dbias_ptr is not None:
+                dbias += _channel_sums(dy, FLAT)
+            if dx_ptr is not None or dweight_ptr is not None:
+                x = load(x_ptr + start, offsets, mask)
+                xhat, rstd = _standardised(x, inside, length, eps, PADDED)
+                sums = _channel_sums(dy * xhat, FLAT)
+                if dweight_ptr is not None:
+                    dweight += sums
+                if dx_ptr is not None:
+                    g = dy
+                    if weight_ptr is not None:
+                        g = dy * weight
+                        sums = sums * weight
+                    mean_g = _group_sum(g) / length
+                    projection = _group_sum(sums) / length
+                    dx = (g - mean_g - xhat * projection) * rstd
+                    tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        sums_at = split * G * C_G + first + channels
+        if dweight_ptr is not None:
+            tl.store(dweight_ptr + sums_at, dweight, mask=channels < C_G)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + sums_at, dbias, mask=channels < C_G)
+
+
+@library.kernel("group_norm", "npu")
+def group_norm(call, y, plan):
+    x, weight, bias = map(contiguous, (call.x, call.weight, call.bias))
+    shape = tiling.Groups.of(x, call.num_groups)
+    if plan is None and shape.a_row:
+        x = x.view(shape.batch, shape.C_G)
+        layer_norm.launch_layer_norm(call._replace(x=x), y, None)
+        return
+    if plan is None:
+        plan = tiling.group_plan("group_norm", shape, x)
+    if plan.KEPT:
+        group_resident.launch_kept(x, weight, bias, y, shape, call.eps, plan)
+        return
+    if not shape.fits(plan):
+        statistics = group_pieces.forward_statistics(x, shape, call.eps, plan)
+        group_pieces.apply(None, x, weight, bias, statistics, y, shape, plan)
+        return
+    splits = plan.splits(shape.batch, shape.G)
+    launch(
+        _group_norm_kernel, plan, shape.G * splits,
+        x, weight, bias, y,
+        shape.batch, shape.G, shape.C_G, shape.S, shape.length, splits, call.eps,
+        **shape.layout(plan),
+    )  # fmt: skip
+
+
+@library.kernel("group_norm_backward", "npu")
+def group_norm_backward(call, dx, dweight, dbias, plan):
+    dy, x, weight = map(contiguous, (call.dy, call.x, call.weight))
+    shape = tiling.Groups.of(x, call.num_groups)
+    if plan is None and shape.a_row:
+        dy, x = (tensor.view(shape.batch, shape.C_G) for tensor in (dy, x))
+        call = call._replace(dy=dy, x=x)
+        layer_norm.launch_layer_norm_backward(call, dx, dweight, dbias, None)
+        return
+    if plan is None:
+        plan = tiling.group_plan("group_norm_backward", shape, x, dy)
+    if plan.KEPT:
+        group_resident.launch_kept_backward(
+            dy, x, weight, dx, dweight, dbias, shape, call.eps, plan
+        )
+        return
+    if not shape.fits(plan):
+        statistics = group_pieces.backward_statistics(
+            dy, x, weight, dweight, dbias, shape, call.eps, plan
+        )
+        if dx is not None:
+            group_pieces.apply(dy, x, weight, None, statistics, dx, shape, plan)
+        return
+    splits = plan.splits(shape.batch, shape.G)
+    dweights = partial_sums(dweight, splits)
+    dbiases = partial_sums(dbias, splits)
+    launch(
+        _group_norm_backward_kernel, plan, shape.G * splits,
+        dy, x, weight, dx, dweights, dbiases,
+        shape.batch, shape.G, shape.C_G, shape.S, shape.length, splits, call.eps,
+        **shape.layout(plan),
+    )  # fmt: skip
+    summed(dweights, dweight)
+    summed(dbiases, dbias)

@@ -1,0 +1,124 @@
+"""The backward of rms_norm and layer_norm for rows that stay in the Unified Buffer in their own
+dtype. A program keeps the sums of its rows' weight gradients, a line for each piece of a row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...common.sizes import cdiv
+from ..partial_sums import partial_sums, summed
+from ..tile import remaining, within
+from ..tiling import Plan, launch
+from .resident_rows import kept_mean, kept_or_loaded, kept_row, line, line_added, piece
+
+
+@triton.jit
+def _scale(row, ptr, N, col, offset, CENTRED: tl.constexpr, SIZE: tl.constexpr):
+    """A piece of what x hat is multiplied by: weight, or weight + offset in rms_norm."""
+    weight = kept_or_loaded(row, ptr, N, col, SIZE)
+    if not CENTRED:
+        weight += offset
+    return weight
+
+
+@triton.jit(do_not_specialize=["M"])
+def _kept_backward_kernel(
+    dy_ptr, ds_ptr, x_ptr, weight_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    M, N, eps, offset,
+    CENTRED: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    weight_row = None
+    if KEPT > 2 and weight_ptr is not None:
+        weight_row = kept_row(weight_ptr, N, ROW)
+    # The lines of dweight, and then those of dbias. A loop that carried both apart would start from
+    # one buffer of zeros, of which the compiler would then make a copy.
+    PIECES: tl.constexpr = ROW // BLOCK_N
+    DBIAS: tl.constexpr = PIECES if dweight_ptr is not None else 0
+    if dbias_ptr is not None:
+        sums = tl.zeros((DBIAS + PIECES, BLOCK_N), tl.float32)
+    elif dweight_ptr is not None:
+        sums = tl.zeros((PIECES, BLOCK_N), tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    for row in tl.range(program, M, tl.num_programs(0)):
+        start = row * N
+        x_row = kept_row(x_ptr + start, N, ROW)
+        dy_row = None
+        if KEPT > 1:
+            dy_row = kept_row(dy_ptr + start, N, ROW)
+        if CENTRED:
+            mean = kept_mean(x_row, N, BLOCK_N)
+        squares = tl.zeros((1, BLOCK_N), tl.float32)
+        products = tl.zeros((1, BLOCK_N), tl.float32)
+        sum_g = tl.zeros((1, BLOCK_N), tl.float32)
+        for col in tl.range(0, N, BLOCK_N):
+            x = piece(x_row, col, BLOCK_N)
+            if CENTRED:
+                x -= mean
+                if PADDED:
+                    x *= within(cols, remaining(N, col, BLOCK_N))
+            squares += x * x
+            if dx_ptr is not None:
+                g = kept_or_loaded(dy_row, dy_ptr + start, N, col, BLOCK_N)
+                if weight_ptr is not None:
+                    g *= _scale(weight_row, weight_ptr, N, col, offset, CENTRED, BLOCK_N)
+                products += g * x
+                if CENTRED:
+                    sum_g += g
+        rstd = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / N + eps)
+        if dx_ptr is not None:
+            projection = tl.sum(products, axis=1)[:, None] / N * rstd
+            if CENTRED:
+                mean_g = tl.sum(sum_g, axis=1)[:, None] / N
+        for col in tl.range(0, N, BLOCK_N):
+            x = piece(x_row, col, BLOCK_N)
+            if CENTRED:
+                x -= mean
+            xhat = x * rstd
+            dy = kept_or_loaded(dy_row, dy_ptr + start, N, col, BLOCK_N)
+            if dweight_ptr is not None:
+                sums = line_added(sums, col // BLOCK_N, dy * xhat)
+            if dbias_ptr is not None:
+                sums = line_added(sums, DBIAS + col // BLOCK_N, dy)
+            if dx_ptr is not None:
+                g = dy
+                if weight_ptr is not None:
+                    g = dy * _scale(weight_row, weight_ptr, N, col, offset, CENTRED, BLOCK_N)
+                if CENTRED:
+                    g -= mean_g
+                dx = (g - xhat * projection) * rstd
+                if ds_ptr is not None:
+                    dx += kept_or_loaded(None, ds_ptr + start, N, col, BLOCK_N)
+                mask = cols < remaining(N, col, BLOCK_N)
+                dx_start = start + col
+                tl.store(dx_ptr + dx_start + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    for col in tl.range(0, N, BLOCK_N):
+        mask = cols < remaining(N, col, BLOCK_N)
+        start = program * N + col
+        if dweight_ptr is not None:
+            tl.store(dweight_ptr + start + cols, line(sums, col // BLOCK_N), mask=mask)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + start + cols, line(sums, DBIAS + col // BLOCK_N), mask=mask)
+
+
+def launch_kept_backward(
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
+    dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
+    eps: float, offset: float, plan: Plan, *, centred: bool,
+) -> None:  # fmt: skip
+    """Launch the backward of rms_norm, or of layer_norm, which is `centred`."""
+    M, N = x.shape
+    tiles = cdiv(M, plan.BLOCK_M)
+    dweights = partial_sums(dweight, plan.programs(tiles))
+    dbiases = partial_sums(dbias, plan.programs(tiles))
+    launch(
+        _kept_backward_kernel, plan, tiles,
+        dy, ds, x, weight, dx, dweights, dbiases,
+        M, N, eps, offset,
+        CENTRED=centred, PADDED=N % plan.BLOCK_N != 0, ROW=plan.ROW, KEPT=plan.KEPT,
+    )  # fmt: skip
+    summed(dweights, dweight)
+    summed(dbiases, dbias)

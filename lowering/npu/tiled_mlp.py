@@ -1,5 +1,0 @@
-"""tiled_mlp: PyTorch's products between the kernels of swiglu and geglu."""
-
-from ..tiled_mlp import register
-
-register("npu", __name__)

@@ -1,0 +1,153 @@
+"""No block of a mask that shows something is skipped, none that hides something is called full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from attention_graphs import as_it_is
+from causal_masks import causal
+from data_masks import MASKS, documents, positions, prefixes, right_padding
+from index_programs import masks
+from liger_ops.rewrites.attention.mask import blocks as mask_blocks
+from liger_ops.rewrites.attention.mask.algebra import Unknown, data_of
+from liger_ops.rewrites.attention.mask.blocks import Bounds, dense_datum
+from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions
+from liger_ops.rewrites.attention.mask.predicate import predicate, read_tensors
+from liger_ops.rewrites.attention.mask.proof import visible_keys
+from liger_ops.rewrites.engine.canonical import value
+from liger_ops.rewrites.engine.emitter import Emitter
+
+BLOCK, BATCH, HEADS = 4, 2, 3
+Lists = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(mask_blocks, "BLOCK", BLOCK)
+
+
+def blocks_of(
+    mask: Callable[..., Tensor], queries: int, keys: int, *data: Tensor, inner: Any = as_it_is
+) -> tuple[Tensor, Tensor, list[Lists]] | None:
+    """The mask, its predicate at every index, and its lists of blocks; None if it is unknown."""
+    extra: list[Any] = []
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Any:
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        (node,) = output.args[0]
+        functions = IndexFunctions(data=True)
+        try:
+            condition = visible_keys(functions.value(node))
+        except Unknown:
+            return module.forward
+        if isinstance(condition, bool) or dense_datum(data_of(condition)) is not None:
+            return module.forward
+        sizes = {-4: BATCH, -3: HEADS, -2: queries, -1: keys}
+        tensors = read_tensors(condition)
+        emit = Emitter(output, value(node))
+        made = Bounds(emit, sizes, {one: one for one in tensors}, torch.device("cpu"))
+        lists = [part for pair in vars(made.blocks(condition)).values() for part in pair]
+        output.args = ((node, *lists, *tensors),)
+        module.recompile()
+        run = inner(module, inputs)
+        extra.append(predicate(condition))
+
+        def first(*args: Any) -> Any:
+            results = run(*args)
+            extra.append(results)
+            return results[:1]
+
+        return first
+
+    torch._dynamo.reset()
+    seen = torch.compile(mask, backend=backend)(queries, keys, *data)
+    if not extra:
+        return None
+    module, (_, *results) = extra
+    lists, tensors = results[:8], results[8:]
+    places = torch.meshgrid(*map(torch.arange, (BATCH, HEADS, queries, keys)), indexing="ij")
+    pairs = [(lists[i], lists[i + 2]) for i in (0, 1, 4, 5)]
+    return seen, module(*places, *tensors), pairs
+
+
+def listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Which blocks a list names, as booleans."""
+    kept = torch.arange(indices.shape[-1]) < counts[..., None]
+    return (F.one_hot(indices.long(), indices.shape[-1]).bool() & kept[..., None]).any(-2)
+
+
+def check(mask: Callable[..., Tensor], queries: int, keys: int, *data: Tensor, **options) -> bool:
+    found = blocks_of(mask, queries, keys, *data, **options)
+    if found is None:
+        return False
+    seen, predicted, lists = found
+    shape = (BATCH, HEADS, queries, keys)
+    if seen.is_floating_point():
+        seen = seen == 0
+    assert torch.equal(predicted, seen.expand(shape))
+    partial, full, columns, full_columns = (listed(*one) for one in lists)
+    assert torch.equal(columns.mT, partial) and torch.equal(full_columns.mT, full)
+    assert not (partial & full).any()
+    padded = F.pad(seen.expand(shape), (0, -keys % BLOCK, 0, -queries % BLOCK))
+    tiles = padded.unflatten(-2, (-1, BLOCK)).unflatten(-1, (-1, BLOCK))
+    some, every = tiles.any(-1).any(-2), tiles.all(-1).all(-2)
+    assert not (some & ~(partial | full)).any(), "a block that shows something is skipped"
+    assert not (full & ~every).any(), "a block that hides something is called full"
+    return True
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_blocks_of_a_mask(name):
+    mask, data = MASKS[name]
+    for length in (4 * BLOCK, 23):
+        assert check(mask, length, length, *([data(length)] if data else []))
+
+
+def test_through_inductor():
+    """The order of the blocks is made by the graph, so Inductor compiles it."""
+    from torch._inductor.compile_fx import compile_fx
+
+    mask, _ = MASKS["packed"]
+    assert check(mask, 23, 23, documents(23), inner=compile_fx)
+
+
+def test_only_certain_blocks_are_full():
+    seen, _, lists = blocks_of(MASKS["padding"][0], 16, 16, right_padding(16))
+    full = listed(*lists[1])
+    assert full[:, 0].sum(-1).tolist() == [[0, 1, 2, 3], [0, 1, 2, 2]]
+    assert seen[1, 0, -1].sum() == 11
+
+
+DATA = st.sampled_from(
+    [("padding", right_padding), ("packed", documents), ("prefix", prefixes)]
+    + [("packed by positions", positions)]
+)
+
+
+@settings(max_examples=40)
+@given(masks(), DATA, st.sampled_from(["and", "or", "not"]), st.integers(9, 20))
+def test_the_blocks_of_a_random_mask(program, named, how, length):
+    """A program of indices, combined with a mask that reads data."""
+    name, make = named
+    read = MASKS[name][0]
+
+    def mask(q: int, k: int, data: Tensor) -> Tensor:
+        left, right = program(q, k), read(q, k, data)
+        left = left if left.dtype == torch.bool else left == 0
+        if how == "or":
+            return left | right
+        return left & (~right if how == "not" else right)
+
+    event(f"read: {check(mask, length, length, make(length))}")
+
+
+def test_a_mask_of_an_input_has_no_blocks():
+    assert blocks_of(lambda q, k, seen: seen & causal(q, k), 8, 8, torch.ones(8, 8) > 0) is None

@@ -1,0 +1,262 @@
+"""Attention with a mask of indices and data runs in flex_attention, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch._higher_order_ops.flex_attention import flex_attention
+
+from attention_graphs import as_it_is, compiled, heads, results
+from data_masks import MASKS, documents, on_the_cpu, right_padding
+from liger_ops.rewrites.attention import causal_attention, flash_attention, masked_attention
+
+OP = masked_attention.OP
+LENGTH = 23
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    on_the_cpu(monkeypatch)
+
+
+def attention_with(mask: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attention(query: Tensor, key: Tensor, value: Tensor, *data: Tensor) -> Tensor:
+        seen = mask(query.shape[-2], key.shape[-2], *data)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+    return attention
+
+
+def qkv(queries: int = LENGTH, keys: int | None = None) -> list[Tensor]:
+    keys = queries if keys is None else keys
+    return [heads(2, 4, n, 16, seed) for seed, n in enumerate((queries, keys, keys))]
+
+
+def compare(
+    function: Callable[..., Tensor], inputs: list[Tensor], count: int = 1, **options: Any
+) -> tuple[Any, list[Any]]:
+    """Compare values and gradients; the rewrite is made `count` times."""
+    both = [causal_attention.rewrite, masked_attention.rewrite]
+    options = {"inner": as_it_is, **options}
+    rewritten, report, graphs = compiled(function, both, **options)
+    for one, other in zip(results(rewritten, inputs), results(function, inputs), strict=True):
+        torch.testing.assert_close(one, other)
+    assert report.counts().get(OP, 0) == count
+    calls = [node for part in graphs for node in part.graph.nodes if node.target is flex_attention]
+    assert len(calls) == count
+    return report, calls
+
+
+@pytest.mark.quick(rewrites=("masked_attention",))
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_the_result_is_that_of_the_dense_mask(name, dynamic):
+    mask, data = MASKS[name]
+    inputs = qkv() + ([data(LENGTH)] if data else [])
+    if dynamic:
+        for tensor in inputs[:3]:
+            torch._dynamo.maybe_mark_dynamic(tensor, 2)
+    report, _ = compare(attention_with(mask), inputs)
+    assert [finding.reason for finding in report.findings] == [None]
+
+
+@pytest.mark.parametrize("name", ["window", "packed"])
+def test_through_aot_autograd(name):
+    mask, data = MASKS[name]
+    compare(attention_with(mask), qkv() + ([data(LENGTH)] if data else []), inner=aot_eager)
+
+
+def test_one_compilation_serves_every_length():
+    compilations = []
+
+    def inner(module: Any, inputs: Any) -> Any:
+        compilations.append(module)
+        return module.forward
+
+    mask, _ = MASKS["packed"]
+    attention = attention_with(mask)
+    rewritten, report, _ = compiled(attention, [masked_attention.rewrite], None, inner)
+    for length in (300, 200, 700, 256):
+        inputs = [*qkv(length), documents(length)]
+        torch.testing.assert_close(rewritten(*inputs), attention(*inputs))
+    assert len(compilations) == 2
+    assert report.counts() == {OP: 2}
+
+
+def test_a_query_without_a_key_gets_0():
+    mask, _ = MASKS["padding"]
+    inputs = [*qkv(), right_padding(LENGTH).flip(-1)]
+    rewritten, _, _ = compiled(attention_with(mask), [masked_attention.rewrite], inner=as_it_is)
+    assert rewritten(*inputs)[1, :, 0].count_nonzero() == 0
+
+
+def test_repeated_heads_are_not_copied():
+    mask, _ = MASKS["window"]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (one.repeat_interleave(4, dim=1) for one in (key, value))
+        return attention_with(mask)(query, key, value)
+
+    inputs = [heads(2, n, LENGTH, 16, n) for n in (8, 2, 2)]
+    _, (call,) = compare(attention, inputs)
+    assert [node.op for node in call.args[1:3]] == ["placeholder", "placeholder"]
+
+
+def test_layers_share_one_block_mask():
+    mask, _ = MASKS["padding"]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, data: Tensor) -> Tensor:
+        seen = mask(LENGTH, LENGTH, data)
+        for _ in range(3):
+            query = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3)
+        return query
+
+    _, calls = compare(attention, [*qkv(), right_padding(LENGTH)], 3)
+    assert len({call.args[4][2:6] for call in calls}) == 1
+
+
+def test_the_mask_is_dropped_from_the_graph():
+    mask, _ = MASKS["padding"]
+    _, (call,) = compare(attention_with(mask), [*qkv(), right_padding(LENGTH)])
+    shapes = [node.meta.get("example_value") for node in call.graph.nodes]
+    assert not any(getattr(x, "shape", ())[-2:] == (LENGTH, LENGTH) for x in shapes)
+
+
+@pytest.mark.parametrize("name", ["window", "packed", "padding"])
+def test_checkpointed_blocks_take_the_block_mask_of_the_graph(name):
+    mask, data = MASKS[name]
+
+    def block(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen).sin()
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *data: Tensor) -> Tensor:
+        seen = mask(LENGTH, LENGTH, *data)
+        for _ in range(2):
+            query = torch.utils.checkpoint.checkpoint(
+                block, query, key, value, seen, use_reentrant=False
+            )
+        return query
+
+    compare(attention, qkv() + ([data(LENGTH)] if data else []), 2, inner=aot_eager)
+
+
+def test_under_autocast():
+    mask, _ = MASKS["window"]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attention_with(mask)(query, key, value)
+
+    rewritten, report, _ = compiled(attention, [masked_attention.rewrite], inner=as_it_is)
+    actual, expected = rewritten(*qkv()), attention(*qkv())
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+    assert report.counts() == {OP: 1}
+
+
+def _written(q: int, k: int, mask: Tensor) -> Tensor:
+    mask = mask.clone()
+    seen = MASKS["padding"][0](q, k, mask)
+    mask.zero_()
+    return seen
+
+
+def _learned(q: int, k: int, bias: Tensor) -> Tensor:
+    return MASKS["window, added"][0](q, k) + bias
+
+
+LEFT: dict[str, tuple[Callable[..., Tensor], Tensor, str]] = {
+    "dense": (
+        lambda q, k, seen: seen,
+        torch.rand(2, 1, LENGTH, LENGTH) > 0.3,
+        "is an input of the graph|for each query and key",
+    ),
+    "of two dimensions": (
+        lambda q, k, seen: seen,
+        torch.rand(LENGTH, LENGTH) > 0.3,
+        "for each query and key",
+    ),
+    "written in place": (_written, right_padding(LENGTH), "written in place"),
+    "a bias": (_learned, torch.rand(LENGTH, LENGTH), "cannot be analysed"),
+    "added, with unseen queries": (
+        lambda q, k, mask: torch.where(MASKS["padding"][0](q, k, mask), 0.0, -1e38),
+        right_padding(LENGTH).flip(-1),
+        "a query that sees no key",
+    ),
+    "floating-point data": (
+        lambda q, k, limit: causal_before(q, k, limit),
+        torch.rand(2, LENGTH) * LENGTH,
+        "for each query and key",
+    ),
+}
+
+
+def causal_before(q: int, k: int, limit: Tensor) -> Tensor:
+    return torch.arange(k)[None, None, None, :] < limit[:, None, :, None]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_near_miss_is_left(name):
+    mask, data, reason = LEFT[name]
+    rewritten, report, _ = compiled(
+        attention_with(mask), [masked_attention.rewrite], inner=as_it_is
+    )
+    inputs = [*qkv(), data]
+    torch.testing.assert_close(rewritten(*inputs), attention_with(mask)(*inputs))
+    (finding,) = report.findings
+    assert not finding.used
+    assert any(part in finding.reason for part in reason.split("|")), finding.reason
+
+
+def test_dropout_is_left():
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen = MASKS["window"][0](LENGTH, LENGTH)
+        return F.scaled_dot_product_attention(query, key, value, seen, dropout_p=0.5)
+
+    rewritten, report, _ = compiled(attention, [masked_attention.rewrite], inner=as_it_is)
+    rewritten(*qkv())
+    assert [finding.used for finding in report.findings] == [False]
+
+
+def test_short_sequences_are_left(monkeypatch):
+    on_the_cpu(monkeypatch, least_keys=LENGTH + 1)
+    attention = attention_with(MASKS["window"][0])
+    rewritten, report, _ = compiled(attention, [masked_attention.rewrite], inner=as_it_is)
+    rewritten(*qkv())
+    (finding,) = report.findings
+    assert "as fast" in finding.reason
+
+
+def test_a_device_without_a_fast_kernel_is_left(monkeypatch):
+    monkeypatch.undo()
+    attention = attention_with(MASKS["window"][0])
+    rewritten, report, _ = compiled(attention, [masked_attention.rewrite], inner=as_it_is)
+    rewritten(*qkv())
+    assert report.findings == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "fits"),
+    [
+        ((9, 0), 256, True),
+        ((8, 9), 256, False),
+        ((8, 6), 192, True),
+        ((9, 0), 128, False),
+        ((9, 0), 140, False),
+        ((9, 0), 264, False),
+    ],
+)
+def test_heads_of_flash_attention(capability, head_dim, fits, monkeypatch):
+    """Those for which it is faster than flex_attention, and whose backward runs on the GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    shape = (1, 2, LENGTH, head_dim)
+    on_a_gpu: Any = SimpleNamespace(shape=shape, is_cuda=True, device=torch.device("cuda", 0))
+    assert flash_attention.is_faster(on_a_gpu, on_a_gpu, on_a_gpu) is fits
