@@ -73,11 +73,13 @@ def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
     op_checks.assert_own_memory(args, outputs)
     op_checks.assert_allocated_as_meta(OP, False, args, outputs)
     references = FORWARD.definition(*args)
-    *truths, _ = FORWARD.definition(*op_checks.widened(args))
+    *truths, _, _ = FORWARD.definition(*op_checks.widened(args))
     # Logits in x's dtype are equal where float64's are not.
-    *outputs, predicted = outputs
-    *references, expected = references
+    *outputs, predicted, lse_error = outputs
+    *references, expected, _ = references
     assert torch.equal(predicted, expected)
+    # At most half of the distance of lse to the next number.
+    assert bool((lse_error.abs() <= torch.finfo(torch.float32).eps * outputs[2].abs()).all())
     error = 2 * rounding(case, logits_of(case, tensors))
     bounds = (error, error * (1 + math.log(case.V)), error, error, 2 * error)
     for output, reference, truth, bound in zip(outputs, references, truths, bounds, strict=True):
@@ -262,7 +264,8 @@ def test_rejects() -> None:
             liger_ops.linear_log_prob(x, weight, target, None, *options)
     with pytest.raises(TypeError, match="weight must have x's dtype, torch.float32"):
         liger_ops.linear_log_prob(x, weight.double(), target)
-    tensors = (torch.zeros(2), None, None, x, weight, target, None, torch.zeros(2), torch.zeros(2))
+    rows = torch.zeros(2)
+    tensors = (rows, None, None, x, weight, target, None, rows, rows, rows)
     options = (1.0, None, 1.0, -100, None, None, [True, True, True, False, False])
     with pytest.raises(ValueError, match=r"output_mask\[2\] must be False without a bias"):
         torch.ops.liger.linear_log_prob_backward(*tensors, *options)

@@ -290,7 +290,7 @@ def test_tokens_without_a_word(implementation: str, mask: tuple[bool, ...]) -> N
     outputs = forward(*OP.forward_args(case, tensors))
     assert bool((outputs[0][1] == -INF).all()) and outputs[1][1] == 0
     assert all(output[[0, 2, 3]].isfinite().all() for output in outputs)
-    tensors.update(zip(("logits", "rest"), outputs, strict=True))
+    tensors.update(zip(("logits", "rest", "rest_error"), outputs, strict=True))
     for name in UPSTREAM:
         tensors[name][1] = INF
     if mask[1]:

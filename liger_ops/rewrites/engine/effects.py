@@ -119,10 +119,25 @@ def _form(known: Any) -> Any:
 
 
 def _run(node: fx.Node, inputs: Mapping[fx.Node, Any], mode: Any) -> _Places:
-    """Run the call of `node` with copies of its inputs that have no data."""
+    """Run the call of `node` with copies of its inputs that have no data.
+
+    A call of tensors of several dtypes, which autocast would cast, runs within autocast alone.
+    """
+    places = _run_within(contextlib.nullcontext(), node, inputs, mode)
+    leaves = pytree.tree_leaves([*inputs.values()])
+    device = next(one.device.type for one in leaves if isinstance(one, Tensor))
+    if places is None and torch.amp.is_autocast_available(device):
+        places = _run_within(torch.autocast(device, torch.bfloat16), node, inputs, mode)
+    return places
+
+
+def _run_within(
+    autocast: contextlib.AbstractContextManager[Any],
+    node: fx.Node, inputs: Mapping[fx.Node, Any], mode: Any,
+) -> _Places:  # fmt: skip
     run = _Run()
     try:
-        with _tracing(mode):
+        with autocast, _tracing(mode):
             copies = [pytree.tree_map(_copied, known) for known in inputs.values()]
             given = dict(zip(inputs, copies, strict=True))
             with run:
