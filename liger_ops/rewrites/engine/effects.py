@@ -87,7 +87,7 @@ def _written_by(node: fx.Node) -> set[int]:
     tensors = [one for one in pytree.tree_leaves([*inputs.values()]) if isinstance(one, Tensor)]
     if not tensors:
         return set()
-    mode: Any = fake_mode_of(map(unwrapped, tensors))
+    mode: Any = fake_mode_of(map(_innermost, tensors))
     are_plain = all(map(is_plain, tensors))
     if are_plain and not isinstance(mode, FakeTensorMode):
         mode = FakeTensorMode()
@@ -186,12 +186,21 @@ def _tracing(mode: Any) -> Iterator[None]:
         yield
 
 
+def _innermost(tensor: Tensor) -> Tensor:
+    """The tensor within wrappers of transforms, and the first within those of subclasses."""
+    tensor = unwrapped(tensor)
+    while hasattr(tensor, "__tensor_flatten__"):
+        tensor = unwrapped(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
+    return tensor
+
+
 def _copied(known: Any) -> Any:
     """An empty tensor like `known`. It requires a gradient, so that `detach_` shows."""
     if not isinstance(known, Tensor):
         return known
     if not is_plain(unwrapped(known)):
-        return torch.empty_like(known)
+        # A subclass, such as DTensor, may have more than a layout: it is copied as it is.
+        return known.detach()
     how: dict[str, Any] = {"dtype": known.dtype, "device": known.device}
     copy = torch.empty_strided(known.shape, known.stride(), **how)
     return copy.requires_grad_(_has_gradients(copy))
