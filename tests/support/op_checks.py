@@ -252,7 +252,9 @@ def assert_rows_are_independent(op: OpUnderTest, folder: str, case: Case) -> Non
                 continue
             if DEVICE == "cpu":
                 assert torch.equal(output[rows], other)
-            else:
+            elif i < len(magnitudes):
+                # Results without a magnitude are what rounding took from others, which is another
+                # number where a sum has another order.
                 allowed = magnitudes[i]
                 allowed = allowed[rows] if isinstance(allowed, Tensor) else allowed
                 assert_equal_but_for_rounding(op, output[rows], other, allowed)
