@@ -105,7 +105,8 @@ def test_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     y = output(model.to("npu"), simulated_npu.to_npu(x))
     modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
     simulated_npu.forget()
-    assert modules == {f"liger_ops.lowering.npu.{file}" for file in ("rms_norm", "gated", "rope")}
+    files = ("norms.rms_norm", "activations.gated", "rope.rope")
+    assert modules == {f"liger_ops.lowering.npu.{file}" for file in files}
     torch.testing.assert_close(simulated_npu.to_cpu(y), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -157,7 +157,7 @@ def test_memory_grows_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     32768 tokens at which scores of all pairs would be 8.6e9 numbers."""
     for folder in (None, *FOLDERS):
         if folder is not None:
-            module = f"liger_ops.lowering.{folder}.neighborhood_attention.launch"
+            module = f"liger_ops.lowering.{folder}.attention.neighborhood_attention.launch"
             monkeypatch.setattr(module, lambda *args, **constants: None)
         for length in (4096, 32768):
             assert largest_tensor(folder, length) == 8 * length * 64

@@ -159,7 +159,7 @@ class DeferredLogits:
         if len(given) == 1 and isinstance(given[0], torch.dtype):
             if given[0] is torch.float32:
                 # A mode, such as one that widens a model, may cast to another dtype.
-                dtype = torch.empty(0, dtype=self.dtype).to(torch.float32).dtype
+                dtype = torch.empty(0, dtype=torch.bfloat16).to(torch.float32).dtype
                 form = replace(self.form, dtype=dtype)
                 return self._record("to", Tensor.to, (torch.float32,), form)
             if given[0] is self.dtype:
