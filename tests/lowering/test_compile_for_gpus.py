@@ -29,7 +29,7 @@ def test_every_kernel_compiles_without_spilling() -> None:
     records = [json.loads(line) for line in run.stdout.splitlines()]
     kernels = {
         name
-        for path in (ROOT / "lowering" / "cuda").glob("*.py")
+        for path in (ROOT / "lowering" / "cuda").rglob("*.py")
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     for target in set(targets) - {"--heaviest"}:
