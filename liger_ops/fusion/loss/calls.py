@@ -24,9 +24,6 @@ from .value import OfHidden, OfLogits, OfShardedHead, Source, value_of
 Say = Callable[[str, tuple[Any, ...]], None]
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
 class DeferringHead:
     """A head whose logits are computed only if something but a loss needs them.
 
@@ -194,9 +191,10 @@ class HeadCall:
         tensors alone."""
         if not self.with_grad or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        forwards = _forwards_of(torch.autograd.Function)
         frame: Any = sys._getframe()
         while frame is not None:
-            if frame.f_code is _APPLY:
+            if frame.f_code in forwards:
                 raise RuntimeError(
                     "the logits are skipped, and a torch.autograd.Function takes them;"
                     " skip_logits=False keeps them, and liger_ops.unfuse restores the model"
@@ -232,3 +230,9 @@ def _widens(x: Tensor) -> bool:
         return False
     row = x.new_zeros((1, 1), dtype=torch.bfloat16)
     return F.cross_entropy(row, row.new_zeros(1, dtype=torch.int64)).dtype is torch.float32
+
+
+def _forwards_of(function: Any) -> set[Any]:
+    """The code of the forwards of a torch.autograd.Function and of all its subclasses."""
+    own = {getattr(function.forward, "__code__", None)}
+    return own.union(*map(_forwards_of, function.__subclasses__()))
