@@ -133,8 +133,8 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def record(kernel: Any, plan: Plan, tiles: int, *args: Any, **constants: Any) -> None:
         recorded.append(plan.programs(tiles))
 
-    for module in pkgutil.iter_modules(npu.__path__):
-        loaded = importlib.import_module(f"{npu.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(npu.__path__, f"{npu.__name__}."):
+        loaded = importlib.import_module(module.name)
         if hasattr(loaded, "launch"):
             monkeypatch.setattr(loaded, "launch", record)
     return recorded

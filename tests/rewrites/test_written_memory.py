@@ -145,10 +145,11 @@ FURTHER: dict[str, tuple[Any, ...]] = {
     "scatter_reduce_": (MATRIX, 0, INDEX, MATRIX, "sum"),
 }
 
-# These change an argument that they cannot name: sparse tensors, and where data is.
+# These change an argument that they cannot name: sparse tensors, and where data is. The last is
+# for scaled float8 tensors (torch 2.15).
 NEVER_IN_A_GRAPH = {
     *("apply_", "map2_", "resize_as_sparse_", "share_memory_"),
-    *("sparse_resize_", "sparse_resize_and_clear_"),
+    *("sparse_resize_", "sparse_resize_and_clear_", "scaled_addmm_"),
 }
 # Their results depend on data, so that Dynamo ends the graph.
 BY_DATA = {"__array__", "__contains__", "allclose", "contains", "equal", "numpy", "slice_inverse"}

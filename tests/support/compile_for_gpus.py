@@ -64,8 +64,8 @@ def record_launches() -> list[Launch]:
     def record(kernel: Any, grid: Any, x: Any, *args: Any, **options: Any) -> None:
         launches.append((kernel, args, options))
 
-    for module in pkgutil.iter_modules(cuda.__path__):
-        loaded = importlib.import_module(f"{cuda.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(cuda.__path__, f"{cuda.__name__}."):
+        loaded = importlib.import_module(module.name)
         if hasattr(loaded, "launch"):
             loaded.launch = record
     return launches
