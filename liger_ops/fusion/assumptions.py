@@ -15,7 +15,6 @@ import enum
 import functools
 import types
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from .classes import BEFORE
 from .gather_hooks import only_gather
+from .news import is_news
 from .probing import HOOKS, MODULE_STATE, NotAnOp
 
 # Types whose values do not change.
@@ -313,18 +313,12 @@ def _frozen(value: Any, name: str) -> Any:
     raise NotAnOp(f"it reads {name}, a {type(value).__name__}")
 
 
-_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-
-
 def _say_once(module: nn.Module, reason: str) -> None:
     """Warn that a module runs its own code, once per module and reason."""
     if torch.compiler.is_compiling():
         # A warning would break the graph.
         return
-    # DataParallel makes new replicas in each step, so the class is the key.
-    reasons = _said.setdefault(type(module) if "_is_replica" in vars(module) else module, set())
-    if reason not in reasons:
-        reasons.add(reason)
+    if is_news(module, reason):
         warnings.warn(
             f"liger_ops: {type(module).__name__} runs its own code, not a fused one: {reason}",
             stacklevel=4,

@@ -325,7 +325,7 @@ def test_a_change_after_fuse_has_its_effect(
     make: Callable[[], nn.Module], given: Callable[[], Any], change: Callable[[Any], None]
 ) -> None:
     """Results and gradients are those of an untouched module with the same change, also after a
-    copy, a pickle and `unfuse`."""
+    copy and a pickle."""
     torch.manual_seed(1)
     plain, args = make(), given()
     fused = copy.deepcopy(plain)

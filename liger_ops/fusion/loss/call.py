@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import classes, tensor_parallel
+from ..news import is_news
 from . import head_hooks, output
 from .calls import DeferringHead
 from .facts import LossFacts
@@ -138,18 +138,9 @@ def _obstacle(
     return None
 
 
-_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-
-
 def _say_once(model: nn.Module, name: str, reason: str) -> None:
     """Warn that a step computes all logits, once per model and reason."""
-    if torch.compiler.is_compiling():
-        _warn(name, reason)
-        return
-    # DataParallel makes new replicas in each step, so the class is the key.
-    reasons = _said.setdefault(type(model) if "_is_replica" in vars(model) else model, set())
-    if reason not in reasons:
-        reasons.add(reason)
+    if torch.compiler.is_compiling() or is_news(model, reason):
         _warn(name, reason)
 
 
