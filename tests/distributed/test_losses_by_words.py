@@ -166,8 +166,9 @@ def compare(
 
 def every_loss() -> None:
     mesh = ranks.mesh()
-    # Shards of 7 and 6 words.
-    for call in calls(13):
+    # Shards of 15 and 14 words: fewer would be fewer bytes in float32 than what is computed of each
+    # token.
+    for call in calls(29):
         compare(call, mesh, each=True)
     for call in calls(130):
         # Rows over the same devices: those of x are fewer bytes than the weight.

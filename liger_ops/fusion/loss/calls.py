@@ -121,12 +121,14 @@ class HeadCall:
 
     def root(self) -> DeferredLogits:
         if not self.keeps:
-            logits = DeferredLogits(self, self.hidden, Form(), tuple(self.hidden.shape[:-1]))
+            rows = tuple(self.hidden.shape[:-1])
+            logits = DeferredLogits(self, self.hidden, Form(), rows, rows)
             self.made.append(logits)
             return logits
         # Later operations choose and shape rows of the logits themselves.
         value = self.head.modules[0](self.hidden)
-        logits = DeferredLogits(self, value, Form(), tuple(value.shape[:-1]))
+        rows = tuple(value.shape[:-1])
+        logits = DeferredLogits(self, value, Form(), rows, rows)
         logits.value = value
         return logits
 

@@ -53,7 +53,9 @@ class Call(Protocol):
 class DeferredLogits:
     """The logits of hidden states after recorded operations.
 
-    hidden: the hidden states after those operations that choose or shape rows.
+    hidden: the hidden states of the rows, after the last operation that chose some.
+    rows: the shape of the rows. The hidden states keep theirs: torch 2.11 does not flatten those of
+        a DTensor that is sharded over a sequence.
     tokens: the shape of the rows before the last operations that only shape them.
     chosen: whether an operation chose rows.
     parent, function, args: the logits that the last operation was done to, and the operation.
@@ -62,7 +64,7 @@ class DeferredLogits:
 
     def __init__(
         self, call: Call, hidden: Tensor, form: Form,
-        tokens: tuple[int, ...], chosen: bool = False,
+        tokens: tuple[int, ...], rows: tuple[int, ...], chosen: bool = False,
         parent: DeferredLogits | None = None,
         function: Callable[..., Tensor] | None = None, args: tuple[Any, ...] = (),
     ) -> None:  # fmt: skip
@@ -70,6 +72,7 @@ class DeferredLogits:
         self.hidden = hidden
         self.form = form
         self.tokens = tokens
+        self.rows = rows
         self.chosen = chosen
         self.parent = parent
         self.function = function
@@ -106,7 +109,7 @@ class DeferredLogits:
     def shape(self) -> torch.Size:
         if self.value is not None or self.call.rows is None:
             return self.computed(applies("shape")).shape
-        return torch.Size((*self.hidden.shape[:-1], self.columns))
+        return torch.Size((*self.rows, self.columns))
 
     @property
     def columns(self) -> int:
@@ -123,10 +126,10 @@ class DeferredLogits:
 
     @property
     def ndim(self) -> int:
-        return self.hidden.dim()
+        return self.dim()
 
     def dim(self) -> int:
-        return self.hidden.dim()
+        return len(self.rows) + 1
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -179,16 +182,18 @@ class DeferredLogits:
     def reshape(self, *shape: Any) -> Any:
         if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
             shape = tuple(shape[0])
-        words, rows = self.columns, self.hidden.shape[:-1]
+        words = self.columns
         sizes = len(shape) > 1 and all(isinstance(size, int) for size in shape)
-        if sizes and shape[-1] == -1 and math.prod(shape[:-1]) == math.prod(rows):
+        if sizes and shape[-1] == -1 and math.prod(shape[:-1]) == math.prod(self.rows):
             shape = (*shape[:-1], words)
         # Without the number of rows, only one size can be left open.
         open_rows = self.call.rows is not None or len(shape) == 2 and shape[0] == -1
         if not sizes or shape[-1] != words or not open_rows or not self.call.may_record():
             return done(Tensor.reshape, "reshape", (self, *shape), {})
-        hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
-        return self._record("reshape", Tensor.reshape, shape, self.form, hidden)
+        rows = with_size(shape[:-1], math.prod(self.rows))
+        if rows is None:
+            return done(Tensor.reshape, "reshape", (self, *shape), {})
+        return self._record("reshape", Tensor.reshape, shape, self.form, rows)
 
     view = reshape
 
@@ -196,27 +201,35 @@ class DeferredLogits:
         last = end_dim % self.dim()
         if last == self.dim() - 1 or self.call.rows is None:
             return done(Tensor.flatten, "flatten", (self, start_dim, end_dim), {})
-        rows = self.hidden.flatten(start_dim, last).shape[:-1]
-        return self.reshape(*rows, self.columns)
+        first = start_dim % self.dim()
+        flat = math.prod(self.rows[first : last + 1])
+        return self.reshape(*self.rows[:first], flat, *self.rows[last + 1 :], self.columns)
 
     def __getitem__(self, index: Any) -> Any:
         of_rows = self.call.rows is not None and keeps_columns(index, self.dim(), self.columns)
         if not of_rows or not self.call.may_record():
             return done(Tensor.__getitem__, "index", (self, index), {})
-        hidden, form = self.hidden[index], self.form
-        return self._record("index", Tensor.__getitem__, (index,), form, hidden, chooses=True)
+        hidden = self.hidden.reshape(*self.rows, self.hidden.shape[-1])[index]
+        rows = tuple(hidden.shape[:-1])
+        return self._record("index", Tensor.__getitem__, (index,), self.form, rows, hidden)
 
     def _record(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], form: Form | None,
-        hidden: Tensor | None = None, chooses: bool = False,
+        rows: tuple[int, ...] | None = None, chosen: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """Record an operation, or do it if it has no form."""
+        """Record an operation, or do it if it has no form.
+
+        rows: the shape of the rows after it, if it shapes or chooses them.
+        chosen: the hidden states of those that it chooses.
+        """
         if form is None or not self.call.may_record():
             return done(function, name, (self, *args), {})
-        hidden = self.hidden if hidden is None else hidden
-        tokens = tuple(hidden.shape[:-1]) if chooses else self.tokens
-        chosen = self.chosen or chooses
-        logits = DeferredLogits(self.call, hidden, form, tokens, chosen, self, function, args)
+        rows = self.rows if rows is None else rows
+        hidden, tokens = (self.hidden, self.tokens) if chosen is None else (chosen, rows)
+        logits = DeferredLogits(
+            self.call, hidden, form, tokens, rows,
+            self.chosen or chosen is not None, self, function, args,
+        )  # fmt: skip
         self.call.add(logits)
         return logits
 
@@ -254,6 +267,19 @@ RECORDED: dict[Any, str] = {
     Tensor.add: "add",
     Tensor.__add__: "add",
 }
+
+
+def with_size(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    """A shape of `count` elements whose size of -1, if it has one, is known, or None."""
+    if -1 not in shape:
+        return shape if math.prod(shape) == count else None
+    place = shape.index(-1)
+    others = math.prod(shape[:place] + shape[place + 1 :])
+    if others == 1:
+        return (*shape[:place], count, *shape[place + 1 :])
+    if others < 1 or count % others:
+        return None
+    return (*shape[:place], count // others, *shape[place + 1 :])
 
 
 def applies(name: str) -> str:
