@@ -21,7 +21,9 @@ Op = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 def rows(V: int, seed: int, infinite: bool) -> Tensor:
     """Logits, of which each row is extreme in its own way. Classes 1 to 3 are always allowed."""
     # The same numbers on every device.
-    x = torch.randn(9 + 2 * infinite, V, generator=torch.Generator().manual_seed(seed), device="cpu")
+    x = torch.randn(
+        9 + 2 * infinite, V, generator=torch.Generator().manual_seed(seed), device="cpu"
+    )
     x = x.to(torch.get_default_device())
     offsets = torch.tensor([0.0, 1e3, -1e4, 1e6, -1e6])
     x[:5] += offsets.unsqueeze(1)
