@@ -170,18 +170,19 @@ class Trace(TorchFunctionMode):
         leaves = pytree.tree_leaves(result)
         if leaves and all(isinstance(leaf, CONSTANTS) for leaf in leaves) or result == ():
             return pytree.tree_map_only(int, self._watched, result)
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE.type):
-            # No pattern knows this node: a call in this mode differs from one outside.
-            func = _in_another_mode
         kind, target, args = _spelled(func, args)
         arguments = pytree.tree_map(self.node, (tuple(args), kwargs))
         node = self.graph.create_node(kind, target, *arguments)
         node.meta["example_value"] = result
-        if id(result) in self._nodes and not writes(node):
-            # The cast or copy returned its input.
-            self.graph.erase_node(node)
-        else:
-            self._remember(node, result)
+        if not writes(node):
+            if id(result) in self._nodes:
+                # The cast or copy returned its input.
+                self.graph.erase_node(node)
+                return result
+            if not torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE.type):
+                # No pattern knows this node: a call in this mode differs from one outside.
+                node.op, node.target = "call_function", _in_another_mode
+        self._remember(node, result)
         return result
 
     def _watched(self, size: int) -> int:

@@ -194,6 +194,20 @@ class StoppedWeight(Rms):
             return super().forward(x)
 
 
+class WritesInAMode(Rms):
+    """Doubles the mean square in another mode of autograd or autocast."""
+
+    def __init__(self, mode: Callable[[], Any]) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def normalised(self, x: Tensor) -> Tensor:
+        square = x.pow(2).mean(-1, keepdim=True)
+        with self.mode():
+            square.mul_(2.0)
+        return x * torch.rsqrt(square + self.small)
+
+
 class WritesIntoItsInput(Rms):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -276,6 +290,7 @@ def parametrized(module: nn.Module) -> nn.Module:
 
 
 NO_NORM = "it computes none of rms_norm, layer_norm and group_norm"
+ALSO_WRITTEN = "rms_norm: mean, a value on the way, is used elsewhere, by mul_"
 
 OTHER_LENGTHS = "it computes something else for other lengths or batches"
 DECISIONS: list[Callable[[Tensor], Any]] = [
@@ -303,6 +318,9 @@ NEAR_MISSES = [
     *((ByLength(one), OTHER_LENGTHS) for one in DECISIONS),
     (StoppedGradient(), NO_NORM),
     (StoppedWeight(), NO_NORM),
+    (WritesInAMode(torch.enable_grad), ALSO_WRITTEN),
+    (WritesInAMode(torch.no_grad), ALSO_WRITTEN),
+    (WritesInAMode(lambda: torch.autocast("cpu", torch.bfloat16)), ALSO_WRITTEN),
     (WritesIntoItsInput(), "it does more than compute its result: zero_"),
     (OwnGradient(), NO_NORM),
     (TrainsOtherwise(), "it is rms_norm, and of another x than its own"),
