@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .. import classes
+from ..layers.rebinding import global_names
 from ..planning import Plan
 from ..probing import NotAnOp
 from .attention_function import attention_function
@@ -205,7 +206,7 @@ def _check_config(config: Any) -> None:
 
 def _makes_masks(cls: Any) -> bool:
     code = _code(cls)
-    return code is not None and not CAUSAL.isdisjoint(code.co_names)
+    return code is not None and not CAUSAL.isdisjoint(global_names(code))
 
 
 def _functions(module: nn.Module, name: str) -> Iterator[Any]:
@@ -213,7 +214,7 @@ def _functions(module: nn.Module, name: str) -> Iterator[Any]:
     for child in module.modules():
         cls: Any = classes.class_of(child)
         code = _code(cls)
-        if code is not None and name in code.co_names:
+        if code is not None and name in global_names(code):
             yield inspect.unwrap(cls.forward).__globals__[name]
 
 

@@ -16,13 +16,16 @@ from typing import Any
 
 from ..layers.rebinding import is_wrapped_plainly, rebound
 
-# The code of models, in the form that ast.unparse gives it.
-CONSECUTIVE = """\
+# The code of models, in the form that ast.unparse gives it; transformers 5.24 renames the cache.
+CONSECUTIVE = {
+    f"""\
 if position_ids is None:
-    past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+    past_seen_tokens = {cache}.get_seq_length() if {cache} is not None else 0
     position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + \
 past_seen_tokens
     position_ids = position_ids.unsqueeze(0)"""
+    for cache in ("past_key_values", "cache")
+}
 
 # Functions of transformers.masking_utils for which a causal mask may be skipped by default.
 CAUSAL = {
@@ -59,7 +62,7 @@ def makes_positions(forward: Any) -> bool:
 
 
 def _is_default(node: ast.If) -> bool:
-    return ast.unparse(node) == CONSECUTIVE
+    return ast.unparse(node) in CONSECUTIVE
 
 
 def of_own_positions(forward: Any) -> Callable[..., Any]:

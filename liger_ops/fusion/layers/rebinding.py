@@ -33,6 +33,12 @@ class Names:
         return all(getattr(file, name, None) is value for file, name, value in self._places)
 
 
+def global_names(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes in a function's code and in the functions within it."""
+    inside = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return set(code.co_names).union(*map(global_names, inside))
+
+
 def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
     """A copy of a function, and of the functions that it wraps, over a copy of its globals.
 
@@ -42,7 +48,7 @@ def rebound(function: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
     """
     scope, closure, inner = function.__globals__, function.__closure__, None
     own: dict[str, Any] = {}
-    if any(name in function.__code__.co_names for name in changes):
+    if not global_names(function.__code__).isdisjoint(changes):
         own = {name: change(scope[name]) for name, change in changes.items() if name in scope}
     else:
         inner = rebound(function.__wrapped__, changes)
