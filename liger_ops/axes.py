@@ -27,7 +27,7 @@ and gradients `d<result>`; its results are gradients `d<argument>`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ MANY = ("*", "#", "1")
 class Entry(NamedTuple):
     """A tensor of a line."""
 
-    axes: tuple[str, ...]
+    axes: Sequence[str]
     # The axes for a reduction other than "none", if they are others.
     reduced: tuple[str, ...] | None = None
     dtype: str = ""
