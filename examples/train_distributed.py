@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import liger_ops
-from liger_ops.bench.step_models import BATCHES, text_batch
+from liger_ops.bench.steps.models import BATCHES, text_batch
 
 # hidden_size, intermediate_size, layers, heads, heads of keys, words.
 SHAPES = {
