@@ -23,6 +23,7 @@ TEXT: dict[str, tuple[str, tuple[int, ...], dict[str, Any], tuple[int, int]]] = 
         {"tie_word_embeddings": True},
         (8, 2048),
     ),
+    "llama-8b-8-layers": ("Llama", (4096, 14336, 8, 32, 128256, 8192, 8), {}, (1, 8192)),
     "gpt-neox-1b": (
         "GPTNeoX",
         (2048, 8192, 16, 16, 50304, 2048),

@@ -29,17 +29,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import liger_ops
 
 from ..timing import Accelerator, consecutive
+from .models import TEXT, config_of
 from .ranks import largest, ranks, relative, say
 
-# hidden_size, intermediate_size, heads, heads of keys, tokens.
-LLAMA_8B = (4096, 14336, 32, 8, 8192)
-SMALL = (64, 128, 4, 2, 32)
 WAYS: dict[str, tuple[bool, str | None]] = {
     "eager": (False, None),
     "inductor": (False, "inductor"),
@@ -53,21 +50,20 @@ Gradients = dict[str, Tensor]
 def main() -> int:
     on_gpu = torch.cuda.is_available()
     with ranks() as mesh:
-        layer, x, dy, tables = made(LLAMA_8B if on_gpu else SMALL, mesh.device_type)
+        layer, x, dy, tables = made("llama-8b-8-layers" if on_gpu else "tiny", mesh.device_type)
         truth = gradients(layer, x, dy, tables)
         allowed: dict[str, float] = {}
         failed = False
         for way, (fused, backend) in WAYS.items():
-            torch._dynamo.reset()
+            torch.compiler.reset()
             step = sharded_step(layer, x, dy, tables, mesh, fused, backend if on_gpu else None)
             errors = {name: relative(found, truth[name]) for name, found in step().items()}
             # bfloat16 rounds in other places.
             allowed = allowed or {name: 2 * error + 2**-8 for name, error in errors.items()}
             wrong = [name for name, error in errors.items() if error > allowed[name]]
             failed |= bool(wrong)
-            note = f"worst error {max(errors.values()):.1e}" + (
-                f", wrong: {wrong}" if wrong else ""
-            )
+            note = f"worst error {max(errors.values()):.1e}"
+            note += f", wrong: {wrong}" if wrong else ""
             if on_gpu:
                 times, peak = consecutive(Accelerator("cuda"), partial(step, False), 15, warm_ups=5)
                 note += "; {:.2f} ms, {:.0f} MiB".format(*largest(times.p50, peak))
@@ -75,19 +71,13 @@ def main() -> int:
     return int(failed)
 
 
-def made(
-    sizes: tuple[int, int, int, int, int], device: str
-) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
+def made(shape: str, device: str) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """The same layer, input, gradient and tables on every rank."""
-    hidden, intermediate, heads, key_heads, tokens = sizes
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-        num_key_value_heads=key_heads, max_position_embeddings=tokens, attn_implementation="sdpa",
-    )  # fmt: skip
+    config, tokens = config_of(shape, attn_implementation="sdpa"), TEXT[shape][3][1]
     torch.manual_seed(0)
     with torch.device(device):
         layer = LlamaDecoderLayer(config, 0).bfloat16()
-        x, dy = (torch.randn(1, tokens, hidden).bfloat16() for _ in range(2))
+        x, dy = (torch.randn(1, tokens, config.hidden_size).bfloat16() for _ in range(2))
         tables = LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
     return layer, x, dy, tables
 
