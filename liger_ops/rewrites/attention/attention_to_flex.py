@@ -33,7 +33,7 @@ from ..engine.report import Report
 from ..engine.rewrite import Refused, attempt, replace
 from . import flex_attention, masked_attention
 from .attention import scores
-from .block_masks import BlockMaskNodes, BlockMasks, before
+from .block_masks import BlockMaskNodes, BlockMasks, emitted
 from .causal_attention import write
 from .grouped_attention import HEADS, repeated
 from .mask.algebra import Condition, Unknown, both, data_of, known, leaves, number
@@ -160,7 +160,7 @@ def _block_mask(
     emit = Emitter(found.root, value(found.root))
     query, key = arguments["query"], arguments["key"]
     sizes = {axis: emit.size(query, axis) for axis in (-4, -3, -2)} | {-1: emit.size(key, -2)}
-    return before(found.root, condition, scope, sizes)
+    return emitted(emit, condition, sizes, scope, value(found.root).device)
 
 
 def _with_sinks(emit: Emitter, call: fx.Node, result: fx.Node, sinks: fx.Node) -> fx.Node:

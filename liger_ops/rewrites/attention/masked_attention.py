@@ -4,8 +4,7 @@ A dense mask costs its memory and a slower kernel: scaled_dot_product_attention 
 every block of scores. flex_attention computes only the blocks in which something is visible. The
 mask's function is read from the graph (`mask`): causal, sliding windows, chunks, padding, packed
 documents, and any condition on indices and on tensors that are read per token. The block mask is
-computed in the graph, once for all layers that share a mask, from bounds per block, so that no
-dense mask is in memory.
+computed in the graph, once for all layers that share a mask, and without a dense mask in memory.
 
 A query that sees no key gets 0 from scaled_dot_product_attention with a boolean mask and from
 flex_attention, and no gradient. With a mask of finite numbers that is added to the scores such a
