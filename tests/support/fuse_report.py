@@ -64,7 +64,7 @@ mask is stored: a compiled model evaluates it inside the sums over blocks of 128
 one in parts of 64 MiB. A compiled model cannot look at its padding mask, so a mask of ones is a
 block mask there, and a step of a Qwen3-like model takes 7% more than with `backend="liger"`, which
 looks ([compile.md](compile.md)). Given neither attention_mask nor position_ids a compiled model is
-causal: the code of its forward shows that it makes consecutive positions.
+causal: a trace of its forward shows that it makes consecutive positions.
 
 Everything else is what the model had, dense masks included: other devices, float32, queries that
 follow a cache, masks of four dimensions, mask functions of users, `output_attentions=True`, and

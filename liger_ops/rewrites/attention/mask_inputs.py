@@ -26,7 +26,7 @@ from .mask.algebra import Unknown
 from .mask_outputs import Known, Recipe, known, may_be_mask
 from .padding import masks_of_attention
 from .unfused_attention import Mask
-from .variants import Compile, Seen, Variants, duplicate, inputs_of, is_split, is_symbolic
+from .variants import Compile, Seen, Variants, inputs_of, is_split, is_symbolic
 
 # The position of the input that a node computes anew.
 _INSTEAD_OF = "liger_ops.instead_of"
@@ -49,19 +49,17 @@ def _given_masks(module: fx.GraphModule) -> list[int]:
     inputs = inputs_of(module)
     if not any(map(may_be_mask, inputs)) or any(map(is_symbolic, inputs)):
         return []
-    # Nodes that were looked at are marked: the graph itself is not looked at.
-    looked_at = duplicate(module)
     read: set[fx.Node] = set()
-    for scope, mask in masks_of_attention(looked_at):
+    for scope, mask in masks_of_attention(module):
         node = mask.tensor.source if isinstance(mask, Mask) else mask
         try:
             scope.functions.value(node)
         except Unknown:
             read.update(scope.functions.read(node))
-    state = GraphState(looked_at.graph)
+    state = GraphState(module.graph)
     return [
         place
-        for place, node in enumerate(inputs_of(looked_at))
+        for place, node in enumerate(inputs)
         if node in read and may_be_mask(node) and not state.ever_written([node])
     ]
 

@@ -27,7 +27,7 @@ from .mask.proof import visible_keys
 from .mask.scopes import Scope, scopes
 from .mask_outputs import is_ones
 from .sdpa import visible
-from .unfused_attention import Mask, written_attentions
+from .unfused_attention import Mask, unfused_attentions
 from .variants import Compile, Seen, Variants, duplicate, inputs_of, is_symbolic
 
 PROMISE = (
@@ -47,11 +47,9 @@ def padding_masks(module: fx.GraphModule) -> list[int]:
     An input is one if attention masks read it only to ask whether a token is padding, and if these
     masks are functions of indices alone where it is 1 everywhere.
     """
-    # Nodes that were looked at are marked: the graph itself is not looked at.
-    looked_at = duplicate(module)
-    inputs = inputs_of(looked_at)
-    masks = list(_conditions(looked_at))
-    state, found = GraphState(looked_at.graph), []
+    inputs = inputs_of(module)
+    masks = list(_conditions(module))
+    state, found = GraphState(module.graph), []
     for place, node in enumerate(inputs):
         if not _may_be_padding(node) or not any(_asks(mask, node) for mask in masks):
             continue
@@ -135,8 +133,9 @@ def masks_of_attention(
         for _, arguments in attentions(scope.graph, "masks", Report()):
             if isinstance(mask := arguments["attn_mask"], fx.Node):
                 yield scope, mask
-        for unfused in written_attentions(scope.graph, "masks", Report(), GraphState(scope.graph)):
-            yield from ((scope, mask) for mask in unfused.masks)
+        state = GraphState(scope.graph)
+        for _, found in unfused_attentions("masks", Report(), scope, state):
+            yield from ((scope, mask) for mask in found.masks)
 
 
 def _conditions(module: fx.GraphModule) -> Iterator[Condition]:

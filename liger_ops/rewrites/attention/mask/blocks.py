@@ -56,7 +56,7 @@ def block_lists(
     count = _counts(call, visible, sizes, blocks, device, rows)
     full = call(operator.eq, count, BLOCK * BLOCK)
     partial = call(operator.and_, call(operator.gt, count, 0), call(operator.invert, full))
-    found = {}
+    found: dict[str, Any] = {}
     for kind, chosen in (("", partial), ("full_", full)):
         for side, axis in (("kv", KEYS), ("q", QUERIES)):
             turned = chosen if axis == KEYS else call(torch.transpose, chosen, -2, -1)
