@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from . import autograd
+from .derived import Layout, contiguous, derived_definition
 from .record import Op
 from .refusals import refusal
-from .schemas import arguments_of, schema_of
+from .schemas import arguments_of, hide_keyword_only, schema_of
 from .torch_private import (
     AUTOGRAD,
     DispatchKey,
@@ -74,11 +75,13 @@ def define(
     whose shape, dtype and device the result has, and whose shape and device the other tensors must
     have. Any other op needs a fake in `meta`.
 
-    The gradient of a backward op is that of its definition.
+    Keyword-only parameters of the definition are not in the schema: they are for callers of the
+    definition. The gradient of a backward op is that of its definition.
     """
 
     def decorate(definition: Function) -> Function:
         name = definition.__name__
+        hide_keyword_only(definition)
         custom_op = torch.library.custom_op(
             f"{NAMESPACE}::{name}",
             lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
@@ -90,7 +93,7 @@ def define(
         schema = overload._schema
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
-        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, like)
+        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, strides, like)
         autograd.register(op)
         _register_refusals(op)
         if name.endswith("_backward"):
@@ -98,6 +101,24 @@ def define(
         return _public(definition, overload)
 
     return decorate
+
+
+def derive_backward(
+    name: str, form: str, function: Callable[..., Any] | None = None, returns: str = "",
+    layout: Layout = contiguous,
+) -> Callable[..., Any]:  # fmt: skip
+    """Create the op `<name>_backward`, the gradient of op `name`, and return its public function.
+
+    Its definition is autograd of `function`, by default the op's definition, as
+    `derived.derived_definition` describes; `form` names its arguments and results, such as
+    "dy x weight eps output_mask -> dx dweight". `returns` are the names of the results in the
+    schema.
+    """
+    op = OPS[name]
+    definition = derived_definition(name, function or op.definition, form, layout)
+    backward = define(op.strides, returns, op.like)(definition)
+    gradient(name)
+    return backward
 
 
 def compose(function: Function) -> Function:

@@ -22,6 +22,8 @@ class Op:
     arguments: Callable[..., Any]
     # Raises TypeError for arguments that no op takes.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
+    # Which strides Inductor gives to the inputs.
+    strides: torch.Tag
     # The argument whose shape, dtype and device the result has, or "" if the op has its own fake.
     like: str
     fake: Callable[[Any], Any] | None = None
