@@ -111,10 +111,13 @@ def vector_jacobian(
     if are_functorch_transforms_active():
         _, pull_back, chosen = torch.func.vjp(run, *(inputs[i] for i in wanted), has_aux=True)
         return pull_back(chosen)
-    keeps_graph = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    tensors = [x for x in (*inputs, *grads) if isinstance(x, Tensor)]
+    keeps_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # A view keeps the tangent of forward-mode AD, too.
+    as_views = keeps_graph or forward_ad._current_level >= 0
     # Besides inference mode, it ends the exclusion of autograd's dispatch keys.
     with torch.inference_mode(False), torch.enable_grad():
-        inputs = [_apart(x, keeps_graph) if isinstance(x, Tensor) else x for x in inputs]
+        inputs = [_apart(x, as_views) if isinstance(x, Tensor) else x for x in inputs]
         tensors = [inputs[i] for i in wanted]
         for x in tensors:
             if not x.requires_grad:
@@ -132,12 +135,12 @@ def vector_jacobian(
         )
 
 
-def _apart(x: Tensor, keeps_graph: bool) -> Tensor:
-    """x apart from its graph, or a view in it, at which a gradient stops: one input may have been
+def _apart(x: Tensor, as_view: bool) -> Tensor:
+    """x without its graph, or a view in it, at which a gradient stops: one input may have been
     computed from another."""
     if x.is_inference():
         return x.clone()
-    return x.view_as(x) if keeps_graph else x.detach()
+    return x.view_as(x) if as_view else x.detach()
 
 
 def _save(ctx: Any, values: Sequence[Any]) -> None:

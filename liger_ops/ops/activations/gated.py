@@ -19,3 +19,27 @@ def gate_and_up(
         dtype = torch.promote_types(gate.dtype, up.dtype)
     wide = widened(torch.empty((), dtype=dtype)).dtype
     return gate.to(wide), up.to(wide), dtype
+
+
+def gradients(
+    dgate: Tensor, dup: Tensor, gate: Tensor, up: Tensor | None,
+    output_mask: list[bool], interleaved: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients that output_mask asks for, in the form and the dtypes of gate and up."""
+    if up is None:
+        if not output_mask[0]:
+            return None, None
+        pair = torch.stack((dgate, dup), -1 if interleaved else -2)
+        return pair.flatten(-2).to(gate.dtype), None
+    return (
+        dgate.to(gate.dtype).contiguous() if output_mask[0] else None,
+        dup.to(up.dtype).contiguous() if output_mask[1] else None,
+    )
+
+
+def silu_slope(z: Tensor, alpha: float = 1.0) -> Tensor:
+    """The derivative of z * sigmoid(alpha * z)."""
+    # Beyond 1000 the sigmoid is 0 or 1 even in float64, and alpha * z = inf would give 0 * inf.
+    scaled = (z * alpha).clamp(-1000, 1000)
+    sigmoid = torch.sigmoid(scaled)
+    return sigmoid * (1 + scaled * (1 - sigmoid))
