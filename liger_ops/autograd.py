@@ -109,7 +109,8 @@ def vector_jacobian(
     if not wanted or all(grad is None for grad in grads):
         return [None] * len(wanted)
     if are_functorch_transforms_active():
-        _, pull_back, chosen = torch.func.vjp(run, *(inputs[i] for i in wanted), has_aux=True)
+        found: Any = torch.func.vjp(run, *(inputs[i] for i in wanted), has_aux=True)
+        _, pull_back, chosen = found
         return pull_back(chosen)
     tensors = [x for x in (*inputs, *grads) if isinstance(x, Tensor)]
     keeps_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

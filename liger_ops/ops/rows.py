@@ -53,7 +53,7 @@ class ShardedColumns(Rows):
         return (self.total(widened(x)) / self.columns).to(x.dtype)
 
     def total(self, x: Tensor) -> Tensor:
-        return _Summed.apply(x.sum(-1, keepdim=True), self.summed)  # type: ignore[no-any-return]
+        return _Summed.apply(x.sum(-1, keepdim=True), self.summed)
 
     def softmax(self, x: Tensor) -> Tensor:
         weights = torch.exp(self._centred(x))

@@ -112,7 +112,8 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     if needs_cos or needs_sin:
         norm = (eps, offset, casting_mode)
         xhat = scaled(q, q_weight, *norm).to(q.dtype), scaled(k, k_weight, *norm).to(k.dtype)
-        dcos, dsin = table_gradients((dq, dk), xhat, cos, sin, (needs_cos, needs_sin), rotation)
+        needed = [needs_cos, needs_sin]
+        dcos, dsin = table_gradients(dq, dk, *xhat, cos, sin, *rotation, needed)
     return *grads[:2], dcos, dsin, *grads[2:], *[None] * len(ctx.options)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import library
-from ...autograd import vector_jacobian
+from ...derived import derived_definition
 from ..precision import widened
 from ..strides import in_order_of
 
@@ -211,24 +210,11 @@ def _of_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
     return table.unsqueeze(-3)
 
 
-def table_gradients(
-    grads: tuple[Tensor, Tensor], inputs: Sequence[Tensor], cos: Tensor, sin: Tensor | None,
-    needed: tuple[bool, bool], options: Sequence[Any],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of cos and sin, as far as they are needed, by autograd of the rotation in
-    float32, rounded once."""
-
-    def rotation(cos: Tensor, sin: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(rotated(widened(x), cos, sin, *options) for x in inputs)
-
-    tables = [t if t is None or t.is_complex() else widened(t) for t in (cos, sin)]
-    wanted = [i for i, table in enumerate((cos, sin)) if needed[i] and table is not None]
-    found = iter(vector_jacobian(rotation, tables, wanted, grads))
-    gradients: list[Tensor | None] = [None, None]
-    for i in wanted:
-        gradient = next(found)
-        gradients[i] = None if gradient is None else gradient.to((cos, sin)[i].dtype)
-    return tuple(gradients)
+table_gradients = derived_definition(
+    "rope",
+    library.OPS["rope"].definition,
+    "dq dk q k cos sin interleaved per_pair sections deinterleave output_mask -> dcos dsin",
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -245,8 +231,8 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         options = (*ctx.options, [needs_q, needs_k])
         grad_q, grad_k = rope_backward(dq, dk, cos, sin, *options)
     if needs_cos or needs_sin:
-        needed = (needs_cos, needs_sin)
-        dcos, dsin = table_gradients((dq, dk), inputs, cos, sin, needed, ctx.options)
+        needed = [needs_cos, needs_sin]
+        dcos, dsin = table_gradients(dq, dk, *inputs, cos, sin, *ctx.options, needed)
     return grad_q, grad_k, dcos, dsin, *[None] * len(ctx.options)
 
 
