@@ -26,7 +26,7 @@ ABOVE = ("rewrites", "fusion", "distributed")
 # These know the ops alone, and each other not.
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
-BASE = ("autograd", "compile_cache", "record", "refusals", "schemas", "torch_private")
+BASE = ("autograd", "compile_cache", "derived", "record", "refusals", "schemas", "torch_private")
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
 SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
