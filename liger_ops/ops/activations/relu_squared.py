@@ -9,7 +9,7 @@ from ... import library
 from ..precision import widened
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order, like="x")
+@library.define(strides=torch.Tag.needs_fixed_stride_order, axes="x=* -> y=*")
 def relu_squared(x: Tensor) -> Tensor:
     """The square of relu(x).
 

@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from ..rows import WHOLE, Rows
-from .rms_norm import scaled
+from .rms_norm import CASTING_MODES, scaled
 
 
-@library.define()
+@library.define(
+    axes="x=* N, residual=* N, weight=N -> y=* N, s=* N",
+    dtype="x+residual",
+    options={"eps": AT_LEAST_0, "casting_mode": CASTING_MODES},
+)
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
@@ -62,7 +67,10 @@ def _norm_and_sum(
 
 
 fused_add_rms_norm_backward = library.derive_backward(
-    "fused_add_rms_norm", "dy ds? s weight eps offset output_mask -> ds dweight", _norm_and_sum
+    "fused_add_rms_norm",
+    "dy ds? s weight eps offset output_mask -> ds dweight",
+    _norm_and_sum,
+    returns="dx dweight",
 )
 
 

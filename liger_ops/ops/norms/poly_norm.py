@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from ..precision import widened
 from ..rows import WHOLE, Rows
 
 
-@library.define()
+@library.define(axes="x=* N, weight=3, bias=1 -> y=* N", options={"eps": AT_LEAST_0})
 def poly_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6,
     *, rows: Rows = WHOLE,

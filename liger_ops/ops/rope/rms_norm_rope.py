@@ -10,10 +10,10 @@ from torch import Tensor
 from ... import library
 from ..norms.rms_norm import scaled
 from ..strides import in_order_of
-from .rope import rotated, table_gradients
+from .rope import axes, rotated, table_gradients
 
 
-@library.define(strides=torch.Tag.needs_exact_strides)
+@library.define(strides=torch.Tag.needs_exact_strides, axes=axes)
 def rms_norm_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
     q_weight: Tensor | None = None, k_weight: Tensor | None = None,
@@ -90,6 +90,7 @@ rms_norm_rope_backward = library.derive_backward(
     "rms_norm_rope",
     "dq dk q k cos sin q_weight k_weight eps offset interleaved per_pair sections deinterleave"
     " output_mask -> dq dk dq_weight dk_weight",
+    returns="dq dk dq_weight dk_weight",
     layout=in_order_of,
 )
 

@@ -10,7 +10,7 @@ from ..precision import widened
 from ..rows import WHOLE, Rows
 
 
-@library.define()
+@library.define(axes="x=* N -> y=* N")
 def log_softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
     """The logarithm of softmax over the last dimension.
 

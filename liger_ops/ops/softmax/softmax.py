@@ -10,7 +10,7 @@ from ..precision import widened
 from ..rows import WHOLE, Rows
 
 
-@library.define()
+@library.define(axes="x=* N -> y=* N")
 def softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
     """Softmax over the last dimension.
 
