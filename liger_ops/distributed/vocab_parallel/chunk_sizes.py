@@ -12,8 +12,8 @@ import torch
 
 from ...ops.heads.chunks import BACKWARD_BYTES, TILE, set_bytes
 from ...ops.heads.head import accumulation_dtype, rounds_once
-from .products import Head
-from .words import Words
+from .head import Head
+from .shard import VocabShard
 
 
 def chunk_size(row_bytes: int, chunk_bytes: int | None) -> int:
@@ -24,7 +24,7 @@ def chunk_size(row_bytes: int, chunk_bytes: int | None) -> int:
 
 
 def loss_chunk_size(
-    head: Head, words: Words, wanted: Sequence[bool], chunk_bytes: int | None,
+    head: Head, shard: VocabShard, wanted: Sequence[bool], chunk_bytes: int | None,
     accum_dtype: torch.dtype | None,
 ) -> int:  # fmt: skip
     """The tokens of a chunk of a loss: all of them, if nobody set a size and a single chunk takes
@@ -36,13 +36,13 @@ def loss_chunk_size(
     """
     rows, weight = head.rows, head.weight
     item_bytes = rows.element_size()
-    row_bytes = words.most * item_bytes
+    row_bytes = shard.most * item_bytes
     size = chunk_size(row_bytes, chunk_bytes)
     if set_bytes(chunk_bytes):
         return size
     sum_bytes = dx_bytes = 0
     if wanted[1] and rounds_once(weight, accum_dtype):
-        sum_bytes = words.most * rows.shape[1] * accumulation_dtype(weight, accum_dtype).itemsize
+        sum_bytes = shard.most * rows.shape[1] * accumulation_dtype(weight, accum_dtype).itemsize
     if wanted[0]:
         dx_bytes = rows.shape[1] * item_bytes
     single = (3 * BACKWARD_BYTES + sum_bytes) // max(1, 2 * row_bytes - dx_bytes)

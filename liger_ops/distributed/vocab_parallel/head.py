@@ -1,10 +1,10 @@
-"""The products of a head of the rank's words: its logits, and from their gradient, a chunk of
-tokens at a time, the gradients of its tensors."""
+"""A head of the rank's words: its logits, and from their gradient, a chunk of tokens at a time, the
+gradients of its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from ...lowering.common.heads.linear_cross_entropy import product
 from ...ops.heads.head import (
     accumulation_dtype,
+    factors_of,
     forward_dweight_dtype,
     forward_gradient_dtype,
     linear,
@@ -20,10 +21,11 @@ from ...ops.heads.head import (
 )
 from ...ops.heads.scaling import scaled
 from .collectives import fence, start_sum, wait
+from .shard import HEAD
 
 
 class Head(NamedTuple):
-    """A head's tensors, in the order of masks; rows, and lora_x, have one row per token."""
+    """A head's tensors, in the order of masks."""
 
     rows: Tensor
     weight: Tensor
@@ -31,7 +33,17 @@ class Head(NamedTuple):
     lora_x: Tensor | None
     lora_b: Tensor | None
 
+    def flat(self) -> Head:
+        """The head with a row of x, and of lora_x, for each token."""
+        tokens = self.rows.shape[:-1].numel()
+        rows, lora_x = (
+            None if value is None else value.reshape(tokens, value.shape[-1])
+            for value in (self.rows, self.lora_x)
+        )
+        return Head(rows, self.weight, self.bias, lora_x, self.lora_b)
+
     def split(self, size: int) -> list[Head]:
+        """The heads of chunks of this many rows."""
         parts = self.rows.split(size)
         loras = [None] * len(parts) if self.lora_x is None else self.lora_x.split(size)
         return [
@@ -131,11 +143,19 @@ def rounded(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return total if total is None or total.dtype is dtype else total.to(dtype)
 
 
-def each_scaled(
-    computed: Sequence[Tensor | None], factors: Sequence[Tensor], head: Head
-) -> list[Tensor | None]:
-    """The gradients of a head that a forward computed, times the backward's factors."""
+def head_of(call: Any, prefix: str = "") -> Head:
+    """The head of a call, the names of whose arguments have this prefix."""
+    return Head(*(getattr(call, f"{prefix}{name}") for name in HEAD))
+
+
+def finished(call: Any, head: Head, divisor: Tensor | int) -> list[Tensor | None]:
+    """The gradients of a head that are wanted, from those that the forward computed: times dloss
+    and the reduction's factor."""
+    computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
+    if call.dloss is None or all(gradient is None for gradient in computed):
+        return [None] * len(computed)
+    factors = factors_of(call.dloss, call.target, call.ignore_index, divisor)
     return [
-        None if gradient is None or tensor is None else scaled(gradient, factor, tensor.dtype)
-        for gradient, factor, tensor in zip(computed, factors, head, strict=True)
+        None if gradient is None or not wanted else scaled(gradient, factor, head.rows.dtype)
+        for wanted, gradient, factor in zip(call.output_mask, computed, factors, strict=True)
     ]

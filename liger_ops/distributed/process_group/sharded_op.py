@@ -1,0 +1,122 @@
+"""An op of a rank's words, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ...library import OPS
+from ...ops.heads.head import divisor, factors_of
+from ...ops.heads.precomputed_gradient import gradients_are_private, hand_over
+from ...ops.heads.scaling import scale_
+from ...record import Op
+from ..vocab_parallel import SHARDED_LOSSES, ShardedLoss
+from ..vocab_parallel.collectives import once
+from ..vocab_parallel.shard import VocabShard
+
+
+class Form(NamedTuple):
+    """An op and its backward op, as `autograd.formula` reads them from their schemas."""
+
+    loss: ShardedLoss
+    op: Op
+    gradient: Op
+    results: tuple[str, ...]
+    # The backward op's arguments: gradients of results, then arguments and results of the op.
+    upstream: tuple[str, ...]
+    saved: tuple[str, ...]
+    # The positions of the arguments that have gradients.
+    differentiated: tuple[int, ...]
+
+    @staticmethod
+    def of(name: str, loss: ShardedLoss) -> Form:
+        op, gradient = OPS[f"{name}_forward"], OPS[f"{name}_backward"]
+        results = tuple(result.name for result in op.schema.returns)
+        names = [name for name in gradient.arguments._fields if name != "output_mask"]
+        upstream = tuple(name for name in names if name in {f"d{result}" for result in results})
+        saved = tuple(name for name in names if name not in upstream)
+        positions = tuple(map(op.arguments._fields.index, loss.differentiated))
+        return Form(loss, op, gradient, results, upstream, saved, positions)
+
+
+FORMS = {name: Form.of(name, loss) for name, loss in SHARDED_LOSSES.items()}
+
+
+def sharded_op(
+    name: str, shard: VocabShard, asked: tuple[str, ...], *arguments: Any,
+    constant: tuple[str, ...] = (), known: dict[str, Tensor | None] | None = None, **named: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The results of an op's call that are asked for, and those that are constants. Those that are
+    known are not computed again, and only differentiated."""
+    form = FORMS[name]
+    results = dict.fromkeys(form.results) | (known or {})
+    call = form.op.arguments(*arguments, **named)
+    return ShardedOp.apply(name, shard, asked, constant, *results.values(), *call)
+
+
+class ShardedOp(Function):
+    """The results are the same on every rank, to the last bit, and their gradients have to be the
+    same too.
+
+    Dynamo takes every result that is not a constant for one that has a gradient, so that a result
+    from which the backward would compute all anew is to be one of another call.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, shard: VocabShard, asked: tuple[str, ...], constant: tuple[str, ...],
+        *values: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        form = FORMS[name]
+        count = len(form.results)
+        known, call = values[:count], form.op.arguments(*values[count:])
+        if all(value is None for value in known):
+            known = form.loss.forward(form.op, call, shard)
+        results = dict(zip(form.results, known, strict=True))
+        ctx.handed_over = []
+        if results.get("dweight") is not None and not torch.compiler.is_compiling():
+            with gradients_are_private():
+                ctx.handed_over = hand_over(results["dweight"], values[count:][1].dtype)
+        if ctx.handed_over:
+            results["dweight"] = None
+        kept = call._asdict() | results
+        saved = [kept[name] for name in form.saved]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
+        ctx.given = (name, shard, asked, 4 + len(values))
+        ctx.set_materialize_grads(False)
+        # A result is another tensor than what is saved, and than an argument.
+        found = [x if x is None else x.clone() for x in map(results.get, (*asked, *constant))]
+        ctx.mark_non_differentiable(*(x for x in found[len(asked) :] if x is not None))
+        return tuple(found)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        name, shard, asked, count = ctx.given
+        form = FORMS[name]
+        # Read only once, because a checkpoint recomputes the saved tensors at each access.
+        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        values = [other if tensor is None else tensor for tensor, other in pairs]
+        given = dict.fromkeys(form.upstream) | dict(zip(form.saved, values, strict=True))
+        given |= zip((f"d{name}" for name in asked), grads, strict=False)
+        first = count - len(form.op.arguments._fields)
+        positions = [first + i for i in form.differentiated]
+        wanted, whole = [ctx.needs_input_grad[i] for i in positions], None
+        if ctx.handed_over:
+            # A second backward finds none, and computes it again.
+            items = divisor(
+                given["reduction"], given.get("total_weight"), given["num_items_in_batch"]
+            )
+            factors = factors_of(given["dloss"], given["target"], given["ignore_index"], items)
+            whole, wanted[1] = scale_(ctx.handed_over.pop(), factors[1]), False
+        if "output_mask" in form.gradient.arguments._fields:
+            given["output_mask"] = wanted
+        found = list(form.loss.backward(form.gradient, form.gradient.arguments(**given), shard))
+        if whole is not None:
+            found[1] = whole
+        by_position = dict(zip(positions, found, strict=True))
+        return tuple(by_position.get(i) for i in range(count))
