@@ -16,7 +16,8 @@ a result that lacks the axis is the sum of what the devices compute.
 An op whose axes depend on its options has a function of the call.
 
 Three kinds of calls are computed otherwise, before DTensor asks for a rule: `columns` those whose
-columns N are sharded, `by_words` losses whose words V are, and `means` means over sharded rows.
+columns N are sharded, `vocab_parallel` losses whose words V are, and `means` means over
+sharded rows.
 """
 
 from __future__ import annotations

@@ -187,11 +187,13 @@ def linear_divergence(
     of_call = ("linear_divergence", given.shard)
     mask = needed_gradients(*student[:3], reduction, *student[3:])
     if any(mask):
-        loss, *found = sharded_op(
+        found = sharded_op(
             *of_call, ("loss",), constant=(*TERMS, "statistics"), gradient_mask=mask, **call
         )
-        known = dict(zip((*TERMS, "statistics"), found, strict=True))
-        divergence, cross_entropy = sharded_op(*of_call, TERMS, known=known, **call)
+        loss, (divergence, cross_entropy) = (
+            found[0],
+            sharded_op(*of_call, TERMS, known=found, **call),
+        )
     else:
         loss, divergence, cross_entropy = sharded_op(*of_call, ("loss", *TERMS), **call)
     if reduction != "mean":

@@ -28,18 +28,21 @@ class Form(NamedTuple):
     # The backward op's arguments: gradients of results, then arguments and results of the op.
     upstream: tuple[str, ...]
     saved: tuple[str, ...]
-    # The positions of the arguments that have gradients.
+    # The positions of the arguments that have gradients, and whether the backward op has a mask.
     differentiated: tuple[int, ...]
+    masked: bool
 
     @staticmethod
     def of(name: str, loss: ShardedLoss) -> Form:
         op, gradient = OPS[f"{name}_forward"], OPS[f"{name}_backward"]
         results = tuple(result.name for result in op.schema.returns)
-        names = [name for name in gradient.arguments._fields if name != "output_mask"]
+        fields = gradient.arguments._fields
+        names = [name for name in fields if name != "output_mask"]
         upstream = tuple(name for name in names if name in {f"d{result}" for result in results})
         saved = tuple(name for name in names if name not in upstream)
         positions = tuple(map(op.arguments._fields.index, loss.differentiated))
-        return Form(loss, op, gradient, results, upstream, saved, positions)
+        masked = "output_mask" in fields
+        return Form(loss, op, gradient, results, upstream, saved, positions, masked)
 
 
 FORMS = {name: Form.of(name, loss) for name, loss in SHARDED_LOSSES.items()}
@@ -47,14 +50,12 @@ FORMS = {name: Form.of(name, loss) for name, loss in SHARDED_LOSSES.items()}
 
 def sharded_op(
     name: str, shard: VocabShard, asked: tuple[str, ...], *arguments: Any,
-    constant: tuple[str, ...] = (), known: dict[str, Tensor | None] | None = None, **named: Any,
+    constant: tuple[str, ...] = (), known: tuple[Tensor | None, ...] = (), **named: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The results of an op's call that are asked for, and those that are constants. Those that are
-    known are not computed again, and only differentiated."""
-    form = FORMS[name]
-    results = dict.fromkeys(form.results) | (known or {})
-    call = form.op.arguments(*arguments, **named)
-    return ShardedOp.apply(name, shard, asked, constant, *results.values(), *call)
+    """The results of an op's call that are asked for, and those that are constants. The op's first
+    results may be known: they are not computed again, and only differentiated."""
+    call = FORMS[name].op.arguments(*arguments, **named)
+    return ShardedOp.apply(name, shard, asked, constant, len(known), *known, *call)
 
 
 class ShardedOp(Function):
@@ -68,55 +69,56 @@ class ShardedOp(Function):
     @staticmethod
     def forward(
         ctx: Any, name: str, shard: VocabShard, asked: tuple[str, ...], constant: tuple[str, ...],
-        *values: Any,
+        count: int, *values: Any,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         form = FORMS[name]
-        count = len(form.results)
-        known, call = values[:count], form.op.arguments(*values[count:])
-        if all(value is None for value in known):
-            known = form.loss.forward(form.op, call, shard)
-        results = dict(zip(form.results, known, strict=True))
+        call = form.op.arguments(*values[count:])
+        results = dict.fromkeys(form.results)
+        found = values[:count] or form.loss.forward(form.op, call, shard)
+        results.update(zip(form.results, found, strict=False))
         ctx.handed_over = []
         if results.get("dweight") is not None and not torch.compiler.is_compiling():
             with gradients_are_private():
-                ctx.handed_over = hand_over(results["dweight"], values[count:][1].dtype)
+                ctx.handed_over = hand_over(results["dweight"], call[1].dtype)
         if ctx.handed_over:
             results["dweight"] = None
         kept = call._asdict() | results
         saved = [kept[name] for name in form.saved]
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
-        ctx.given = (name, shard, asked, 4 + len(values))
+        tensors = [x if isinstance(x, Tensor) else None for x in saved]
+        ctx.save_for_backward(*tensors)
+        ctx.others = [x if t is None else None for x, t in zip(saved, tensors, strict=True)]
+        ctx.given = (name, shard, asked, 5 + count, 5 + len(values))
         ctx.set_materialize_grads(False)
         # A result is another tensor than what is saved, and than an argument.
-        found = [x if x is None else x.clone() for x in map(results.get, (*asked, *constant))]
-        ctx.mark_non_differentiable(*(x for x in found[len(asked) :] if x is not None))
-        return tuple(found)
+        given = [results[name] for name in (*asked, *constant)]
+        given = [x if x is None else x.clone() for x in given]
+        ctx.mark_non_differentiable(*(x for x in given[len(asked) :] if x is not None))
+        return tuple(given)
 
     @staticmethod
     @once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        name, shard, asked, count = ctx.given
+        name, shard, asked, first, count = ctx.given
         form = FORMS[name]
         # Read only once, because a checkpoint recomputes the saved tensors at each access.
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
         values = [other if tensor is None else tensor for tensor, other in pairs]
         given = dict.fromkeys(form.upstream) | dict(zip(form.saved, values, strict=True))
-        given |= zip((f"d{name}" for name in asked), grads, strict=False)
-        first = count - len(form.op.arguments._fields)
-        positions = [first + i for i in form.differentiated]
-        wanted, whole = [ctx.needs_input_grad[i] for i in positions], None
+        for result, grad in zip(asked, grads, strict=False):
+            given[f"d{result}"] = grad
+        wanted, whole = [ctx.needs_input_grad[first + i] for i in form.differentiated], None
         if ctx.handed_over:
             # A second backward finds none, and computes it again.
-            items = divisor(
-                given["reduction"], given.get("total_weight"), given["num_items_in_batch"]
-            )
+            of_mean = (given.get("total_weight"), given["num_items_in_batch"])
+            items = divisor(given["reduction"], *of_mean)
             factors = factors_of(given["dloss"], given["target"], given["ignore_index"], items)
             whole, wanted[1] = scale_(ctx.handed_over.pop(), factors[1]), False
-        if "output_mask" in form.gradient.arguments._fields:
+        if form.masked:
             given["output_mask"] = wanted
-        found = list(form.loss.backward(form.gradient, form.gradient.arguments(**given), shard))
+        found = form.loss.backward(form.gradient, form.gradient.arguments(**given), shard)
+        gradients: list[Tensor | None] = [None] * count
+        for i, gradient in zip(form.differentiated, found, strict=True):
+            gradients[first + i] = gradient
         if whole is not None:
-            found[1] = whole
-        by_position = dict(zip(positions, found, strict=True))
-        return tuple(by_position.get(i) for i in range(count))
+            gradients[first + form.differentiated[1]] = whole
+        return tuple(gradients)
