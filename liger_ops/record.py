@@ -19,7 +19,7 @@ class Op:
     custom_op: torch.library.CustomOpDef
     overload: Any
     # The named tuple type of a call's arguments.
-    arguments: Callable[..., Any]
+    arguments: type[Any]
     # Raises TypeError for arguments that no op takes.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
     # The argument whose shape, dtype and device the result has, or "" if the op has its own fake.

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...ops.heads.head import needed_gradients
+from ...ops.heads.head import Head, needed_gradients
 from ...ops.losses.cross_entropy import REDUCTIONS
-from ..vocab_parallel.head import Head
 from .arguments import Arguments, arguments, check_target
 from .head import head_of, head_of_input
 from .sharded_op import sharded_op
@@ -198,7 +197,7 @@ def of_head(
 
 def _of_head(op: str, given: Arguments, head: Head, options: tuple[Any, ...]) -> Tensor:
     reduction = options[1]
-    _check(op, given, head.rows, reduction)
+    _check(op, given, head.x, reduction)
     x, weight, bias, *lora = head
     target, *weights = given.others
     mask = needed_gradients(x, weight, bias, reduction, *lora)

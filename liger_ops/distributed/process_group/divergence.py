@@ -163,14 +163,14 @@ def linear_divergence(
         op, given, student_lora_a, student_lora_b, student_lora_scale, prefix="student_"
     )
     lora = (teacher_lora_a, teacher_lora_b, teacher_lora_scale)
-    shape = student.rows.shape[:-1]
+    shape = student.x.shape[:-1]
     teacher, logits = _teacher(
         op, given, shape, teacher_x, teacher_weight, teacher_bias, teacher_logits, lora,
         sequence_dim,
     )  # fmt: skip
     target, token_weight, num_items_in_batch = given.others
     if target is not None:
-        check_target(op, target, student.rows)
+        check_target(op, target, student.x)
     call: dict[str, Any] = {
         **{f"student_{name}": tensor for name, tensor in zip(HEAD, student, strict=True)},
         **{f"teacher_{name}": tensor for name, tensor in zip(HEAD, teacher, strict=True)},
@@ -198,10 +198,8 @@ def linear_divergence(
         loss, divergence, cross_entropy = sharded_op(*of_call, ("loss", *TERMS), **call)
     if reduction != "mean":
         return loss, divergence, cross_entropy
-    dtype = result_dtype(student.rows, teacher[0], logits)
-    weights = weights_of_tokens(
-        target, token_weight, ignore_index, shape, dtype, student.rows.device
-    )
+    dtype = result_dtype(student.x, teacher[0], logits)
+    weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student.x.device)
     all_one = target is None and token_weight is None
     items = divisor(reduction, weights, num_items_in_batch, all_one)
     hard = None if cross_entropy is None else cross_entropy / items

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...ops.heads.head import cast_as_linear
+from ...ops.heads.head import Head, cast_as_linear
 from ...ops.heads.lora import lora_input
 from ..vocab_parallel.collectives import Replicated
-from ..vocab_parallel.head import Head
 from .arguments import Arguments
 
 

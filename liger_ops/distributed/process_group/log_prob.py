@@ -47,7 +47,7 @@ def log_prob(
     (whole,) = given.others
     check_target(op, whole, given.sharded)
     options = (given.sharded, whole, temperature, softcap, logit_scale, ignore_index)
-    return sharded_op("log_prob", given.shard, RESULTS, *options)  # type: ignore[return-value]
+    return sharded_op("log_prob", given.shard, RESULTS, *options)
 
 
 def linear_log_prob(
@@ -90,7 +90,7 @@ def linear_log_prob(
     x, weight, bias, lora_x, lora_b = head_of(op, given, lora_a, lora_b, lora_scale)
     (whole,) = given.others
     check_target(op, whole, x)
-    return sharded_op(  # type: ignore[return-value]
+    return sharded_op(
         "linear_log_prob", given.shard, RESULTS, x, weight, whole, bias,
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes,
         lora_x=lora_x, lora_b=lora_b,

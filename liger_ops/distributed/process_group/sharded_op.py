@@ -90,10 +90,10 @@ class ShardedOp(Function):
         ctx.given = (name, shard, asked, 5 + count, 5 + len(values))
         ctx.set_materialize_grads(False)
         # A result is another tensor than what is saved, and than an argument.
-        given = [results[name] for name in (*asked, *constant)]
-        given = [x if x is None else x.clone() for x in given]
-        ctx.mark_non_differentiable(*(x for x in given[len(asked) :] if x is not None))
-        return tuple(given)
+        chosen = [results[name] for name in (*asked, *constant)]
+        chosen = [x if x is None else x.clone() for x in chosen]
+        ctx.mark_non_differentiable(*(x for x in chosen[len(asked) :] if x is not None))
+        return tuple(chosen)
 
     @staticmethod
     @once
@@ -103,7 +103,8 @@ class ShardedOp(Function):
         # Read only once, because a checkpoint recomputes the saved tensors at each access.
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
         values = [other if tensor is None else tensor for tensor, other in pairs]
-        given = dict.fromkeys(form.upstream) | dict(zip(form.saved, values, strict=True))
+        given: dict[str, Any] = dict.fromkeys(form.upstream)
+        given.update(zip(form.saved, values, strict=True))
         for result, grad in zip(asked, grads, strict=False):
             given[f"d{result}"] = grad
         wanted, whole = [ctx.needs_input_grad[first + i] for i in form.differentiated], None

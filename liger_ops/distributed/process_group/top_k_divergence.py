@@ -63,12 +63,12 @@ def linear_top_k_divergence(
     assert ids is not None
     log_prob = given.also_whole(op, "teacher_log_prob", teacher_log_prob)
     head = head_of(op, given, lora_a, lora_b, lora_scale)
-    check_teacher(op, head.rows, ids, log_prob, target, kind, beta, tail)
+    check_teacher(op, head.x, ids, log_prob, target, kind, beta, tail)
     # A rank without words calls no op that would check it.
-    if ids.shape[:-1] != head.rows.shape[:-1]:
+    if ids.shape[:-1] != head.x.shape[:-1]:
         raise ValueError(
             f"{op}: teacher_ids must have the shape of the whole x but for its last dimension,"
-            f" {tuple(head.rows.shape[:-1])} and K, got {tuple(ids.shape)}"
+            f" {tuple(head.x.shape[:-1])} and K, got {tuple(ids.shape)}"
         )
     ids = distinct(ids, target, ignore_index)
     rows, weight, bias, lora_x, lora_b = head

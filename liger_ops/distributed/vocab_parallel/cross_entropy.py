@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ...library import OPS
-from ...ops.heads.head import both, divisor, shaped, still_missing
+from ...ops.heads.head import Head, both, divisor, shaped, still_missing
 from ...ops.losses.cross_entropy import reduced, upstream
 from ...record import Op
-from .chunk_sizes import loss_chunk_size
 from .collectives import gathered, start_gather, wait
-from .head import Head, HeadGradients, finished, head_of
-from .shard import VocabShard
+from .head import finished, gradients_of, head_of, loss_chunk_size, split
+from .shard import HEAD, VocabShard
 from .token_losses import (
     Statistics,
     Tokens,
@@ -38,13 +37,13 @@ def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     if hasattr(call, "x") and any(call.gradient_mask):
         chunked = ChunkedLoss(call, tokens, shard)
         statistics = chunked.statistics()
-        computed = shaped(chunked.gradients.results(), head_of(call))
+        computed = shaped(chunked.gradients.results(), [getattr(call, name) for name in HEAD])
     else:
         local = local_statistics(op, call, tokens, shard)
         ranks = gathered(local, 0, shard.group)
         statistics = of_all_ranks(ranks, local.shape[0], tokens.class_sums)
         if hasattr(call, "x"):
-            computed = (None,) * len(Head._fields)
+            computed = (None,) * len(HEAD)
     lse, error, nll, _ = statistics
     loss, z_loss = losses(statistics, tokens, call, shard.V)
     target_logit = torch.where(tokens.within, (lse - nll) + error, 0.0)
@@ -100,9 +99,9 @@ class Chunk(NamedTuple):
     tokens: Tokens
     # In a list, from which the last reader takes them.
     logits: list[Tensor]
-    # The statistics of all ranks' words, for which `wait` waits, and how many there are of a token.
+    # The statistics of all ranks' words, for which `wait` waits, and how many a token has.
     gathering: Tensor
-    count: int
+    numbers: int
 
 
 class ChunkedLoss:
@@ -118,16 +117,15 @@ class ChunkedLoss:
         self.call, self.shard = call, shard
         names = ("label_smoothing", "softcap", "logit_scale")
         self.options = {name: getattr(call, name) for name in names}
-        self.head, wanted = head_of(call).flat(), list(call.gradient_mask)
+        self.head, wanted = head_of(call), list(call.gradient_mask)
         self.size = loss_chunk_size(self.head, shard, wanted, call.chunk_bytes, call.accum_dtype)
         self.tokens = tokens.split(self.size)
-        group = shard.group if shard.sums_x else None
-        given = (self.head, wanted, group, self.size, call.accum_dtype)
-        self.gradients = HeadGradients(*given, in_forward=True)
+        given = (self.head, wanted, shard, self.size, call.accum_dtype)
+        self.gradients = gradients_of(*given, in_forward=True)
 
     def statistics(self) -> Statistics:
         """The statistics of all tokens; the gradients are then those of all."""
-        columns = zip(*(self.finished(chunk) for chunk in self.chunks()), strict=True)
+        columns: Any = zip(*(self.finished(chunk) for chunk in self.chunks()), strict=True)
         shape = self.call.target.shape
         return Statistics(*(None if x[0] is None else torch.cat(x).reshape(shape) for x in columns))
 
@@ -135,7 +133,7 @@ class ChunkedLoss:
         """Yield each chunk of tokens after the next one's logits were computed: meanwhile its
         statistics are gathered."""
         last = None
-        for head, tokens in zip(self.head.split(self.size), self.tokens, strict=True):
+        for head, tokens in zip(split(self.head, self.size), self.tokens, strict=True):
             logits = head.logits()
             local = local_statistics(
                 LOSS, call_of_logits(LOSS, logits, **self.options), tokens, self.shard
@@ -151,7 +149,7 @@ class ChunkedLoss:
     def finished(self, chunk: Chunk) -> Statistics:
         """Add the gradients of a chunk, and return its statistics."""
         tokens = chunk.tokens
-        found = of_all_ranks(wait(chunk.gathering), chunk.count, tokens.class_sums)
+        found = of_all_ranks(wait(chunk.gathering), chunk.numbers, tokens.class_sums)
         upstream = upstream_of_shard(found.lse, tokens, self.call, self.shard)
         # The logits are not in memory beside the products of their gradient.
         dlogits = gradients(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...library import OPS
-from ...ops.heads.head import both, shaped, still_missing
+from ...ops.heads.gradients import HeadGradients
+from ...ops.heads.head import Head, both, rows_of, shaped, still_missing
 from ...ops.heads.two_heads import (
     divisor,
     mixed,
@@ -25,12 +26,11 @@ from ...ops.losses.cross_entropy import effective
 from ...ops.losses.divergence import limit
 from ...record import Op
 from . import divergence
-from .chunk_sizes import chunk_size
 from .collectives import of_each_rank, start_gather, wait
 from .divergence import Found
-from .head import Head, HeadGradients, finished, head_of
-from .shard import IGNORED, VocabShard
-from .token_losses import call_of_logits, gradients, local_statistics, of_all_ranks
+from .head import chunk_size, finished, gradients_of, head_of, split
+from .shard import HEAD, IGNORED, VocabShard
+from .token_losses import Labels, call_of_logits, gradients, local_statistics, of_all_ranks
 
 LOSS, LOSS_GRADIENT = OPS["cross_entropy_forward"], OPS["cross_entropy_backward"]
 DIVERGENCE, GRADIENT = OPS["divergence_forward"], OPS["divergence_backward"]
@@ -61,16 +61,15 @@ def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
         of_labels = [x.to(weights.dtype) for x in (statistics.lse, statistics.lse_error)]
     loss = mixed(value, cross_entropy, call.soft_weight, call.hard_weight)
     numbers = torch.stack([*statistics.found, *of_labels]).reshape(-1, *shape)
-    computed = shaped(made.results(), head_of(call, "student_"))
+    computed = shaped(made.results(), _tensors(call))
     return loss, value, cross_entropy, numbers, *computed, None
 
 
 def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     """The gradients that the forward has not computed, from logits that are computed again."""
-    student = head_of(call, "student_")
     # A mean's divisor is given here; the statistics have its dtype.
     items = divisor(call.reduction, call.statistics, call.num_items_in_batch)
-    done = finished(call, student, items)
+    done = finished(call, head_of(call, "student_"), items)
     missing = still_missing(call.output_mask, done)
     if not any(missing):
         return tuple(done)
@@ -79,12 +78,17 @@ def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
         _weights(call), items, call.soft_weight, call.hard_weight,
     )  # fmt: skip
     *found, lse, error = call.statistics.flatten(1).unbind()
-    of_labels = (None, None) if call.target is None else (lse, error)
-    statistics, heads = Statistics(Found(*found), *of_labels, None), TwoHeads(call, shard)
+    of_labels = (None, None, None) if call.target is None else (lse, error, None)
+    statistics, heads = Statistics(Found(*found), *of_labels), TwoHeads(call, shard)
     made = heads.gradients(missing, in_forward=False)
     for chunk in heads.chunks():
         made.add(chunk.head, heads.dlogits(chunk, statistics.of(chunk.tokens), upstream))
-    return both(done, shaped(made.results(), student))
+    return both(done, shaped(made.results(), _tensors(call)))
+
+
+def _tensors(call: Any) -> list[Tensor | None]:
+    """The tensors that have gradients."""
+    return [getattr(call, f"student_{name}") for name in HEAD]
 
 
 def _weights(call: Any) -> Tensor:
@@ -92,19 +96,6 @@ def _weights(call: Any) -> Tensor:
     dtype = result_dtype(call.student_x, call.teacher_x, call.teacher_logits)
     tokens = (call.target, call.token_weight, call.ignore_index, call.student_x.shape[:-1])
     return weights_of_tokens(*tokens, dtype, call.student_x.device)
-
-
-class Labels(NamedTuple):
-    """Each token's target, counted from the rank's first word, to be read where `here` is True, and
-    whether it is a word or is ignored."""
-
-    target: Tensor
-    here: Tensor
-    valid: Tensor
-    class_weight: None = None
-
-    def of(self, tokens: slice) -> Labels:
-        return Labels(*(value[tokens] for value in self[:3]))
 
 
 class Statistics(NamedTuple):
@@ -141,34 +132,32 @@ class TwoHeads:
 
     def __init__(self, call: Any, shard: VocabShard) -> None:
         self.call, self.shard = call, shard
-        self.student, tokens = head_of(call, "student_").flat(), call.student_x.shape[:-1].numel()
+        self.student = head_of(call, "student_")
         self.teacher: Head | Tensor
         item_bytes = call.student_x.element_size()
         if call.teacher_logits is None:
-            self.teacher = head_of(call, "teacher_").flat()
+            self.teacher = head_of(call, "teacher_")
             item_bytes += call.teacher_x.element_size()
         else:
-            self.teacher = call.teacher_logits.reshape(tokens, call.teacher_logits.shape[-1])
+            self.teacher = rows_of(call.teacher_logits)
         self.labels, target = None, call.target
         if target is not None:
             local = shard.local(target, call.ignore_index)
-            labels = (local, shard.here(target), shard.valid(target, call.ignore_index))
-            self.labels = Labels(*(value.reshape(-1) for value in labels))
+            valid = shard.valid(target, call.ignore_index)
+            self.labels = Labels(local.flatten(), shard.here(target).flatten(), valid.flatten())
         self.size = chunk_size(shard.most * item_bytes, call.chunk_bytes)
         names = ("softcap", "logit_scale")
         self.options = {name: getattr(call, f"student_{name}") for name in names}
 
     def gradients(self, wanted: list[bool], in_forward: bool) -> HeadGradients:
-        group = self.shard.group if self.shard.sums_x else None
-        given = (self.student, wanted, group, self.size, self.call.accum_dtype)
-        return HeadGradients(*given, in_forward=in_forward)
+        given = (self.student, wanted, self.shard, self.size, self.call.accum_dtype)
+        return gradients_of(*given, in_forward=in_forward)
 
     def chunks(self) -> Iterator[Chunk]:
-        heads = self.student.split(self.size)
-        teachers = self.teacher.split(self.size)
+        heads, teachers = split(self.student, self.size), split(self.teacher, self.size)
         first = 0
         for head, teacher in zip(heads, teachers, strict=True):
-            tokens = slice(first, first + head.rows.shape[0])
+            tokens = slice(first, first + head.x.shape[0])
             first = tokens.stop
             taught = teacher.logits() if isinstance(teacher, Head) else teacher
             labels = None if self.labels is None else self.labels.of(tokens)

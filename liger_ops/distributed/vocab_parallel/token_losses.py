@@ -21,6 +21,19 @@ from .shard import IGNORED, ClassSums, VocabShard
 Upstream = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+class Labels(NamedTuple):
+    """Each token's target, counted from the rank's first word, to be read where `here` is True, and
+    whether it is a word or is ignored."""
+
+    target: Tensor
+    here: Tensor
+    valid: Tensor
+    class_weight: Tensor | None = None
+
+    def of(self, tokens: slice) -> Labels:
+        return Labels(self.target[tokens], self.here[tokens], self.valid[tokens])
+
+
 class Tokens(NamedTuple):
     """The tokens of a loss over a sharded vocabulary, each tensor of target's shape."""
 
@@ -55,7 +68,8 @@ class Tokens(NamedTuple):
     def split(self, size: int) -> list[Tokens]:
         """Chunks of this many tokens."""
         chunks = zip(*(value.reshape(-1).split(size) for value in self[:6]), strict=True)
-        return [Tokens(*chunk, self.class_weight, self.class_sums) for chunk in chunks]
+        same: tuple[Any, ...] = (self.class_weight, self.class_sums)
+        return [Tokens(*(*chunk, *same)) for chunk in chunks]
 
 
 class Statistics(NamedTuple):
@@ -75,7 +89,7 @@ def call_of_logits(op: Op, logits: Tensor, **options: Any) -> Any:
     return op.arguments(**{**names, "logits": logits, **options})
 
 
-def of_shard(call: Any, tokens: Tokens, **changed: Any) -> Any:
+def of_shard(call: Any, tokens: Tokens | Labels, **changed: Any) -> Any:
     """The call of the rank's words alone. Its loss is sum_c weight_c * (lse - x_c) / held, if the
     call's loss needs a sum over words, and its class weights serve no other sum."""
     changed["class_weight" if hasattr(call, "x") else "weight"] = tokens.class_weight
@@ -86,7 +100,7 @@ def of_shard(call: Any, tokens: Tokens, **changed: Any) -> Any:
     )  # fmt: skip
 
 
-def local_statistics(op: Op, call: Any, tokens: Tokens, shard: VocabShard) -> Tensor:
+def local_statistics(op: Op, call: Any, tokens: Tokens | Labels, shard: VocabShard) -> Tensor:
     """(3 or 4, ...): of the rank's words, lse and its error, and relative to lse the target's logit
     and the sum of the logits. Without the target the former is inf, which no difference from lse
     is."""
@@ -180,7 +194,7 @@ def upstream_of_shard(
 
 
 def gradients(
-    op: Op, call: Any, tokens: Tokens, lse: tuple[Tensor, Tensor], grads: Upstream,
+    op: Op, call: Any, tokens: Tokens | Labels, lse: tuple[Tensor, Tensor], grads: Upstream,
     shard: VocabShard, **changed: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of the head, or of logits, by the backward op of the rank's words, which is
