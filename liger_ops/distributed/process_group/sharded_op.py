@@ -110,7 +110,7 @@ class ShardedOp(Function):
         wanted, whole = [ctx.needs_input_grad[first + i] for i in form.differentiated], None
         if ctx.handed_over:
             # A second backward finds none, and computes it again.
-            of_mean = (given.get("total_weight"), given["num_items_in_batch"])
+            of_mean: Any = (given.get("total_weight"), given["num_items_in_batch"])
             items = divisor(given["reduction"], *of_mean)
             factors = factors_of(given["dloss"], given["target"], given["ignore_index"], items)
             whole, wanted[1] = scale_(ctx.handed_over.pop(), factors[1]), False

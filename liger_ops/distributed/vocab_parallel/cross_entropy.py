@@ -127,7 +127,8 @@ class ChunkedLoss:
         """The statistics of all tokens; the gradients are then those of all."""
         columns: Any = zip(*(self.finished(chunk) for chunk in self.chunks()), strict=True)
         shape = self.call.target.shape
-        return Statistics(*(None if x[0] is None else torch.cat(x).reshape(shape) for x in columns))
+        found = (None if x[0] is None else torch.cat(x).reshape(shape) for x in columns)
+        return Statistics(*found)  # type: ignore[arg-type]
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield each chunk of tokens after the next one's logits were computed: meanwhile its
