@@ -18,8 +18,6 @@ VOCABULARY = "V"
 # float32 numbers of a token that move, at most, where no words are listed and a divergence has no
 # labels.
 NUMBERS = 5
-
-
 # Arguments with one weight per class; every device needs all of them.
 CLASS_WEIGHTS = {"cross_entropy": "weight", "linear_cross_entropy": "class_weight"}
 # Arguments with which one device needs all words: results that are not sums over words, and sums
@@ -70,11 +68,9 @@ def computed_by_vocab_shards(op: Op, call: Any) -> Any:
     results = placed.computed(op, call, wholes, compute)
     if loss.sharded == loss.rows or not backward:
         return results
-    prefix = loss.rows.removesuffix("x")
-    names = [result.name.removeprefix("d") for result in op.schema.returns]
     return tuple(
-        _sharded_as(gradient, getattr(call, f"{prefix}{name}"))
-        for name, gradient in zip(names, results, strict=True)
+        _sharded_as(gradient, getattr(call, name))
+        for name, gradient in zip(loss.differentiated, results, strict=True)
     )
 
 
@@ -85,8 +81,8 @@ def _of_same_words(call: Any, line: Line) -> Line | None:
     if hasattr(call, "student_weight") and words != [call.student_weight.shape[0]]:
         return None
     arguments = {
-        name: [VOCABULARY if axis == "W" else axis for axis in axes]
-        for name, axes in line.arguments.items()
+        name: entry._replace(axes=[VOCABULARY if axis == "W" else axis for axis in entry.axes])
+        for name, entry in line.arguments.items()
     }
     return line._replace(arguments=arguments)
 
