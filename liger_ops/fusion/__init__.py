@@ -14,10 +14,10 @@ from torch import nn
 from ..rewrites.engine.torch_functions import torch_linear
 from . import loss as losses
 from .attention import attention as attentions
-from .layers import experts, gated
-from .layers import hyper_connections as hyper_connection_modules
 from .layers import norms as norm_modules
 from .layers import rope as rotary_embeddings
+from .layers.gated import Experts, GatedMLPs
+from .layers.hyper_connections import HyperConnections
 from .other_models import not_looked_for
 from .planning import Plan, wholly_or_not_at_all
 from .report import Finding, FuseReport
@@ -217,9 +217,9 @@ def _planners(
 ) -> tuple[tuple[Callable[[nn.Module], Plan], bool], ...]:
     return (
         (norm_modules.plan, norms),
-        (gated.plan, activations),
-        (experts.plan, activations),
+        (lambda model: GatedMLPs(model).plan(), activations),
+        (lambda model: Experts(model).plan(), activations),
         (rotary_embeddings.plan, rope),
         (attentions.plan, attention),
-        (hyper_connection_modules.plan, hyper_connections),
+        (lambda model: HyperConnections(model).plan(), hyper_connections),
     )

@@ -59,7 +59,7 @@ def recognise(
         reasons = [f"{one.op}: {one.reason}" for one in report.findings if not one.used]
         if found:
             reasons.append(f"it is {found[0].target._opname} and more")  # type: ignore[union-attr]
-        raise Refused(reasons[0] if reasons else f"it computes {_none_of(rewrites)}")
+        raise Refused(reasons[0] if reasons else f"it computes {none_of(rewrites)}")
     for node in module.graph.nodes:
         if node not in needed and node.op != "placeholder" and not _is_cheap(node):
             raise Refused(f"it does more than compute its result: {node.name}")
@@ -70,7 +70,7 @@ def recognise(
     return Recognised(name, dict(bound.arguments), op)
 
 
-def _none_of(rewrites: Collection[str]) -> str:
+def none_of(rewrites: Collection[str]) -> str:
     *names, last = rewrites
     return f"none of {', '.join(names)} and {last}" if names else f"no {last}"
 
