@@ -50,6 +50,13 @@ class OneRounding(SigmoidGated):
         return (y * self.factor(gate)).to(x.dtype)
 
 
+class OfTheGate(Gated):
+    """It normalises the gate, and x is the gate."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(gate, x)
+
+
 class Calls(TorchDispatchMode):
     """Count the calls of the op."""
 
@@ -67,6 +74,7 @@ COMPUTES = [
     (Gated(), SILU | LLAMA),
     (SigmoidGated(), SIGMOID | LLAMA),
     (OneRounding(), SIGMOID | GEMMA),
+    (OfTheGate(), SILU | LLAMA),
     (Qwen3NextRMSNormGated(24, 1e-5), SILU | LLAMA),
     (Zamba2RMSNormGated(24, 24, 1e-5), {"norm_before_gate": False} | SILU | LLAMA),
     (Zamba2RMSNormGated(24, 8, 1e-5), {"norm_before_gate": False, "group_size": 8} | SILU | LLAMA),
@@ -105,13 +113,6 @@ class TwiceGated(Gated):
         return F.silu(gate.float()) * torch.sigmoid(gate.float())
 
 
-class OfTheGate(Gated):
-    """It normalises the gate, and x is the gate."""
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return super().forward(gate, x)
-
-
 class RoundedGate(Gated):
     def factor(self, gate: Tensor) -> Tensor:
         return F.silu(gate.float()).to(gate.dtype)
@@ -133,7 +134,7 @@ class StridedGroups(Zamba2RMSNormGated):
 
 
 NEAR_MISSES = [
-    *(UnwidenedGate(), OtherActivation(), TwiceGated(), OfTheGate(), RoundedGate(), OnlyX()),
+    *(UnwidenedGate(), OtherActivation(), TwiceGated(), RoundedGate(), OnlyX()),
     StridedGroups(24, 8),
     # It accepts inputs of two and three dimensions alone.
     FalconH1RMSNormGated(24, n_groups=3),

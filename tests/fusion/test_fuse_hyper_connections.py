@@ -164,10 +164,13 @@ LEFT: dict[str, tuple[Any, str]] = {
     **NEAR_MISSES,
     "rounded": (Rounded, "casts or sizes"),
     "hooked": (Hooked, "norm, which would not be called, has hooks"),
-    "training": (OtherInTraining, "something else in another dtype, or in evaluation"),
+    "training": (
+        OtherInTraining,
+        "post_mult=3.0) and mhc_pre in another case (bfloat16, parameters float32",
+    ),
     "counting": (Counting, "changes its attributes"),
-    "more": (More, "it is mhc_coeffs and more"),
-    "a-list": (ShapedOtherwise, "does not return a tuple"),
+    "more": (More, "it computes mul beside mhc_coeffs and mhc_pre"),
+    "a-list": (ShapedOtherwise, "it returns list, not a tuple of tensors"),
     "head": (lambda: DeepseekV4HyperHead(CONFIG), "its parameters are hc_fn"),
     "hy_v4": (lambda: named(HYV4HyperConnection), "its parameters are fn"),
 }

@@ -21,15 +21,16 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ...rewrites.engine.canonical import calls, value
+from ...rewrites.engine.recognise import bound, op_of
 from ...rewrites.engine.report import Report
 from ...rewrites.engine.rewrite import before_widening, derive
 from ...rewrites.layers import clamped_swiglu
 from .. import classes
 from ..probing import NotAnOp, dtype_name
 from ..trace import ANY_SIZES, unchanged
-from .kind import Kind
+from .kind import Kind, argument_obstacle, obstacle, state_obstacle
 from .module_trace import Case, Traced, names_of
-from .program import Program, bound, op_of
+from .program import Program
 
 # Names of gated activations (but not "Glue") and of MLPs, which a reader expects in the report.
 GATED_NAME = re.compile(r"GLU|[Gg]lu(?!e)")
@@ -51,21 +52,21 @@ class _Gated(Kind):
         op = program.ops[0].name
         return ("swiglu", "clamped_swiglu") if op == "clamped_swiglu" else (op,)
 
-    def case(self, module: nn.Module, form: Any) -> Case:
-        return self.called_in(module, torch.bfloat16, False)
-
-    def others(self, module: nn.Module, form: Any, first: Case) -> Iterator[Case]:
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            yield self.called_in(module, dtype, True)
-
-    def more(self, module: nn.Module, form: Any, first: Case) -> Iterator[list[Case]]:
-        yield [self.called_in(module, torch.float64, mode) for mode in (True, False)]
-
-    def called_in(self, module: nn.Module, dtype: torch.dtype, training: bool) -> Case:
+    def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
         (name,) = names_of(getattr(module, self.method))
         width, columns = _widths(_projections(module)) if self.called(module) else (ANY_WIDTH, {})
-        rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
-        return Case({name: (*rows, width)}, {name: dtype}, dtype, columns, dtype, training)
+
+        def case(dtype: torch.dtype, training: bool, **how: Any) -> Case:
+            rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+            return Case(
+                {name: (*rows, width)}, {name: dtype}, dtype, columns, dtype, training, **how
+            )
+
+        yield case(torch.bfloat16, False)
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            yield case(dtype, True)
+        for training in (True, False):
+            yield case(torch.float64, training, tolerates=NotAnOp)
 
     def options(self, program: Program) -> dict[str, Any]:
         found = super().options(program)
@@ -96,20 +97,12 @@ class GatedMLPs(_Gated):
     def is_expected(self, name: str, module: nn.Module) -> bool:
         return _looks_gated(module)
 
-    def checked(self, module: nn.Module) -> nn.Module:
+    def obstacle(self, module: nn.Module) -> str | None:
         count = len(_projections(module))
         if count not in (2, 3) and not (count == 1 and _looks_gated(module)):
-            raise NotAnOp(f"it has {count} children that may be projections")
-        if reason := classes.obstacle(module):
-            raise NotAnOp(reason)
-        arguments = list(inspect.signature(module.forward).parameters.values())
-        # diffusers' GEGLU takes any further arguments; a call with some reaches its own forward.
-        rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        arguments = [argument for argument in arguments if argument.kind not in rest]
-        if len(arguments) != 1 or arguments[0].kind is not arguments[0].POSITIONAL_OR_KEYWORD:
-            names = (str(argument.replace(annotation=argument.empty)) for argument in arguments)
-            raise NotAnOp(f"its forward takes ({', '.join(names)})")
-        return module
+            return f"it has {count} children that may be projections"
+        reason = obstacle(module) or state_obstacle(module)
+        return reason or argument_obstacle(module, _is_one)
 
     def called(self, module: nn.Module) -> Collection[str]:
         return _projections(module)
@@ -137,18 +130,24 @@ class Experts(_Gated):
         holds_gates = is_experts and any("gate_up" in name for name in module._parameters)
         return holds_gates or _has_method(module, self.method)
 
-    def checked(self, module: nn.Module) -> nn.Module:
+    def obstacle(self, module: nn.Module) -> str | None:
         if not _has_method(module, self.method):
-            raise NotAnOp(f"it has no {self.method}: the activation is part of its forward")
-        if self.method in vars(module):
-            raise NotAnOp(f"the instance has an {self.method} of its own")
+            return f"it has no {self.method}: the activation is part of its forward"
+        if reason := obstacle(module, self.method):
+            return reason
         config = getattr(module, "config", None)
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         is_eager = getattr(config, "_experts_implementation", None) == "eager"
         if is_eager and code is not None and self.method not in code.co_names:
-            text = f"its experts_implementation is 'eager', which does not call {self.method}"
-            raise NotAnOp(text)
-        return module
+            return f"its experts_implementation is 'eager', which does not call {self.method}"
+        return None
+
+
+def _is_one(given: list[inspect.Parameter]) -> bool:
+    # diffusers' GEGLU takes any further arguments; a call with some reaches its own forward.
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    kinds = [one.kind for one in given if one.kind not in rest]
+    return kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def _has_method(module: nn.Module, name: str) -> bool:

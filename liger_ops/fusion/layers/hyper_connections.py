@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from ... import library
 from ...nn import MHCCoeffs
 from .. import classes, sharding
-from ..probing import NotAnOp
 from ..trace import ANY_SIZES
 from .installed import Called, Facts
-from .kind import Kind
+from .kind import Kind, obstacle, parameter_obstacle, state_obstacle
 from .module_trace import Case, Traced, names_of
 from .program import Program, Step
 
@@ -38,7 +37,7 @@ class HyperConnections(Kind):
     rewrites = ("mhc_coeffs", "mhc_pre")
     ops = ("mhc_coeffs_forward", "mhc_pre")
     functions = ("t", "transpose", "unbind")
-    returns = (tuple,)
+    returns = tuple
 
     def is_fused(self, name: str, module: nn.Module) -> bool:
         return isinstance(module, MHCCoeffs) or super().is_fused(name, module)
@@ -46,28 +45,38 @@ class HyperConnections(Kind):
     def is_expected(self, name: str, module: nn.Module) -> bool:
         return bool(NAME.search(classes.class_of(module).__name__) and module._parameters)
 
-    def checked(self, module: nn.Module) -> nn.Module:
-        _sizes(module)
-        if reason := _obstacle(module):
-            raise NotAnOp(reason)
-        return module
+    def obstacle(self, module: nn.Module) -> str | None:
+        sizes = _sizes(module)
+        if isinstance(sizes, str):
+            return sizes
+        if reason := obstacle(module):
+            return reason
+        if module._buffers:
+            return f"it has buffers: {', '.join(module._buffers)}"
+        if not sharding.is_held_by_fsdp(module) and (reason := parameter_obstacle(module)):
+            return reason
+        for name, one in module._parameters.items():
+            if one is not None and one.dtype not in FLOATS:
+                return f"{name} is {one.dtype}"
+        for name, child in module.named_modules():
+            if child is not module and state_obstacle(child):
+                return f"{name} has parameters or buffers"
+        return None
 
-    def case(self, module: nn.Module, form: Any) -> Case:
-        return self.called_in(module, torch.bfloat16, torch.bfloat16, True)
-
-    def others(self, module: nn.Module, form: Any, first: Case) -> Iterator[Case]:
-        yield self.called_in(module, torch.bfloat16, torch.float32, False)
-        yield self.called_in(module, torch.float16, torch.float16, True)
-        yield self.called_in(module, torch.float32, torch.float32, False)
-
-    def called_in(
-        self, module: nn.Module, dtype: torch.dtype, own: torch.dtype, training: bool
-    ) -> Case:
+    def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
         (name,) = names_of(module.forward)
-        rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
-        return Case({name: (*rows, *_sizes(module))}, {name: dtype}, own, training=training)
+        half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
+        for dtype, own, training in (
+            (bfloat, bfloat, True), (bfloat, single, False),
+            (half, half, True), (single, single, False),
+        ):  # fmt: skip
+            rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+            shapes = {name: (*rows, *_sizes(module))}
+            yield Case(shapes, {name: dtype}, own, training=training)
 
-    def form_of(self, form: Any, traced: Traced, program: Program) -> tuple[int, ...]:
+    def form_of(
+        self, module: nn.Module, form: Any, traced: Traced, program: Program
+    ) -> tuple[int, ...]:
         """The number of streams, and their width."""
         return traced.case.shapes[traced.case.first][2:]
 
@@ -97,8 +106,9 @@ def _is_usual(x: Tensor, sizes: tuple[int, ...], phi: Tensor, *others: Tensor) -
     return wide or not torch.is_autocast_enabled(x.device.type)
 
 
-def _sizes(module: nn.Module) -> tuple[int, int]:
-    """The number of streams and their width, by the sizes of the parameters, or NotAnOp."""
+def _sizes(module: nn.Module) -> tuple[int, int] | str:
+    """The number of streams and their width, by the sizes of the parameters, or why they are not
+    those of a connection."""
     shapes = {n: tuple(one.shape) for n, one in module._parameters.items() if one is not None}
     if len(shapes) == 3:
         scale, base, fn = sorted(shapes.values(), key=math.prod)
@@ -108,29 +118,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
             if hc >= 1 and hc * (hc + 2) == base[0] and rest == 0 and hidden_size >= 1:
                 return hc, hidden_size
     text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    raise NotAnOp(
+    return (
         f"its parameters are {text}, not those of mhc_coeffs: (hc * (hc + 2), hc * C),"
         " (hc * (hc + 2),) and (3,)"
     )
-
-
-def _obstacle(module: nn.Module) -> str | None:
-    """Reason that a forward cannot be overridden, or None."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a ScriptModule"
-    if "forward" in vars(module):
-        return "the instance has a forward of its own"
-    if module._buffers:
-        return f"it has buffers: {', '.join(module._buffers)}"
-    for name, one in module._parameters.items():
-        plain = sharding.is_held_by_fsdp(module) or type(one) is nn.Parameter
-        if one is not None and not plain:
-            return f"{name} is a {type(one).__name__}, not a plain Parameter"
-        if one is not None and one.dtype not in FLOATS:
-            return f"{name} is {one.dtype}"
-    for name, child in module.named_modules():
-        if child is module:
-            continue
-        if child._buffers or any(one is not None for one in child._parameters.values()):
-            return f"{name} has parameters or buffers"
-    return None

@@ -61,10 +61,7 @@ def methods_of(
 
     def is_usual(given: tuple[Any, ...]) -> bool:
         """Whether a call has the arguments that the program uses, and no others."""
-        for i, is_used in enumerate(used):
-            if (given[i] is not None) is not is_used:
-                return False
-        return True
+        return [one is not None for one in given] == used
 
     @functools.wraps(original)
     def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:

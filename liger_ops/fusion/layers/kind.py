@@ -1,20 +1,19 @@
-"""A kind of module that `fuse` replaces the code of: what is traced, which rewrites say what it is,
-and what is installed."""
+"""A kind of module: what is traced, which rewrites say what it is, and what is installed."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Collection, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ... import library
 from ...rewrites import rewrite
-from ...rewrites.engine.recognise import none_of
+from ...rewrites.engine.recognise import none_of, op_of
 from ...rewrites.engine.report import Report
 from .. import classes
 from ..planning import Plan
@@ -22,7 +21,7 @@ from ..probing import NotAnOp, Probes, attributes_key, leaf_key
 from ..sharding import shape_of
 from .installed import Called, Facts, methods_of
 from .module_trace import Case, FailsInTrace, ModuleTrace, Traced
-from .program import Program, Step, op_of, written
+from .program import Program, Step, written
 
 
 class Kind:
@@ -41,12 +40,13 @@ class Kind:
     ops: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     casts = False
-    returns: tuple[type, ...] = (Tensor,)
+    returns: type = Tensor
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            make = functools.partial(methods_of, cls.method, cls.caller)
-            classes.kind(cls.name)(make)
+            classes.kind(cls.name)(
+                lambda base, facts: methods_of(cls.method, cls.caller, base, facts)
+            )
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -61,46 +61,42 @@ class Kind:
         """Whether a reader of the report expects a module in it. It has no other effect."""
         raise NotImplementedError
 
-    def checked(self, module: nn.Module) -> nn.Module:
-        """The module to be traced. Raises NotAnOp if it is left whatever it computes."""
+    def obstacle(self, module: nn.Module) -> str | None:
+        """Reason that a module is left whatever it computes, or None."""
         raise NotImplementedError
 
-    def names(self, module: nn.Module) -> Collection[str]:
-        """The rewrites that may say what a module is."""
-        return self.rewrites
+    def of_forward(self, module: nn.Module) -> nn.Module:
+        """A module with the parameters that a forward sees."""
+        return module
 
     def called(self, module: nn.Module) -> Collection[str]:
         """The children that the new code calls too."""
         return ()
 
-    def forms(self, module: nn.Module) -> Iterator[Any]:
-        """The forms of calls to try, until the module computes an op of one."""
-        yield None
-
-    def case(self, module: nn.Module, form: Any) -> Case:
-        """The first case that is traced."""
-        raise NotImplementedError
-
-    def others(self, module: nn.Module, form: Any, first: Case) -> Iterator[Case]:
-        """Cases in which it must compute the same."""
-        raise NotImplementedError
-
-    def more(self, module: nn.Module, form: Any, first: Case) -> Iterator[list[Case]]:
-        """Cases in whose dtypes it is fused if it computes the same in all of a list."""
-        yield from ()
-
-    def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
-        """Replace what ops compute in the graph of a trace."""
-        return rewrite(traced.graph, names, strict=True)
+    def names(self, module: nn.Module) -> Collection[str]:
+        """The rewrites that may say what a module is."""
+        return self.rewrites
 
     def again(self, program: Program) -> Collection[str]:
         """The rewrites that show whether another case is the same."""
         return self.rewrites
 
+    def forms(self, module: nn.Module) -> Iterator[Any]:
+        """The forms of calls to try, until the module computes an op of one."""
+        yield None
+
+    def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
+        """The cases in which it must compute the same."""
+        raise NotImplementedError
+
     def check(self, traced: Traced) -> None:
         """Raise NotAnOp for a trace that is none of this kind."""
 
-    def form_of(self, form: Any, traced: Traced, program: Program) -> Any:
+    def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
+        """Replace what ops compute in the graph of a trace."""
+        return rewrite(traced.graph, names, strict=True)
+
+    def form_of(self, module: nn.Module, form: Any, traced: Traced, program: Program) -> Any:
         """What `Facts.form` is, of the first trace."""
         return None
 
@@ -122,9 +118,8 @@ class Kind:
         if self.is_fused(name, module):
             return
         try:
-            one = self.checked(module)
-            facts = self.facts(one)
-            facts.assumptions.check(one)
+            facts = self.facts(module)
+            facts.assumptions.check(module)
         except NotAnOp:
             if not self.is_expected(name, module):
                 return
@@ -134,6 +129,10 @@ class Kind:
         plan.changes.append(lambda: self.install(module, facts))
 
     def facts(self, module: nn.Module) -> Facts:
+        """What replaces a module's code. Raises NotAnOp if it is left."""
+        module = self.of_forward(module)
+        if reason := self.obstacle(module):
+            raise NotAnOp(reason)
         return self.probes.once(self.key(module), lambda: self.found(module))
 
     def install(self, module: nn.Module, facts: Facts) -> None:
@@ -166,25 +165,20 @@ class Kind:
 
     def verified(self, module: nn.Module, trace: ModuleTrace, form: Any) -> Facts:
         """The program, which must be the same in all cases."""
-        first = self.case(module, form)
+        first, *others = self.cases(module, form)
         traced = trace.run(first)
         program = final = self.program(traced, self.names(module))
-        known = self.form_of(form, traced, program)
-        dtypes = [(first.dtype, first.parameters)]
-        for case in self.others(module, form, first):
+        known = self.form_of(module, form, traced, program)
+        proved = {(first.dtype, first.parameters): True}
+        for case in others:
+            dtypes = case.dtype, case.parameters
             try:
                 final = self.compare(trace, program, case)
-            except FailsInTrace:
-                if not case.may_fail:
-                    raise
-                continue
-            dtypes.append((case.dtype, case.parameters))
-        for cases in self.more(module, form, first):
-            with contextlib.suppress(NotAnOp):
-                for case in cases:
-                    self.compare(trace, program, case)
-                dtypes.append((cases[0].dtype, cases[0].parameters))
-        return Facts(final, known, trace.reads.assumptions(module, dict.fromkeys(dtypes)))
+                proved.setdefault(dtypes, True)
+            except case.tolerates:
+                proved[dtypes] = False
+        dtypes_of_op = [dtypes for dtypes, is_same in proved.items() if is_same]
+        return Facts(final, known, trace.reads.assumptions(module, dtypes_of_op))
 
     def compare(self, trace: ModuleTrace, program: Program, case: Case) -> Program:
         """The program of a case, which must be `program`, but for casts that do nothing there."""
@@ -201,29 +195,63 @@ class Kind:
             raise NotAnOp(f"it is {program} once, and it {what} in another case ({case})")
         if not self.casts:
             return program
-        ops = self.ops or self.rewrites
-        return written(traced, ops, self.functions, "kept").rounding_as(program)
+        return written(traced, self.ops, self.functions, "kept").rounding_as(program)
 
     def program(
         self, traced: Traced, names: Collection[str], first: Program | None = None
     ) -> Program:
         """The program of a trace, and of a later one than the first."""
         y = traced.result
-        if type(y) not in self.returns and not (Tensor in self.returns and isinstance(y, Tensor)):
-            wanted = "a tensor" if Tensor in self.returns else "a tuple of tensors"
+        leaves = y if type(y) is tuple and self.returns is not Tensor else [y]
+        if not all(isinstance(one, Tensor) for one in leaves):
+            wanted = "a tensor" if self.returns is Tensor else "a tuple of tensors"
             raise NotAnOp(f"it returns {type(y).__name__}, not {wanted}")
-        if not isinstance(y, Tensor) and not all(isinstance(one, Tensor) for one in y):
-            raise NotAnOp("it returns tuples of others than tensors")
         self.check(traced)
         report = self.rewritten(traced, names)
         ops = self.ops or tuple(names)
         if not any(op_of(node) in ops for node in traced.graph.graph.nodes):
             reasons = [f"{one.op}: {one.reason}" for one in report.findings if not one.used]
             raise NotAnOp(reasons[0] if reasons else f"it computes {none_of(names)}")
-        casts = "dropped" if self.casts else "refused"
-        program = written(traced, ops, self.functions, casts)
+        program = written(traced, ops, self.functions, "dropped" if self.casts else "refused")
         is_wide = traced.case.dtype in (torch.float32, torch.float64)
         return program.rounding_as(first) if first and is_wide else program
+
+
+def obstacle(module: nn.Module, method: str = "forward") -> str | None:
+    """Reason that a method cannot be overridden by one that calls children, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
+    if parametrize.is_parametrized(module):
+        return "it is parametrized"
+    if method in vars(module):
+        return f"the instance has {'an' if method[0] == '_' else 'a'} {method} of its own"
+    return None
+
+
+def state_obstacle(module: nn.Module) -> str | None:
+    own = [*module._parameters, *module._buffers]
+    return f"it has parameters or buffers of its own: {', '.join(own)}" if own else None
+
+
+def parameter_obstacle(module: nn.Module, prefix: str = "") -> str | None:
+    for name, one in module._parameters.items():
+        if one is not None and type(one) is not nn.Parameter:
+            return f"{prefix}{name} is a {type(one).__name__}, not a plain Parameter"
+    return None
+
+
+def argument_obstacle(
+    module: nn.Module, fits: Callable[[list[inspect.Parameter]], bool]
+) -> str | None:
+    """The arguments of a forward, as a reason to leave a module that they do not fit, or None."""
+    try:
+        arguments = list(inspect.signature(module.forward).parameters.values())
+    except ValueError:
+        return "its forward has no signature"
+    if fits(arguments):
+        return None
+    names = (str(argument.replace(annotation=argument.empty)) for argument in arguments)
+    return f"its forward takes ({', '.join(names)})"
 
 
 def _widths(child: Any) -> tuple[Any, ...]:

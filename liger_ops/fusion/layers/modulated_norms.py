@@ -21,14 +21,21 @@ from ... import library
 from ...rewrites import rewrite
 from ...rewrites.engine.canonical import value
 from ...rewrites.engine.canonical.call import operation
+from ...rewrites.engine.recognise import bound, op_of
 from ...rewrites.engine.report import Report
 from .. import classes
 from ..probing import NotAnOp
 from ..trace import ANY_SIZES
 from .installed import Called, Facts
-from .kind import Kind
+from .kind import (
+    Kind,
+    argument_obstacle,
+    obstacle,
+    parameter_obstacle,
+    state_obstacle,
+)
 from .module_trace import Case, Traced, names_of
-from .program import Program, Step, bound, op_of
+from .program import Program, Step
 
 NORM_OPS = ("layer_norm", "rms_norm")
 
@@ -63,7 +70,7 @@ class ModulatedNorms(Kind):
     rewrites = ops = ("modulated_layer_norm", "modulated_rms_norm")
     functions = ("chunk", "silu", "split", "unbind", "unsqueeze")
     casts = True
-    returns = (Tensor, tuple)
+    returns = tuple
 
     def __init__(self, model: nn.Module, width_of: Callable[[nn.Module], int | None]) -> None:
         """`width_of` is the width of a norm, None for any, and raises NotAnOp for others."""
@@ -74,21 +81,18 @@ class ModulatedNorms(Kind):
     def is_expected(self, name: str, module: nn.Module) -> bool:
         return bool(NAME.search(classes.class_of(module).__name__) and module._modules)
 
-    def checked(self, module: nn.Module) -> nn.Module:
+    def obstacle(self, module: nn.Module) -> str | None:
         children = [child for child in module._modules.values() if child is not None]
         count = sum(map(_is_projection, children))
         if not 2 <= len(children) <= MOST_CHILDREN or not 1 <= count <= 2:
-            raise NotAnOp(f"it has {len(children)} children, and {count} that may be projections")
-        if reason := classes.obstacle(module):
-            raise NotAnOp(reason)
-        given = list(inspect.signature(module.forward).parameters.values())
-        if len(given) < 2 or any(one.kind is not one.POSITIONAL_OR_KEYWORD for one in given):
-            raise NotAnOp(f"its forward takes ({', '.join(map(str, given))})")
+            return f"it has {len(children)} children, and {count} that may be projections"
+        reason = obstacle(module) or state_obstacle(module)
+        if reason := reason or argument_obstacle(module, _are_two):
+            return reason
         for name in self.norms(module):
-            for own, one in module.get_submodule(name)._parameters.items():
-                if one is not None and type(one) is not nn.Parameter:
-                    raise NotAnOp(f"{name}.{own} is a {type(one).__name__}, not a plain Parameter")
-        return module
+            if reason := parameter_obstacle(module.get_submodule(name), f"{name}."):
+                return reason
+        return None
 
     def norms(self, module: nn.Module) -> dict[str, int | None]:
         """The names and widths of the children that are norms."""
@@ -127,35 +131,30 @@ class ModulatedNorms(Kind):
             for forms in every:
                 yield _Form(width, projection.in_features, ("tokens", *forms))
 
-    def case(self, module: nn.Module, form: _Form) -> Case:
-        return self.called_in(module, form, torch.bfloat16)
-
-    def others(self, module: nn.Module, form: _Form, first: Case) -> Iterator[Case]:
-        half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
-        yield self.called_in(module, form, bfloat, training=False)
-        yield self.called_in(module, form, half, rows=(4, 5))
-        yield self.called_in(module, form, single)
-        # Casts show where x, the arguments and what children return differ.
-        yield self.called_in(module, form, single, half, bfloat)
-
-    def called_in(
-        self, module: nn.Module, form: _Form, dtype: torch.dtype,
-        of_rows: torch.dtype | None = None, results: torch.dtype | None = None,
-        training: bool = True, rows: tuple[int, int] = (2, 3),
-    ) -> Case:  # fmt: skip
-        names = names_of(module.forward)
-        forms = dict(zip(names, form.forms, strict=True))
+    def cases(self, module: nn.Module, form: _Form) -> Iterator[Case]:
+        forms = dict(zip(names_of(module.forward), form.forms, strict=True))
         columns = {}
         for name in self.called(module):
             child: Any = module.get_submodule(name)
             own = getattr(child, "out_features", None)
             if own is not None or any(True for _ in (*child.parameters(), *child.buffers())):
                 columns[name] = form.columns if own is None else own
-        return Case(
-            {name: form.shape(one, rows) for name, one in forms.items()},
-            {name: dtype if one == "tokens" else of_rows or dtype for name, one in forms.items()},
-            dtype, columns, results, training,
-        )  # fmt: skip
+
+        def case(
+            dtype: torch.dtype, of_rows: torch.dtype, results: torch.dtype | None = None,
+            training: bool = True, sizes: tuple[int, int] = (2, 3),
+        ) -> Case:  # fmt: skip
+            shapes = {name: form.shape(one, sizes) for name, one in forms.items()}
+            dtypes = {name: dtype if one == "tokens" else of_rows for name, one in forms.items()}
+            return Case(shapes, dtypes, dtype, columns, results, training)
+
+        half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
+        yield case(bfloat, bfloat)
+        yield case(bfloat, bfloat, training=False)
+        yield case(half, half, sizes=(4, 5))
+        yield case(single, single)
+        # Casts show where x, the arguments and what children return differ.
+        yield case(single, half, bfloat)
 
     def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
         nodes = traced.graph.graph.nodes
@@ -167,7 +166,9 @@ class ModulatedNorms(Kind):
         traced.graph.meta["is_cast"] = direct > 0
         return super().rewritten(traced, names)
 
-    def form_of(self, form: _Form, traced: Traced, program: Program) -> tuple[bool, Any]:
+    def form_of(
+        self, module: nn.Module, form: _Form, traced: Traced, program: Program
+    ) -> tuple[bool, Any]:
         """Whether autocast casts the inputs of its norms, else they have their inputs' dtypes, and
         the dimensions of x and scale of each modulation."""
         ops = (given for _, given in bound(traced.graph.graph.nodes))
@@ -188,6 +189,10 @@ class ModulatedNorms(Kind):
                 return overload(x, scale, shift, *rest)
 
         return modulated
+
+
+def _are_two(given: list[inspect.Parameter]) -> bool:
+    return len(given) > 1 and all(one.kind is one.POSITIONAL_OR_KEYWORD for one in given)
 
 
 def _is_projection(child: Any) -> bool:

@@ -38,7 +38,7 @@ class Case:
         returns the shape and dtype that it is given.
     results: the dtype of what the children in `columns` return, None for that of what they are
         given.
-    may_fail: whether a module need not accept such a call.
+    tolerates: the refusals of the case that do not mean that a module is left.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -47,7 +47,7 @@ class Case:
     columns: Mapping[str, int] = field(default_factory=dict)
     results: torch.dtype | None = None
     training: bool = True
-    may_fail: bool = False
+    tolerates: type[NotAnOp] | tuple[()] = ()
 
     @property
     def first(self) -> str:
@@ -70,8 +70,8 @@ class Traced:
     """The graph of a case, whose results are the leaves of the module's result, of the form of a
     pytree, and the tensors that children are given.
 
-    `arguments` are the names of the method's. A placeholder is an argument, a parameter, whose name is its path after PARAMETER, or the result
-    of a child, by whose name its call is in `calls`.
+    `arguments` are the names of the method's. A placeholder is an argument, a parameter, whose name
+    is its path after PARAMETER, or the result of a child, by whose name its call is in `calls`.
     """
 
     case: Case
@@ -80,12 +80,6 @@ class Traced:
     graph: fx.GraphModule
     form: Any
     calls: Mapping[str, ChildCall]
-
-    @property
-    def parameters(self) -> list[str]:
-        """The paths of the parameters."""
-        inputs = (str(one.target) for one in self.graph.graph.nodes if one.op == "placeholder")
-        return [one.removeprefix(PARAMETER) for one in inputs if one.startswith(PARAMETER)]
 
     @property
     def output(self) -> fx.Node:

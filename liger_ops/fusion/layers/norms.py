@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from ... import library
 from ...nn import FusedAddRMSNorm, GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm
+from ...rewrites.engine.recognise import bound
 from ...rewrites.engine.report import Report
 from ...rewrites.engine.rewrite import before_widening
 from .. import classes, sharding, tensor_parallel
@@ -21,12 +22,13 @@ from ..probing import NotAnOp, dtype_name, own_attributes
 from ..trace import ANY_SIZES
 from . import modulated_norms
 from .installed import Called, Facts
-from .kind import Kind
-from .module_trace import Case, Traced, names_of
-from .norm_obstacles import obstacle
-from .program import MODE, Parameter, Program, Step, Value, bound
+from .kind import Kind, argument_obstacle, obstacle, parameter_obstacle
+from .module_trace import Case, FailsInTrace, Traced, names_of
+from .program import MODE, Parameter, Program, Step, Value
 
 FUSED_CLASSES = (RMSNorm, FusedAddRMSNorm, GatedRMSNorm, LayerNorm, GroupNorm)
+
+PARAMETERS = ("weight", "bias")
 
 # Widths for modules without parameters. A norm over rows of both widths has no width of its own.
 ANY_WIDTHS = (40, 56)
@@ -87,12 +89,31 @@ class Norms(Kind):
         has_weight = "Norm" in class_name and "weight" in module._parameters
         return (named and (is_leaf or parametrize.is_parametrized(module))) or has_weight
 
-    def checked(self, module: nn.Module) -> nn.Module:
+    def of_forward(self, module: nn.Module) -> nn.Module:
         if sharding.is_managed(module):
-            module = sharding.with_whole_parameters(module, self.whole)
-        if reason := obstacle(module):
-            raise NotAnOp(reason)
+            return sharding.with_whole_parameters(module, self.whole)
         return module
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        if reason := obstacle(module):
+            return reason
+        if any(child is not None for child in module._modules.values()):
+            return "it holds other modules"
+        if module._buffers:
+            return f"it has buffers: {', '.join(module._buffers)}"
+        unknown = [name for name in module._parameters if name not in PARAMETERS]
+        if unknown:
+            return f"it has other parameters than weight and bias: {', '.join(unknown)}"
+        if reason := parameter_obstacle(module):
+            return reason
+        own = {name: one for name, one in module._parameters.items() if one is not None}
+        for name, one in own.items():
+            if not one.is_floating_point():
+                return f"{name} is {one.dtype}"
+        shapes = {tuple(one.shape) for one in own.values()}
+        if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+            return f"its parameters have shapes {sorted(shapes)}, not one size"
+        return argument_obstacle(module, _are_of_a_norm)
 
     def names(self, module: nn.Module) -> Collection[str]:
         is_gated = len(inspect.signature(module.forward).parameters) == 2
@@ -106,25 +127,29 @@ class Norms(Kind):
         for width in own[:1] or sorted(sizes, reverse=True):
             yield _Form(width, False)
 
-    def case(self, module: nn.Module, form: _Form) -> Case:
-        return _case(module, form)
+    def cases(self, module: nn.Module, form: _Form) -> Iterator[Case]:
+        names = names_of(module.forward)
 
-    def others(self, module: nn.Module, form: _Form, first: Case) -> Iterator[Case]:
-        yield _case(module, form, 2, training=False)
-        yield _case(module, form, 4, torch.float16)
-        yield _case(module, form, 3, torch.float32)
+        def case(dims: int, dtype: torch.dtype, own: torch.dtype | None = None, **how: Any) -> Case:
+            shapes = dict.fromkeys(names, form.shape(dims))
+            return Case(shapes, dict.fromkeys(names, dtype), own or dtype, **how)
+
+        yield case(3, torch.bfloat16)
+        yield case(2, torch.bfloat16, training=False)
+        yield case(4, torch.float16)
+        yield case(3, torch.float32)
         own = {one.dtype for one in module._parameters.values() if one is not None}
-        if not own and form == _Form(ANY_WIDTHS[0], True):
-            yield _case(module, replace(form, width=ANY_WIDTHS[1]))
+        if _is_any(module, form):
+            form = replace(form, width=ANY_WIDTHS[1])
+            yield case(3, torch.bfloat16)
         for dtype in own:
             for other in self.dtypes:
                 if other is not dtype:
                     # If the module fails, these dtypes cannot occur in the model.
-                    yield replace(_case(module, form, 3, other), parameters=dtype, may_fail=True)
-
-    def more(self, module: nn.Module, form: _Form, first: Case) -> Iterator[list[Case]]:
-        # In float64 much code rounds to float32, and is no op.
-        yield [_case(module, form, 3, torch.float64, mode) for mode in (True, False)]
+                    yield case(3, other, dtype, tolerates=FailsInTrace)
+        for training in (True, False):
+            # In float64 much code rounds to float32, and is no op.
+            yield case(3, torch.float64, training=training, tolerates=NotAnOp)
 
     def again(self, program: Program) -> Collection[str]:
         return (program.ops[0].name,)
@@ -145,20 +170,21 @@ class Norms(Kind):
         for node, given in bound(traced.graph.graph.nodes):
             if given.get(MODE, "gemma") == "gemma":
                 # The op multiplies by them in float32 anyhow.
-                given |= {one: before_widening(given[one]) for one in _PARAMETERS if one in given}
+                given |= {one: before_widening(given[one]) for one in PARAMETERS if one in given}
             if given.get(MODE) == "gemma" and given["weight"] is None:
                 # Without a weight to multiply by the two modes are equal.
                 given[MODE] = "llama"
             node.args, node.kwargs = tuple(given.values()), {}
         return report
 
-    def form_of(self, form: _Form, traced: Traced, program: Program) -> tuple[int | None, int]:
+    def form_of(
+        self, module: nn.Module, form: _Form, traced: Traced, program: Program
+    ) -> tuple[int | None, int]:
         """The width, None for a module without parameters that takes any, and its dimension."""
         op = program.ops[0].name
         if (op != "group_norm") is not form.channels_last:
             raise NotAnOp(f"it is {op} of inputs of another layout")
-        is_any = form == _Form(ANY_WIDTHS[0], True) and not traced.parameters
-        return None if is_any else form.width, -1 if form.channels_last else 1
+        return None if _is_any(module, form) else form.width, -1 if form.channels_last else 1
 
     def install(self, module: nn.Module, facts: Facts) -> None:
         super().install(module, facts)
@@ -189,7 +215,7 @@ class Norms(Kind):
         if isinstance(module, (RMSNorm, LayerNorm)):
             width: Any = module.hidden_size
             return None if width is None else int(width)
-        facts = self.facts(self.checked(module))
+        facts = self.facts(module)
         op = facts.program.ops[0].name
         if op not in ("rms_norm", "layer_norm"):
             raise NotAnOp(f"it is {op}")
@@ -197,16 +223,16 @@ class Norms(Kind):
         return found
 
 
-_PARAMETERS = ("weight", "bias")
+def _is_any(module: nn.Module, form: _Form) -> bool:
+    """Whether the width of a form stands for any."""
+    has_own = any(one is not None for one in module._parameters.values())
+    return not has_own and form == _Form(ANY_WIDTHS[0], True)
 
 
-def _case(
-    module: nn.Module, form: _Form, dims: int = 3, dtype: torch.dtype = torch.bfloat16,
-    training: bool = True,
-) -> Case:  # fmt: skip
-    names = names_of(module.forward)
-    shapes = dict.fromkeys(names, form.shape(dims))
-    return Case(shapes, dict.fromkeys(names, dtype), dtype, training=training)
+def _are_of_a_norm(given: list[inspect.Parameter]) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    is_gated = [one.name for one in given[1:]] == ["gate"]
+    return (len(given) == 1 or is_gated) and all(one.kind in kinds for one in given)
 
 
 def _sizes(module: nn.Module) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ...library import OPS
 from ...rewrites.engine.canonical import IDENTITY, calls, canonical
 from ...rewrites.engine.canonical.call import operation
 from ...rewrites.engine.pattern import CHEAP
+from ...rewrites.engine.recognise import bound, needed_by, op_of
 from ..probing import NotAnOp
 from .module_trace import PARAMETER, Traced
 
@@ -85,7 +86,8 @@ class Program:
         return [step for step in self.steps if step.kind == OP]
 
     def __str__(self) -> str:
-        return ", ".join(str(step) for step in self.steps if step.kind != CHILD)
+        said = (step for step in self.steps if step.kind == OP or step.name == "mul")
+        return " and ".join(map(str, said))
 
     def rounding_as(self, other: Program) -> Program:
         """The program with the casting modes of another. In float32 and float64, where nothing is
@@ -157,18 +159,19 @@ class _Writer:
         if function == INDEX:
             source, index = node.args
             return self.step(FUNCTION, INDEX, (source, *_index(index)))
-        if function in self.functions and not node.kwargs.keys() - NAMED:
+        call = canonical(node)
+        if call is not None and call.op == IDENTITY:
+            return self.argument(call.args[0])
+        if call is not None and call.op == "mul" and "mul" in self.functions:
+            # Of a tensor and a number.
+            source, factor = sorted(call.args, key=lambda one: not isinstance(one, fx.Node))
+            if isinstance(factor, (int, float)):
+                return self.step(FUNCTION, "mul", (source, factor))
+        elif function in self.functions and not node.kwargs.keys() - NAMED:
             if node.kwargs.get("inplace"):
                 raise NotAnOp("it writes in place")
             keywords = tuple(node.kwargs)
             return self.step(FUNCTION, function, (*node.args, *node.kwargs.values()), keywords)
-        call = canonical(node)
-        if "mul" in self.functions and call is not None and call.op == "mul":
-            source, factor = sorted(call.args, key=lambda one: not isinstance(one, fx.Node))
-            if isinstance(factor, (int, float)):
-                return self.step(FUNCTION, "mul", (source, factor))
-        if call is not None and call.op == IDENTITY:
-            return self.argument(call.args[0])
         raise NotAnOp(f"it computes {function or name or node.name} beside {self.beside()}")
 
     def beside(self) -> str:
@@ -209,31 +212,6 @@ class _Writer:
         if not isinstance(one, (Value, *CONSTANTS)):
             raise NotAnOp(f"it passes on a {type(one).__name__}")
         return one
-
-
-def op_of(node: fx.Node) -> str | None:
-    """The op of liger_ops that a node calls."""
-    is_op = getattr(node.target, "namespace", None) == "liger"
-    return node.target._opname if is_op else None  # type: ignore[union-attr]
-
-
-def bound(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
-    """The ops among nodes, each with all its arguments by name."""
-    for node in list(nodes):
-        if name := op_of(node):
-            given = inspect.signature(OPS[name].definition).bind(*node.args, **node.kwargs)
-            given.apply_defaults()
-            yield node, dict(given.arguments)
-
-
-def needed_by(output: fx.Node) -> set[fx.Node]:
-    needed, waiting = set(), [output]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
 
 
 def _check_unused(node: fx.Node) -> None:
