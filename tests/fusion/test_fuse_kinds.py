@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from test_fuse_norms import NeverWidened, OneRounding, Rms
 from torch import nn
 
 from gated_modules import Gated, Limited, activated
@@ -12,7 +13,6 @@ from liger_ops import fuse
 from liger_ops.fusion.layers.gated import GatedMLPs
 from liger_ops.fusion.layers.kind import Kind
 from liger_ops.fusion.layers.norms import Norms
-from test_fuse_norms import NeverWidened, OneRounding, Rms
 
 # Equal modules, and others.
 MODULES: dict[str, tuple[type[Kind], Callable[[], nn.Module], list[nn.Module]]] = {

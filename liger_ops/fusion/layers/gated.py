@@ -54,13 +54,13 @@ class _Gated(Kind):
 
     def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
         (name,) = names_of(getattr(module, self.method))
-        width, columns = _widths(_projections(module)) if self.called(module) else (ANY_WIDTH, {})
+        width, widths = _widths(_projections(module)) if self.called(module) else (ANY_WIDTH, {})
 
         def case(dtype: torch.dtype, training: bool, **how: Any) -> Case:
             rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
-            return Case(
-                {name: (*rows, width)}, {name: dtype}, dtype, columns, dtype, training, **how
-            )
+            columns = {child: (*rows, size) for child, size in widths.items()}
+            shapes, dtypes = {name: (*rows, width)}, {name: dtype}
+            return Case(shapes, dtypes, dtype, columns, dtype, training, **how)
 
         yield case(torch.bfloat16, False)
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
@@ -156,7 +156,7 @@ def _has_method(module: nn.Module, name: str) -> bool:
 
 def _take_packed(node: fx.Node, given: dict[str, Any]) -> None:
     """Give an op that has gate and up as two parts of one tensor that tensor."""
-    op = op_of(node)
+    op = str(op_of(node))
     gate, up = (before_widening(given[name]) for name in ("gate", "up"))
     if gate.op != "placeholder" or up.op != "placeholder":
         packed, is_interleaved, gate_first = _packed(op, gate, up)

@@ -49,7 +49,6 @@ class Kind:
             )
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
         self.probes = Probes()
 
     # What a kind says of a module.
@@ -111,8 +110,10 @@ class Kind:
 
     # What all kinds share.
 
-    def plan(self) -> Plan:
-        return Plan(self.title, self.model, self.look)
+    @classmethod
+    def plan(cls, model: nn.Module) -> Plan:
+        """What is to be replaced in a model."""
+        return Plan(cls.title, model, cls(model).look)
 
     def look(self, plan: Plan, name: str, module: nn.Module) -> None:
         if self.is_fused(name, module):

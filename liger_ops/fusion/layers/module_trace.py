@@ -34,8 +34,8 @@ class Case:
 
     shapes, dtypes: those of the arguments that it is given, by name.
     parameters: the dtype of all parameters.
-    columns: the size of the last dimension of what a child returns, by its name. Any other child
-        returns the shape and dtype that it is given.
+    columns: the size of the last dimension of what a child returns, or its whole shape, by its
+        name. Any other child returns the shape and dtype that it is given.
     results: the dtype of what the children in `columns` return, None for that of what they are
         given.
     tolerates: the refusals of the case that do not mean that a module is left.
@@ -44,7 +44,7 @@ class Case:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     parameters: torch.dtype
-    columns: Mapping[str, int] = field(default_factory=dict)
+    columns: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
     results: torch.dtype | None = None
     training: bool = True
     tolerates: type[NotAnOp] | tuple[()] = ()
@@ -138,7 +138,8 @@ class ModuleTrace:
             NotAnOp: the code does more than compute a result of its arguments.
             FailsInTrace: it raises an exception.
         """
-        trace, calls = Trace(), {}
+        trace = Trace()
+        calls: dict[str, ChildCall] = {}
         given = {
             name: trace.input(name, shape, case.dtypes[name]) for name, shape in case.shapes.items()
         }
@@ -153,7 +154,9 @@ class ModuleTrace:
         try:
             with self.reads.of(self.copy), trace.running():
                 # The method is called directly, because a call of the module would run its hooks.
-                result = getattr(self.copy, self.method)(**given)
+                method = getattr(self.copy, self.method)
+                is_whole = len(given) == len(self.arguments)
+                result = method(*given.values()) if is_whole else method(**given)
         except NotAnOp:
             raise
         except Exception as error:
@@ -190,7 +193,8 @@ class StandIn(nn.Module):
             raise NotAnOp(f"{self.name} is given no tensor")
         shape, dtype = tuple(tensors[0].shape), tensors[0].dtype
         if self.name in self.case.columns:
-            shape = (*shape[:-1], self.case.columns[self.name])
+            columns = self.case.columns[self.name]
+            shape = columns if isinstance(columns, tuple) else (*shape[:-1], columns)
             dtype = self.case.results or dtype
         key = f"{self.name}.{len(self.calls)}"
         self.calls[key] = (self.name, args, kwargs)

@@ -34,17 +34,6 @@ PARAMETERS = ("weight", "bias")
 ANY_WIDTHS = (40, 56)
 
 
-def plan(model: nn.Module) -> Plan:
-    """Override the forward of every norm of a model, and of every module that modulates norms."""
-    norms = Norms(model)
-    modulated = modulated_norms.ModulatedNorms(model, norms.width).plan()
-    norms.told = {finding.where for finding in modulated.findings}
-    plan = norms.plan()
-    plan.findings += modulated.findings
-    plan.changes += modulated.changes
-    return plan
-
-
 @dataclass(frozen=True)
 class _Form:
     """How a norm is called: with channels last, or second. width is the size of that dimension."""
@@ -74,6 +63,18 @@ class Norms(Kind):
         self.dtypes = [
             dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if dtype in dtypes
         ]
+
+    @classmethod
+    def plan(cls, model: nn.Module) -> Plan:
+        """What is to be replaced in a model, also in modules that modulate norms."""
+        norms = cls(model)
+        modulates = modulated_norms.ModulatedNorms(model, norms.width)
+        modulated = Plan(modulates.title, model, modulates.look)
+        norms.told = {finding.where for finding in modulated.findings}
+        plan = Plan(cls.title, model, norms.look)
+        plan.findings += modulated.findings
+        plan.changes += modulated.changes
+        return plan
 
     def is_fused(self, name: str, module: nn.Module) -> bool:
         fused = isinstance(module, FUSED_CLASSES) or super().is_fused(name, module)

@@ -149,7 +149,7 @@ class _Writer:
         if node.op == "placeholder":
             return self.given(str(node.target))
         name = op_of(node)
-        if name in self.ops:
+        if name is not None and name in self.ops:
             ((_, given),) = bound([node])
             return self.step(OP, name, tuple(given.values()))
         cast = calls(node, "cast")
@@ -167,7 +167,7 @@ class _Writer:
             source, factor = sorted(call.args, key=lambda one: not isinstance(one, fx.Node))
             if isinstance(factor, (int, float)):
                 return self.step(FUNCTION, "mul", (source, factor))
-        elif function in self.functions and not node.kwargs.keys() - NAMED:
+        elif function is not None and function in self.functions and not node.kwargs.keys() - NAMED:
             if node.kwargs.get("inplace"):
                 raise NotAnOp("it writes in place")
             keywords = tuple(node.kwargs)
