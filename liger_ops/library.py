@@ -185,45 +185,103 @@ def kernel(
     None except in tests. It is not called if every required tensor is empty (the outputs are then
     filled with zeros), or if no output is wanted. With `allocates` it is given the call alone, and
     returns the outputs. `module` names the device code's module, if it is not the function's.
+    """
+
+    def decorate(function: Function) -> Function:
+        if device not in OPS[name].kernels:
+            _run_on_device(OPS[name], device)
+        given = (function, allocates, module or function.__module__)
+        if device in _LATE:
+            _LATE[device][name] = given
+        else:
+            OPS[name].install[device](*given)
+        return function
+
+    return decorate
+
+
+# Device -> op -> its kernel, while the device's folder is being imported.
+_LATE: dict[str, dict[str, tuple[Callable[..., Any], bool, str]]] = {}
+
+
+def import_kernels_late(device: str) -> None:
+    """Register every op on `device`; the first call of one imports the device's kernels."""
+    _LATE[device] = {}
+    for op in OPS.values():
+        _run_on_device(op, device)
+
+
+def load(device: str) -> None:
+    """Import the kernels of a device, unless this has been done."""
+    if device in _LATE:
+        try:
+            importlib.import_module(f"{__package__}.lowering.{device}")
+        except Exception as error:
+            message = f"liger_ops: the import of the kernels for {device} failed: {error}"
+            raise ImportError(message) from error
+
+
+def import_kernels(device: str, package: str, path: list[str]) -> None:
+    """Import every module of a device's package.
+
+    The kernels take their places together, at the end: another thread must not run one whose
+    module is still being imported.
+    """
+    import_modules(package, path)
+    for name, given in _LATE.get(device, {}).items():
+        OPS[name].install[device](*given)
+    _LATE.pop(device, None)
+
+
+def _run_on_device(op: Op, device: str) -> None:
+    """Register the function that runs `op` on `device`, with a kernel that `install` sets.
 
     `custom_op.register_kernel` is not used: it takes 1 us per call to check that no output aliases
     an input. The tests check that for every kernel.
     """
+    needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
 
-    def decorate(function: Function) -> Function:
-        op, key = OPS[name], DEVICES[device]
-        needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
+    def first(call: Any) -> Any:
+        load(device)
+        if current[0] is first:
+            raise NotImplementedError(f"{op.name}: there is no kernel for {device}")
+        return run(*call)
 
-        def run(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
-            call = op.arguments(*args, **kwargs)
-            for i in needed:
-                if call[i] is None:
-                    op.refuse(args, kwargs)
-            for value in call:
-                if isinstance(value, Tensor) and value.dtype in DOUBLES:
-                    return op.check_and_define(*call)
-            if allocates:
-                assert plan is None, f"{name}: a kernel that allocates takes no plan"
-                return function(call)
-            outputs = allocate(name, call)
-            given = outputs if isinstance(outputs, tuple) else (outputs,)
-            if any(call[i].numel() for i in needed):
-                if any(output is not None for output in given):
-                    function(call, *given, plan)
-            else:
-                for output in given:
-                    if output is not None:
-                        output.zero_()
-            return outputs
+    # One tuple, so that other threads find a function with its own flag.
+    current: tuple[Callable[..., Any], bool] = (first, True)
 
-        run.__module__ = module or function.__module__
-        op.custom_op._lib.impl(name, disable_dynamo(run), key)
-        op.kernels[device] = run
-        if has(*AUTOGRAD):
-            op.entries[DispatchKeySet(getattr(DispatchKey, key)).raw_repr()] = run
-        return function
+    def install(function: Callable[..., Any], allocates: bool, module: str) -> None:
+        nonlocal current
+        current, run.__module__ = (function, allocates), module
 
-    return decorate
+    def run(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
+        call = op.arguments(*args, **kwargs)
+        for i in needed:
+            if call[i] is None:
+                op.refuse(args, kwargs)
+        for value in call:
+            if isinstance(value, Tensor) and value.dtype in DOUBLES:
+                return op.check_and_define(*call)
+        function, allocates = current
+        if allocates:
+            assert plan is None, f"{op.name}: a kernel that allocates takes no plan"
+            return function(call)
+        outputs = allocate(op.name, call)
+        given = outputs if isinstance(outputs, tuple) else (outputs,)
+        if any(call[i].numel() for i in needed):
+            if any(output is not None for output in given):
+                function(call, *given, plan)
+        else:
+            for output in given:
+                if output is not None:
+                    output.zero_()
+        return outputs
+
+    op.custom_op._lib.impl(op.name, disable_dynamo(run), DEVICES[device])
+    op.kernels[device], op.install[device] = run, install
+    if has(*AUTOGRAD):
+        key = getattr(DispatchKey, DEVICES[device])
+        op.entries[DispatchKeySet(key).raw_repr()] = run
 
 
 def allocate(name: str, call: Any) -> Any:
@@ -294,8 +352,10 @@ def _under_autocast(
 
 def implementation(op: Op, device: str) -> str:
     """The implementation that runs `op` on `device`: its kernel's module, or "definition"."""
-    function = op.kernels.get(device)
-    return "definition" if function is None else function.__module__.removeprefix("liger_ops.")
+    if device not in op.kernels:
+        return "definition"
+    load(device)
+    return op.kernels[device].__module__.removeprefix("liger_ops.")
 
 
 def _register_refusals(op: Op) -> None:

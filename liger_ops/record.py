@@ -29,7 +29,9 @@ class Op:
     dtype: str
     options: Mapping[str, Accepted | Sequence[str]]
     fake: Callable[[Any], Any] | None = None
+    # Device -> the function that runs the op there, and the one that gives it its kernel.
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    install: dict[str, Callable[..., None]] = field(default_factory=dict)
     # Bits of the dispatch key of a device's dense tensors -> the device's kernel.
     entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None

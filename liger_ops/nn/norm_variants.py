@@ -1,4 +1,4 @@
-"""Dynamic Tanh, as a module."""
+"""What takes the place of a norm or an activation: Dynamic Tanh and PolyNorm, as modules."""
 
 from __future__ import annotations
 
@@ -6,33 +6,23 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.norms.dyt import dyt
-from .checks import check_size
+from ..ops.norms.poly_norm import poly_norm
+from .derived import check_size, documented, no_rows
 
 
+@documented(dyt)
 class DyT(nn.Module):
-    """Dynamic Tanh, in place of a norm over the last dimension. Calls `liger_ops.dyt`.
-
-        y = gamma * tanh(alpha * x) + beta
-
-    See `liger_ops.dyt` for precision and gradient.
+    """Dynamic Tanh, in place of a norm over the last dimension.
 
     Args:
         hidden_size: the size N of the last dimension.
         beta: whether the module has a beta.
         init_alpha: the initial value of alpha.
-        device, dtype: of the parameters.
 
     Attributes:
         alpha: (1,). It starts as init_alpha.
         gamma: (N,). It starts as ones.
         beta: (N,), or None. It starts as zeros.
-
-    Shape:
-        x: (..., N), floating point, any strides; y: the same, contiguous.
-
-    Raises:
-        TypeError: hidden_size is not an int, or x is not floating point.
-        ValueError: hidden_size is not positive, or x has another width.
 
     Example:
         >>> liger_ops.nn.DyT(2)(torch.tensor([[0.0, 2.0]])).detach()
@@ -67,3 +57,41 @@ class DyT(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, beta={self.beta is not None}, init_alpha={self.init_alpha}"
+
+
+@documented(poly_norm)
+class PolyNorm(nn.Module):
+    """The PolyNorm activation. The parameters are those of its authors' module, and of the Motif
+    models.
+
+    Attributes:
+        weight: (3,), of x**3, x**2 and x. It starts as 1 / 3.
+        bias: (1,). It starts as 0.
+
+    Example:
+        >>> liger_ops.nn.PolyNorm()(torch.tensor([[-1.0, 1.0]])).detach()
+        tensor([[-0.3333,  1.0000]])
+    """
+
+    def __init__(
+        self, eps: float = 1e-6,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        # Raises the op's own errors for a wrong eps now, not at the first forward.
+        poly_norm(no_rows(), torch.empty(3, device="meta"), None, eps)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights to 1 / 3 and the bias to 0."""
+        nn.init.constant_(self.weight, 1 / 3)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return poly_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

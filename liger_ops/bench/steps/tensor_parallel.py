@@ -1,6 +1,6 @@
 """Time a layer of Llama under tensor and sequence parallelism, beside PyTorch's own layers.
 
-    torchrun --standalone --nproc-per-node 2 examples/measure_tensor_parallel.py
+    torchrun --standalone --nproc-per-node 2 -m liger_ops.bench.steps.tensor_parallel
 
 Every way computes a layer of Llama 8B in bfloat16, forward and backward. Its gradients are first
 compared with one float32 computation of the whole layer: the exit status is 1 if they differ by
@@ -14,14 +14,13 @@ Needs transformers beside liger_ops. docs/distributed.md has figures.
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,14 +29,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import liger_ops
 
-# hidden_size, intermediate_size, heads, heads of keys, tokens.
-LLAMA_8B = (4096, 14336, 32, 8, 8192)
-SMALL = (64, 128, 4, 2, 32)
+from ..timing import Accelerator, consecutive
+from .models import TEXT, config_of
+from .ranks import largest, ranks, relative, say
+
 WAYS: dict[str, tuple[bool, str | None]] = {
     "eager": (False, None),
     "inductor": (False, "inductor"),
@@ -50,46 +49,35 @@ Gradients = dict[str, Tensor]
 
 def main() -> int:
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", dist.get_node_local_rank())
-        torch.cuda.set_device(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layer, x, dy, tables = made(LLAMA_8B if on_gpu else SMALL, device)
-    truth = gradients(layer, x, dy, tables)
-    allowed: dict[str, float] = {}
-    failed = False
-    for way, (fused, backend) in WAYS.items():
-        torch._dynamo.reset()
-        step = sharded_step(layer, x, dy, tables, mesh, fused, backend if on_gpu else None)
-        errors = {name: relative(found, truth[name]) for name, found in step().items()}
-        # bfloat16 rounds in other places.
-        allowed = allowed or {name: 2 * error + 2**-8 for name, error in errors.items()}
-        wrong = [name for name, error in errors.items() if error > allowed[name]]
-        failed |= bool(wrong)
-        note = f"worst error {max(errors.values()):.1e}" + (f", wrong: {wrong}" if wrong else "")
-        if on_gpu:
-            note += timed(step, device)
-        if dist.get_rank() == 0:
-            print(f"{way:12} {note}", flush=True)
-    dist.destroy_process_group()
+    with ranks() as mesh:
+        layer, x, dy, tables = made("llama-8b-8-layers" if on_gpu else "tiny", mesh.device_type)
+        truth = gradients(layer, x, dy, tables)
+        allowed: dict[str, float] = {}
+        failed = False
+        for way, (fused, backend) in WAYS.items():
+            torch.compiler.reset()
+            step = sharded_step(layer, x, dy, tables, mesh, fused, backend if on_gpu else None)
+            errors = {name: relative(found, truth[name]) for name, found in step().items()}
+            # bfloat16 rounds in other places.
+            allowed = allowed or {name: 2 * error + 2**-8 for name, error in errors.items()}
+            wrong = [name for name, error in errors.items() if error > allowed[name]]
+            failed |= bool(wrong)
+            note = f"worst error {max(errors.values()):.1e}"
+            note += f", wrong: {wrong}" if wrong else ""
+            if on_gpu:
+                times, peak = consecutive(Accelerator("cuda"), partial(step, False), 15, warm_ups=5)
+                note += "; {:.2f} ms, {:.0f} MiB".format(*largest(times.p50, peak))
+            say(f"{way:12} {note}")
     return int(failed)
 
 
-def made(
-    sizes: tuple[int, int, int, int, int], device: torch.device
-) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
+def made(shape: str, device: str) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """The same layer, input, gradient and tables on every rank."""
-    hidden, intermediate, heads, key_heads, tokens = sizes
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-        num_key_value_heads=key_heads, max_position_embeddings=tokens, attn_implementation="sdpa",
-    )  # fmt: skip
+    config, tokens = config_of(shape, attn_implementation="sdpa"), TEXT[shape][3][1]
     torch.manual_seed(0)
-    with device:
+    with torch.device(device):
         layer = LlamaDecoderLayer(config, 0).bfloat16()
-        x, dy = (torch.randn(1, tokens, hidden).bfloat16() for _ in range(2))
+        x, dy = (torch.randn(1, tokens, config.hidden_size).bfloat16() for _ in range(2))
         tables = LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
     return layer, x, dy, tables
 
@@ -157,29 +145,8 @@ def plan() -> dict[str, Any]:
 
 
 def rows(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    own = x.chunk(mesh.size(), 1)[dist.get_rank()].contiguous()
+    own = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
     return DTensor.from_local(own, mesh, [Shard(1)], run_check=False).detach()
-
-
-def relative(found: Tensor, truth: Tensor) -> float:
-    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
-
-
-def timed(step: Callable[..., Gradients], device: torch.device) -> str:
-    for _ in range(5):
-        step(collect=False)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(16)]
-    events[0].record()
-    for event in events[1:]:
-        step(collect=False)
-        event.record()
-    torch.cuda.synchronize()
-    median = statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
-    figures = torch.tensor([median, torch.cuda.max_memory_allocated() / 2**20], device=device)
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
-    return "; {:.2f} ms, {:.0f} MiB".format(*figures.tolist())
 
 
 if __name__ == "__main__":

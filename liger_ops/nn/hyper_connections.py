@@ -10,32 +10,22 @@ from torch import Tensor, nn
 from ..ops.hyper_connections.mhc_coeffs import mhc_coeffs
 from ..ops.hyper_connections.mhc_post_res import mhc_post_res
 from ..ops.hyper_connections.mhc_pre import mhc_pre
-from .checks import check_size
+from .derived import check_size, documented, named
 
 
+@documented(mhc_coeffs)
 class MHCCoeffs(nn.Module):
-    """The coefficients of a manifold-constrained hyper-connection. Calls `liger_ops.mhc_coeffs`;
-    see there for equations, precision and gradient.
+    """The coefficients of a manifold-constrained hyper-connection.
 
     Args:
         hc: the number of streams, from 1 to 64.
         hidden_size: the channels C of a stream.
-        tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult: as for `liger_ops.mhc_coeffs`.
         phi_dtype: the dtype of phi; None for PyTorch's default. The other parameters are float32.
-        device: of the parameters.
 
     Attributes:
         phi: (hc * C, hc * hc + 2 * hc). It starts as normally distributed values times 0.02.
         b: (hc * hc + 2 * hc,). It starts as 0.
         alpha_pre, alpha_post, alpha_res: (). They start as 1.
-
-    Shape:
-        x: (..., hc, C), floating point, any strides.
-        h_pre, h_post: (..., hc); h_res: (..., hc, hc); float32, or float64 if x is.
-
-    Raises:
-        TypeError: an argument has another type, or x is not floating point.
-        ValueError: a size or an option is not as above, or x has another shape.
 
     Example:
         >>> h_pre, h_post, h_res = liger_ops.nn.MHCCoeffs(2, 8)(torch.zeros(3, 2, 8))
@@ -53,13 +43,9 @@ class MHCCoeffs(nn.Module):
         name = type(self).__name__
         check_size(name, "hc", hc)
         check_size(name, "hidden_size", hidden_size)
-        self.hc = hc
-        self.hidden_size = hidden_size
-        self.tmax = tmax
-        self.rms_eps = rms_eps
-        self.pre_eps = pre_eps
-        self.sinkhorn_eps = sinkhorn_eps
-        self.post_mult = post_mult
+        self.hc, self.hidden_size = hc, hidden_size
+        self.tmax, self.rms_eps, self.pre_eps = tmax, rms_eps, pre_eps
+        self.sinkhorn_eps, self.post_mult = sinkhorn_eps, post_mult
         columns = hc * hc + 2 * hc
         fp32: dict[str, Any] = {"device": device, "dtype": torch.float32}
         self.phi = nn.Parameter(
@@ -100,11 +86,8 @@ class MHCCoeffs(nn.Module):
         return self.coefficients(x)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.hc}, {self.hidden_size}, tmax={self.tmax}, rms_eps={self.rms_eps},"
-            f" pre_eps={self.pre_eps}, sinkhorn_eps={self.sinkhorn_eps},"
-            f" post_mult={self.post_mult}"
-        )
+        options = named(self, "tmax", "rms_eps", "pre_eps", "sinkhorn_eps", "post_mult")
+        return f"{self.hc}, {self.hidden_size}, {options}"
 
 
 class MHC(MHCCoeffs):
@@ -154,14 +137,9 @@ class MHC(MHCCoeffs):
         return mhc_post_res(x, f_out, h_post, h_res)
 
 
+@documented(mhc_pre)
 class MHCPre(nn.Module):
-    """The weighted sum of the streams of a hyper-connection. Calls `liger_ops.mhc_pre`.
-
-    Shape:
-        x: (..., hc, C), h_pre: (..., hc), floating point, any strides; y: (..., C), of x's dtype.
-
-    Raises:
-        TypeError, ValueError: see `liger_ops.mhc_pre`.
+    """The weighted sum of the streams of a hyper-connection.
 
     Example:
         >>> liger_ops.nn.MHCPre()(torch.ones(1, 2, 3), torch.ones(1, 2))
@@ -172,15 +150,9 @@ class MHCPre(nn.Module):
         return mhc_pre(x, h_pre)
 
 
+@documented(mhc_post_res)
 class MHCPostRes(nn.Module):
-    """The streams of a hyper-connection after a layer. Calls `liger_ops.mhc_post_res`.
-
-    Shape:
-        x: (..., hc, C), f_out: (..., C), h_post: (..., hc), h_res: (..., hc, hc), floating point,
-            any strides; y: of x's shape and dtype.
-
-    Raises:
-        TypeError, ValueError: see `liger_ops.mhc_post_res`.
+    """The streams of a hyper-connection after a layer.
 
     Example:
         >>> x, f_out, h_post = torch.ones(1, 2, 1), torch.ones(1, 1), torch.ones(1, 2)

@@ -1,8 +1,8 @@
 """Time the steps of TRL's DPO and GRPO trainers, with TRL's own functions and with liger_ops.
 
-    python examples/measure_trl.py dpo trl
-    python examples/measure_trl.py dpo fuse
-    python examples/measure_trl.py grpo fuse --shape tiny    # no times on a CPU
+    python -m liger_ops.bench.steps.trl dpo trl
+    python -m liger_ops.bench.steps.trl dpo fuse
+    python -m liger_ops.bench.steps.trl grpo fuse --shape tiny    # no times on a CPU
 
 The ways are `trl`, nothing changed; `install`, liger_ops behind TRL's functions; and `fuse`, that
 and `liger_ops.fuse` of the model and of the reference model. A step is a forward and a backward
@@ -29,15 +29,12 @@ import trl
 import liger_ops
 from liger_ops.integrations import trl as integration
 
+from .models import config_of
+
 WORDS = 64
 UNTIMED = 3
-# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-# vocab_size: Llama 3.2 1B, and a small one. Then words of a prompt and of a completion, rows of a
-# batch and steps.
-SHAPES = {
-    "llama-3.2-1b": ((2048, 8192, 16, 32, 8, 128256), 512, 8, 12),
-    "tiny": ((64, 128, 2, 4, 2, 512), 8, 2, 5),
-}
+# The words of a prompt and of a completion, the rows of a batch, and the steps.
+SHAPES = {"llama-3.2-1b": (512, 8, 12), "tiny": (8, 2, 5)}
 
 
 def tokenizer() -> Any:
@@ -51,20 +48,15 @@ def tokenizer() -> Any:
 
 def saved_model(shape: str, folder: Path, device: str) -> None:
     """Save a model with random weights: DPOTrainer loads its reference model from a folder."""
-    hidden, intermediate, layers, heads, key_heads, vocabulary = SHAPES[shape][0]
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=hidden // heads,
-        vocab_size=vocabulary, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1,
-        eos_token_id=vocabulary - 1, max_position_embeddings=4096,
-    )  # fmt: skip
+    last = config_of(shape).vocab_size - 1
+    config = config_of(shape, pad_token_id=0, bos_token_id=1, eos_token_id=last)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 
 def trainer(kind: str, shape: str, model: Any, folder: Path, on_gpu: bool) -> Any:
-    _, length, rows, steps = SHAPES[shape]
+    length, rows, steps = SHAPES[shape]
     generator = torch.Generator().manual_seed(0)
 
     def words() -> str:

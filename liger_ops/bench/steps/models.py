@@ -23,6 +23,7 @@ TEXT: dict[str, tuple[str, tuple[int, ...], dict[str, Any], tuple[int, int]]] = 
         {"tie_word_embeddings": True},
         (8, 2048),
     ),
+    "llama-8b-8-layers": ("Llama", (4096, 14336, 8, 32, 128256, 8192, 8), {}, (1, 8192)),
     "gpt-neox-1b": (
         "GPTNeoX",
         (2048, 8192, 16, 16, 50304, 2048),
@@ -77,11 +78,8 @@ def text_model(
     layers: int | None = None, autocast: bool = False,
 ) -> Made:  # fmt: skip
     """A model in bfloat16, or in float32 under autocast, its loss and a batch."""
-    name, sizes, options, _ = TEXT[shape]
-    options = {**dict(zip(SIZES, sizes, strict=False)), **options, "use_cache": False}
-    if layers is not None:
-        options["num_hidden_layers"] = layers
-    config = getattr(transformers, f"{name}Config")(**options)
+    others = {} if layers is None else {"num_hidden_layers": layers}
+    config = config_of(shape, use_cache=False, **others)
     torch.set_default_dtype(torch.float32 if autocast else torch.bfloat16)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -94,6 +92,13 @@ def text_model(
             return model(**batch).loss
 
     return model, loss_of, text_batch(kind, size, config.vocab_size, device)
+
+
+def config_of(shape: str, **others: Any) -> Any:
+    """The transformers configuration of a shape of TEXT, with other options."""
+    name, sizes, options, _ = TEXT[shape]
+    sized = dict(zip(SIZES, sizes, strict=False))
+    return getattr(transformers, f"{name}Config")(**{**sized, **options, **others})
 
 
 def text_batch(kind: str, size: tuple[int, int], vocabulary: int, device: str) -> Batch:

@@ -1,6 +1,6 @@
 """Time a whole training step of an untouched model on a GPU, compiled in several ways.
 
-    python examples/measure_step.py [--help]
+    python -m liger_ops.bench.steps.model [--help]
 
 Each way runs in a fresh process. The model has random weights: a language model of transformers, by
 default a Llama with a tied head, or a UNet, in bfloat16 (or with --autocast in float32, which is
@@ -31,34 +31,32 @@ import argparse
 import importlib.util
 import json
 import re
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_ops.bench.step_models import BATCHES, TEXT, Batch, Made, text_model
+import liger_ops
 
-# The channels of each level, and the side of the images in pixels.
-UNETS = {"unet": ((320, 640, 1280), 128), "unet-tiny": ((32,), 8)}
-CHANNELS_LAST = "-channels-last"
+from ..timing import Accelerator, consecutive
+from .models import BATCHES, TEXT, Batch, text_model
+from .unet import CHANNELS_LAST, UNETS, unet
+
 SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
 
-WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
-WAYS += ("flex", "fused", "fused-compile", "liger-kernel")
-DEFAULT_WAYS = WAYS[:7]
+DEFAULT_WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
+WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", "liger-kernel")
 LLAMAS = ("llama-3.2-1b", "tiny")
 # The functions of Liger-Kernel that patch a model's file.
 PATCHES = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"} | dict.fromkeys(LLAMAS, "llama")
 PATCHES |= {name: name for name in ("qwen3", "mistral", "gemma2", "llama4")}
 # The shapes for a way that does not apply to all shapes.
-FOR = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
+FOR: dict[str, Container[str]] = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
 WARM_UP = 4
 # bfloat16 steps round in different places; measured on an H200, llama-3.2-1b: 1e-3.
 LOSS_BOUND = 2e-2
@@ -108,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, way, "--one"]
+    command = [sys.executable, "-m", "liger_ops.bench.steps.model", way, "--one"]
     for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
         if (given := getattr(options, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(given)]
@@ -150,9 +148,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one way, in this process."""
     (way,) = options.ways
     if way == "liger-kernel":
-        import liger_kernel.transformers
-
-        getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{PATCHES[options.shape]}")()
+        patches = importlib.import_module("liger_kernel.transformers")
+        getattr(patches, f"apply_liger_kernel_to_{PATCHES[options.shape]}")()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     attention = {"causal": causal_by_hand, "flex": lambda: "flex_attention"}.get(way, lambda: None)
@@ -164,8 +161,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         made = unet(options.shape, options.batch_size, device)
     model, loss_of, batch = made
     if way.startswith("fused"):
-        import liger_ops
-
         liger_ops.fuse(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     loss_of = compiled(way, loss_of)
@@ -183,7 +178,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"losses": [loss.item() for loss in [step() for _ in range(WARM_UP)]]}
     result["warm_up_s"] = time.perf_counter() - started
     if torch.cuda.is_available():
-        result |= timed(step, options.steps)
+        accelerator = Accelerator("cuda")
+        times, peak = consecutive(accelerator, step, options.steps)
+        result |= {"ms": times.p50, "ms_20": times.p20, "ms_80": times.p80, "gib": peak / 1024}
+        # The allocator's own peak does not include the pools of CUDA graphs.
+        free, total = accelerator.module.mem_get_info()
+        result |= {"held_gib": (total - free) / 2**30, "device": accelerator.name}
     result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     return result
 
@@ -208,100 +208,14 @@ def compiled(way: str, function: Callable[[Batch], Tensor]) -> Callable[[Batch],
     if way in ("eager", "fused", "liger-kernel"):
         return function
     if way == "enabled":
-        import liger_ops
-
         liger_ops.enable()
     if way in ("compile", "causal", "enabled", "flex", "fused-compile"):
         # transformers makes its block masks outside of the graph.
         return torch.compile(function, fullgraph=way != "flex")
-    options = {"rewrites": "all"} if way == "liger-all" else {}
+    options: dict[str, Any] = {"rewrites": "all"} if way == "liger-all" else {}
     if way == "liger-graphs":
         return torch.compile(function, fullgraph=True, backend="liger", mode="reduce-overhead")
     return torch.compile(function, fullgraph=True, backend="liger", options=options)
-
-
-def timed(step: Callable[[], Tensor], steps: int) -> dict[str, Any]:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
-    low, *_, high = statistics.quantiles(times, n=5)
-    free, total = torch.cuda.mem_get_info()
-    return {
-        **{"ms": statistics.median(times), "ms_20": low, "ms_80": high},
-        "gib": torch.cuda.max_memory_allocated() / 2**30,
-        # The allocator's own peak does not include the pools of CUDA graphs.
-        "held_gib": (total - free) / 2**30,
-        "device": torch.cuda.get_device_name(),
-    }
-
-
-def unet(shape: str, rows: int, device: str) -> Made:
-    channels, side = UNETS[shape.removesuffix(CHANNELS_LAST)]
-    layout = torch.channels_last if shape.endswith(CHANNELS_LAST) else torch.contiguous_format
-    with torch.device(device):
-        model = UNet(channels).to(torch.bfloat16).to(memory_format=layout)
-        images = torch.randn(rows, 4, side, side, dtype=torch.bfloat16)
-    images = images.to(memory_format=layout)
-
-    def loss_of(batch: Batch) -> Tensor:
-        return F.mse_loss(model(batch["images"]).float(), batch["images"].float())
-
-    return model, loss_of, {"images": images}
-
-
-class Block(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.norm1 = nn.GroupNorm(32, inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.norm2 = nn.GroupNorm(32, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.conv1(F.silu(self.norm1(x)))
-        hidden = self.conv2(F.silu(self.norm2(hidden)))
-        return self.skip(x) + hidden
-
-
-class UNet(nn.Module):
-    """Two blocks per level going down, and two on each level's concatenated result going up."""
-
-    def __init__(self, channels: tuple[int, ...]) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(4, channels[0], 3, padding=1)
-        self.down, self.up = nn.ModuleList(), nn.ModuleList()
-        width = channels[0]
-        for size in channels:
-            halve = nn.Conv2d(size, size, 3, stride=2, padding=1)
-            self.down.append(nn.ModuleList([Block(width, size), Block(size, size), halve]))
-            width = size
-        self.middle = nn.Sequential(Block(width, width), Block(width, width))
-        for size in reversed(channels):
-            double = nn.Conv2d(width, size, 3, padding=1)
-            self.up.append(nn.ModuleList([double, Block(2 * size, size), Block(size, size)]))
-            width = size
-        self.norm = nn.GroupNorm(32, width)
-        self.last = nn.Conv2d(width, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        results = []
-        for one, two, halve in self.down:
-            x = two(one(x))
-            results.append(x)
-            x = halve(x)
-        x = self.middle(x)
-        for (double, one, two), result in zip(self.up, reversed(results), strict=True):
-            x = double(F.interpolate(x, scale_factor=2.0))
-            x = two(one(torch.cat([x, result], 1)))
-        return self.last(F.silu(self.norm(x)))
 
 
 if __name__ == "__main__":
