@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -12,6 +12,9 @@ class Accepted(NamedTuple):
     text: str
     holds: Callable[[Any], bool]
 
+
+# Option -> the values that it may have: a condition, or the strings. None is no value.
+Options = Mapping[str, Accepted | Sequence[str]]
 
 AT_LEAST_0 = Accepted("a number of at least 0", lambda value: value >= 0)
 FINITE_AT_LEAST_0 = Accepted("a number of at least 0", lambda value: 0 <= value < float("inf"))

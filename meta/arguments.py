@@ -38,8 +38,9 @@ class Names:
         self.without = f" without {', '.join(unnamed)}, which it then holds"
 
     def _rank(self, name: str) -> int:
-        kind = [name in self.line.arguments, name in self.line.results, True].index(True)
-        return kind if name in self.needed else kind + 3
+        if name in self.line.arguments:
+            return 0 if name in self.needed else 2
+        return 1 if name in self.line.results and name in self.needed else 3
 
     def _entry(self, name: str) -> Entry:
         entry = self.line.of(name)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import ABOVE_0, FINITE_AT_LEAST_0, POSITIVE
+from ...accepted import ABOVE_0, FINITE_AT_LEAST_0, POSITIVE, Options
 from ...torch_private import are_functorch_transforms_active
 from ..losses.cross_entropy import REDUCTIONS
 from ..losses.divergence import OPTIONS as DIVERGENCE
@@ -38,7 +38,7 @@ RESULTS = "loss divergence cross_entropy statistics"
 STATISTICS = 8
 
 
-OPTIONS = {
+OPTIONS: Options = {
     **DIVERGENCE, "reduction": REDUCTIONS, "chunk_bytes": ABOVE_0,
     **dict.fromkeys(("soft_weight", "hard_weight"), FINITE_AT_LEAST_0),
     "student_softcap": POSITIVE, "teacher_softcap": POSITIVE,

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import FINITE_AT_LEAST_0, FRACTION, POSITIVE
+from ...accepted import FINITE_AT_LEAST_0, FRACTION, POSITIVE, Options
 from ..precision import widened
 
 REDUCTIONS = ("none", "mean", "sum")
 
 RESULTS = "loss z_loss lse target_logit total_weight predicted_tokens entropy lse_error"
-OPTIONS = {
+OPTIONS: Options = {
     "reduction": REDUCTIONS, "label_smoothing": FRACTION, "lse_square_scale": FINITE_AT_LEAST_0,
     "softcap": POSITIVE, "logit_scale": POSITIVE,
 }  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import FRACTION, POSITIVE
+from ...accepted import FRACTION, POSITIVE, Options
 from ..precision import widened
 from . import cosine
 from .cross_entropy import log_softmax_of, logsumexp
@@ -18,7 +18,7 @@ from .cross_entropy import log_softmax_of, logsumexp
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 KINDS = (*DISTRIBUTION_KINDS, "cosine")
 RESULTS = "divergence student_share student_lse teacher_lse student_lse_error teacher_lse_error"
-OPTIONS = {
+OPTIONS: Options = {
     "kind": KINDS, "beta": FRACTION, "temperature": POSITIVE, "teacher_temperature": POSITIVE,
 }  # fmt: skip
 

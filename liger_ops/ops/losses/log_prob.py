@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import POSITIVE
+from ...accepted import POSITIVE, Options
 from .cross_entropy import centred, effective, log_softmax_of, picked, rounded_lse
 
 RESULTS = "log_prob entropy lse mean_logits log_sum_sq_probs predicted_tokens lse_error"
-OPTIONS = dict.fromkeys(("temperature", "softcap", "logit_scale"), POSITIVE)
+OPTIONS: Options = dict.fromkeys(("temperature", "softcap", "logit_scale"), POSITIVE)
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 
