@@ -20,13 +20,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import autograd
+from .accepted import Accepted
 from .record import Op
 from .refusals import refusal
 from .schemas import arguments_of, schema_of
@@ -61,8 +62,10 @@ _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(
-    strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "", like: str = ""
-) -> Callable[[Function], Function]:
+    strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "",
+    axes: str | Callable[[Any], str] = "", dtype: str = "",
+    options: Mapping[str, Accepted | Sequence[str]] | None = None,
+) -> Callable[[Function], Function]:  # fmt: skip
     """Create the op `liger::<function name>` from its definition and return its public function.
 
     `strides` tells Inductor which strides the inputs need. By default inputs are contiguous, which
@@ -70,9 +73,11 @@ def define(
     kernels that read views, such as the halves of a projection, which Inductor would otherwise
     copy. `needs_exact_strides` is for outputs that follow the strides of the inputs.
 
-    `returns` are the names of the results in the schema. `like` names the floating-point argument
-    whose shape, dtype and device the result has, and whose shape and device the other tensors must
-    have. Any other op needs a fake in `meta`.
+    `returns` are the names of the results in the schema. `axes` is the op's line (see `axes`), from
+    which follow its checks, outputs and sharding rule, and those of its backward. It may be a
+    function of the call, for the sharding rule of an op with a fake of its own in `meta`. `dtype`
+    is that of the results, by default the first tensor's: "x+y" is that of x + y, and "float32+x"
+    is float32, or float64 if x is. `options` are the values that arguments may have.
 
     The gradient of a backward op is that of its definition.
     """
@@ -90,7 +95,9 @@ def define(
         schema = overload._schema
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
-        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, like)
+        op = OPS[name] = Op(
+            name, definition, custom_op, overload, arguments, refuse, axes, dtype, options or {}
+        )
         autograd.register(op)
         _register_refusals(op)
         if name.endswith("_backward"):
@@ -98,6 +105,17 @@ def define(
         return _public(definition, overload)
 
     return decorate
+
+
+def declared(op: Op) -> Op:
+    """The op whose axes, dtype and options are an op's: a backward op has those of its forward."""
+    base = op.name.removesuffix("_backward")
+    return OPS.get(base) or OPS.get(f"{base}_forward") or op
+
+
+def tensor_names(op: Op) -> list[str]:
+    """The names of the arguments that are tensors, or may be."""
+    return [argument.name for argument in op.schema.arguments if "Tensor" in str(argument.type)]
 
 
 def compose(function: Function) -> Function:

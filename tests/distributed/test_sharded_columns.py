@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 import liger_ops
 import ranks
 from column_shards import backward, compare, forward, leaves, outcome, over_columns
-from liger_ops.distributed.dtensor.axes import SHARDED_COLUMNS
+from liger_ops.distributed.dtensor.columns import SHARDED_COLUMNS
 from ranks import recorded
 
 pytestmark = pytest.mark.device_kernels

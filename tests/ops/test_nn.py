@@ -189,7 +189,7 @@ REJECTED = [
     (
         lambda: GroupNorm(2, 8)(random(3, 4)),
         ValueError,
-        "weight must have the shape of x's channels",
+        "weight must have the shape of (C,) for x of (N, C, *spatial)",
     ),
     (lambda: GroupNorm(2, 8)(random(8)), ValueError, "x must be (N, C, *spatial)"),
     (lambda: LayerNorm(2)(torch.ones(1, 2, dtype=torch.int64)), TypeError, "floating point"),

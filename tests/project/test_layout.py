@@ -26,7 +26,10 @@ ABOVE = ("rewrites", "fusion", "distributed")
 # These know the ops alone, and each other not.
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
-BASE = ("autograd", "compile_cache", "record", "refusals", "schemas", "torch_private")
+BASE = (
+    "accepted", "autograd", "axes", "compile_cache", "record", "refusals", "schemas",
+    "torch_private",
+)  # fmt: skip
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
 SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}

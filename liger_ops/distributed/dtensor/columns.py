@@ -4,6 +4,7 @@ devices sum statistics of the rows where they share any. No activation moves."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,12 +14,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...ops.rows import Parts, parts
 from ...record import Op
 from ...torch_private import StridedShard
-from .axes import GATED_COLUMNS, GROUPED_COLUMNS, SHARDED_COLUMNS
 from .column_groups import Groups
 from .parts import Placed, axes_of, placed_by, whole_results
 from .rules import base_of, shardable, tensors_of
 
-COLUMNS = "N"
+# The axis of the columns, by the op.
+COLUMNS: dict[str, str] = defaultdict(lambda: "N", group_norm="C", attn_res="D")
+# Ops whose columns may be sharded too: a device computes its own with their definition, and
+# statistics of rows are summed over the devices.
+SHARDED_COLUMNS = (
+    "rms_norm", "fused_add_rms_norm", "gated_rms_norm", "layer_norm", "modulated_rms_norm",
+    "modulated_layer_norm", "poly_norm", "softmax", "log_softmax", "attn_res",
+)  # fmt: skip
+# Ops of groups of columns: a device that has whole groups computes them by itself.
+GROUPED_COLUMNS = ("gated_rms_norm", "group_norm")
+# Ops of a gate and an up, which may be packed in one tensor: so does a device that has both of its
+# columns.
+GATED_COLUMNS = ("swiglu", "clamped_swiglu", "geglu")
 # The tensor whose placements say which columns a device has: x, the sum s of the op that adds, the
 # result y from which a softmax's gradient is computed, or the packed gate.
 NAMES = ("x", "s", "y", "gate")
@@ -99,10 +111,11 @@ def _sharded(op: Op, call: Any) -> Sharded | None:
 
 
 def _placements(op: Op, call: Any, x: Sharded) -> Placed | None:
-    mesh, tensors = x.tensor.device_mesh, tensors_of(op, call, COLUMNS)
-    if any(COLUMNS not in shardable(tensors.sizes, mesh.size(i)) for i in x.sharding):
+    columns = COLUMNS[base_of(op.name)]
+    mesh, tensors = x.tensor.device_mesh, tensors_of(op, call, columns)
+    if any(columns not in shardable(tensors.sizes, mesh.size(i)) for i in x.sharding):
         return None
-    known = dict.fromkeys(x.sharding, COLUMNS)
+    known = dict.fromkeys(x.sharding, columns)
     axes = axes_of(tensors, call._fields.index(x.name), x.tensor, known)
     if axes is None:
         return None

@@ -9,7 +9,7 @@ from ... import library
 from ..precision import widened
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order, like="x")
+@library.define(strides=torch.Tag.needs_fixed_stride_order, axes="x=* -> y=*")
 def relu_squared(x: Tensor) -> Tensor:
     """The square of relu(x).
 
@@ -37,7 +37,7 @@ def relu_squared(x: Tensor) -> Tensor:
     return torch.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order, like="x")
+@library.define(strides=torch.Tag.needs_fixed_stride_order)
 def relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
     """The gradient of `relu_squared`.
 

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from .. import rows
 from ..precision import widened
 
 
-@library.define()
+@library.define(axes="x=N * D, query=D, weight=D -> y=* D", options={"eps": AT_LEAST_0})
 def attn_res(x: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Attention residuals: the mean of the blocks' outputs, weighted by a softmax over the blocks.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0, AT_LEAST_1
 from ..precision import widened
 
 # A token's hc x hc matrix is held in registers.
@@ -84,7 +85,13 @@ def mhc_coeffs(
     )[:3]  # fmt: skip
 
 
-@library.define(returns="h_pre h_post h_res product rstd")
+@library.define(
+    returns="h_pre h_post h_res product rstd",
+    axes="x=* Hc C, phi=Hc*C Hc*Hc+2*Hc, b=Hc*Hc+2*Hc, alpha_pre=, alpha_post=, alpha_res= -> "
+    "h_pre=* Hc, h_post=* Hc, h_res=* Hc Hc, product=* Hc*Hc+2*Hc, rstd=*",
+    dtype="float32+x",
+    options={"tmax": AT_LEAST_1, "rms_eps": AT_LEAST_0, "sinkhorn_eps": AT_LEAST_0},
+)
 def mhc_coeffs_forward(
     x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor,
     tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,

@@ -9,7 +9,7 @@ from ... import library
 from ..precision import widened
 
 
-@library.define()
+@library.define(axes="x=* Hc c, f_out=* c, h_post=* Hc, h_res=* Hc Hc -> y=* Hc c")
 def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
     """The streams of a hyper-connection after a layer: mixed with each other, plus the layer's
     result.

@@ -8,7 +8,7 @@ from ... import library
 from ..precision import widened
 
 
-@library.define()
+@library.define(axes="x=* Hc c, h_pre=* Hc -> y=* c")
 def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     """The weighted sum of the streams of a hyper-connection, which a layer takes as its input.
 

@@ -9,7 +9,7 @@ from ... import library
 from ..precision import widened
 
 
-@library.define()
+@library.define(axes="x=* n, alpha=1, gamma=n, beta=n -> y=* n")
 def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
     """Dynamic Tanh, elementwise in place of a norm over the last dimension.
 

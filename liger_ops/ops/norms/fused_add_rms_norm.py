@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .rms_norm import backward_definition
+from ...accepted import AT_LEAST_0
+from .rms_norm import CASTING_MODES, backward_definition
 
 
-@library.define()
+@library.define(
+    axes="x=* N, residual=* N, weight=N -> y=* N, s=* N",
+    dtype="x+residual",
+    options={"eps": AT_LEAST_0, "casting_mode": CASTING_MODES},
+)
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
@@ -52,7 +57,7 @@ def fused_add_rms_norm(
     return library.OPS["rms_norm"].definition(s, weight, eps, offset, casting_mode), s
 
 
-@library.define()
+@library.define(returns="dx dweight")
 def fused_add_rms_norm_backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None,
     eps: float, offset: float, output_mask: list[bool],

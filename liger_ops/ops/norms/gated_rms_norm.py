@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from .. import rows
 from ..activations.gated import silu_slope
 from ..precision import widened
@@ -15,7 +16,11 @@ ACTIVATIONS = ("silu", "sigmoid")
 CASTING_MODES = ("llama", "gemma")
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    axes="x=* N, gate=* N, weight=N -> y=* N",
+    options={"eps": AT_LEAST_0, "activation": ACTIVATIONS, "casting_mode": CASTING_MODES},
+)
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
     norm_before_gate: bool = True, group_size: int | torch.SymInt | None = None,

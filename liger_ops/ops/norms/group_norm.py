@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from ..precision import widened
 from .layer_norm import standardised, standardised_backward
 
 
-@library.define()
+@library.define(axes="x=n C #, weight=C, bias=C -> y=n C #", options={"eps": AT_LEAST_0})
 def group_norm(
     x: Tensor, num_groups: int | torch.SymInt, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,

@@ -6,13 +6,18 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from .layer_norm import affine, backward_definition
 from .modulation import modulated, modulation_gradients
 
 CASTING_MODES = ("torch", "float32")
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    axes="x=* N, scale=* N, shift=* N, weight=N, bias=N -> y=* N",
+    options={"eps": AT_LEAST_0, "casting_mode": CASTING_MODES},
+)
 def modulated_layer_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-6, casting_mode: str = "torch",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from ..precision import widened
 from .modulation import modulated, modulation_gradients
 from .rms_norm import backward_definition, scaled
@@ -13,7 +14,11 @@ from .rms_norm import backward_definition, scaled
 CASTING_MODES = ("llama", "gemma", "none", "float32")
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    axes="x=* N, scale=* N, shift=* N, weight=N -> y=* N",
+    options={"eps": AT_LEAST_0, "casting_mode": CASTING_MODES},
+)
 def modulated_rms_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",

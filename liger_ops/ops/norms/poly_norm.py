@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from .. import rows
 from ..precision import widened
 
 
-@library.define()
+@library.define(axes="x=* N, weight=3, bias=1 -> y=* N", options={"eps": AT_LEAST_0})
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """The PolyNorm activation: normalised powers of x, weighted and added.
 

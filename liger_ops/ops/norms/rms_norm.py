@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from .. import rows
 from ..precision import widened
 
 CASTING_MODES = ("llama", "gemma", "none")
 
 
-@library.define()
+@library.define(
+    axes="x=* N, weight=N -> y=* N", options={"eps": AT_LEAST_0, "casting_mode": CASTING_MODES}
+)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",

@@ -11,10 +11,10 @@ from ... import library
 from ..norms.rms_norm import backward_definition, scaled
 from ..precision import widened
 from ..strides import in_order_of
-from .rope import rotated, table_gradients
+from .rope import axes, rotated, table_gradients
 
 
-@library.define(strides=torch.Tag.needs_exact_strides)
+@library.define(strides=torch.Tag.needs_exact_strides, axes=axes)
 def rms_norm_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
     q_weight: Tensor | None = None, k_weight: Tensor | None = None,
@@ -87,7 +87,7 @@ def rms_norm_rope(
     return q_out, k_out
 
 
-@library.define(strides=torch.Tag.needs_exact_strides)
+@library.define(strides=torch.Tag.needs_exact_strides, returns="dq dk dq_weight dk_weight")
 def rms_norm_rope_backward(
     dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None,
     q_weight: Tensor | None, k_weight: Tensor | None, eps: float, offset: float,

@@ -12,7 +12,21 @@ from ..precision import widened
 from ..strides import in_order_of
 
 
-@library.define(strides=torch.Tag.needs_exact_strides)
+def axes(call: Any) -> str:
+    """The line of `rope`, its backward, and `rms_norm_rope`."""
+    q, k = (call.q, call.k) if hasattr(call, "q") else (call.dq, call.dk)
+    # A single head of k would be replicated, and is no part of a sum.
+    h = "H" if k.shape[1] == 1 != q.shape[1] else "h"
+    # A spec of DTensor's stands for a tensor.
+    matrix = "" if call.sin is not None or call.cos.tensor_meta.dtype.is_complex else " M M"
+    leading = len(call.cos.shape) - len(matrix.split()) - bool(call.sections) - 2
+    table = f"{'T ' if call.sections else ''}{'b ' * leading}s R{matrix}"
+    heads = f"q=b {h} s D, k=b {h} s D"
+    weights = ", q_weight=D, k_weight=D" if hasattr(call, "q_weight") else ""
+    return f"{heads}, cos={table}, sin={table}{weights} -> {heads}"
+
+
+@library.define(strides=torch.Tag.needs_exact_strides, axes=axes)
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None = None,
     interleaved: bool = False, per_pair: bool = False, sections: list[int] | None = None,

@@ -10,7 +10,7 @@ from .. import rows
 from ..precision import widened
 
 
-@library.define()
+@library.define(axes="x=* N -> y=* N")
 def log_softmax(x: Tensor) -> Tensor:
     """The logarithm of softmax over the last dimension.
 

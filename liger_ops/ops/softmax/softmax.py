@@ -10,7 +10,7 @@ from .. import rows
 from ..precision import widened
 
 
-@library.define()
+@library.define(axes="x=* N -> y=* N")
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension.
 
