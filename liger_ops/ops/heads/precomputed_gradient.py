@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Thread(threading.local):
-    nobody_else = False
+    private = False
 
 
 _thread = _Thread()
@@ -40,22 +40,22 @@ _thread = _Thread()
 @contextmanager
 def gradients_are_private() -> Iterator[None]:
     """Around the call of a forward op whose gradients its caller drops."""
-    _thread.nobody_else = True
+    before, _thread.private = _thread.private, True
     try:
         yield
     finally:
-        _thread.nobody_else = False
+        _thread.private = before
 
 
 def hand_over(gradient: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """`gradient` in a list from which the backward takes it; empty if autograd must save it.
+    """`gradient`, which the caller alone has, in a list from which the backward takes it; empty if
+    autograd must save it.
 
     That is so if it has to be converted to `dtype`, if a graph is being traced, and if saved
     tensors have hooks, as in a checkpoint, which would not see it.
     """
     alone = (
-        _thread.nobody_else
-        and type(gradient) is Tensor
+        type(gradient) is Tensor
         and gradient.dtype is dtype
         and dtype in _DTYPES
         and len_torch_dispatch_stack() == 0
@@ -75,7 +75,7 @@ class PrecomputedFormula(Formula):
     def save(self, ctx: Any, values: Sequence[Any]) -> None:
         saved = dict(zip(self.saved_names, values, strict=True))
         dtype = saved[f"{self.prefix}weight"].dtype
-        ctx.handed_over = hand_over(saved["dweight"], dtype)
+        ctx.handed_over = hand_over(saved["dweight"], dtype) if _thread.private else []
         if ctx.handed_over:
             saved["dweight"] = None
         super().save(ctx, list(saved.values()))
