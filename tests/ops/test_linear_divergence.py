@@ -144,8 +144,8 @@ def test_the_definition_is_the_formula(case: TwoHeadsCase) -> None:
     }
     leaves = [tensors[name] for name in ("student_x", "student_weight", "student_bias")]
     leaves = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
-    accumulate = (*case.options[:-2], None, case.chunk_bytes)
-    ours = liger_ops.linear_divergence(*(tensors[name] for name in INPUTS), *accumulate)
+    options = OP.options(replace(case, accumulate_narrow=False))
+    ours = liger_ops.linear_divergence(*(tensors[name] for name in INPUTS), *options)
     z, teacher_z = logits_of(case, tensors)
     divergence = reduced(case, tensors, written(case, z, teacher_z))
     theirs = [case.soft_weight * divergence, divergence, None]

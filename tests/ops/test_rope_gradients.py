@@ -9,13 +9,12 @@ import torch
 
 import liger_ops
 from op_table import OPS
-from rope_cases import RopeCase
 from rotary_inputs import heads, rotary_tables
 
 OP = OPS["rope"]
 
 
-LEARNED = RopeCase(
+LEARNED = OP.case(
     shape=(2, 3, 2, 6),
     dtype=torch.float64,
     k_heads=2,
