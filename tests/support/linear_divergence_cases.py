@@ -132,7 +132,8 @@ def described(form: str, sampled: Fields, needed: int) -> OpUnderTest:
         ),
         # A whole row of each head, and two passes, with another length.
         compiled=[
-            {**COMPILED, **CAPPED, "V": V, "W": V + 32, "soft_weight": 0.5, "logit_scale": 0.5, "by_logits": True}
+            {**COMPILED, **CAPPED, "V": V, "W": V + 32, "soft_weight": 0.5, "logit_scale": 0.5,
+             "by_logits": True}
             for V in (100, 9000)
             if form == "mean"
         ],

@@ -74,7 +74,8 @@ OPS = (
     OpUnderTest(
         name="log_prob_forward",
         choices={
-            **TARGETS, **LOGITS, "temperature": (1.0, 0.6, 2.5), **dict.fromkeys(ASKED, (False, True)),
+            **TARGETS, **LOGITS, "temperature": (1.0, 0.6, 2.5),
+            **dict.fromkeys(ASKED, (False, True)),
         },
         tensors=tensors,
         no_gradient=("target",),

@@ -303,7 +303,7 @@ class OpUnderTest:
     def _names_and_defaults(self) -> tuple[list[tuple[str, Any]], ...]:
         return tuple(
             [(a.name, a.default_value if a.has_default_value() else MISSING) for a in arguments]
-            for arguments in (self.overload(backward)._schema.arguments for backward in (False, True))
+            for arguments in (self.overload(way)._schema.arguments for way in (False, True))
         )
 
     def options(self, case: Any) -> list[Any]:

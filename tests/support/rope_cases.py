@@ -103,6 +103,7 @@ ROWS: dict[str, Any] = {
     "rowwise": ("q", "k", "dq", "dk"), "rows_permute": lambda case: case.tables != "batch",
 }  # fmt: skip
 HEADS = {"k_heads": 8, "layout": "model", "k_layout": "model", "tables": "batch"}
+FEW = {"k_heads": 1, "layout": "contiguous"}
 # Batches of a partial rotation, with tables for each; k laid out as in a model.
 SAMPLED = {
     "k_heads": 1, "tables": "batch", "rotary": 4, "table_dtype": SAME, "k_layout": "model",
@@ -182,7 +183,7 @@ def rope(
 ) -> OpUnderTest:  # fmt: skip
     sections = bool(sampled.get("sections"))
     models = ((32, 128, 128), (32, 96, 24), (8, 256, 256), (8, 64, 64), (8, 8192, 8190))
-    small = heads((3, 90, 80), (3, 64, 64), sections=sections, **launched or {})
+    small = heads((3, 90, 80), (3, 64, 64), sections=sections, **{**FEW, **(launched or {})})
     small = [{**form, "shape": (2, 3, 5, form["shape"][-1])} for form in small]
     small[0]["tile"] = (2, 16)
     return OpUnderTest(
@@ -320,8 +321,8 @@ RMS_NORM_ROPE = OpUnderTest(
         ),
         counted={0: {"shape": (1, 32, 64, 128)}, 1: {"shape": (1, 8, 64, 256)}},
         executed=(
-            {"shape": (1, 2, 5, 138), "rotary": 128, "tile": (2, 64)},
-            {"shape": (2, 3, 5, 64), "rotary": 64},
+            {"shape": (1, 2, 5, 138), "rotary": 128, "tile": (2, 64), **FEW},
+            {"shape": (2, 3, 5, 64), "rotary": 64, **FEW},
         ),
         common=HEADS,
     ),
