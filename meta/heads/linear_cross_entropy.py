@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...ops.heads.head import forward_dweight_dtype, forward_gradient_dtype
+from ...ops.heads.gradients import gradient_dtypes
 from .. import checks
 from ..losses.cross_entropy import (
     check_gradients,
@@ -47,12 +47,10 @@ def forward_gradients(call: Any, names: Sequence[str]) -> tuple[Tensor | None, .
             f" gradient the backward computes, got {list(mask)}"
         )
     weight = getattr(call, names[1])
-    dtype = forward_gradient_dtype(weight)
-    dweight_dtype = forward_dweight_dtype(weight, call.accum_dtype)
-    dtypes = (dtype, dweight_dtype, dtype, dtype, dweight_dtype)
+    dtypes = gradient_dtypes(weight, mask, call.accum_dtype, in_forward=True)
     return tuple(
-        checks.like(getattr(call, name), dtype) if wanted else None
-        for name, wanted, dtype in zip(names, mask, dtypes, strict=True)
+        None if dtype is None else checks.like(getattr(call, name), dtype)
+        for name, dtype in zip(names, dtypes, strict=True)
     )
 
 

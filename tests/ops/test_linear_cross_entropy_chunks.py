@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, Calls, call, leaves
-from liger_ops import library
-from liger_ops.lowering.common.heads.linear_cross_entropy import Gradients, head_of
+from liger_ops.lowering.common.heads.chunked_head import chunked_tokens
 from liger_ops.ops.heads.chunks import ENVIRONMENT, chunks
-from liger_ops.ops.heads.head import forward_dweight_dtype
+from liger_ops.ops.heads.gradients import WEIGHT, gradient_dtypes
+from liger_ops.ops.heads.head import Head
 from linear_cross_entropy_cases import (
     NOT_COMPUTED,
     WITHOUT_LORA,
@@ -77,14 +77,13 @@ def test_one_chunk_where_it_takes_no_more_than_several_and_their_sum(
 ) -> None:
     x = torch.empty(M, D, dtype=dtype, device="meta")
     weight = torch.empty(128256, D, dtype=dtype, device="meta")
-    dweight = torch.empty_like(weight, dtype=forward_dweight_dtype(weight, accum_dtype))
-    target = torch.empty(M, dtype=torch.int64, device="meta")
-    arguments = library.OPS["linear_cross_entropy_forward"].arguments
-    linear = head_of(arguments(x, weight, target, accum_dtype=accum_dtype), dweight, 16)
-    assert len(linear.slices) == count
+    dtypes = gradient_dtypes(weight, [True] * 5, accum_dtype, in_forward=True)
+    dweight = torch.empty_like(weight, dtype=dtypes[WEIGHT])
+    chunked = chunked_tokens(Head(x, weight), dweight, 16, accum_dtype, None)
+    assert len(chunked.slices) == count
     # A float16 gradient is kept in float32 until the backward scales it.
     outputs = [None, dweight, None, None, None]
-    total = Gradients(linear.products, outputs, linear.sum_dtype).products[0].dweight
+    total = chunked.gradients(outputs).sums[WEIGHT]
     in_place = count == 1 or dtype is not torch.bfloat16 or accum_dtype is torch.bfloat16
     assert (total.dtype is dweight.dtype) == in_place
     assert in_place or total.dtype is torch.float32

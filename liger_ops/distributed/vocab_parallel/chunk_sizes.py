@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ...ops.heads.chunks import BACKWARD_BYTES, TILE, set_bytes
-from ...ops.heads.head import accumulation_dtype, rounds_once
+from ...ops.heads.gradients import accumulation_dtype, rounds_once
 from .products import Head
 from .words import Words
 

@@ -9,15 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...lowering.common.heads.linear_cross_entropy import product
-from ...ops.heads.head import (
-    accumulation_dtype,
-    forward_dweight_dtype,
-    forward_gradient_dtype,
-    linear,
-    products_of,
-    rounds_once,
-)
+from ...lowering.common.products import product
+from ...ops.heads import head as heads
+from ...ops.heads.gradients import accumulation_dtype, gradient_dtypes, rounds_once
 from ...ops.heads.scaling import scaled
 from .collectives import fence, start_sum, wait
 
@@ -40,7 +34,7 @@ class Head(NamedTuple):
         ]
 
     def logits(self) -> Tensor:
-        return linear(products_of(self.rows, self.weight, self.lora_x, self.lora_b), self.bias)
+        return heads.Head(*self).logits()
 
 
 class HeadGradients:
@@ -56,10 +50,8 @@ class HeadGradients:
     ) -> None:  # fmt: skip
         weight = head.weight
         self.wanted, self.group = wanted, group
-        self.dtype = self.dweight_dtype = weight.dtype
-        if in_forward:
-            self.dtype = forward_gradient_dtype(weight)
-            self.dweight_dtype = forward_dweight_dtype(weight, accum_dtype)
+        dtypes = gradient_dtypes(weight, [True] * 5, accum_dtype, in_forward)
+        self.dtype, self.dweight_dtype = dtypes[0] or weight.dtype, dtypes[1] or weight.dtype
         self.sum_dtype = accumulation_dtype(weight, accum_dtype)
         if rounds_once(weight, accum_dtype) and head.rows.shape[0] <= chunk_size:
             self.sum_dtype = weight.dtype
@@ -106,11 +98,7 @@ def added(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Ten
     if torch.compiler.is_compiling():
         part = _traced(a, b, dtype)
         return part if total is None else fence(total) + part
-    add = total is not None
-    if total is None:
-        total = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-    product(total, a, b, add)
-    return total
+    return product(a, b, dtype, total, total is not None)
 
 
 def _traced(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

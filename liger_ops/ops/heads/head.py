@@ -1,21 +1,19 @@
-"""The linear layer of linear_cross_entropy, for its definition and its kernels' host code: dtypes,
-its LoRA, and the layer's gradients from those of its logits.
+"""The head of a loss, a linear layer with a LoRA, for the definitions and the kernels' host code:
+its tensors and their dtypes, its chunks, and the gradients that a forward has computed.
 
 The tensors of a head are x, weight, bias, lora_x and lora_b. Masks and gradients are in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..precision import widened
+from .chunks import BACKWARD_BYTES, chunks
 from .scaling import scale
-
-Value = TypeVar("Value")
 
 
 def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -56,79 +54,68 @@ def needed_gradients(
     ]
 
 
-class Product(NamedTuple):
-    """A product rows @ weight.T. Logits are the sum of x's with weight and lora_x's with lora_b."""
+class Head(NamedTuple):
+    """The tensors of a head, with one row of x and lora_x per token; or of a part of its tokens or
+    words. Its logits are x @ weight.T + bias + lora_x @ lora_b.T."""
 
-    rows: Tensor
+    x: Tensor
     weight: Tensor
+    bias: Tensor | None = None
+    lora_x: Tensor | None = None
+    lora_b: Tensor | None = None
+
+    @staticmethod
+    def of(
+        x: Tensor, weight: Tensor, bias: Tensor | None, lora_x: Tensor | None, lora_b: Tensor | None
+    ) -> Head:
+        """The head of x and lora_x with any dimensions before the last."""
+        lora_rows = None if lora_x is None else rows_of(lora_x)
+        return Head(rows_of(x), weight, bias, lora_rows, lora_b)
 
     @property
-    def of_words(self) -> Product:
-        """Seen from the words, weight has a row for each, and the tokens are the layer's weight."""
-        return Product(self.weight, self.rows)
+    def token_bytes(self) -> int:
+        """The size of the logits of one token."""
+        return self.weight.shape[0] * self.x.element_size()
+
+    @property
+    def word_bytes(self) -> int:
+        return self.x.shape[0] * self.x.element_size()
+
+    def of_tokens(self, tokens: slice) -> Head:
+        lora_x = None if self.lora_x is None else self.lora_x[tokens]
+        return self._replace(x=self.x[tokens], lora_x=lora_x)
+
+    def of_words(self, words: slice) -> Head:
+        bias, lora_b = (None if t is None else t[words] for t in (self.bias, self.lora_b))
+        return self._replace(weight=self.weight[words], bias=bias, lora_b=lora_b)
+
+    def logits(self) -> Tensor:
+        """The product of a LoRA adds to the first, which is rounded before, and the sum is rounded
+        again."""
+        logits = torch.nn.functional.linear(self.x, self.weight, self.bias)
+        if self.lora_x is not None and self.lora_b is not None:
+            logits = torch.addmm(logits, self.lora_x, self.lora_b.t())
+        return logits
+
+    def chunks_of_tokens(
+        self, chunk_bytes: int | None, other_bytes: int = 0
+    ) -> Iterator[tuple[slice, Head, Tensor]]:
+        """Yield each chunk of tokens, its part of the head, and the logits. A token has
+        `other_bytes` beside its logits."""
+        for tokens in chunks(self.x.shape[0], self.token_bytes + other_bytes, chunk_bytes):
+            part = self.of_tokens(tokens)
+            yield tokens, part, part.logits()
+
+    def chunks_of_words(self, chunk_bytes: int | None) -> Iterator[tuple[slice, Head, Tensor]]:
+        """Yield each chunk of words, its part of the head, and the logits of all tokens."""
+        sizes = (self.weight.shape[0], self.word_bytes, chunk_bytes)
+        for words in chunks(*sizes, default=BACKWARD_BYTES):
+            part = self.of_words(words)
+            yield words, part, part.logits()
 
 
-def products_of(
-    rows: Tensor, weight: Tensor, lora_x: Tensor | None, lora_b: Tensor | None
-) -> list[Product]:
-    """The products of a head, with one row of x and of lora_x per token."""
-    products = [Product(rows, weight)]
-    if lora_x is not None and lora_b is not None:
-        products.append(Product(lora_x.reshape(rows.shape[0], lora_x.shape[-1]), lora_b))
-    return products
-
-
-def of_words(values: Sequence[Value]) -> list[Value]:
-    """Values of a head's tensors, where x and weight, and lora_x and lora_b, change places."""
-    x, weight, bias, lora_x, lora_b = values
-    return [weight, x, bias, lora_b, lora_x]
-
-
-def linear(
-    products: Sequence[Product], bias: Tensor | None,
-    tokens: slice = slice(None), words: slice = slice(None),
-) -> Tensor:  # fmt: skip
-    """The logits of some tokens and words. The second product adds to the first, which is rounded
-    before, and the sum is rounded again."""
-    (rows, weight), *others = products
-    part = None if bias is None else bias[words]
-    logits = torch.nn.functional.linear(rows[tokens], weight[words], part)
-    for rows, weight in others:
-        logits = torch.addmm(logits, rows[tokens], weight[words].t())
-    return logits
-
-
-def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which the gradient of weight is summed."""
-    if accum_dtype is not None:
-        return accum_dtype
-    return torch.float64 if weight.dtype is torch.float64 else torch.float32
-
-
-def rounds_once(weight: Tensor, accum_dtype: torch.dtype | None) -> bool:
-    """Whether the gradient of weight from a single chunk is a product in weight's dtype, without a
-    wider sum. A float16 product may overflow where the sum does not."""
-    return accum_dtype is None and weight.dtype is torch.bfloat16
-
-
-def forward_gradient_dtype(weight: Tensor) -> torch.dtype:
-    """Dtype of a gradient that the forward computes and the backward scales: float32 for float16,
-    so that loss scaling cannot make it overflow or vanish."""
-    return torch.float32 if weight.dtype is torch.float16 else weight.dtype
-
-
-def forward_dweight_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
-    """Dtype of the gradient of weight that the forward computes and the backward scales."""
-    accumulated = accumulation_dtype(weight, accum_dtype)
-    return accumulated if weight.dtype is torch.float16 else weight.dtype
-
-
-def flattened(
-    x: Tensor, target: Tensor, token_weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Flatten x, target and token_weight to one row per token."""
-    token_weights = None if token_weight is None else token_weight.reshape(-1)
-    return x.reshape(target.numel(), x.shape[-1]), target.reshape(-1), token_weights
+def rows_of(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def divisor(
@@ -209,50 +196,3 @@ def shaped(
         None if gradient is None or tensor is None else gradient.reshape(tensor.shape)
         for gradient, tensor in zip(gradients, tensors, strict=True)
     )
-
-
-class Gradients:
-    """The gradients of a head's tensors, accumulated over the chunks of logits."""
-
-    def __init__(
-        self, products: Sequence[Product],
-        mask: Sequence[bool], accum_dtype: torch.dtype | None, in_forward: bool,
-    ) -> None:  # fmt: skip
-        weight = products[0].weight
-        self.products = products
-        self.mask = mask
-        self.accumulated = accumulation_dtype(weight, accum_dtype)
-        self.dtype = self.dweight_dtype = weight.dtype
-        if in_forward:
-            self.dtype = forward_gradient_dtype(weight)
-            self.dweight_dtype = forward_dweight_dtype(weight, accum_dtype)
-        self.drows: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self.dweights: list[Tensor | None] = [None, None]
-        self.dbias: Tensor | None = None
-
-    def add(self, chunk: slice, dlogits: Tensor) -> None:
-        wanted = (self.mask[:2], self.mask[3:])
-        for i, ((rows, weight), mask) in enumerate(zip(self.products, wanted, strict=False)):
-            if mask[0]:
-                self.drows[i].append(_product(dlogits, weight, self.dtype))
-            if mask[1]:
-                part = _product(dlogits.t(), rows[chunk], self.accumulated)
-                self.dweights[i] = _sum(self.dweights[i], part)
-        if self.mask[2]:
-            self.dbias = _sum(self.dbias, widened(dlogits).sum(0))
-
-    def results(self) -> list[Tensor | None]:
-        dx, dlora_x = (torch.cat(parts) if parts else None for parts in self.drows)
-        dweight, dlora_b = (
-            None if total is None else total.to(self.dweight_dtype) for total in self.dweights
-        )
-        dbias = None if self.dbias is None else self.dbias.to(self.dtype)
-        return [dx, dweight, dbias, dlora_x, dlora_b]
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.mm(a.to(dtype), b.to(dtype))
-
-
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total.add_(part)

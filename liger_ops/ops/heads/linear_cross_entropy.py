@@ -10,18 +10,15 @@ from torch import Tensor
 from ... import library
 from ...torch_private import are_functorch_transforms_active
 from ..losses.cross_entropy import RESULTS
-from .chunks import chunks
+from .gradients import gradients_of_definition
 from .head import (
-    Gradients,
+    Head,
     both,
     cast_as_linear,
     divisor,
     factors_of,
     finished_in_forward,
-    flattened,
-    linear,
     needed_gradients,
-    products_of,
     shaped,
     still_missing,
     upstream_of_tokens,
@@ -185,13 +182,12 @@ def linear_cross_entropy_forward(
         >>> liger_ops.linear_cross_entropy_forward(x, weight, torch.tensor([3]))[2]  # lse
         tensor([1.3863])
     """
-    rows, targets, token_weights = flattened(x, target, token_weight)
+    targets, token_weights = target.reshape(-1), _flat(token_weight)
     options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
-    products = products_of(rows, weight, lora_x, lora_b)
-    gradients = Gradients(products, gradient_mask, accum_dtype, in_forward=True)
+    gradients = gradients_of_definition(weight, gradient_mask, accum_dtype, in_forward=True)
     parts = []
-    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
-        logits = linear(products, bias, chunk)
+    head = Head.of(x, weight, bias, lora_x, lora_b)
+    for chunk, chunk_head, logits in head.chunks_of_tokens(chunk_bytes):
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
         part = _LOSS(logits, *tokens, *options, return_predicted, return_entropy)
         parts.append(part)
@@ -202,7 +198,7 @@ def linear_cross_entropy_forward(
                 upstream = (ones, None, None, None)
                 statistics = (lse, lse_error, total_weight)
                 dlogits = _GRADIENT(*upstream, logits, *tokens, *statistics, *options)
-                gradients.add(chunk, dlogits)
+                gradients.add(chunk_head, dlogits)
     loss, z_loss, lse, target_logit, total_weights, predicted_tokens, entropy, lse_error = (
         _joined(values) for values in zip(*parts, strict=True)
     )
@@ -276,21 +272,20 @@ def linear_cross_entropy_backward(
     missing = still_missing(output_mask, finished)
     if not any(missing):
         return tuple(finished)  # type: ignore[return-value]
-    rows, targets, token_weights = flattened(x, target, token_weight)
+    targets, token_weights = target.reshape(-1), _flat(token_weight)
     options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
     upstream = upstream_of_tokens(
         dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
     )
     lse, lse_error = lse.reshape(-1), lse_error.reshape(-1)
-    products = products_of(rows, weight, lora_x, lora_b)
-    gradients = Gradients(products, missing, accum_dtype, in_forward=False)
-    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
-        logits = linear(products, bias, chunk)
+    gradients = gradients_of_definition(weight, missing, accum_dtype)
+    head = Head.of(x, weight, bias, lora_x, lora_b)
+    for chunk, chunk_head, logits in head.chunks_of_tokens(chunk_bytes):
         tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
         grads = [_of(grad, chunk) for grad in upstream]
         statistics = (lse[chunk], lse_error[chunk], total_weight)
         dlogits = _GRADIENT(*grads, logits, *tokens, *statistics, *options)
-        gradients.add(chunk, dlogits)
+        gradients.add(chunk_head, dlogits)
     made = shaped(gradients.results(), (x, weight, bias, lora_x, lora_b))
     return both(finished, made)  # type: ignore[return-value]
 
@@ -303,6 +298,10 @@ def _joined(values: tuple[Tensor | None, ...]) -> Any:
     """Concatenate one result of the chunks, which is a tensor for all of them or None for all."""
     given = [value.reshape(-1) for value in values if value is not None]
     return torch.cat(given) if given else None
+
+
+def _flat(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.reshape(-1)
 
 
 def _of(values: Tensor | None, chunk: slice) -> Tensor | None:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ... import library
 from ...torch_private import are_functorch_transforms_active
-from .head import Gradients, cast_as_linear, factors_of, needed_gradients, products_of, shaped
+from .gradients import gradients_of_definition
+from .head import Head, cast_as_linear, factors_of, needed_gradients, shaped
 from .linear_divergence_backward import GRADIENTS, linear_divergence_backward, weights_and_items
 from .lora import lora_input
 from .precomputed_gradient import gradients_are_private, hand_over, weight_finished
 from .two_heads import (
-    Layer,
     chunks_of_logits,
     divisor,
     dlogits_of,
@@ -24,7 +24,6 @@ from .two_heads import (
     reduced,
     refuse_gradients,
     result_dtype,
-    rows_of,
     teacher_of,
     upstream_of_sum,
     values_of,
@@ -274,18 +273,18 @@ def linear_divergence_forward(
         tensor([1.3863])
     """
     shape, dtype = student_x.shape[:-1], result_dtype(student_x, teacher_x, teacher_logits)
-    products = products_of(rows_of(student_x), student_weight, student_lora_x, student_lora_b)
+    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
     lora = (teacher_lora_x, teacher_lora_b)
     taught = teacher_of(teacher_x, teacher_weight, teacher_bias, *lora, teacher_logits)
-    gradients = Gradients(products, gradient_mask, accum_dtype, in_forward=True)
+    gradients = gradients_of_definition(student_weight, gradient_mask, accum_dtype, in_forward=True)
     weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student_x.device)
     options = (
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, ignore_index,
     )  # fmt: skip
     divergences, losses, statistics, entropies = [], [], [], []
-    for chunk, student, teacher, targets in chunks_of_logits(
-        Layer(products, student_bias), taught, target, chunk_bytes
+    for chunk, chunk_head, student, teacher, targets in chunks_of_logits(
+        Head.of(*head), taught, target, chunk_bytes
     ):
         value, loss, found = values_of(student, teacher, targets, *options)
         divergences.append(value.to(weights.dtype))
@@ -299,9 +298,8 @@ def linear_divergence_forward(
             with torch.no_grad():
                 soft, hard = upstream_of_sum(weights[chunk], soft_weight, hard_weight)
                 dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
-                gradients.add(chunk, dlogits)
+                gradients.add(chunk_head, dlogits)
     items = divisor(reduction, weights, num_items_in_batch)
-    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
     divergence = reduced(torch.cat(divergences), weights, items, reduction, shape)
     cross_entropy = None
     if target is not None:

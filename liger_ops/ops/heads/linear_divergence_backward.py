@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .head import Gradients, both, finished_in_forward, products_of, shaped, still_missing
+from .gradients import gradients_of_definition
+from .head import Head, both, finished_in_forward, shaped, still_missing
 from .two_heads import (
-    Layer,
     chunks_of_logits,
     divisor,
     dlogits_of,
-    rows_of,
     teacher_of,
     token_weights,
     upstream_of_tokens,
@@ -97,17 +96,16 @@ def linear_divergence_backward(
         kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
         student_logit_scale, teacher_logit_scale, ignore_index,
     )  # fmt: skip
-    products = products_of(rows_of(student_x), student_weight, student_lora_x, student_lora_b)
+    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
     lora = (teacher_lora_x, teacher_lora_b)
     taught = teacher_of(teacher_x, teacher_weight, teacher_bias, *lora, teacher_logits)
-    gradients = Gradients(products, missing, accum_dtype, in_forward=False)
-    for chunk, student, teacher, targets in chunks_of_logits(
-        Layer(products, student_bias), taught, target, chunk_bytes
+    gradients = gradients_of_definition(student_weight, missing, accum_dtype)
+    for chunk, chunk_head, student, teacher, targets in chunks_of_logits(
+        Head.of(*head), taught, target, chunk_bytes
     ):
         soft, hard = (None if grad is None else grad[chunk] for grad in upstream)
         dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
-        gradients.add(chunk, dlogits)
-    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
+        gradients.add(chunk_head, dlogits)
     return both(finished, shaped(gradients.results(), head))  # type: ignore[return-value]
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ... import library
 from ..losses.log_prob import RESULTS, Results
-from .chunks import chunks
-from .head import cast_as_linear, flattened, linear, products_of, shaped
-from .head_by_words import gradients_by_words
+from .gradients import gradients_by_words
+from .head import Head, cast_as_linear
 from .lora import lora_input
 
 
@@ -144,11 +143,8 @@ def linear_log_prob_forward(
         >>> liger_ops.linear_log_prob_forward(x, weight, torch.tensor([3]))[2]
         tensor([1.3863])
     """
-    rows, targets, _ = flattened(x, target, None)
-    products = products_of(rows, weight, lora_x, lora_b)
-    parts = []
-    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
-        logits = linear(products, bias, chunk)
+    targets, parts = target.reshape(-1), []
+    for chunk, _, logits in Head.of(x, weight, bias, lora_x, lora_b).chunks_of_tokens(chunk_bytes):
         options = (temperature, softcap, logit_scale, ignore_index)
         asked = (return_mean_logits, return_log_sum_sq_probs, return_predicted)
         parts.append(_LOG_PROB(logits, targets[chunk], *options, *asked))
@@ -195,7 +191,7 @@ def linear_log_prob_backward(
         TypeError, ValueError: as `linear_log_prob`; or output_mask asks for the gradient of a
             tensor that is None.
     """
-    rows, targets, _ = flattened(x, target, None)
+    targets = target.reshape(-1)
     grads = [None if g is None else g.reshape(-1) for g in (dlog_prob, dentropy, dlse)]
     statistics = [value.reshape(-1) for value in (entropy, lse, lse_error)]
 
@@ -203,10 +199,9 @@ def linear_log_prob_backward(
         options = (temperature, softcap, logit_scale, ignore_index - words.start)
         return _GRADIENT(*grads, logits, targets - words.start, *statistics, *options)
 
-    results = gradients_by_words(
-        dlogits_of, rows, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
+    return gradients_by_words(  # type: ignore[return-value]
+        dlogits_of, x, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
     )
-    return shaped(results, (x, weight, bias, lora_x, lora_b))  # type: ignore[return-value]
 
 
 _LOG_PROB = library.OPS["log_prob_forward"].definition

@@ -11,9 +11,8 @@ from ... import library
 from ..losses.cross_entropy import effective, log_softmax_of, logsumexp
 from ..losses.log_prob import tempered
 from ..losses.top_k import check_teacher, distinct, divergence_of_classes
-from .chunks import chunks
-from .head import cast_as_linear, linear, products_of, shaped
-from .head_by_words import gradients_by_words
+from .gradients import gradients_by_words
+from .head import Head, cast_as_linear, rows_of
 from .lora import lora_input
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -160,11 +159,10 @@ def linear_top_k_divergence_forward(
         (tensor([[0., -inf]]), tensor([1.0986]), tensor([0.]))
     """
     K, tokens = teacher_ids.shape[-1], teacher_ids.shape[:-1]
-    rows, ids = _rows(x, teacher_ids)
-    products = products_of(rows, weight, lora_x, lora_b)
-    parts = []
-    for chunk in chunks(rows.shape[0], weight.shape[0] * x.element_size(), chunk_bytes):
-        z = _scaled(linear(products, bias, chunk), ids[chunk], temperature, softcap, logit_scale)
+    ids, parts = rows_of(teacher_ids).long(), []
+    head = Head.of(x, weight, bias, lora_x, lora_b)
+    for chunk, _, chunk_logits in head.chunks_of_tokens(chunk_bytes):
+        z = _scaled(chunk_logits, ids[chunk], temperature, softcap, logit_scale)
         parts.append(_split(z, ids[chunk]))
     logits, rest, error = (torch.cat(values) for values in zip(*parts, strict=True))
     return logits.reshape(*tokens, K), rest.reshape(tokens), error.reshape(tokens)
@@ -204,7 +202,7 @@ def linear_top_k_divergence_backward(
             a tensor that is None.
     """
     K = teacher_ids.shape[-1]
-    rows, ids = _rows(x, teacher_ids)
+    ids = rows_of(teacher_ids).long()
     rest, rest_error = rest.reshape(-1), rest_error.reshape(-1)
     flat_dlogits = None if dlogits is None else dlogits.reshape(-1, K)
     flat_drest = None if drest is None else drest.reshape(-1)
@@ -217,16 +215,9 @@ def linear_top_k_divergence_backward(
             dz = dz * (1 - (z / cap).square())
         return (dz * scale).to(x.dtype)
 
-    results = gradients_by_words(
-        dlogits_of, rows, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
+    return gradients_by_words(  # type: ignore[return-value]
+        dlogits_of, x, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
     )
-    return shaped(results, (x, weight, bias, lora_x, lora_b))  # type: ignore[return-value]
-
-
-def _rows(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """x and ids with one row per token."""
-    tokens = ids.shape[:-1].numel()
-    return x.reshape(tokens, x.shape[-1]), ids.reshape(tokens, ids.shape[-1]).long()
 
 
 def _scaled(

@@ -4,7 +4,7 @@ too, the weights of its tokens and its reductions."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ... import library
 from ..losses.cross_entropy import effective, logsumexp
-from .chunks import chunks
-from .head import Product, linear, products_of
+from .head import Head, rows_of
 
 _DIVERGENCE = library.OPS["divergence_forward"].definition
 _DIVERGENCE_GRADIENT = library.OPS["divergence_backward"].definition
@@ -136,46 +135,30 @@ def upstream_of_tokens(
     return found[0], found[1]
 
 
-def rows_of(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-class Layer(NamedTuple):
-    """The products of a head, and its bias."""
-
-    products: list[Product]
-    bias: Tensor | None
-
-    @property
-    def token_bytes(self) -> int:
-        """The size of the logits of one token."""
-        rows, weight = self.products[0]
-        return weight.shape[0] * rows.element_size()
-
-
 def teacher_of(
     teacher_x: Tensor | None, teacher_weight: Tensor | None, teacher_bias: Tensor | None,
     lora_x: Tensor | None, lora_b: Tensor | None, teacher_logits: Tensor | None,
-) -> Layer | Tensor:  # fmt: skip
+) -> Head | Tensor:  # fmt: skip
     """The teacher's head, or its logits as (M, W)."""
     if teacher_x is not None and teacher_weight is not None:
-        return Layer(products_of(rows_of(teacher_x), teacher_weight, lora_x, lora_b), teacher_bias)
+        return Head.of(teacher_x, teacher_weight, teacher_bias, lora_x, lora_b)
     assert teacher_logits is not None
     return rows_of(teacher_logits)
 
 
 def chunks_of_logits(
-    student: Layer, teacher: Layer | Tensor, target: Tensor | None, chunk_bytes: int | None
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
-    """Yield each chunk of tokens, the student's logits, the teacher's, and the targets."""
-    row_bytes = student.token_bytes
-    if isinstance(teacher, Layer):
-        row_bytes += teacher.token_bytes
+    student: Head, teacher: Head | Tensor, target: Tensor | None, chunk_bytes: int | None
+) -> Iterator[tuple[slice, Head, Tensor, Tensor, Tensor | None]]:
+    """Yield each chunk of tokens, its part of the student's head, the student's logits, the
+    teacher's, and the targets."""
+    teacher_bytes = teacher.token_bytes if isinstance(teacher, Head) else 0
     targets = None if target is None else target.reshape(-1)
-    for chunk in chunks(student.products[0].rows.shape[0], row_bytes, chunk_bytes):
-        logits = linear(*student, chunk)
-        taught = linear(*teacher, chunk) if isinstance(teacher, Layer) else teacher[chunk]
-        yield chunk, logits, taught, None if targets is None else targets[chunk]
+    for tokens, part, logits in student.chunks_of_tokens(chunk_bytes, teacher_bytes):
+        if isinstance(teacher, Head):
+            taught = teacher.of_tokens(tokens).logits()
+        else:
+            taught = teacher[tokens]
+        yield tokens, part, logits, taught, None if targets is None else targets[tokens]
 
 
 def _effective(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.activations.tiled_mlp import ACTIVATIONS, tiles_of
-from ..heads.linear_cross_entropy import product
+from ..products import linear, product
 
 
 def register(device: str, module: str) -> None:
@@ -23,7 +23,7 @@ def register(device: str, module: str) -> None:
         gated, options = _activation(call, device)
         for tile in tiles_of(rows, call.gate_weight, call.tile_rows):
             gate, up = _gate_and_up(call, rows[tile])
-            _linear(gated(gate, up, *options), call.down_weight, call.down_bias, out[tile])
+            linear(gated(gate, up, *options), call.down_weight, call.down_bias, out[tile])
 
     # allocates=True, so that the outputs are not in memory beside their wider sums.
     @library.kernel("tiled_mlp_backward", device, allocates=True, module=module)
@@ -82,7 +82,7 @@ class _Sum:
     def add_product(self, outer: Tensor, inner: Tensor) -> None:
         """Add outer.T @ inner."""
         if self.total is not None:
-            product(self.total, outer.t(), inner, add=True)
+            product(outer.t(), inner, self.total.dtype, self.total, add=True)
 
     def add_rows(self, values: Tensor) -> None:
         if self.total is not None:
@@ -103,13 +103,6 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _gate_and_up(call: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = (x.new_empty(x.shape[0], call.gate_weight.shape[0]) for _ in range(2))
-    _linear(x, call.gate_weight, call.gate_bias, gate)
-    _linear(x, call.up_weight, call.up_bias, up)
+    linear(x, call.gate_weight, call.gate_bias, gate)
+    linear(x, call.up_weight, call.up_bias, up)
     return gate, up
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)

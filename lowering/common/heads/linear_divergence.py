@@ -4,27 +4,25 @@ in chunks of words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .... import library
-from ....ops.heads.head import Product, both, factors_of, products_of, still_missing
+from ....ops.heads.head import Head, both, factors_of, rows_of, shaped, still_missing
 from ....ops.heads.two_heads import (
     divisor,
     mixed,
     reduced,
-    rows_of,
     upstream_of_sum,
     upstream_of_tokens,
     weights_of_tokens,
 )
 from ..sizes import cdiv
-from .linear_cross_entropy import ChunkedLinear, Gradients, chunked_linear
+from .chunked_head import ChunkedHead, chunked_tokens, chunked_words, head_tensors
 from .two_heads import Rows, Upstream
-from .words import ChunkedWords, GradientsByWords, chunked_words
 
 Outputs = tuple[Tensor | None, ...]
 
@@ -34,33 +32,26 @@ class Heads:
 
     def __init__(self, call: Any, dweight: Tensor | None, alignment: int) -> None:
         self.given = None if call.teacher_logits is None else rows_of(call.teacher_logits)
-        stride = row_bytes = 0
-        if call.teacher_x is not None:
-            stride = cdiv(call.teacher_weight.shape[0], alignment) * alignment
-            row_bytes = stride * call.teacher_x.itemsize
+        self.tensors = head_tensors(call, "student_")
+        student, row_bytes = Head.of(*self.tensors), 0
+        if self.given is None:
+            teacher = Head.of(*head_tensors(call, "teacher_"))
+            row_bytes = cdiv(teacher.weight.shape[0], alignment) * alignment * teacher.x.itemsize
         bounds = (call.accum_dtype, call.chunk_bytes, row_bytes)
-        self.student = chunked_linear(
-            _student(call), call.student_bias, dweight, alignment, *bounds
-        )
-        if call.teacher_x is not None:
-            self.teacher = ChunkedLinear(
-                _teacher(call), call.teacher_bias,
-                stride, self.student.slices, call.teacher_x.dtype,
-            )  # fmt: skip
+        self.student = chunked_tokens(student, dweight, alignment, *bounds)
+        if self.given is None:
+            self.teacher = self.student._replace(head=teacher)
 
-    def logits(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield each chunk of tokens and both logits, whose memory the next chunk reuses."""
+    def logits(self) -> Iterator[tuple[slice, Head, Tensor, Tensor]]:
+        """Yield each chunk of tokens, its part of the student's head, and both logits, whose memory
+        the next chunk reuses."""
         if self.given is not None:
-            for chunk, student in self.student.logits():
-                yield chunk, student, self.given[chunk]
+            for chunk, head, student in self.student.logits():
+                yield chunk, head, student, self.given[chunk]
         else:
             pairs = zip(self.student.logits(), self.teacher.logits(), strict=True)
-            for (chunk, student), (_, teacher) in pairs:
-                yield chunk, student, teacher
-
-    def gradients(self, outputs: Sequence[Tensor | None]) -> Gradients:
-        """The gradients of the student's head, which are written to the op's outputs."""
-        return Gradients(self.student.products, outputs, self.student.sum_dtype)
+            for (chunk, head, student), (_, _, teacher) in pairs:
+                yield chunk, head, student, teacher
 
 
 def register(
@@ -84,16 +75,6 @@ def register(
         return _backward(call, kernels, scale)
 
 
-def _student(call: Any) -> list[Product]:
-    rows = rows_of(call.student_x)
-    return products_of(rows, call.student_weight, call.student_lora_x, call.student_lora_b)
-
-
-def _teacher(call: Any) -> list[Product]:
-    rows = rows_of(call.teacher_x)
-    return products_of(rows, call.teacher_weight, call.teacher_lora_x, call.teacher_lora_b)
-
-
 def _weights(call: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
     """The weight of each token, and the number by which the reduction divides."""
     x = call.student_x
@@ -107,7 +88,7 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     statistics, computed, entropy = allocated[3], allocated[4:-1], allocated[-1]
     divergence, cross_entropy, alignment = kernels
     rows, heads = Rows(call, divergence, cross_entropy), Heads(call, computed[1], alignment)
-    gradients = heads.gradients(computed)
+    gradients = heads.student.gradients(computed)
     del allocated, computed
     by_token = statistics.view(statistics.shape[0], -1)
     weights, items = _weights(call, statistics.dtype)
@@ -116,14 +97,14 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
         by_token[-2:].zero_()
     else:
         losses = torch.empty_like(weights)
-    for chunk, student, teacher in heads.logits():
+    for chunk, chunk_head, student, teacher in heads.logits():
         rows.values(chunk, student, teacher, by_token, losses)
         if entropy is not None:
             rows.entropies(chunk, student, entropy.view(-1)[chunk])
         if any(call.gradient_mask):
             upstream = upstream_of_sum(weights, call.soft_weight, call.hard_weight)
             rows.gradient(upstream, student, teacher, by_token, tokens=chunk)
-            gradients.add(chunk, student)
+            gradients.add(chunk_head, student)
     del student, teacher
     reduction = (weights, items, call.reduction, call.student_x.shape[:-1])
     divergence, cross_entropy = reduced(by_token[0], *reduction), None
@@ -135,7 +116,8 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
         rows.cross_entropy.reduce(rows.loss, V, tokens, None, None, total)
         cross_entropy = reduced(losses, *reduction)
     loss = mixed(divergence, cross_entropy, call.soft_weight, call.hard_weight)
-    return (loss, divergence, cross_entropy, statistics, *gradients.rounded(), entropy)
+    found = shaped(gradients.results(), heads.tensors)
+    return (loss, divergence, cross_entropy, statistics, *found, entropy)
 
 
 def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
@@ -166,53 +148,51 @@ def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
 
 def _by_tokens(
     call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor | None]
-) -> list[Tensor | None]:
+) -> Outputs:
     """The gradients of x, lora_x and lora_b, a chunk of tokens at a time."""
     divergence, cross_entropy, alignment = kernels
     rows, heads = Rows(call, divergence, cross_entropy), Heads(call, None, alignment)
-    gradients = heads.gradients(outputs)
+    gradients = heads.student.gradients(outputs)
     outputs.clear()
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
-    for chunk, student, teacher in heads.logits():
+    for chunk, chunk_head, student, teacher in heads.logits():
         rows.gradient(upstream, student, teacher, by_token, tokens=chunk)
-        gradients.add(chunk, student)
+        gradients.add(chunk_head, student)
     del student, teacher
-    return gradients.rounded()
+    return shaped(gradients.results(), heads.tensors)
 
 
-def _by_words(
-    call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor | None]
-) -> list[Tensor | None]:
+def _by_words(call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor | None]) -> Outputs:
     """Every gradient, a chunk of words at a time: the statistics have each token's sums over all
     words of both."""
     divergence, cross_entropy, alignment = kernels
     rows, given = Rows(call, divergence, cross_entropy), call.teacher_logits
     # If the kernels need contiguous rows, the columns of the teacher's logits are copied.
     teacher_bytes = (call.teacher_x if given is None else given).itemsize
-    head = chunked_words(
-        _student(call), call.student_bias, alignment, call.chunk_bytes, teacher_bytes
-    )
-    gradients = GradientsByWords(head, outputs, call.accum_dtype)
+    tensors = head_tensors(call, "student_")
+    bounds = (call.accum_dtype, call.chunk_bytes, teacher_bytes)
+    head = chunked_words(Head.of(*tensors), alignment, *bounds)
+    gradients = head.gradients(outputs)
     outputs.clear()
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
-    for (words, student), teacher in zip(
-        head.logits(), _teacher_of_words(call, head.slices, alignment), strict=True
+    for (words, chunk_head, student), teacher in zip(
+        head.logits(), _teacher_of_words(call, head), strict=True
     ):
         rows.gradient(upstream, student, teacher, by_token, first=words.start)
-        gradients.add(words, student)
+        gradients.add(chunk_head, student)
     del student, teacher
-    return gradients.rounded()
+    return shaped(gradients.results(), tensors)
 
 
-def _teacher_of_words(call: Any, slices: list[slice], alignment: int) -> Iterator[Tensor]:
+def _teacher_of_words(call: Any, student: ChunkedHead) -> Iterator[Tensor]:
     """Yield the teacher's logits of each chunk of the student's words, as far as it has them."""
     given = None if call.teacher_logits is None else rows_of(call.teacher_logits)
     W = (call.teacher_weight if given is None else given.t()).shape[0]
-    slices = [slice(min(words.start, W), min(words.stop, W)) for words in slices]
+    slices = [slice(min(words.start, W), min(words.stop, W)) for words in student.slices]
     if given is not None:
         for words in slices:
             yield given[:, words]
     else:
-        head = ChunkedWords(_teacher(call), call.teacher_bias, alignment, slices)
-        for _, logits in head.logits():
+        head = Head.of(*head_tensors(call, "teacher_"))
+        for _, _, logits in student._replace(head=head, slices=slices).logits():
             yield logits

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from .... import library
+from ....ops.heads.head import Head
 from ..losses.cross_entropy import Tokens
 from ..losses.log_prob import as_loss, given_tokens, results
 from ..tensors import flat
-from .linear_cross_entropy import head_of
+from .chunked_head import chunked_tokens, head_tensors
 from .recomputed import Outputs, backward
 
 Upstream = tuple[Tensor | None, ...]
@@ -36,8 +37,8 @@ def register(device: str, kernels: Any, alignment: int) -> None:
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
     outputs = library.allocate("linear_log_prob_forward", call)
     loss, tokens = as_loss(call), results(call, *outputs)
-    head = head_of(call, None, alignment)
-    for chunk, logits in head.logits():
+    head, bounds = Head.of(*head_tensors(call)), (call.accum_dtype, call.chunk_bytes)
+    for chunk, _, logits in chunked_tokens(head, None, alignment, *bounds).logits():
         kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
     total = tokens.lse.new_empty(())
     kernels.reduce(loss, call.weight.shape[0], tokens, None, None, total)
@@ -55,7 +56,7 @@ def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
         loss = as_loss(call, first=words.start)
         kernels.gradient(loss, grads, logits, part, logits)
 
-    return backward("linear_log_prob_backward", call, call.target.numel(), alignment, dlogits)
+    return backward("linear_log_prob_backward", call, alignment, dlogits)
 
 
 def _of_tokens(call: Any) -> tuple[Upstream, Tokens]:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from .... import library
-from ....ops.heads.head import products_of
+from ....ops.heads.head import Head
 from ....ops.losses.cross_entropy import effective, rounded_lse
 from ....ops.losses.log_prob import tempered
 from ..losses.cross_entropy import Tokens
 from ..tensors import flat
-from .linear_cross_entropy import chunked_linear
+from .chunked_head import chunked_tokens, head_tensors
 from .recomputed import Outputs, backward
 
 INF = float("inf")
@@ -52,11 +52,9 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, T
         None, _target(ids), None, lse=flat_rest, lse_error=error.view(-1),
         log_prob=torch.empty_like(flat_rest),
     )  # fmt: skip
-    rows = call.x.reshape(ids.shape[0], call.x.shape[-1])
-    products = products_of(rows, call.weight, call.lora_x, call.lora_b)
-    bounds = (call.accum_dtype, call.chunk_bytes)
+    head, bounds = Head.of(*head_tensors(call)), (call.accum_dtype, call.chunk_bytes)
     V = call.weight.shape[0]
-    for chunk, part in chunked_linear(products, call.bias, None, alignment, *bounds).logits():
+    for chunk, _, part in chunked_tokens(head, None, alignment, *bounds).logits():
         words = ids[chunk]
         listed = part.gather(1, words.clamp(0, V - 1))
         listed = effective(listed, loss.softcap, loss.logit_scale)
@@ -100,7 +98,7 @@ def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
             kernels.gradient(loss, upstream, logits, all_tokens.chunk(tokens), logits)
         _place(logits, ids[tokens] - words.start, values[tokens])
 
-    return backward("linear_top_k_divergence_backward", call, ids.shape[0], alignment, dlogits)
+    return backward("linear_top_k_divergence_backward", call, alignment, dlogits)
 
 
 def _ids(call: Any) -> Tensor:

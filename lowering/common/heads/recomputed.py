@@ -8,38 +8,30 @@ from typing import Any
 from torch import Tensor
 
 from .... import library
-from ....ops.heads.head import products_of
-from .linear_cross_entropy import Gradients, chunked_linear
-from .words import GradientsByWords, chunked_words
+from ....ops.heads.head import Head, shaped
+from .chunked_head import chunked_tokens, chunked_words, head_tensors
 
 Outputs = tuple[Tensor | None, ...]
+ALL = slice(0, None)
 # dlogits(logits, tokens, words) writes the gradient of some tokens' logits of some words over them.
 Dlogits = Callable[[Tensor, slice, slice], None]
 
 
-def backward(name: str, call: Any, M: int, alignment: int, dlogits: Dlogits) -> Outputs:
-    """dx, dweight, dbias, dlora_x and dlora_b of a call of op `name` with M tokens."""
+def backward(name: str, call: Any, alignment: int, dlogits: Dlogits) -> Outputs:
+    """dx, dweight, dbias, dlora_x and dlora_b of a call of op `name`."""
+    outputs, tensors = library.allocate(name, call), head_tensors(call)
+    head, bounds = Head.of(*tensors), (call.accum_dtype, call.chunk_bytes)
     # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
     # lora_b's, whose sum is smaller than that of x's.
     by_words = any(call.output_mask[1:3])
-    outputs = library.allocate(name, call)
-    rows = call.x.reshape(M, call.x.shape[-1])
-    products = products_of(rows, call.weight, call.lora_x, call.lora_b)
     if by_words:
-        words_head = chunked_words(products, call.bias, alignment, call.chunk_bytes)
-        words_gradients = GradientsByWords(words_head, outputs, call.accum_dtype)
-        del outputs
-        for words, logits in words_head.logits():
-            dlogits(logits, slice(0, M), words)
-            words_gradients.add(words, logits)
-        del logits
-        return tuple(words_gradients.rounded())
-    bounds = (call.accum_dtype, call.chunk_bytes)
-    head = chunked_linear(products, call.bias, None, alignment, *bounds)
-    gradients = Gradients(head.products, outputs, head.sum_dtype)
+        chunked = chunked_words(head, alignment, *bounds)
+    else:
+        chunked = chunked_tokens(head, None, alignment, *bounds)
+    gradients = chunked.gradients(outputs)
     del outputs
-    for tokens, logits in head.logits():
-        dlogits(logits, tokens, slice(0, call.weight.shape[0]))
-        gradients.add(tokens, logits)
+    for chunk, chunk_head, logits in chunked.logits():
+        dlogits(logits, *((ALL, chunk) if by_words else (chunk, ALL)))
+        gradients.add(chunk_head, logits)
     del logits
-    return tuple(gradients.rounded())
+    return shaped(gradients.results(), tensors)

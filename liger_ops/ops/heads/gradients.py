@@ -1,0 +1,165 @@
+"""The gradients of a head's tensors, from those of its logits, a chunk of tokens or of words at a
+time: for the definitions, the host code of the kernels, and losses over a sharded vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .head import Head, shaped
+
+# multiply(a, b, dtype, out, add) returns a @ b, or out + a @ b, in dtype. It may write to out.
+Multiply = Callable[[Tensor, Tensor, torch.dtype, "Tensor | None", bool], Tensor]
+
+# The positions of a head's tensors in masks and gradients.
+X, WEIGHT, BIAS, LORA_X, LORA_B = range(5)
+OF_TOKENS = (X, LORA_X)
+
+
+def accumulation_dtype(weight: Tensor, accum_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients are summed over chunks."""
+    if accum_dtype is not None:
+        return accum_dtype
+    return torch.float64 if weight.dtype is torch.float64 else torch.float32
+
+
+def rounds_once(weight: Tensor, accum_dtype: torch.dtype | None) -> bool:
+    """Whether the sum over a single chunk is a product in weight's dtype, without a wider sum. A
+    float16 product may overflow where the sum does not."""
+    return accum_dtype is None and weight.dtype is torch.bfloat16
+
+
+def gradient_dtypes(
+    weight: Tensor, wanted: Sequence[bool], accum_dtype: torch.dtype | None, in_forward: bool
+) -> list[torch.dtype | None]:
+    """The dtype of each gradient that is wanted. Those of a float16 head that the forward computes
+    and the backward scales are wider, so that loss scaling cannot make them overflow or vanish."""
+    dtype = of_weight = weight.dtype
+    if in_forward and dtype is torch.float16:
+        dtype, of_weight = torch.float32, accumulation_dtype(weight, accum_dtype)
+    dtypes = (dtype, of_weight, dtype, dtype, of_weight)
+    return [dtype if want else None for dtype, want in zip(dtypes, wanted, strict=True)]
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, add: bool) -> Tensor:
+    """The product of the definitions, of which autograd may save the factors."""
+    part = torch.mm(a.to(dtype), b.to(dtype))
+    return out.add_(part) if add and out is not None else part
+
+
+def gradients_of_definition(
+    weight: Tensor, wanted: Sequence[bool], accum_dtype: torch.dtype | None,
+    in_forward: bool = False, by_words: bool = False,
+) -> HeadGradients:  # fmt: skip
+    """The gradients of a head whose weight this is, for a definition."""
+    dtypes = gradient_dtypes(weight, wanted, accum_dtype, in_forward)
+    return HeadGradients(dtypes, accumulation_dtype(weight, accum_dtype), by_words)
+
+
+class HeadGradients:
+    """The gradients of a head's tensors, accumulated over chunks of its logits.
+
+    A chunk of tokens has whole rows of dx and dlora_x, and a part of the sums that are the other
+    gradients. A chunk of words has whole rows of those, and a part of the sums dx and dlora_x.
+
+    Rows are computed in the gradient's dtype, and sums in `sum_dtype`. Memory for the gradients,
+    `outputs`, is filled with their rows, and used for a sum if its dtype is the sum's. `share` is
+    called with the rows of dx and dlora_x of each chunk of tokens, before the chunk's other
+    products, and may start to sum them over devices.
+    """
+
+    def __init__(
+        self, dtypes: Sequence[torch.dtype | None], sum_dtype: torch.dtype, by_words: bool = False,
+        outputs: Sequence[Tensor | None] = (None,) * 5, multiply: Multiply = product,
+        share: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.dtypes, self.sum_dtype, self.by_words = dtypes, sum_dtype, by_words
+        self.multiply, self.share = multiply, share
+        self.rows: list[list[Tensor]] = [[] for _ in dtypes]
+        self.sums: list[Tensor | None] = [None for _ in dtypes]
+        self.outputs: list[Tensor | None] = [None for _ in dtypes]
+        for i, output in enumerate(outputs):
+            if output is None:
+                continue
+            # The outputs have the shapes of the op's arguments.
+            rows = output if i == BIAS else output.view(-1, output.shape[-1])
+            if not self._is_sum(i):
+                self.outputs[i] = rows
+            elif i != BIAS:
+                # The op's output is allocated after the last chunk, when the logits are freed.
+                same = rows.dtype is sum_dtype
+                self.sums[i] = rows if same else torch.empty_like(rows, dtype=sum_dtype)
+        self.filled = 0
+
+    def _is_sum(self, i: int) -> bool:
+        return (i in OF_TOKENS) == self.by_words
+
+    def add(self, chunk: Head, dlogits: Tensor) -> None:
+        """Add a chunk, a part of the head, and the gradient of its logits."""
+        rows, weight, _, lora_x, lora_b = chunk
+        self._add_product(X, dlogits, weight)
+        self._add_product(LORA_X, dlogits, lora_b)
+        self._add_product(WEIGHT, dlogits.t(), rows)
+        self._add_product(LORA_B, dlogits.t(), lora_x)
+        if self.dtypes[BIAS] is not None:
+            double = dlogits.dtype is torch.float64
+            part = dlogits.sum(0, dtype=torch.float64 if double else torch.float32)
+            total, place = self.sums[BIAS], self._place(BIAS, part.shape[0])
+            if self._is_sum(BIAS):
+                self.sums[BIAS] = part if total is None else total + part
+            elif place is not None:
+                place.copy_(part)
+            else:
+                self.rows[BIAS].append(part)
+        self.filled += dlogits.shape[1 if self.by_words else 0]
+
+    def _add_product(self, i: int, a: Tensor, b: Tensor | None) -> None:
+        dtype = self.dtypes[i]
+        if dtype is None or b is None:
+            return
+        if self._is_sum(i):
+            add = self.filled > 0
+            self.sums[i] = self.multiply(a, b, self.sum_dtype, self.sums[i], add)
+            return
+        place = self._place(i, a.shape[0])
+        rows = self.multiply(a, b, dtype, place, False)
+        if place is None:
+            self.rows[i].append(rows if self.share is None else self.share(rows))
+
+    def _place(self, i: int, count: int) -> Tensor | None:
+        """The memory of the chunk's rows of a gradient."""
+        output = self.outputs[i]
+        return None if output is None else output[self.filled : self.filled + count]
+
+    def results(self) -> list[Tensor | None]:
+        """The gradients, with one row per token or word."""
+        return [self._result(i, dtype) for i, dtype in enumerate(self.dtypes)]
+
+    def _result(self, i: int, dtype: torch.dtype | None) -> Tensor | None:
+        if dtype is None or not self._is_sum(i):
+            found = torch.cat(self.rows[i]) if self.rows[i] else self.outputs[i]
+        else:
+            # The sum and its copy in another dtype are the only two in memory.
+            found, self.sums[i] = self.sums[i], None
+        if found is None or dtype is None or found.dtype is dtype:
+            return found
+        return found.to(dtype)
+
+
+def gradients_by_words(
+    dlogits_of: Callable[[Tensor, slice], Tensor],
+    x: Tensor, weight: Tensor, bias: Tensor | None, lora_x: Tensor | None, lora_b: Tensor | None,
+    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dx, dweight, dbias, dlora_x and dlora_b, or None.
+
+    `dlogits_of(logits, words)` returns the gradient of all tokens' logits of some words, in the
+    dtype of the logits.
+    """
+    tensors = (x, weight, bias, lora_x, lora_b)
+    gradients = gradients_of_definition(weight, output_mask, accum_dtype, by_words=True)
+    for words, chunk_head, logits in Head.of(*tensors).chunks_of_words(chunk_bytes):
+        gradients.add(chunk_head, dlogits_of(logits, words))
+    return shaped(gradients.results(), tensors)

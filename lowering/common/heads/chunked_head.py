@@ -1,0 +1,99 @@
+"""A head on a device, a chunk of tokens or of words at a time: PyTorch's matrix products, into
+memory that the chunks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....ops.heads.chunks import BACKWARD_BYTES, chunks
+from ....ops.heads.gradients import HeadGradients, accumulation_dtype, rounds_once
+from ....ops.heads.head import Head
+from ..products import linear, product
+from ..sizes import cdiv
+
+
+class ChunkedHead(NamedTuple):
+    """A head and its chunks. Each row of logits starts at a multiple of `alignment` elements."""
+
+    head: Head
+    alignment: int
+    slices: list[slice]
+    by_words: bool
+    # The dtype of the gradients that are sums over the chunks.
+    sum_dtype: torch.dtype
+
+    def logits(self) -> Iterator[tuple[slice, Head, Tensor]]:
+        """Yield each chunk, its part of the head, and its logits, whose memory the next chunk
+        reuses."""
+        memory = None
+        for where in self.slices:
+            part = self.head.of_words(where) if self.by_words else self.head.of_tokens(where)
+            M, V = part.x.shape[0], part.weight.shape[0]
+            stride = cdiv(V, self.alignment) * self.alignment
+            if memory is None:
+                memory = part.x.new_empty(M * stride)
+            logits = memory[: M * stride].view(M, stride)[:, :V]
+            if V:
+                _fill(logits, part)
+            yield where, part, logits
+
+    def gradients(self, outputs: Sequence[Tensor | None]) -> HeadGradients:
+        """The gradients of the head, in the dtypes of the op's outputs and with their memory."""
+        dtypes = [None if output is None else output.dtype for output in outputs]
+        return HeadGradients(dtypes, self.sum_dtype, self.by_words, outputs, product)
+
+
+def chunked_tokens(
+    head: Head, dweight: Tensor | None, alignment: int,
+    accum_dtype: torch.dtype | None, chunk_bytes: int | None, other_bytes: int = 0,
+) -> ChunkedHead:  # fmt: skip
+    """A head in chunks of tokens; a chunk has `other_bytes` more a token."""
+    sum_dtype = accumulation_dtype(head.weight, accum_dtype)
+    later_bytes = saved_bytes = 0
+    once = rounds_once(head.weight, accum_dtype)
+    if dweight is not None and dweight.dtype is not sum_dtype:
+        # Several chunks: memory holds the sum and one chunk, and after the last chunk the sum and
+        # its rounded copy. One chunk: memory holds the chunk and the rounded product, without a
+        # sum.
+        later_bytes = dweight.numel() * dweight.itemsize
+        if once:
+            saved_bytes = dweight.numel() * (sum_dtype.itemsize - dweight.itemsize)
+    stride = cdiv(head.weight.shape[0], alignment) * alignment
+    row_bytes = stride * head.x.itemsize + other_bytes
+    slices = list(chunks(head.x.shape[0], row_bytes, chunk_bytes, later_bytes, saved_bytes))
+    if once and len(slices) == 1:
+        sum_dtype = head.weight.dtype
+    return ChunkedHead(head, alignment, slices, False, sum_dtype)
+
+
+def chunked_words(
+    head: Head, alignment: int, accum_dtype: torch.dtype | None, chunk_bytes: int | None,
+    other_bytes: int = 0,
+) -> ChunkedHead:  # fmt: skip
+    """A head in chunks of words; a chunk has `other_bytes` more a token and word."""
+    word_bytes = head.x.shape[0] * (head.x.itemsize + other_bytes)
+    sizes = (head.weight.shape[0], word_bytes, chunk_bytes)
+    slices = list(chunks(*sizes, default=BACKWARD_BYTES))
+    sum_dtype = accumulation_dtype(head.x, accum_dtype)
+    if len(slices) == 1 and rounds_once(head.x, accum_dtype):
+        # One product has the whole gradient of x: there is no sum.
+        sum_dtype = head.x.dtype
+    return ChunkedHead(head, alignment, slices, True, sum_dtype)
+
+
+def head_tensors(call: Any, prefix: str = "") -> tuple[Any, ...]:
+    """The tensors of a call's head, whose names start with `prefix`."""
+    names = ("x", "weight", "bias", "lora_x", "lora_b")
+    return tuple(getattr(call, f"{prefix}{name}") for name in names)
+
+
+def _fill(logits: Tensor, head: Head) -> None:
+    """Fill logits with those of a part of a head. The product of a LoRA is added to the first in
+    the memory of the logits."""
+    linear(head.x, head.weight, head.bias, out=logits)
+    if head.lora_x is not None and head.lora_b is not None:
+        logits.addmm_(head.lora_x, head.lora_b.t())
