@@ -1,4 +1,4 @@
-"""The entries of ops are tested themselves: a changed reference is noticed, and options are drawn."""
+"""Entries are tested themselves: a changed reference is noticed, and every option is drawn."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from graphs import Recorder, liger_ops_of
+from head_bounds import assert_no_further
 from head_calls import Calls
 from liger_ops import library
-from linear_divergence_bounds import Bounds, assert_no_further, logits_of, upstream
+from linear_divergence_bounds import Bounds, logits_of, upstream
 from linear_divergence_cases import INPUTS, TwoHeadsCase
 from op_table import OPS
 from op_under_test import FOLDERS, X_LAYOUTS, Tensors, max_abs

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import liger_ops
+from head_bounds import assert_no_further
 from liger_ops import library
-from linear_divergence_bounds import assert_no_further, logits_of
+from linear_divergence_bounds import logits_of
 from linear_divergence_cases import OPS, TwoHeadsCase, tensors
 from op_under_test import FOLDERS, X_LAYOUTS, max_abs
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import liger_ops
+from head_bounds import assert_no_further
 from head_calls import Calls
 from liger_ops import library
-from linear_divergence_bounds import Bounds, assert_no_further, side_by_side, upstream
+from linear_divergence_bounds import Bounds, side_by_side, upstream
 from linear_divergence_cases import HEAD, OPS, TwoHeadsCase
 from linear_divergence_cases import tensors as tensors_of
 from op_checks import assert_own_memory, assert_unchanged, clones, poisoned_memory, widened

@@ -12,7 +12,7 @@ import liger_ops
 import modulated_blocks as blocks
 import op_checks
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import FOLDERS, SAME
 
 OP = OPS["modulated_layer_norm-sample"]
 
@@ -72,8 +72,8 @@ def test_each_casting_mode_rounds_in_its_own_places() -> None:
 @pytest.mark.device_kernels
 def test_kernels_round_where_the_definition_does(folder: str, mode: str, wide: bool) -> None:
     case = OP.case(
-        shape=(2, 3, 300), dtype=torch.bfloat16, scale_dtype=torch.float32 if wide else None,
-        shift_dtype=torch.bfloat16, casting_mode="llama" if mode == "torch" else mode,
+        shape=(2, 3, 300), dtype=torch.bfloat16, scale_dtype=torch.float32 if wide else SAME,
+        shift_dtype=torch.bfloat16, casting_mode=mode,
     )  # fmt: skip
     args = OP.forward_args(case, OP.tensors(case))
     (y,) = op_checks.run_kernel(OP, folder, False, case, args)

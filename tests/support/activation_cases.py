@@ -19,7 +19,7 @@ from op_under_test import (
     drawn_for,
     drawn_rows,
     laid_out,
-)  # fmt: skip
+)
 
 # Below this, float32 exp and products underflow.
 TINY = torch.finfo(torch.float32).tiny

@@ -19,7 +19,7 @@ from op_under_test import (
     Tensors,
     drawn_for,
     drawn_rows,
-)  # fmt: skip
+)
 
 UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 OPTIONS = (

@@ -21,7 +21,7 @@ from op_under_test import (
     Tensors,
     drawn_for,
     laid_out,
-)  # fmt: skip
+)
 
 INF = float("inf")
 

@@ -18,7 +18,7 @@ from norm_cases import (
     WEIGHTLESS,
     ZERO_EPS,
     wide,
-)  # fmt: skip
+)
 from op_under_test import (
     SAME,
     SIZES,
@@ -28,7 +28,7 @@ from op_under_test import (
     drawn_for,
     leading_shape,
     max_abs,
-)  # fmt: skip
+)
 
 
 def tensors(case: Any) -> Tensors:

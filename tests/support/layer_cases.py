@@ -19,7 +19,7 @@ from op_under_test import (
     leading_shape,
     max_abs,
     sizes,
-)  # fmt: skip
+)
 
 
 def embedding_tensors(case: Any) -> Tensors:

@@ -20,7 +20,7 @@ from op_under_test import (
     Tensors,
     drawn_for,
     max_abs,
-)  # fmt: skip
+)
 
 INPUTS = ("query", "key", "value")
 

@@ -19,7 +19,7 @@ from op_under_test import (
     drawn_for,
     laid_out,
     max_abs,
-)  # fmt: skip
+)
 
 MODEL_LAYOUTS = (*X_LAYOUTS, "model")
 # shape is q's. cos and sin have no dimension before (S, R), one of size 1, or the batch; they are

@@ -18,7 +18,7 @@ from op_under_test import (
     laid_out,
     leading_shape,
     sizes,
-)  # fmt: skip
+)
 
 
 def tensors(op: str, case: Any) -> Tensors:
