@@ -14,6 +14,7 @@ import op_checks
 import strategies
 from liger_ops import library
 from liger_ops.lowering.common.losses.cross_entropy import Tokens
+from liger_ops.rewrites.losses.losses import NO_CLASS
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 from plans import plan
@@ -21,6 +22,18 @@ from plans import plan
 OP = OPS["cross_entropy_forward-mean"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 NAN = float("nan")
+
+
+@pytest.mark.device_kernels
+@EVERY_FOLDER
+def test_what_the_rewrites_of_losses_of_tokens_ask_for(folder: str) -> None:
+    """A target that none is, and nothing but smoothing."""
+    case = OP.case(
+        shape=(3, 5, 37), dtype=torch.bfloat16, ignored=0, ignore_index=NO_CLASS, reduction="none",
+        label_smoothing=1.0,
+    )  # fmt: skip
+    op_checks.assert_forward_matches_truth(OP, folder, case)
+    op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.device_kernels

@@ -82,7 +82,7 @@ def test_outputs_have_the_layout_of_the_inputs(folder: str, order: tuple[int, ..
     case = OP.case(shape=(2, 4, 3, 16), dtype=torch.float32, k_heads=2, rotary=16)
     tensors = OP.tensors(case)
     inverse = [order.index(dim) for dim in range(4)]
-    for name in ("q", "k", "dy", "ds"):
+    for name in ("q", "k", "dq", "dk"):
         tensors[name] = tensors[name].permute(order).contiguous().permute(inverse)
     for backward, args in (
         (False, OP.forward_args(case, tensors)),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from launch_forms import FP32, Fields, loss_forms, shapes
 from liger_ops import library
-from liger_ops.rewrites.losses.losses import NO_CLASS
 from op_under_test import (
     DEVICE,
     SAME,
@@ -167,15 +166,7 @@ def cross_entropy(reduction: str) -> OpUnderTest:
         no_gradient=("target", "weight", "token_weight", "num_items_in_batch"),
         output_magnitudes=output_magnitudes,
         gradient_magnitudes=gradient_magnitudes,
-        cases={
-            **vocabularies(4096, 32000, 50257, 128256, 151936, output_mask=(False,) * 3),
-            # What the rewrites of losses of tokens ask for: a target that none is, and nothing but
-            # smoothing.
-            "token-losses": {
-                "shape": (3, 5, 37), "dtype": torch.bfloat16, "ignored": 0,
-                "ignore_index": NO_CLASS, "reduction": "none", "label_smoothing": 1.0,
-            },
-        },
+        cases=vocabularies(4096, 32000, 50257, 128256, 151936, output_mask=(False,) * 3),
         sampled={**USED, "reduction": reduction, "has_items": reduction == "mean"},
         forms=loss_forms(
             SMOOTHED, {**SMOOTHED, "weight_dtype": FP32}, {"softcap": 30.0}, {"logit_scale": 0.5},
