@@ -35,10 +35,10 @@ test: $(READY) ## every test; ARGS="-m quick" for a few minutes of them, ARGS="t
 test-newest: .venv-newest/ready ## the quick tests with the newest torch, triton, transformers, trl and peft
 	OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTESTS) -m quick $(ARGS)
 
-test-versions: ## the quick tests with every torch that is supported, for an hour; writes docs/versions.md
+test-versions: ## the quick tests with every torch that is supported, for an hour; writes docs/reports/versions.md
 	$(or $(PYTHON_ENV),$(PYTHON)) tests/support/versions_report.py $(ARGS)
 
-test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/npu.md
+test-npu: $(READY) ## the Ascend kernels lowered, planned and run without a device; writes docs/reports/npu.md
 	PYTHON_ENV=$(PY) tests/npu/run $(ARGS)
 
 lint: $(READY) ## format, lint and types, checked

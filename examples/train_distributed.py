@@ -27,7 +27,6 @@ Needs transformers beside liger_ops. docs/distributed.md says which way to take.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -48,13 +47,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 import liger_ops
-from liger_ops.bench.step_models import BATCHES, text_batch
+from liger_ops.bench.steps.models import BATCHES, config_of, text_batch
+from liger_ops.bench.steps.ranks import largest, ranks, say
+from liger_ops.bench.timing import Accelerator, consecutive
 
-# hidden_size, intermediate_size, layers, heads, heads of keys, words.
-SHAPES = {
-    "llama-8b-8-layers": (4096, 14336, 8, 32, 8, 128256),
-    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256),
-    "tiny": (64, 128, 2, 4, 2, 257),
+# The words of the small one do not divide by the ranks.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b-8-layers": {},
+    "llama-3.2-1b": {},
+    "tiny": {"vocab_size": 257},
 }
 WAYS = ("eager", "fuse", "compile", "liger", "backend", "liger-kernel")
 COMPARED = 4
@@ -66,28 +67,21 @@ Loss = Callable[[dict[str, Tensor]], Tensor]
 
 def main() -> int:
     options = parsed()
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    if options.tp < 1 or dist.get_world_size() % options.tp:
-        raise SystemExit(f"--tp {options.tp} does not divide the {dist.get_world_size()} ranks")
-    device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", dist.get_node_local_rank())
-        torch.cuda.set_device(device)
-    options.shape = options.shape or ("llama-3.2-1b" if on_gpu else "tiny")
-    first, failed = None, False
-    for way in options.way:
-        losses, measured = trained(way, device, options)
-        first = first or losses
-        differ = [
-            abs(a - b) > BOUNDS[options.precision] for a, b in zip(losses, first, strict=True)
-        ]
-        failed |= any(differ)
-        if dist.get_rank() == 0:
+    with ranks() as mesh:
+        if options.tp < 1 or mesh.size() % options.tp:
+            raise SystemExit(f"--tp {options.tp} does not divide the {mesh.size()} ranks")
+        device = torch.device(mesh.device_type)
+        options.shape = options.shape or ("llama-3.2-1b" if device.type == "cuda" else "tiny")
+        first, failed = None, False
+        for way in options.way:
+            losses, measured = trained(way, device, options)
+            first = first or losses
+            bound = BOUNDS[options.precision]
+            differ = any(abs(a - b) > bound for a, b in zip(losses, first, strict=True))
+            failed |= differ
             numbers = " ".join(f"{loss:.5f}" for loss in losses)
-            what = f", not those of {options.way[0]}" if any(differ) else ""
-            print(f"{way:13} losses {numbers}{what}{measured}", flush=True)
-    dist.destroy_process_group()
+            what = f", not those of {options.way[0]}" if differ else ""
+            say(f"{way:13} losses {numbers}{what}{measured}")
     return int(failed)
 
 
@@ -112,8 +106,8 @@ def parsed() -> argparse.Namespace:
         parser.error("liger-kernel patches the process, and has to be the last way")
     if options.tp > 1 and (options.parallel == "ddp" or "liger-kernel" in options.way):
         parser.error("--tp is for fsdp2, and the ways but liger-kernel")
-    if options.steps < COMPARED:
-        parser.error(f"--steps must be at least {COMPARED}")
+    if options.steps <= COMPARED:
+        parser.error(f"--steps must be at least {COMPARED + 1}")
     return options
 
 
@@ -142,7 +136,9 @@ def trained(way: str, device: torch.device, options: argparse.Namespace) -> tupl
         losses.append(loss.item() / dist.get_world_size())
     if device.type != "cuda":
         return losses, ""
-    return losses, timed(step, options.steps - COMPARED, device)
+    times, peak = consecutive(Accelerator("cuda"), step, options.steps - COMPARED)
+    text = f"; {times.p50:.1f} ms ({times.p20:.1f} to {times.p80:.1f})"
+    return losses, f"{text}, {largest(peak / 1024)[0]:.1f} GiB"
 
 
 def made(way: str, device: torch.device, options: argparse.Namespace) -> tuple[Any, int]:
@@ -150,11 +146,9 @@ def made(way: str, device: torch.device, options: argparse.Namespace) -> tuple[A
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    hidden, intermediate, layers, heads, key_heads, words = SHAPES[options.shape]
-    config = transformers.LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=key_heads, vocab_size=words,
-        max_position_embeddings=max(8192, options.sequence_length), use_cache=False,
+    config = config_of(
+        options.shape, use_cache=False, tie_word_embeddings=False,
+        max_position_embeddings=max(8192, options.sequence_length), **SHAPES[options.shape],
     )  # fmt: skip
     # Every rank makes the same weights.
     torch.manual_seed(0)
@@ -162,7 +156,7 @@ def made(way: str, device: torch.device, options: argparse.Namespace) -> tuple[A
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if options.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train(), words
+    return model.train(), config.vocab_size
 
 
 def prepared(model: Any, way: str, device: torch.device, options: argparse.Namespace) -> Loss:
@@ -191,7 +185,7 @@ def prepared(model: Any, way: str, device: torch.device, options: argparse.Names
 
 def distributed(model: Any, device: torch.device, options: argparse.Namespace) -> nn.Module:
     if options.parallel == "ddp":
-        ids = [device.index] if device.type == "cuda" else None
+        ids = [torch.cuda.current_device()] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids)
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
@@ -230,25 +224,6 @@ def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
         "model.layers.*.mlp.down_proj": RowwiseParallel(**tokens),
     }
     parallelize_module(model, mesh, plan)
-
-
-def timed(step: Callable[[], Tensor], steps: int, device: torch.device) -> str:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
-    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    if steps < 2:
-        return f"; {peak.item():.1f} GiB"
-    low, *_, high = statistics.quantiles(times, n=5)
-    middle = statistics.median(times)
-    return f"; {middle:.1f} ms ({low:.1f} to {high:.1f}), {peak.item():.1f} GiB"
 
 
 if __name__ == "__main__":

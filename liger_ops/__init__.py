@@ -56,12 +56,12 @@ from . import meta, lowering
 from . import losses, nn
 from . import distributed
 from .compile_cache import tag_compile_caches
-from .flops import register_flop_formulas
+from .flops import count_flops
 
 __version__ = "0.1.0"
 
 tag_compile_caches()
-register_flop_formulas()
+count_flops()
 
 if TYPE_CHECKING:
     from . import fusion

@@ -20,16 +20,18 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import autograd
+from .accepted import Accepted
+from .derived import Layout, contiguous, derived_definition
 from .record import Op
 from .refusals import refusal
-from .schemas import arguments_of, schema_of
+from .schemas import arguments_of, hide_keyword_only, schema_of
 from .torch_private import (
     AUTOGRAD,
     DispatchKey,
@@ -61,8 +63,10 @@ _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(
-    strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "", like: str = ""
-) -> Callable[[Function], Function]:
+    strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "",
+    axes: str | Callable[[Any], str] = "", dtype: str = "",
+    options: Mapping[str, Accepted | Sequence[str]] | None = None,
+) -> Callable[[Function], Function]:  # fmt: skip
     """Create the op `liger::<function name>` from its definition and return its public function.
 
     `strides` tells Inductor which strides the inputs need. By default inputs are contiguous, which
@@ -70,15 +74,19 @@ def define(
     kernels that read views, such as the halves of a projection, which Inductor would otherwise
     copy. `needs_exact_strides` is for outputs that follow the strides of the inputs.
 
-    `returns` are the names of the results in the schema. `like` names the floating-point argument
-    whose shape, dtype and device the result has, and whose shape and device the other tensors must
-    have. Any other op needs a fake in `meta`.
+    `returns` are the names of the results in the schema. `axes` is the op's line (see `axes`), from
+    which follow its checks, outputs and sharding rule, and those of its backward. It may be a
+    function of the call, for the sharding rule of an op with a fake of its own in `meta`. `dtype`
+    is that of the results, by default the first tensor's: "x+y" is that of x + y, and "float32+x"
+    is float32, or float64 if x is. `options` are the values that arguments may have.
 
-    The gradient of a backward op is that of its definition.
+    Keyword-only parameters of the definition are not in the schema: they are for callers of the
+    definition. The gradient of a backward op is that of its definition.
     """
 
     def decorate(definition: Function) -> Function:
         name = definition.__name__
+        hide_keyword_only(definition)
         custom_op = torch.library.custom_op(
             f"{NAMESPACE}::{name}",
             lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
@@ -90,7 +98,18 @@ def define(
         schema = overload._schema
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
-        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, like)
+        op = OPS[name] = Op(
+            name,
+            definition,
+            custom_op,
+            overload,
+            arguments,
+            refuse,
+            strides,
+            axes,
+            dtype,
+            options or {},
+        )
         autograd.register(op)
         _register_refusals(op)
         if name.endswith("_backward"):
@@ -98,6 +117,35 @@ def define(
         return _public(definition, overload)
 
     return decorate
+
+
+def derive_backward(
+    name: str, form: str, function: Callable[..., Any] | None = None, returns: str = "",
+    layout: Layout = contiguous,
+) -> Callable[..., Any]:  # fmt: skip
+    """Create the op `<name>_backward`, the gradient of op `name`, and return its public function.
+
+    Its definition is autograd of `function`, by default the op's definition, as
+    `derived.derived_definition` describes; `form` names its arguments and results, such as
+    "dy x weight eps output_mask -> dx dweight". `returns` are the names of the results in the
+    schema.
+    """
+    op = OPS[name]
+    definition = derived_definition(name, function or op.definition, form, layout)
+    backward = define(op.strides, returns)(definition)
+    gradient(name)
+    return backward
+
+
+def declared(op: Op) -> Op:
+    """The op whose axes, dtype and options are an op's: a backward op has those of its forward."""
+    base = op.name.removesuffix("_backward")
+    return OPS.get(base) or OPS.get(f"{base}_forward") or op
+
+
+def tensor_names(op: Op) -> list[str]:
+    """The names of the arguments that are tensors, or may be."""
+    return [argument.name for argument in op.schema.arguments if "Tensor" in str(argument.type)]
 
 
 def compose(function: Function) -> Function:
@@ -167,45 +215,103 @@ def kernel(
     None except in tests. It is not called if every required tensor is empty (the outputs are then
     filled with zeros), or if no output is wanted. With `allocates` it is given the call alone, and
     returns the outputs. `module` names the device code's module, if it is not the function's.
+    """
+
+    def decorate(function: Function) -> Function:
+        if device not in OPS[name].kernels:
+            _run_on_device(OPS[name], device)
+        given = (function, allocates, module or function.__module__)
+        if device in _LATE:
+            _LATE[device][name] = given
+        else:
+            OPS[name].install[device](*given)
+        return function
+
+    return decorate
+
+
+# Device -> op -> its kernel, while the device's folder is being imported.
+_LATE: dict[str, dict[str, tuple[Callable[..., Any], bool, str]]] = {}
+
+
+def import_kernels_late(device: str) -> None:
+    """Register every op on `device`; the first call of one imports the device's kernels."""
+    _LATE[device] = {}
+    for op in OPS.values():
+        _run_on_device(op, device)
+
+
+def load(device: str) -> None:
+    """Import the kernels of a device, unless this has been done."""
+    if device in _LATE:
+        try:
+            importlib.import_module(f"{__package__}.lowering.{device}")
+        except Exception as error:
+            message = f"liger_ops: the import of the kernels for {device} failed: {error}"
+            raise ImportError(message) from error
+
+
+def import_kernels(device: str, package: str, path: list[str]) -> None:
+    """Import every module of a device's package.
+
+    The kernels take their places together, at the end: another thread must not run one whose
+    module is still being imported.
+    """
+    import_modules(package, path)
+    for name, given in _LATE.get(device, {}).items():
+        OPS[name].install[device](*given)
+    _LATE.pop(device, None)
+
+
+def _run_on_device(op: Op, device: str) -> None:
+    """Register the function that runs `op` on `device`, with a kernel that `install` sets.
 
     `custom_op.register_kernel` is not used: it takes 1 us per call to check that no output aliases
     an input. The tests check that for every kernel.
     """
+    needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
 
-    def decorate(function: Function) -> Function:
-        op, key = OPS[name], DEVICES[device]
-        needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
+    def first(call: Any) -> Any:
+        load(device)
+        if current[0] is first:
+            raise NotImplementedError(f"{op.name}: there is no kernel for {device}")
+        return run(*call)
 
-        def run(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
-            call = op.arguments(*args, **kwargs)
-            for i in needed:
-                if call[i] is None:
-                    op.refuse(args, kwargs)
-            for value in call:
-                if isinstance(value, Tensor) and value.dtype in DOUBLES:
-                    return op.check_and_define(*call)
-            if allocates:
-                assert plan is None, f"{name}: a kernel that allocates takes no plan"
-                return function(call)
-            outputs = allocate(name, call)
-            given = outputs if isinstance(outputs, tuple) else (outputs,)
-            if any(call[i].numel() for i in needed):
-                if any(output is not None for output in given):
-                    function(call, *given, plan)
-            else:
-                for output in given:
-                    if output is not None:
-                        output.zero_()
-            return outputs
+    # One tuple, so that other threads find a function with its own flag.
+    current: tuple[Callable[..., Any], bool] = (first, True)
 
-        run.__module__ = module or function.__module__
-        op.custom_op._lib.impl(name, disable_dynamo(run), key)
-        op.kernels[device] = run
-        if has(*AUTOGRAD):
-            op.entries[DispatchKeySet(getattr(DispatchKey, key)).raw_repr()] = run
-        return function
+    def install(function: Callable[..., Any], allocates: bool, module: str) -> None:
+        nonlocal current
+        current, run.__module__ = (function, allocates), module
 
-    return decorate
+    def run(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
+        call = op.arguments(*args, **kwargs)
+        for i in needed:
+            if call[i] is None:
+                op.refuse(args, kwargs)
+        for value in call:
+            if isinstance(value, Tensor) and value.dtype in DOUBLES:
+                return op.check_and_define(*call)
+        function, allocates = current
+        if allocates:
+            assert plan is None, f"{op.name}: a kernel that allocates takes no plan"
+            return function(call)
+        outputs = allocate(op.name, call)
+        given = outputs if isinstance(outputs, tuple) else (outputs,)
+        if any(call[i].numel() for i in needed):
+            if any(output is not None for output in given):
+                function(call, *given, plan)
+        else:
+            for output in given:
+                if output is not None:
+                    output.zero_()
+        return outputs
+
+    op.custom_op._lib.impl(op.name, disable_dynamo(run), DEVICES[device])
+    op.kernels[device], op.install[device] = run, install
+    if has(*AUTOGRAD):
+        key = getattr(DispatchKey, DEVICES[device])
+        op.entries[DispatchKeySet(key).raw_repr()] = run
 
 
 def allocate(name: str, call: Any) -> Any:
@@ -276,8 +382,10 @@ def _under_autocast(
 
 def implementation(op: Op, device: str) -> str:
     """The implementation that runs `op` on `device`: its kernel's module, or "definition"."""
-    function = op.kernels.get(device)
-    return "definition" if function is None else function.__module__.removeprefix("liger_ops.")
+    if device not in op.kernels:
+        return "definition"
+    load(device)
+    return op.kernels[device].__module__.removeprefix("liger_ops.")
 
 
 def _register_refusals(op: Op) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .accepted import Accepted
+
 
 @dataclass
 class Op:
@@ -22,10 +24,16 @@ class Op:
     arguments: Callable[..., Any]
     # Raises TypeError for arguments that no op takes.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
-    # The argument whose shape, dtype and device the result has, or "" if the op has its own fake.
-    like: str
+    # Which strides Inductor gives to the inputs.
+    strides: torch.Tag
+    # What `library.define` was given.
+    axes: str | Callable[[Any], str]
+    dtype: str
+    options: Mapping[str, Accepted | Sequence[str]]
     fake: Callable[[Any], Any] | None = None
+    # Device -> the function that runs the op there, and the one that gives it its kernel.
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    install: dict[str, Callable[..., None]] = field(default_factory=dict)
     # Bits of the dispatch key of a device's dense tensors -> the device's kernel.
     entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None

@@ -1,9 +1,12 @@
 """Argument checks and output allocation.
 
 A fake takes a call, the op's arguments as a named tuple, checks the arguments and allocates the
-outputs. PyTorch traces with it, and it runs before a device's kernel.
+outputs. PyTorch traces with it, and it runs before a device's kernel. Most fakes follow from the
+op's line; the families have what a line cannot say.
 """
 
 from .. import library
+from . import lines
 
 library.import_modules(__name__, __path__)
+lines.register()

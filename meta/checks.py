@@ -58,6 +58,13 @@ def at_least_dims(call: Any, x: str, dims: int, form: str) -> None:
         raise ValueError(f"{op(call)}: {x} must be {form}, got shape {tuple(tensor.shape)}")
 
 
+def at_least_one(call: Any, x: str, what: str) -> None:
+    """Check the last dimension of the argument named `x`."""
+    shape = tuple(getattr(call, x).shape)
+    if shape[-1] < 1:
+        raise ValueError(f"{op(call)}: {x} must have at least one {what}, got {shape}")
+
+
 def choice(call: Any, name: str, accepted: Sequence[str]) -> None:
     value = getattr(call, name)
     if value not in accepted:
@@ -122,6 +129,12 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(
         tensor, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False
     )
+
+
+def wide(*tensors: Tensor | None) -> torch.dtype:
+    """float32, or float64 if a tensor is float64."""
+    given = [tensor.dtype for tensor in tensors if tensor is not None]
+    return torch.float64 if torch.float64 in given else torch.float32
 
 
 def gradients(call: Any, *names: str) -> tuple[Tensor | None, ...]:

@@ -9,19 +9,12 @@ from torch import Tensor
 
 from .. import library
 from . import checks
+from .lines import also
 
 
-@library.fake("embedding")
-def embedding(call: Any) -> Tensor:
-    weight, indices = call.weight, call.indices
-    checks.floating(call, "weight")
-    if weight.dim() != 2:
-        raise ValueError(
-            f"{checks.op(call)}: weight must be (V, D), got shape {tuple(weight.shape)}"
-        )
-    _check_indices(call, "weight")
-    _check_padding(call, weight.shape[0])
-    return weight.new_empty((*indices.shape, weight.shape[1]), requires_grad=False)
+@also("embedding")
+def embedding(call: Any) -> None:
+    _check_padding(call, call.weight.shape[0])
 
 
 @library.fake("embedding_backward")
@@ -29,7 +22,9 @@ def embedding_backward(call: Any) -> Tensor:
     dy, indices = call.dy, call.indices
     checks.floating(call, "dy")
     checks.at_least_dims(call, "dy", 1, "(..., D)")
-    _check_indices(call, "dy")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{checks.op(call)}: indices must be int64 or int32, got {indices.dtype}")
+    checks.same_device(call, "dy", "indices")
     checks.shape(call, "dy", (*indices.shape, dy.shape[-1]), "indices and D")
     if call.num_embeddings < 0:
         raise ValueError(
@@ -37,14 +32,6 @@ def embedding_backward(call: Any) -> Tensor:
         )
     _check_padding(call, call.num_embeddings)
     return dy.new_empty((call.num_embeddings, dy.shape[-1]), requires_grad=False)
-
-
-def _check_indices(call: Any, beside: str) -> None:
-    if call.indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"{checks.op(call)}: indices must be an int32 or int64 tensor, got {call.indices.dtype}"
-        )
-    checks.same_device(call, beside, "indices")
 
 
 def _check_padding(call: Any, rows: int | torch.SymInt) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -252,6 +253,24 @@ def timed(accelerator: Accelerator, call: Callable[[], Any], effort: Effort) -> 
     if failures:
         raise RuntimeError(failures["call"])
     return times["call"]
+
+
+def consecutive(
+    accelerator: Accelerator, step: Callable[[], Any], steps: int, warm_ups: int = 0
+) -> tuple[Spread, float]:
+    """Milliseconds of a step among steps that follow each other, and their peak memory in MB."""
+    for _ in range(warm_ups):
+        step()
+    accelerator.synchronize()
+    accelerator.module.reset_peak_memory_stats()
+    events = [accelerator.event() for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    accelerator.synchronize()
+    times = spread([start.elapsed_time(end) for start, end in pairwise(events)])
+    return times, accelerator.module.max_memory_allocated() / MB
 
 
 def copy_rate(accelerator: Accelerator) -> Spread:

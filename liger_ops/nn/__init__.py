@@ -1,68 +1,25 @@
 """Modules that call the ops."""
 
 from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
-from .attn_res import AttnRes
-from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput
-from .distribution_losses import JSD, TVD, KLDiv
-from .divergence import Divergence
-from .dyt import DyT
+from .attention import AttnRes, MultiTokenAttention, NeighborhoodAttention
+from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, LinearCrossEntropyLoss
 from .embedding import Embedding
-from .gated_rms_norm import GatedRMSNorm
-from .group_norm import GroupNorm
-from .layer_norm import LayerNorm
-from .linear_cross_entropy import LinearCrossEntropyLoss
-from .linear_divergence import LinearDivergence
-from .linear_top_k_divergence import LinearTopKDivergence
-from .log_prob import LinearLogProb, LogProb
-from .mhc import MHC, MHCCoeffs, MHCPostRes, MHCPre
-from .modulated_norms import ModulatedLayerNorm, ModulatedRMSNorm
-from .multi_token_attention import MultiTokenAttention
-from .neighborhood_attention import NeighborhoodAttention
-from .poly_norm import PolyNorm
-from .rms_norm import FusedAddRMSNorm, RMSNorm
-from .rms_norm_rope import RMSNormRope
-from .rope import Rope
+from .heads import LinearDivergence, LinearLogProb, LinearTopKDivergence
+from .hyper_connections import MHC, MHCCoeffs, MHCPostRes, MHCPre
+from .layer_norms import GroupNorm, LayerNorm, ModulatedLayerNorm
+from .losses import JSD, TVD, Divergence, KLDiv, LogProb
+from .norm_variants import DyT, PolyNorm
+from .norms import FusedAddRMSNorm, GatedRMSNorm, ModulatedRMSNorm, RMSNorm
+from .rope import RMSNormRope, Rope
 from .softmax import LogSoftmax, Softmax, Sparsemax
 from .tiled_mlp import Tiled, TiledMLP
 
 __all__ = [
-    "GEGLU",
-    "JSD",
-    "MHC",
-    "TVD",
-    "AttnRes",
-    "ClampedSwiGLU",
-    "CrossEntropyLoss",
-    "CrossEntropyOutput",
-    "Divergence",
-    "DyT",
-    "Embedding",
-    "FusedAddRMSNorm",
-    "GatedRMSNorm",
-    "GroupNorm",
-    "KLDiv",
-    "LayerNorm",
-    "LinearCrossEntropyLoss",
-    "LinearDivergence",
-    "LinearLogProb",
-    "LinearTopKDivergence",
-    "LogProb",
-    "LogSoftmax",
-    "MHCCoeffs",
-    "MHCPostRes",
-    "MHCPre",
-    "ModulatedLayerNorm",
-    "ModulatedRMSNorm",
-    "MultiTokenAttention",
-    "NeighborhoodAttention",
-    "PolyNorm",
-    "RMSNorm",
-    "RMSNormRope",
-    "ReLUSquared",
-    "Rope",
-    "Softmax",
-    "Sparsemax",
-    "SwiGLU",
-    "Tiled",
-    "TiledMLP",
-]
+    "GEGLU", "JSD", "MHC", "TVD", "AttnRes", "ClampedSwiGLU", "CrossEntropyLoss",
+    "CrossEntropyOutput", "Divergence", "DyT", "Embedding", "FusedAddRMSNorm", "GatedRMSNorm",
+    "GroupNorm", "KLDiv", "LayerNorm", "LinearCrossEntropyLoss", "LinearDivergence",
+    "LinearLogProb", "LinearTopKDivergence", "LogProb", "LogSoftmax", "MHCCoeffs", "MHCPostRes",
+    "MHCPre", "ModulatedLayerNorm", "ModulatedRMSNorm", "MultiTokenAttention",
+    "NeighborhoodAttention", "PolyNorm", "RMSNorm", "RMSNormRope", "ReLUSquared", "Rope",
+    "Softmax", "Sparsemax", "SwiGLU", "Tiled", "TiledMLP",
+]  # fmt: skip

@@ -1,14 +1,19 @@
-"""Cross-entropy loss, as a module."""
+"""Cross-entropy of logits, and of the logits of a linear head, as modules."""
 
 from __future__ import annotations
 
+import inspect
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..ops.heads.head import cast_as_linear, needed_gradients
+from ..ops.heads.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward
+from ..ops.heads.lora import lora_input
 from ..ops.losses.cross_entropy import cross_entropy, cross_entropy_forward
+from .derived import documented, no_rows, no_target
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -26,32 +31,29 @@ class CrossEntropyOutput(NamedTuple):
     entropy: Tensor | None = None
 
 
+@documented(cross_entropy, input="logits")
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` for logits with the classes in the last dimension.
 
-    Calls `liger_ops.cross_entropy`; see there for equations, precision and gradient.
+    Probabilities of classes as the target are not supported.
 
     Args:
-        weight, ignore_index, reduction, label_smoothing: as for `torch.nn.CrossEntropyLoss`; also
-            its deprecated size_average and reduce.
-        lse_square_scale, softcap, logit_scale: as for `liger_ops.cross_entropy`.
+        size_average, reduce: deprecated, as for `torch.nn.CrossEntropyLoss`.
+        num_items_in_batch: the divisor of the mean: a number, a tensor of one number, or None.
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_entropy: whether to
             return each of these with the loss, in a `CrossEntropyOutput`.
 
-    Shape:
-        input: (..., V), floating point, any strides.
-        target: (...), int64 or int32. Probabilities of classes are not supported.
-        token_weight: (...), or None.
-        num_items_in_batch: the divisor of the mean: a number, a tensor of one number, or None.
-        The loss: (), or (...) for the reduction "none"; float64 for float64 input, else float32.
-
-    Raises:
-        TypeError, ValueError, IndexError: see `liger_ops.cross_entropy`.
+    Returns:
+        The loss: (), or target's shape for the reduction "none"; float32, or float64 if input is.
 
     Example:
         >>> liger_ops.nn.CrossEntropyLoss()(torch.zeros(2, 4), torch.tensor([3, -100]))
         tensor(1.3863)
     """
+
+    _shown: ClassVar[tuple[str, ...]] = (
+        "ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale"
+    )  # fmt: skip
 
     def __init__(
         self, weight: Tensor | None = None, size_average: bool | None = None,
@@ -62,17 +64,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return_predicted_tokens: bool = False, return_entropy: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.lse_square_scale = lse_square_scale
-        self.softcap = softcap
+        self.lse_square_scale, self.softcap = lse_square_scale, softcap
         self.logit_scale = logit_scale
-        self.return_z_loss = return_z_loss
+        self.return_z_loss, self.return_entropy = return_z_loss, return_entropy
         self.return_token_accuracy = return_token_accuracy
         self.return_predicted_tokens = return_predicted_tokens
-        self.return_entropy = return_entropy
         # Raises the op's own errors for wrong options now, not at the first forward.
-        logits = torch.empty(0, 1, device="meta")
-        target = torch.empty(0, dtype=torch.int64, device="meta")
-        cross_entropy(logits, target, None, None, None, *self._options)
+        cross_entropy(no_rows(), no_target(), None, None, None, *self._options)
 
     def forward(  # type: ignore[override]
         self, input: Tensor, target: Tensor, token_weight: Tensor | None = None,
@@ -121,19 +119,78 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def extra_repr(self) -> str:
         """The options that differ from torch's defaults."""
-        defaults = {
-            "ignore_index": -100,
-            "reduction": "mean",
-            "label_smoothing": 0.0,
-            "lse_square_scale": 0.0,
-            "softcap": None,
-            "logit_scale": 1.0,
-        }
+        defaults = inspect.signature(type(self)).parameters
         return ", ".join(
             f"{name}={getattr(self, name)!r}"
-            for name, default in defaults.items()
-            if getattr(self, name) != default
+            for name in self._shown
+            if getattr(self, name) != defaults[name].default
         )
+
+
+@documented(linear_cross_entropy)
+class LinearCrossEntropyLoss(CrossEntropyLoss):
+    """Cross-entropy of the logits of a linear head, computed in chunks without keeping the logits.
+
+    The head is an argument of each call, so it may share its weight with an embedding;
+    `torch.nn.LinearCrossEntropyLoss` owns its head instead.
+
+    Args:
+        weight: of the constructor, `class_weight` of the op, (V,); of the forward, the head's
+            weight, (V, D), of x's dtype.
+        size_average, reduce: deprecated, as for `torch.nn.CrossEntropyLoss`.
+        num_items_in_batch: the divisor of the mean: a number, a tensor of one number, or None.
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_entropy: as for
+            `CrossEntropyLoss`.
+
+    Example:
+        >>> head = torch.nn.Linear(8, 4, bias=False)
+        >>> loss = liger_ops.nn.LinearCrossEntropyLoss()
+        >>> loss(torch.zeros(2, 8), head.weight, torch.tensor([3, -100]))
+        tensor(1.3863, grad_fn=<...>)
+    """
+
+    _shown = (*CrossEntropyLoss._shown, "accum_dtype", "chunk_bytes")
+
+    def __init__(
+        self, weight: Tensor | None = None, size_average: bool | None = None,
+        ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
+        label_smoothing: float = 0.0, *,
+        lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+        return_z_loss: bool = False, return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False, return_entropy: bool = False,
+        accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            weight, size_average, ignore_index, reduce, reduction, label_smoothing,
+            lse_square_scale=lse_square_scale, softcap=softcap, logit_scale=logit_scale,
+            return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens, return_entropy=return_entropy,
+        )  # fmt: skip
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(
+                f"LinearCrossEntropyLoss: chunk_bytes must be above 0 or None, got {chunk_bytes}"
+            )
+        self.accum_dtype = accum_dtype
+        self.chunk_bytes = chunk_bytes
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        token_weight: Tensor | None = None, num_items_in_batch: Tensor | float | None = None,
+        lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+    ) -> Tensor | CrossEntropyOutput:  # fmt: skip
+        items = items_on(x.device, num_items_in_batch)
+        options: tuple[Any, ...] = (self.weight, token_weight, items, *self._options)
+        options = (*options, self.accum_dtype, self.chunk_bytes)
+        if not self.has_parts:
+            lora: tuple[Any, ...] = (lora_a, lora_b, lora_scale)
+            return linear_cross_entropy(x, weight, target, bias, *options, *lora)
+        x, weight, bias = cast_as_linear(x, weight, bias)
+        lora_x, lora_b = lora_input("linear_cross_entropy", x, weight, lora_a, lora_b, lora_scale)
+        mask = needed_gradients(x, weight, bias, self.reduction, lora_x, lora_b)
+        options = (*options, self.wants_predicted, self.return_entropy, mask, lora_x, lora_b)
+        outputs = linear_cross_entropy_forward(x, weight, target, bias, *options)
+        loss, z_loss, _, _, _, predicted_tokens, entropy, *_ = outputs
+        return self._output(target, loss, z_loss, predicted_tokens, entropy)
 
 
 def items_on(device: torch.device, num_items_in_batch: Tensor | float | None) -> Tensor | None:

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor, nn
 
 from ..ops.embedding import embedding
+from .derived import documented
 
 
+@documented(embedding)
 class Embedding(nn.Embedding):
-    """A table of vectors that are looked up by index. Calls `liger_ops.embedding`.
+    """A table of vectors that are looked up by index.
 
         y[i] = weight[indices[i]]
 
     A torch.nn.Embedding, with its arguments, attributes and state_dict, whose gradient is summed in
-    float32 and in an order that does not change between runs. See `liger_ops.embedding`.
+    float32 and in an order that does not change between runs.
 
     Args:
         num_embeddings: the number V of vectors.
         embedding_dim: the size D of each.
         padding_idx: an index whose vector is 0 at the start and has no gradient; or None.
-        device, dtype: of the weight.
-        args, options: other arguments of torch.nn.Embedding. max_norm, which writes to the weight
-            in the forward, scale_grad_by_freq and sparse must be off.
+        max_norm, scale_grad_by_freq, sparse: must be off; max_norm would write to the weight in the
+            forward.
+        norm_type, _weight, _freeze: as for `torch.nn.Embedding`.
 
     Attributes:
         weight: (V, D).
-
-    Shape:
-        indices: (...), int32 or int64; y: (..., D), of weight's dtype.
-
-    Raises:
-        TypeError: indices is not int32 or int64.
-        ValueError: an option is not as above.
 
     Example:
         >>> table = liger_ops.nn.Embedding(10, 4, padding_idx=0)
@@ -43,9 +37,14 @@ class Embedding(nn.Embedding):
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None,
-        *args: Any, **options: Any,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+        sparse: bool = False, _weight: Tensor | None = None, _freeze: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(num_embeddings, embedding_dim, padding_idx, *args, **options)
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
+            sparse, _weight, _freeze, device, dtype,
+        )  # fmt: skip
         for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             value = getattr(self, name)
             if value is not off:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from numbers import Integral
 
 from torch import Tensor, nn
@@ -10,21 +11,16 @@ from ..ops.dimension import over_dim
 from ..ops.softmax.log_softmax import log_softmax
 from ..ops.softmax.softmax import softmax
 from ..ops.softmax.sparsemax import sparsemax
+from .derived import Options, documented
 
 
+@documented(softmax, input="x")
 class Softmax(nn.Softmax):
-    """`torch.nn.Softmax`. Calls `liger_ops.softmax`; see there for precision and gradient.
+    """`torch.nn.Softmax`.
 
     Args:
         dim: the dimension along which the result sums to 1. The last dimension is fast; another is
             transposed to the last, and back.
-
-    Shape:
-        input: any with this dimension, floating point, any strides; the output: the same.
-
-    Raises:
-        TypeError: dim is not an int, or input is not floating point.
-        ValueError: input has no such dimension.
 
     Example:
         >>> liger_ops.nn.Softmax()(torch.tensor([[0.0, 0.0, -torch.inf]]))
@@ -41,19 +37,13 @@ class Softmax(nn.Softmax):
         return over_dim("Softmax", "input", softmax, input, self.dim)
 
 
+@documented(log_softmax, input="x")
 class LogSoftmax(nn.LogSoftmax):
-    """`torch.nn.LogSoftmax`. Calls `liger_ops.log_softmax`; see there for precision and gradient.
+    """`torch.nn.LogSoftmax`.
 
     Args:
         dim: the dimension along which the exponentials of the result sum to 1. The last dimension
             is fast; another is transposed to the last, and back.
-
-    Shape:
-        input: any with this dimension, floating point, any strides; the output: the same.
-
-    Raises:
-        TypeError: dim is not an int, or input is not floating point.
-        ValueError: input has no such dimension.
 
     Example:
         >>> liger_ops.nn.LogSoftmax()(torch.tensor([[0.0, 0.0, -torch.inf]]))
@@ -70,36 +60,23 @@ class LogSoftmax(nn.LogSoftmax):
         return over_dim("LogSoftmax", "input", log_softmax, input, self.dim)
 
 
-class Sparsemax(nn.Module):
-    """The projection on the probability simplex. Calls `liger_ops.sparsemax`; see there for
-    precision and gradient.
-
-    Args:
-        dim: the dimension along which the result sums to 1. The last dimension is fast; another is
-            transposed to the last, and back.
-
-    Shape:
-        x: any with this dimension, floating point, any strides; y: the same.
-
-    Raises:
-        TypeError: dim is not an int, or x is not floating point.
-        ValueError: x has no such dimension.
+@documented(sparsemax)
+@dataclass(eq=False, repr=False)
+class Sparsemax(Options):
+    """The projection on the probability simplex.
 
     Example:
         >>> liger_ops.nn.Sparsemax()(torch.tensor([[0.5, 1.0, -1.0]]))
         tensor([[0.2500, 0.7500, 0.0000]])
     """
 
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        _check_dim("Sparsemax", dim)
-        self.dim = dim
+    dim: int = -1
+
+    def _check(self) -> None:
+        _check_dim("Sparsemax", self.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return sparsemax(x, self.dim)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}"
 
 
 def _check_dim(owner: str, dim: int) -> None:

@@ -9,34 +9,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.activations.tiled_mlp import tiled_mlp
+from .derived import documented, named
 
 
+@documented(tiled_mlp)
 class TiledMLP(nn.Module):
-    """A gated MLP, as Llama's, computed a tile of tokens at a time. Calls `liger_ops.tiled_mlp`.
+    """A gated MLP, as Llama's, computed a tile of tokens at a time.
 
         y = down_proj(activation(gate_proj(x)) * up_proj(x))
 
-    See `liger_ops.tiled_mlp` for memory, precision and gradient. The weights of the projections are
-    read and their forwards are not called: hooks of theirs do not run, and an adapter in the place
-    of one (peft's LoRA) is refused. `liger_ops.nn.Tiled` takes such an MLP.
+    The weights of the projections are read and their forwards are not called: hooks of theirs do
+    not run, and an adapter in the place of one (peft's LoRA) is refused. `liger_ops.nn.Tiled` takes
+    such an MLP.
 
     Args:
         hidden_size: the size D of x and y.
         intermediate_size: the size I between.
-        activation: "silu", "gelu" or "gelu_tanh".
         bias: whether the projections have biases.
-        tile_rows: the most tokens in a tile; None for a size by memory.
-        device, dtype: of the weights.
 
     Attributes:
         gate_proj, up_proj, down_proj: torch.nn.Linear, with the names of Llama's MLP.
-
-    Shape:
-        x: (..., D); y: the same.
-
-    Raises:
-        TypeError: a projection was replaced by another module, or x is not floating point.
-        ValueError: an option is not as above, or x has another width.
 
     Example:
         >>> mlp = liger_ops.nn.TiledMLP(8, 16, tile_rows=128)
@@ -75,7 +67,7 @@ class TiledMLP(nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, tile_rows={self.tile_rows}"
+        return named(self, "activation", "tile_rows")
 
 
 class Tiled(nn.Module):

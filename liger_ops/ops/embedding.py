@@ -12,7 +12,9 @@ from .. import library
 from .precision import widened
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order, axes="weight=V d, indices=*: int -> y=* d"
+)
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -> Tensor:
     """The rows of a table, such as the vectors of words.
 

@@ -14,7 +14,7 @@ OPTIONS = ("inner_backend", "mode", "padding", "rewrites", "strict")
 
 # Inductor computes these as fast inside of a model: it fuses the sum of incoming gradients into a
 # norm's backward, and an activation with its neighbours. Training steps in bfloat16 on an H200
-# (examples/measure_step.py):
+# (bench/steps/model.py):
 # - Llama-3.2-1B, 8 x 2048 tokens: 233 ms with linear_cross_entropy and rope, 238 with norms and
 #   activations too, 238 with none of them.
 # - GPT-NeoX: 174 and 176 ms with layer_norm, 177 and 174 without.

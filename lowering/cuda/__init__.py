@@ -3,4 +3,4 @@ compiled, but never run."""
 
 from ... import library
 
-library.import_modules(__name__, __path__)
+library.import_kernels("cuda", __name__, __path__)

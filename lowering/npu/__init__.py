@@ -2,4 +2,4 @@
 
 from ... import library
 
-library.import_modules(__name__, __path__)
+library.import_kernels("npu", __name__, __path__)

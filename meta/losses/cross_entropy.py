@@ -7,45 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import library
 from ...ops.losses.cross_entropy import REDUCTIONS
 from .. import checks
-
-
-@library.fake("cross_entropy_forward")
-def cross_entropy_forward(call: Any) -> tuple[Tensor | None, ...]:
-    _check(call)
-    return losses(call, call.logits)
-
-
-@library.fake("cross_entropy_backward")
-def cross_entropy_backward(call: Any) -> Tensor:
-    _check(call)
-    check_gradients(call, "logits")
-    return checks.like(call.logits)
-
-
-def _check(call: Any) -> None:
-    V = check_logits(call)
-    check_token_weight(call, "logits")
-    checks.floating(call, "weight")
-    checks.same_device(call, "logits", "weight")
-    checks.shape(call, "weight", (V,), "(V,)")
-    check_options(call, "logits")
-
-
-def check_logits(call: Any) -> int:
-    """Check logits and target, and return the number of classes."""
-    checks.floating(call, "logits")
-    checks.at_least_dims(call, "logits", 1, "(..., V)")
-    V = call.logits.shape[-1]
-    if V < 1:
-        raise ValueError(
-            f"{checks.op(call)}: logits must have at least one class, got"
-            f" {tuple(call.logits.shape)}"
-        )
-    check_target(call, "logits")
-    return V
+from ..lines import also
 
 
 def losses(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,11 +52,26 @@ def check_reduction(call: Any, x: str) -> None:
             raise TypeError(f"{op}: num_items_in_batch must be a number, got {items.dtype}")
         checks.same_device(call, x, "num_items_in_batch")
         checks.shape(call, "num_items_in_batch", (), "a number")
-        if call.reduction != "mean":
-            raise ValueError(
-                f"{op}: num_items_in_batch must be None but for the reduction 'mean', which divides"
-                f" by it, got one for {call.reduction!r}"
-            )
+        divisor(call)
+
+
+def divisor(call: Any) -> None:
+    if call.num_items_in_batch is not None and call.reduction != "mean":
+        raise ValueError(
+            f"{checks.op(call)}: num_items_in_batch must be None but for the reduction 'mean',"
+            f" which divides by it, got one for {call.reduction!r}"
+        )
+
+
+@also("cross_entropy")
+def options(call: Any) -> None:
+    checks.at_least_one(call, "logits", "class")
+    divisor(call)
+
+
+@also("log_prob")
+def classes(call: Any) -> None:
+    checks.at_least_one(call, "logits", "class")
 
 
 def check_options(call: Any, x: str) -> None:

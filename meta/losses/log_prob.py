@@ -7,24 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import library
 from .. import checks
-from .cross_entropy import check_logits
-
-
-@library.fake("log_prob_forward")
-def log_prob_forward(call: Any) -> tuple[Tensor | None, ...]:
-    check_logits(call)
-    checks.positive(call, "temperature", "softcap", "logit_scale")
-    return results(call, call.logits)
-
-
-@library.fake("log_prob_backward")
-def log_prob_backward(call: Any) -> Tensor:
-    check_logits(call)
-    checks.positive(call, "temperature", "softcap", "logit_scale")
-    check_gradients(call, "logits")
-    return checks.like(call.logits)
 
 
 def results(call: Any, x: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""The examples for several devices, on two processes."""
+"""The example and the commands of the bench for several devices, on two processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,16 @@ SECONDS = 400
 ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
-def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    result = run_once(example, *arguments)
-    return run_once(example, *arguments) if ABORTED_AT_EXIT in result.stderr else result
+def run(program: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    result = run_once(program, *arguments)
+    return run_once(program, *arguments) if ABORTED_AT_EXIT in result.stderr else result
 
 
-def run_once(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_once(program: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", ROOT / "examples" / example, *arguments),
+            *("--nproc-per-node", "2", *program, *arguments),
         ],
         # Without a GPU, so that the processes are the same on every machine.
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
@@ -41,7 +42,7 @@ def run_once(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_ways_of_a_small_model_agree(tp: str, ways: list[str]) -> None:
     arguments = ["--way", *ways, "--precision", "float32", "--sequence-length", "16", "--tp", tp]
     arguments += ["--shape", "tiny", "--inner-backend", "aot_eager"]
-    result = run("train_distributed.py", *arguments)
+    result = run([str(ROOT / "examples" / "train_distributed.py")], *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line[:2] for line in lines] == [[way, "losses"] for way in ways]
@@ -65,7 +66,7 @@ def test_the_ways_of_a_small_model_agree(tp: str, ways: list[str]) -> None:
 )
 def test_the_ways_of_a_sharded_vocabulary_are_right(options: list[str], ways: list[str]) -> None:
     sizes = ["--tokens", "24", "--hidden", "16", "--words", "97"]
-    result = run("measure_vocabulary.py", *sizes, *options, "--way", *ways)
+    result = run(["-m", "liger_ops.bench.steps.vocabulary"], *sizes, *options, "--way", *ways)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     # 97 words do not divide by two ranks, and packages that are not installed are named.
@@ -75,7 +76,7 @@ def test_the_ways_of_a_sharded_vocabulary_are_right(options: list[str], ways: li
 
 
 def test_the_ways_of_a_tensor_parallel_layer_are_right() -> None:
-    result = run("measure_tensor_parallel.py")
+    result = run(["-m", "liger_ops.bench.steps.tensor_parallel"])
     assert result.returncode == 0, result.stdout + result.stderr
     ways = ["eager", "inductor", "liger", "fuse", "fuse, liger"]
     assert [line.split(" worst")[0].rstrip() for line in result.stdout.splitlines()] == ways

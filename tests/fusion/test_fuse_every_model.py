@@ -40,7 +40,7 @@ def test_every_model(shard: int) -> None:
         row = str(fuse_report.Row(model_type, class_name, report))
         if is_recorded and f"| {model_type} |" in recorded:
             assert row in lines, (
-                f"docs/fuse.md has another row: {row}; see tests/support/fuse_report.py"
+                f"docs/reports/fuse.md has another row: {row}; see tests/support/fuse_report.py"
             )
         count += 1
     # There are about 100 models per shard.
@@ -51,6 +51,6 @@ def test_the_document_is_of_this_version() -> None:
     recorded = fuse_report.DOCUMENT.read_text()
     version = fuse_report.version(recorded)
     if version != transformers.__version__:
-        pytest.skip(f"docs/fuse.md is of transformers {version}, not {transformers.__version__}")
+        pytest.skip(f"the report is of transformers {version}, not {transformers.__version__}")
     count = sum(f"| {model_type} | " in recorded for model_type in every_model.model_types())
     assert f"transformers {version}, {count} model types of" in recorded

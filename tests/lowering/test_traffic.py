@@ -1,6 +1,6 @@
 """Kernels read every input and write every output once; rows that do not fit are read twice.
 
-`make test-npu` holds every npu kernel to that, when it counts their traffic for docs/npu.md.
+`make test-npu` holds every npu kernel to that, when it counts their traffic for npu.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train transformers models for one step with the `liger` backend, in every mode of MODES.
 
 CHOSEN lists the models. `python tests/support/trained_models_report.py` trains all models and
-writes docs/models.md, with whose rows these are compared.
+writes docs/reports/models.md, with whose rows these are compared.
 """
 
 from __future__ import annotations

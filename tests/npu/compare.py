@@ -1,4 +1,4 @@
-"""Compare two copies of docs/npu.md in what they say about this project's kernels.
+"""Compare two copies of docs/reports/npu.md in what they say about this project's kernels.
 
     python tests/npu/compare.py RECORDED FOUND
 
@@ -41,7 +41,7 @@ def differences(recorded: str, found: str) -> list[str]:
 def main(recorded: str, found: str) -> int:
     lines = differences(Path(recorded).read_text(), Path(found).read_text())
     if lines:
-        print("docs/npu.md does not say what was found; `make test-npu` has written it anew:")
+        print("npu.md does not say what was found; `make test-npu` has written it anew:")
         print("\n".join(lines))
     return 1 if lines else 0
 

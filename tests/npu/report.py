@@ -1,4 +1,4 @@
-"""Write docs/npu.md, the measurements of every npu kernel.
+"""Write docs/reports/npu.md, the measurements of every npu kernel.
 
     python tests/npu/report.py TRAFFIC.json
 
@@ -23,7 +23,7 @@ from toolchain import ARCH, COMPILERS, HERE, UB_BYTES, VECTOR_CORES, missing_com
 
 # The version of the compiler by whose code instructions are counted.
 NEWEST = list(COMPILERS)[-1]
-DOCUMENT = HERE.parents[1] / "docs" / "npu.md"
+DOCUMENT = HERE.parents[1] / "docs" / "reports" / "npu.md"
 
 INTRODUCTION = f"""\
 # The Ascend kernels, without an Ascend device

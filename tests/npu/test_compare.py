@@ -1,4 +1,4 @@
-"""docs/npu.md must agree with a fresh measurement of this project's kernels, but not of others'."""
+"""npu.md must agree with a fresh measurement of this project's kernels, but not of others'."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def test_rejects() -> None:
         ((x, 0), "group_norm: num_groups must be a divisor of x's 6 channels, got 0"),
         (
             (x, 2, torch.zeros(5)),
-            "group_norm: weight must have the shape of x's channels, (6,), got (5,)",
+            "group_norm: weight must have the shape of (C,) for x of (N, C, *spatial), (6,),"
+            " got (5,)",
         ),
     ):
         op_checks.assert_rejects(OP, args, message)

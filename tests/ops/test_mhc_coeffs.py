@@ -100,7 +100,9 @@ def test_what_is_refused() -> None:
         OP, drawn(replace(case, tmax=1))[:6] + (0,), "mhc_coeffs: tmax must be at least 1, got 0"
     )
     rejects(
-        OP, drawn(replace(case, rms_eps=-1.0)), "mhc_coeffs: rms_eps must be at least 0, got -1.0"
+        OP,
+        drawn(replace(case, rms_eps=-1.0)),
+        "mhc_coeffs: rms_eps must be a number of at least 0, got -1.0",
     )
 
 

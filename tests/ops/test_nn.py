@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import liger_ops
+from liger_ops import library
 from liger_ops.nn import FusedAddRMSNorm, GroupNorm, LayerNorm, RMSNorm
+from liger_ops.nn.derived import Options
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,6 +27,40 @@ def randomised(module: nn.Module) -> nn.Module:
         for i, parameter in enumerate(module.parameters()):
             parameter.copy_(random(*parameter.shape) + i)
     return module
+
+
+MODULES = {name: getattr(liger_ops.nn, name) for name in liger_ops.nn.__all__}
+MODULES = {name: cls for name, cls in MODULES.items() if issubclass(cls, nn.Module)}
+# They describe what they share with another module by its name.
+REFERRING = ("MHC", "Tiled")
+
+
+def described(docstring: str, section: str) -> list[str]:
+    """The names that a section of a docstring describes, in their order."""
+    text = re.search(rf"^ *{section}:\n((?: *\n| +.*\n)*)", f"{docstring}\n", re.MULTILINE)
+    entries = re.findall(r"^ {4}(\w+(?:,\s+\w+)*): ", text[1] if text else "", re.MULTILINE)
+    return [name for names in entries for name in re.split(r",\s+", names)]
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - REFERRING))
+def test_a_docstring_describes_every_argument_once(name: str) -> None:
+    cls = MODULES[name]
+    docstring = inspect.getdoc(cls) or ""
+    own = cls.__init__ is not nn.Module.__init__
+    assert described(docstring, "Args") == (list(inspect.signature(cls).parameters) if own else [])
+    assert described(docstring, "Shape") == list(inspect.signature(cls.forward).parameters)[1:]
+    for section in ("Returns", "Raises", "Example"):
+        assert docstring.count(f"\n{section}:\n") == 1
+
+
+@pytest.mark.parametrize("name", [n for n, cls in MODULES.items() if issubclass(cls, Options)])
+def test_options_are_those_of_the_op_with_its_defaults(name: str) -> None:
+    (op,) = (op for op in (*library.OPS, *library.COMPOSED) if op.replace("_", "") == name.lower())
+    of_op = inspect.signature(getattr(liger_ops, op)).parameters
+    inputs = inspect.signature(MODULES[name].forward).parameters
+    options = inspect.signature(MODULES[name]).parameters
+    assert list(options) == [parameter for parameter in of_op if parameter not in inputs]
+    assert [p.default for p in options.values()] == [of_op[option].default for option in options]
 
 
 DROP_IN = [
@@ -151,7 +189,7 @@ REJECTED = [
     (
         lambda: GroupNorm(2, 8)(random(3, 4)),
         ValueError,
-        "weight must have the shape of x's channels",
+        "weight must have the shape of (C,) for x of (N, C, *spatial)",
     ),
     (lambda: GroupNorm(2, 8)(random(8)), ValueError, "x must be (N, C, *spatial)"),
     (lambda: LayerNorm(2)(torch.ones(1, 2, dtype=torch.int64)), TypeError, "floating point"),

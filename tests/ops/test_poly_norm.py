@@ -75,7 +75,7 @@ def test_rejects() -> None:
         ((torch.tensor(1.0), weight), "poly_norm: x must be (..., N), got shape ()"),
         (
             (x, torch.zeros(8)),
-            "poly_norm: weight must have the shape of the three powers, (3,), got (8,)",
+            "poly_norm: weight must have the shape of (3,), (3,), got (8,)",
         ),
         ((x, weight, torch.zeros(2)), "poly_norm: bias must have one element, got shape (2,)"),
         ((x, weight, None, -1.0), "poly_norm: eps must be a number of at least 0, got -1.0"),

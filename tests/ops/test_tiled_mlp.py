@@ -212,7 +212,8 @@ def test_rejects() -> None:
         ((x, gate, gate, down[0]), "tiled_mlp: down_weight must be (O, I), got shape (7,)"),
         (
             (x[:, :3], gate, gate, down),
-            "tiled_mlp: gate_weight must have the shape of I rows as wide as x, (7, 3), got (7, 4)",
+            "tiled_mlp: gate_weight must have the shape of (I, D) for x of (..., D), (7, 3), got"
+            " (7, 4)",
         ),
         (
             (x, gate, gate[:5], down),

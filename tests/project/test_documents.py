@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.name)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT))
+)
 
 
 @each_document

@@ -177,7 +177,7 @@ def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(
     if not training.inductor_works():
         pytest.skip("Inductor cannot build C++ here")
     result = subprocess.run(
-        [sys.executable, ROOT / "examples" / "measure_step.py", *arguments],
+        [sys.executable, "-m", "liger_ops.bench.steps.model", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -192,7 +192,7 @@ def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(
 def test_a_trainer_of_trl_takes_its_steps() -> None:
     pytest.importorskip("trl", reason="the trainer is TRL's")
     result = subprocess.run(
-        [sys.executable, ROOT / "examples" / "measure_trl.py", "dpo", "fuse", "--shape", "tiny"],
+        [sys.executable, "-m", "liger_ops.bench.steps.trl", "dpo", "fuse", "--shape", "tiny"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

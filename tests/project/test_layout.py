@@ -26,7 +26,10 @@ ABOVE = ("rewrites", "fusion", "distributed")
 # These know the ops alone, and each other not.
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
-BASE = ("autograd", "compile_cache", "record", "refusals", "schemas", "torch_private")
+BASE = (
+    "accepted", "autograd", "axes", "compile_cache", "derived", "record", "refusals", "schemas",
+    "torch_private",
+)  # fmt: skip
 
 # Each waits for the device, which stalls it and cannot be captured in a CUDA graph.
 SYNCHRONISING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
@@ -138,7 +141,7 @@ def test_imports_point_one_way():
         ("liger_ops/ops/x.py", "import liger_ops.lowering"),
         ("liger_ops/nn/x.py", "from .. import lowering"),
         ("liger_ops/losses/x.py", "from .. import meta"),
-        ("liger_ops/losses/x.py", "from ..nn import checks"),
+        ("liger_ops/losses/x.py", "from ..nn import derived"),
         ("meta/__init__.py", "from ..lowering import cuda"),
         ("meta/x.py", "def f():\n    from ..lowering.cuda import launch"),
         ("meta/x.py", "from liger_ops.nn import RMSNorm"),
@@ -350,8 +353,8 @@ def test_import_needs_torch_alone():
     assert run(BARE_IMPORT, "triton", "torch_npu", "transformers").split() == ["liger_ops"]
 
 
-def test_import_loads_nothing_but_the_kernels_toolchain():
-    assert set(run(BARE_IMPORT).split()) - {"triton", "torch_npu"} == {"liger_ops"}
+def test_import_loads_no_toolchain():
+    assert run(BARE_IMPORT).split() == ["liger_ops"]
 
 
 # PyTorch has no public module for nested values, and its other modules name these so.

@@ -1,4 +1,4 @@
-"""The README, pyproject.toml, .ci/setup and docs/versions.md name the same versions of torch."""
+"""The README, pyproject.toml, .ci/setup and versions.md name the same versions of torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 tested on, and the places in them where an op is to be found.
 
 The counts are those of a person who reads the model's code, for one training step with labels and
-without padding. docs/architectures.md is written from this table.
+without padding. docs/reports/architectures.md is written from this table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write docs/architectures.md: what the `liger` backend finds in each architecture.
+"""Write docs/reports/architectures.md: what the `liger` backend finds in each architecture.
 
     python tests/support/architectures_report.py
 
@@ -14,7 +14,7 @@ from architectures import ARCHITECTURES, Architecture
 from liger_ops.rewrites import REWRITES
 from liger_ops.rewrites.default_rewrites import KEPT_BY_INDUCTOR
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reports" / "architectures.md"
 
 INTRODUCTION = """\
 # What `backend="liger"` finds in models of transformers

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/support/traffic.py
 
-prints how many times each npu kernel of docs/npu.md moves its tensors, and fails if one moves them
+prints how many times each npu kernel of npu.md moves its tensors, and fails if one moves them
 too often. The test of the cuda kernels is tests/lowering/test_traffic.py.
 """
 
@@ -166,7 +166,7 @@ def excess(case: LaunchCase, folder: str, backward: bool, found: Traffic) -> str
 
 
 def of_npu(case: tuple[int, bool]) -> tuple[str, float, str]:
-    """The name, the ratio and the excess of a case of docs/npu.md, given by its index in `counted`
+    """The name, the ratio and the excess of a case of npu.md, given by its index in `counted`
     and its direction."""
     i, backward = case
     planned, few = list(counted())[i]
@@ -176,7 +176,7 @@ def of_npu(case: tuple[int, bool]) -> tuple[str, float, str]:
 
 
 def main() -> int:
-    """Print the ratio of every case of docs/npu.md as JSON, by op, direction and label, and on the
+    """Print the ratio of every case of npu.md as JSON, by op, direction and label, and on the
     standard error those that move too much: the exit status."""
     cases = product(range(len(list(counted()))), (False, True))
     with Pool() as pool:

@@ -1,4 +1,4 @@
-"""Train every model for a step, with the `liger` backend and with `fuse`, and write docs/models.md.
+"""Train every model for a step, with the `liger` backend and with `fuse`, and write models.md.
 
     python tests/support/trained_models_report.py                   # all
     python tests/support/trained_models_report.py --missing         # those not in the document
@@ -29,7 +29,7 @@ import fuse_steps
 from trained_models import LEFT_OUT, MODELS
 from training_steps import MODES, NEAR, CannotTrain, Model, check, own_results
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reports" / "models.md"
 EQUAL = fuse_steps.EQUAL
 FUSE = "fuse"
 WAYS = (*MODES, FUSE)

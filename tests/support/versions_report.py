@@ -1,4 +1,4 @@
-"""Write docs/versions.md: the tests with every version of torch that is supported.
+"""Write docs/reports/versions.md: the tests with every version of torch that is supported.
 
     python tests/support/versions_report.py [--python 2.15=/path/to/python ...] [VERSION ...]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "versions.md"
+DOCUMENT = ROOT / "docs" / "reports" / "versions.md"
 
 # What an environment needs beside its torch, which brings its triton.
 VERSIONS: dict[str, tuple[str, ...]] = {

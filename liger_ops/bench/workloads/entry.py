@@ -111,7 +111,7 @@ class Entry:
     # Mode -> that work, of an op whose modes move different numbers of elements.
     counts: Callable[[Shape], dict[str, int]] | None = None
     is_matrix_product: bool = False
-    # The shapes in docs/benchmarks.md, and those of named models.
+    # The shapes in docs/reports/benchmarks.md, and those of named models.
     figures: tuple[Shape, ...] = ()
     models: Mapping[str, Shape]
     # A host-bound shape, at which the host's time is measured.

@@ -4,21 +4,33 @@ devices sum statistics of the rows where they share any. No activation moves."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...ops.rows import Parts, parts
+from ...ops.rows import ShardedColumns
 from ...record import Op
 from ...torch_private import StridedShard
-from .axes import GATED_COLUMNS, GROUPED_COLUMNS, SHARDED_COLUMNS
 from .column_groups import Groups
 from .parts import Placed, axes_of, placed_by, whole_results
 from .rules import base_of, shardable, tensors_of
 
-COLUMNS = "N"
+# The axis of the columns, by the op.
+COLUMNS: dict[str, str] = defaultdict(lambda: "N", group_norm="C", attn_res="D")
+# Ops whose columns may be sharded too: a device computes its own with their definition, and
+# statistics of rows are summed over the devices.
+SHARDED_COLUMNS = (
+    "rms_norm", "fused_add_rms_norm", "gated_rms_norm", "layer_norm", "modulated_rms_norm",
+    "modulated_layer_norm", "poly_norm", "softmax", "log_softmax", "attn_res",
+)  # fmt: skip
+# Ops of groups of columns: a device that has whole groups computes them by itself.
+GROUPED_COLUMNS = ("gated_rms_norm", "group_norm")
+# Ops of a gate and an up, which may be packed in one tensor: so does a device that has both of its
+# columns.
+GATED_COLUMNS = ("swiglu", "clamped_swiglu", "geglu")
 # The tensor whose placements say which columns a device has: x, the sum s of the op that adds, the
 # result y from which a softmax's gradient is computed, or the packed gate.
 NAMES = ("x", "s", "y", "gate")
@@ -99,10 +111,11 @@ def _sharded(op: Op, call: Any) -> Sharded | None:
 
 
 def _placements(op: Op, call: Any, x: Sharded) -> Placed | None:
-    mesh, tensors = x.tensor.device_mesh, tensors_of(op, call, COLUMNS)
-    if any(COLUMNS not in shardable(tensors.sizes, mesh.size(i)) for i in x.sharding):
+    columns = COLUMNS[base_of(op.name)]
+    mesh, tensors = x.tensor.device_mesh, tensors_of(op, call, columns)
+    if any(columns not in shardable(tensors.sizes, mesh.size(i)) for i in x.sharding):
         return None
-    known = dict.fromkeys(x.sharding, COLUMNS)
+    known = dict.fromkeys(x.sharding, columns)
     axes = axes_of(tensors, call._fields.index(x.name), x.tensor, known)
     if axes is None:
         return None
@@ -140,13 +153,9 @@ def _by_itself(op: Op, changed: dict[str, Any] | None = None) -> Compute:
 
 
 def _by_statistics(op: Op, x: Sharded, placed: Placed) -> Compute:
-    whole_rows = Parts(x.columns, placed.over(x.sharding, "sum"), placed.over(x.sharding, "max"))
-
-    def compute(own: Any) -> Any:
-        with parts(whole_rows):
-            return op.definition(*own)
-
-    return compute
+    over = (placed.over(x.sharding, operation) for operation in ("sum", "max"))
+    rows = ShardedColumns(x.columns, *over)
+    return lambda own: op.definition(*own, rows=rows)
 
 
 def _by_statistics_of_groups(op: Op, size: Any, x: Sharded, placed: Placed) -> Compute:
@@ -157,9 +166,9 @@ def _by_statistics_of_groups(op: Op, size: Any, x: Sharded, placed: Placed) -> C
         return groups.own(over_devices(groups.among_all(value)))
 
     def compute(own: Any) -> Any:
+        padded = (groups.padded(v) if isinstance(v, Tensor) else v for v in own)
         # A norm has no maximum.
-        with parts(Parts(size, summed, summed)):
-            found = op.definition(*(groups.padded(v) if isinstance(v, Tensor) else v for v in own))
+        found = op.definition(*padded, rows=ShardedColumns(size, summed, summed))
         results = found if isinstance(found, tuple) else (found,)
         cut = tuple(None if value is None else groups.cut(value) for value in results)
         return cut if isinstance(found, tuple) else cut[0]

@@ -17,9 +17,8 @@ from ...ops.losses import jsd, kl_div, tvd
 from ...ops.losses.distribution_loss import Form
 from ...record import Op
 from ..vocab_parallel.collectives import reduced
-from .axes import TERMS
 from .parts import axes_of, placed_by, whole_results, without_data
-from .rules import base_of, line_of_text, tensors_of
+from .rules import base_of, line_of, tensors_of
 
 # Losses that are sums over tokens or, for a mean, such a sum over the weight of all tokens.
 SUMS = {
@@ -73,7 +72,7 @@ def mean_over_elements(op: Op, call: Any) -> Any:
     wholes = whole_results(op, call) if isinstance(x, DTensor) else None
     if wholes is None:
         return NotImplemented
-    tensors = tensors_of(op, call, line=line_of_text(TERMS[name]))
+    tensors = tensors_of(op, call, line=line_of(op, call, "sum"))
     axes = axes_of(tensors, first, x)
     if axes is None or not any(axes):
         return NotImplemented

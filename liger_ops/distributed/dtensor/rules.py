@@ -7,16 +7,10 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ...library import OPS
+from ...axes import MANY, Line, line_of_call
+from ...library import OPS, declared, tensor_names
 from ...record import Op
-from .axes import AXES
 
-# The arguments whose gradients a backward op returns, if they are not the first ones. The gradient
-# of residual is that of x.
-GRADIENTS_OF = {
-    "fused_add_rms_norm": ("x", "weight"),
-    "rms_norm_rope": ("q", "k", "q_weight", "k_weight"),
-}
 # Gradients that a forward op computes and its backward op multiplies.
 COMPUTED_BY_FORWARD = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
 
@@ -24,17 +18,10 @@ Placements = list[Any]
 Rule = list[tuple[Placements, Placements]]
 
 
-class Line(NamedTuple):
-    """The axes of an op's tensors, by their names."""
-
-    arguments: dict[str, list[str]]
-    results: dict[str, list[str]]
-
-
 class Role(NamedTuple):
     """A tensor of a call: its axes, and its placement where a sharded axis is not among them."""
 
-    axes: list[str]
+    axes: Sequence[str]
     otherwise: Any
 
 
@@ -53,30 +40,22 @@ def base_of(name: str) -> str:
     return name.removesuffix("_forward").removesuffix("_backward")
 
 
-def line_of(op: Op, call: Any) -> Line:
-    entry = AXES.get(base_of(op.name))
-    if entry is None:
+def line_of(op: Op, call: Any, reduction: str | None = None) -> Line:
+    """The line of a call, or of the call with another reduction."""
+    axes = declared(op).axes
+    if not axes:
         raise NotImplementedError(f"{op.name}: there is no sharding rule of this op")
-    return line_of_text(entry if isinstance(entry, str) else entry(call))
-
-
-def line_of_text(text: str) -> Line:
-    arguments, results = (
-        {name.strip(): axes.split() for name, axes in (part.split("=") for part in side.split(","))}
-        for side in text.split("->")
-    )
-    return Line(arguments, results)
+    return line_of_call(axes, call, reduction)
 
 
 def argument_role(op: Op, line: Line, name: str) -> Role:
     """An argument: a tensor of the line, or the gradient of a result."""
     if op.name.endswith("_backward") and name in COMPUTED_BY_FORWARD and name in line.results:
-        return Role(line.results[name], Partial())
-    of_result = name.removeprefix("d")
-    for known, key in ((line.arguments, name), (line.results, name), (line.results, of_result)):
-        if key in known:
-            return Role(known[key], Replicate())
-    raise NotImplementedError(f"{op.name}: there is no sharding rule of the argument {name}")
+        return Role(line.results[name].axes, Partial())
+    entry = line.of(name)
+    if entry is None:
+        raise NotImplementedError(f"{op.name}: there is no sharding rule of the argument {name}")
+    return Role(entry.axes, Replicate())
 
 
 def result_names(op: Op, line: Line) -> list[str]:
@@ -84,7 +63,7 @@ def result_names(op: Op, line: Line) -> list[str]:
     first tensors of the forward."""
     if not op.name.endswith("_backward"):
         return list(line.results)
-    first = (f"d{name}" for name in GRADIENTS_OF.get(base_of(op.name), line.arguments))
+    first = (f"d{name}" for name in tensor_names(declared(op)))
     return [result.name or name for result, name in zip(op.schema.returns, first, strict=False)]
 
 
@@ -99,15 +78,17 @@ def is_computed(op: Op, call: Any, i: int, name: str) -> bool:
     return bool(getattr(call, f"return_{name.removesuffix('_tokens')}", True))
 
 
-def dimensions(axes: list[str], many: int, columns: str = "") -> list[str | None]:
+def dimensions(axes: Sequence[str], many: int, columns: str = "") -> list[str | None]:
     """The axis of each dimension, where `*` and `#` are `many` dimensions. The axis `columns` may
     be sharded although it is an upper-case one."""
     named: list[str | None] = []
     for axis in axes:
-        if axis in "*#":
+        if axis in MANY:
             named += [f"*{i}" if axis == "*" else None for i in range(many)]
         else:
-            named.append(axis if axis.islower() or axis == columns else None)
+            # The columns of two packed halves are columns.
+            name = axis.removeprefix("2*")
+            named.append(name if name.islower() or name == columns else None)
     return named
 
 
@@ -188,8 +169,12 @@ def tensors_of(op: Op, call: Any, columns: str = "", line: Line | None = None) -
         if op.name.endswith("_backward") and like in named:
             axes = named[like]
         else:
-            found_axes = line.results.get(result) or line.arguments.get(like, [])
-            axes = dimensions(found_axes, rows, columns)
+            entry = line.results.get(result) or line.arguments.get(like)
+            if entry is None:
+                # The gradient of an argument that the form of the call lacks.
+                results.append(None)
+                continue
+            axes = dimensions(entry.axes, rows, columns)
         results.append(Placed(axes, Partial()))
     return Tensors(arguments, results, sizes)
 

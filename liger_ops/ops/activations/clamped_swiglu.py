@@ -6,10 +6,16 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .gated import gate_and_up, gradients, silu_slope
+from ...accepted import AT_LEAST_0
+from .gated import AXES, gate_and_up, gradients, silu_slope
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    axes=AXES,
+    dtype="gate+up",
+    options={"limit": AT_LEAST_0},
+)
 def clamped_swiglu(
     gate: Tensor, up: Tensor | None = None,
     alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, interleaved: bool = False,

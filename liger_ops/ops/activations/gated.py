@@ -7,6 +7,9 @@ from torch import Tensor
 
 from ..precision import widened
 
+# The columns of both halves, or pairs of neighbours, are in a packed gate.
+AXES = "gate=* 2*N -> y=* N | gate=* n, up=* n -> y=* n"
+
 
 def gate_and_up(
     gate: Tensor, up: Tensor | None, interleaved: bool = False

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .gated import gate_and_up, gradients
+from .gated import AXES, gate_and_up, gradients
 
 APPROXIMATIONS = ("tanh", "none")
 SCALE = 2 * math.sqrt(2 / math.pi)
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    axes=AXES,
+    dtype="gate+up",
+    options={"approximate": APPROXIMATIONS},
+)
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
     """GEGLU: up, gated by the GELU of gate.
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .gated import gate_and_up, gradients, silu_slope
+from .gated import AXES, gate_and_up, gradients, silu_slope
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(strides=torch.Tag.needs_fixed_stride_order, axes=AXES, dtype="gate+up")
 def swiglu(
     gate: Tensor, up: Tensor | None = None,
     gate_multiplier: float = 1.0, down_multiplier: float = 1.0,

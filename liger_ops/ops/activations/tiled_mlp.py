@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import autograd, library
+from ...accepted import AT_LEAST_1
 from ..heads.chunks import TILE, chunks
 from ..heads.head import cast_as_linear
 from ..precision import widened
@@ -22,6 +23,13 @@ ACTIVATIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 # A tile's gate, not timed. Products of fewer than some thousand rows are slower.
 DEFAULT_BYTES = 128 * 2**20
+
+# A down_bias is added once, and not by every device that has a part of I.
+AXES = (
+    "x=* D, gate_weight=i D, up_weight=i D, down_weight=o i, gate_bias=i, up_bias=i -> y=* o |"
+    "x=* D, gate_weight=I D, up_weight=I D, down_weight=o I, gate_bias=I, up_bias=I, down_bias=o"
+    "-> y=* o"
+)
 
 
 @library.compose
@@ -83,7 +91,7 @@ def tiled_mlp(
     return tiled_mlp_forward(x, *weights, *biases, activation, tile_rows)
 
 
-@library.define()
+@library.define(axes=AXES, options={"activation": tuple(ACTIVATIONS), "tile_rows": AT_LEAST_1})
 def tiled_mlp_forward(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     gate_bias: Tensor | None = None, up_bias: Tensor | None = None,

@@ -85,7 +85,7 @@ def multi_token_attention(
     return multi_token_attention_forward(scores, weight, bias, *options)
 
 
-@library.define()
+@library.define(axes="scores=b C M N, weight=E D P Q, bias=E -> y=b E M N")
 def multi_token_attention_forward(
     scores: Tensor, weight: Tensor, bias: Tensor | None = None,
     stride: int | list[int] = 1, padding: int | list[int] = 0, dilation: int | list[int] = 1,

@@ -92,7 +92,11 @@ def neighborhood_attention(
     return neighborhood_attention_forward(query, key, value, kernel_size, *options)[0]
 
 
-@library.define(strides=torch.Tag.needs_exact_strides, returns="y lse")
+@library.define(
+    strides=torch.Tag.needs_exact_strides,
+    returns="y lse",
+    axes="query=b h # D, key=b h # D, value=b h # D -> y=b h # D, lse=b h #",
+)
 def neighborhood_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, kernel_size: int | list[int],
     dilation: int | list[int] = 1, is_causal: bool | list[bool] = False,

@@ -129,7 +129,14 @@ def linear_cross_entropy(
         )[0]  # fmt: skip
 
 
-@library.define(returns=f"{RESULTS} dx dweight dbias dlora_x dlora_b")
+@library.define(
+    returns=f"{RESULTS} dx dweight dbias dlora_x dlora_b",
+    axes="x=* D, weight=V D: x, target=*: int, bias=V: x, class_weight=V, token_weight=*, "
+    "num_items_in_batch=: number, lora_x=* R: x, lora_b=V R: x -> loss=[*], z_loss=[*], lse=*, "
+    "target_logit=*, total_weight=, predicted_tokens=*: int64, entropy=*, lse_error=*, "
+    "dx=* D, dweight=V D, dbias=V, dlora_x=* R, dlora_b=V R",
+    dtype="float32+x",
+)
 def linear_cross_entropy_forward(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
     class_weight: Tensor | None = None, token_weight: Tensor | None = None,

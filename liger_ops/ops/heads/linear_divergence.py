@@ -208,7 +208,16 @@ def linear_divergence(
         )[:3]  # fmt: skip
 
 
-@library.define(returns=f"{RESULTS} {GRADIENTS} entropy")
+@library.define(
+    returns=f"{RESULTS} {GRADIENTS} entropy",
+    axes="student_x=* D, student_weight=V D: student_x, teacher_x=* E, "
+    "teacher_weight=W E: teacher_x, student_bias=V: student_x, teacher_bias=W: teacher_x, "
+    "teacher_logits=* W, target=*: int, token_weight=*, num_items_in_batch=: number, "
+    "student_lora_x=* R: student_x, student_lora_b=V R: student_x, teacher_lora_x=* S: teacher_x, "
+    "teacher_lora_b=W S: teacher_x -> loss=[*], divergence=[*], cross_entropy=[*], "
+    "statistics=K *, dx=* D, dweight=V D, dbias=V, dlora_x=* R, dlora_b=V R, entropy=*",
+    dtype="float32+student_x+teacher_x+teacher_logits",
+)
 def linear_divergence_forward(
     student_x: Tensor, student_weight: Tensor,
     teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,

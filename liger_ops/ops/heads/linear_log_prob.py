@@ -107,7 +107,13 @@ def linear_log_prob(
     )[:2]  # fmt: skip
 
 
-@library.define(returns=RESULTS)
+@library.define(
+    returns=RESULTS,
+    axes="x=* D, weight=V D: x, target=*: int, bias=V: x, lora_x=* R: x, lora_b=V R: x -> "
+    "log_prob=*, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*: int64, "
+    "lse_error=*",
+    dtype="float32+x",
+)
 def linear_log_prob_forward(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,

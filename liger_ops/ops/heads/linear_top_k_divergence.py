@@ -121,7 +121,12 @@ def linear_top_k_divergence(
     )
 
 
-@library.define(returns="logits rest rest_error")
+@library.define(
+    returns="logits rest rest_error",
+    axes="x=* D, weight=V D: x, teacher_ids=* K: int, bias=V: x, lora_x=* R: x, lora_b=V R: x -> "
+    "logits=* K, rest=*, rest_error=*",
+    dtype="float32+x",
+)
 def linear_top_k_divergence_forward(
     x: Tensor, weight: Tensor, teacher_ids: Tensor, bias: Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import FINITE_AT_LEAST_0, FRACTION, POSITIVE
 from ..precision import widened
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -88,7 +89,21 @@ def cross_entropy(
     )[0]  # fmt: skip
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    returns=RESULTS,
+    axes="logits=* V, target=*: int, weight=V, token_weight=*, num_items_in_batch=: number -> "
+    "loss=[*], z_loss=[*], lse=*, target_logit=*, total_weight=, predicted_tokens=*: int64, "
+    "entropy=*, lse_error=*",
+    dtype="float32+logits",
+    options={
+        "reduction": REDUCTIONS,
+        "label_smoothing": FRACTION,
+        "lse_square_scale": FINITE_AT_LEAST_0,
+        "softcap": POSITIVE,
+        "logit_scale": POSITIVE,
+    },
+)
 def cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None = None,
     token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import FRACTION, POSITIVE
 from ..precision import widened
 from . import cosine
 from .cross_entropy import log_softmax_of, logsumexp
@@ -96,7 +97,20 @@ def divergence(
     return divergence_forward(student_logits, teacher_logits, target, *options)[0]
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    returns=RESULTS,
+    axes="student_logits=* V, teacher_logits=* V, target=*: int, known_student_lse=*, "
+    "known_teacher_lse=*, known_student_lse_error=*, known_teacher_lse_error=* -> divergence=*, "
+    "student_share=*, student_lse=*, teacher_lse=*, student_lse_error=*, teacher_lse_error=*",
+    dtype="float32+student_logits+teacher_logits",
+    options={
+        "kind": KINDS,
+        "beta": FRACTION,
+        "temperature": POSITIVE,
+        "teacher_temperature": POSITIVE,
+    },
+)
 def divergence_forward(
     student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None,
     kind: str = "jsd", beta: float = 0.5, temperature: float = 1.0,

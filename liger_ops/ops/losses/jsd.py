@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import FRACTION
 from . import distribution_loss
 from .distribution_loss import Form, within
 from .divergence import limit
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    axes="input=* v, target=* v, shift_labels=*: int -> loss=[* v]",
+    dtype="float32+input+target",
+    options={"beta": FRACTION},
+)
 def jsd(
     input: Tensor, target: Tensor, shift_labels: Tensor | None = None,
     beta: float = 0.5, ignore_index: int = -100,

@@ -6,11 +6,17 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import AT_LEAST_0
 from . import distribution_loss
-from .distribution_loss import Form
+from .distribution_loss import REDUCTIONS, Form
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    axes="input=* v, target=* v -> loss=[* v]",
+    dtype="float32+input+target",
+    options={"reduction": REDUCTIONS, "eps": AT_LEAST_0},
+)
 def kl_div(
     input: Tensor, target: Tensor, reduction: str = "batchmean",
     log_target: bool = False, eps: float = 1e-10,

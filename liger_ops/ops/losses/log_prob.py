@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import POSITIVE
 from .cross_entropy import centred, effective, log_softmax_of, picked, rounded_lse
 
 RESULTS = "log_prob entropy lse mean_logits log_sum_sq_probs predicted_tokens lse_error"
@@ -72,7 +73,14 @@ def log_prob(
     return log_prob_forward(logits, target, temperature, softcap, logit_scale, ignore_index)[:2]
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order, returns=RESULTS)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    returns=RESULTS,
+    axes="logits=* V, target=*: int -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
+    "log_sum_sq_probs=*, predicted_tokens=*: int64, lse_error=*",
+    dtype="float32+logits",
+    options={"temperature": POSITIVE, "softcap": POSITIVE, "logit_scale": POSITIVE},
+)
 def log_prob_forward(
     logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, ignore_index: int = -100,

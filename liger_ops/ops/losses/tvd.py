@@ -9,10 +9,15 @@ from torch import Tensor
 
 from ... import library
 from . import distribution_loss
-from .distribution_loss import Form, within
+from .distribution_loss import REDUCTIONS, Form, within
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
+@library.define(
+    strides=torch.Tag.needs_fixed_stride_order,
+    axes="p=* v, q=* v, shift_labels=*: int -> loss=[* v]",
+    dtype="float32+p+q",
+    options={"reduction": REDUCTIONS},
+)
 def tvd(
     p: Tensor, q: Tensor, shift_labels: Tensor | None = None,
     reduction: str = "batchmean", ignore_index: int = -100,

@@ -48,7 +48,7 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
     return over_dim("sparsemax", "x", sparsemax_forward, x, dim)
 
 
-@library.define()
+@library.define(axes="x=* N -> y=* N")
 def sparsemax_forward(x: Tensor) -> Tensor:
     """`sparsemax` along the last dimension.
 

@@ -1,0 +1,25 @@
+"""Numbers that options accept, as `library.define` is given them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Accepted(NamedTuple):
+    """A condition, and how messages describe it."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+AT_LEAST_0 = Accepted("a number of at least 0", lambda value: value >= 0)
+FINITE_AT_LEAST_0 = Accepted("a number of at least 0", lambda value: 0 <= value < float("inf"))
+AT_LEAST_1 = Accepted("at least 1", lambda value: value >= 1)
+POSITIVE = Accepted("a number above 0", lambda value: 0 < value < float("inf"))
+FRACTION = Accepted("from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def one_of(values: Any) -> Accepted:
+    """The accepted values of a string."""
+    return Accepted(f"one of {', '.join(map(repr, values))}", lambda value: value in values)

@@ -1,0 +1,222 @@
+"""Time a whole training step of an untouched model on a GPU, compiled in several ways.
+
+    python -m liger_ops.bench.steps.model [--help]
+
+Each way runs in a fresh process. The model has random weights: a language model of transformers, by
+default a Llama with a tied head, or a UNet, in bfloat16 (or with --autocast in float32, which is
+what a Trainer's bf16=True does). A step is forward, backward and fused AdamW. Times are device
+times: the median step with the 20th and 80th percentiles, after the seconds that the first steps
+took with the compilation. A way whose first losses differ from the eager model's is not timed. The
+exit status is 1 if there is such a way, or one that fails.
+
+    eager           the model as it is
+    compile         torch.compile
+    causal          torch.compile, attention made causal by hand, without any mask; only for text
+    liger           torch.compile(backend="liger")
+    liger-all       the same, including the rewrites that are left to Inductor by default
+    enabled         torch.compile after liger_ops.enable()
+    liger-graphs    the same as liger, with mode="reduce-overhead"
+    flex            torch.compile, with transformers' own flex_attention; only for text
+    fused           the model after liger_ops.fuse(), eager
+    fused-compile   torch.compile of the fused model
+    liger-kernel    a model patched by Liger-Kernel, eager; only if it is installed
+
+Needs transformers beside liger_ops. On a machine without a GPU nothing is timed: the losses of a
+small model are compared, and the exit status is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import liger_ops
+
+from ..timing import Accelerator, consecutive
+from .models import BATCHES, TEXT, Batch, text_model
+from .unet import CHANNELS_LAST, UNETS, unet
+
+SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
+
+DEFAULT_WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
+WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", "liger-kernel")
+LLAMAS = ("llama-3.2-1b", "tiny")
+# The functions of Liger-Kernel that patch a model's file.
+PATCHES = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"} | dict.fromkeys(LLAMAS, "llama")
+PATCHES |= {name: name for name in ("qwen3", "mistral", "gemma2", "llama4")}
+# The shapes for a way that does not apply to all shapes.
+FOR: dict[str, Container[str]] = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}
+WARM_UP = 4
+# bfloat16 steps round in different places; measured on an H200, llama-3.2-1b: 1e-3.
+LOSS_BOUND = 2e-2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ways", nargs="*", default=DEFAULT_WAYS, metavar="WAY", help=f"of {WAYS}")
+    parser.add_argument("--shape", choices=SHAPES, help="default: llama-3.2-1b, tiny on a CPU")
+    parser.add_argument("--batch", choices=BATCHES, default="none", help="text: what it masks")
+    parser.add_argument("--batch-size", type=int, help="default: that of the shape, 2 on a CPU")
+    parser.add_argument("--sequence-length", type=int, help="the same, 32 on a CPU")
+    parser.add_argument("--layers", type=int, help="text: default: those of the shape")
+    parser.add_argument("--autocast", action="store_true", help="text: float32 under autocast")
+    parser.add_argument("--steps", type=int, default=20, help="timed; default: %(default)s")
+    parser.add_argument("--json", metavar="FILE", help="write what was measured")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    on_gpu = torch.cuda.is_available()
+    options.shape = options.shape or ("llama-3.2-1b" if on_gpu else "tiny")
+    rows, length = TEXT[options.shape][3] if on_gpu and options.shape in TEXT else (2, 32)
+    options.batch_size = options.batch_size or (8 if on_gpu and options.shape in UNETS else rows)
+    options.sequence_length = options.sequence_length or length
+    if options.one:
+        print(json.dumps(measure(options)))
+        return 0
+    if not on_gpu:
+        print("no GPU: a small model's losses are compared, and nothing is timed", flush=True)
+    results: dict[str, dict[str, Any]] = {}
+    failed = False
+    for way in options.ways:
+        if options.shape not in FOR.get(way, SHAPES):
+            continue
+        if way == "liger-kernel" and importlib.util.find_spec("liger_kernel") is None:
+            print(f"{way:14} is not installed", flush=True)
+            continue
+        result = results[way] = in_a_fresh_process(way, options)
+        wrong = "error" in result or differs(result, results.get("eager"))
+        failed |= wrong
+        print(line(way, result, wrong, results.get("causal")), flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+    return 1 if failed else 0 if on_gpu else 2
+
+
+def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "liger_ops.bench.steps.model", way, "--one"]
+    for name in ("shape", "batch", "batch_size", "sequence_length", "layers", "steps"):
+        if (given := getattr(options, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(given)]
+    command += ["--autocast"] if options.autocast else []
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode != 0:
+        lines = run.stderr.strip().splitlines() or ["no message"]
+        raised = [
+            line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Unsupported)", line)
+        ]
+        return {"error": (raised or lines)[-1]}
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def differs(result: dict[str, Any], eager: dict[str, Any] | None) -> bool:
+    if eager is None or "error" in eager:
+        return False
+    pairs = zip(result["losses"], eager["losses"], strict=True)
+    return not all(abs(a - b) <= LOSS_BOUND for a, b in pairs)
+
+
+def line(way: str, result: dict[str, Any], wrong: bool, causal: dict[str, Any] | None) -> str:
+    if "error" in result:
+        return f"{way:14} failed: {result['error']}"
+    losses = "losses " + " ".join(f"{loss:.4f}" for loss in result["losses"])
+    if wrong:
+        return f"{way:14} is not eager's: {losses}"
+    if "ms" not in result:
+        return f"{way:14} {losses}"
+    times = f"{result['warm_up_s']:5.0f} s, then {result['ms']:6.1f} ms"
+    times += f" ({result['ms_20']:.1f} to {result['ms_80']:.1f})"
+    share = ""
+    if causal is not None and "ms" in causal:
+        share = f"  {result['ms'] / causal['ms']:.3f} of causal"
+    return f"{way:14} {times}, {result['gib']:5.1f} GiB{share}; {losses}"
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one way, in this process."""
+    (way,) = options.ways
+    if way == "liger-kernel":
+        patches = importlib.import_module("liger_kernel.transformers")
+        getattr(patches, f"apply_liger_kernel_to_{PATCHES[options.shape]}")()
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    attention = {"causal": causal_by_hand, "flex": lambda: "flex_attention"}.get(way, lambda: None)
+    size = (options.batch_size, options.sequence_length)
+    if options.shape in TEXT:
+        form = (options.layers, options.autocast)
+        made = text_model(options.shape, options.batch, size, device, attention(), *form)
+    else:
+        made = unet(options.shape, options.batch_size, device)
+    model, loss_of, batch = made
+    if way.startswith("fused"):
+        liger_ops.fuse(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    loss_of = compiled(way, loss_of)
+
+    def step() -> Tensor:
+        if way.endswith("graphs"):
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = loss_of(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach().clone()
+
+    started = time.perf_counter()
+    result: dict[str, Any] = {"losses": [loss.item() for loss in [step() for _ in range(WARM_UP)]]}
+    result["warm_up_s"] = time.perf_counter() - started
+    if torch.cuda.is_available():
+        accelerator = Accelerator("cuda")
+        times, peak = consecutive(accelerator, step, options.steps)
+        result |= {"ms": times.p50, "ms_20": times.p20, "ms_80": times.p80, "gib": peak / 1024}
+        # The allocator's own peak does not include the pools of CUDA graphs.
+        free, total = accelerator.module.mem_get_info()
+        result |= {"held_gib": (total - free) / 2**30, "device": accelerator.name}
+    result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return result
+
+
+def causal_by_hand() -> str:
+    """Register an attention for transformers that never makes a mask, and return its name."""
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
+    ) -> tuple[Tensor, None]:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=options.get("scaling"), enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("causal_by_hand", attend)
+    transformers.AttentionMaskInterface.register("causal_by_hand", lambda *args, **kwargs: None)
+    return "causal_by_hand"
+
+
+def compiled(way: str, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    if way in ("eager", "fused", "liger-kernel"):
+        return function
+    if way == "enabled":
+        liger_ops.enable()
+    if way in ("compile", "causal", "enabled", "flex", "fused-compile"):
+        # transformers makes its block masks outside of the graph.
+        return torch.compile(function, fullgraph=way != "flex")
+    options: dict[str, Any] = {"rewrites": "all"} if way == "liger-all" else {}
+    if way == "liger-graphs":
+        return torch.compile(function, fullgraph=True, backend="liger", mode="reduce-overhead")
+    return torch.compile(function, fullgraph=True, backend="liger", options=options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""Language models and batches whose training steps are timed, in the shapes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings", "num_key_value_heads"),
+)
+WIDE = {"head_dim": 128}
+EXPERTS = {"num_local_experts": 16, "num_experts_per_tok": 4}
+# The class of the configuration, its SIZES and other options, and the batch's rows and tokens.
+TEXT: dict[str, tuple[str, tuple[int, ...], dict[str, Any], tuple[int, int]]] = {
+    "llama-3.2-1b": (
+        "Llama",
+        (2048, 8192, 16, 32, 128256, 8192, 8),
+        {"tie_word_embeddings": True},
+        (8, 2048),
+    ),
+    "llama-8b-8-layers": ("Llama", (4096, 14336, 8, 32, 128256, 8192, 8), {}, (1, 8192)),
+    "gpt-neox-1b": (
+        "GPTNeoX",
+        (2048, 8192, 16, 16, 50304, 2048),
+        {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        (8, 2048),
+    ),
+    "qwen3": ("Qwen3", (2048, 6144, 14, 16, 32768, 8192, 8), WIDE, (4, 4096)),
+    "mistral": (
+        "Mistral",
+        (4096, 14336, 4, 32, 32768, 8192, 8),
+        {**WIDE, "sliding_window": 4096},
+        (2, 8192),
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        (1152, 6912, 12, 4, 262144, 8192, 1),
+        {"head_dim": 256, "sliding_window": 512},
+        (4, 4096),
+    ),
+    "gemma2": (
+        "Gemma2",
+        (2304, 9216, 6, 8, 256000, 8192, 4),
+        {"head_dim": 256, "sliding_window": 4096},
+        (2, 4096),
+    ),
+    "llama4": (
+        "Llama4Text",
+        (2048, 2048, 4, 16, 202048, 8192, 8),
+        {
+            **WIDE,
+            "intermediate_size_mlp": 4096,
+            "num_local_experts": 4,
+            "attention_chunk_size": 2048,
+        },
+        (2, 8192),
+    ),
+    "gpt-oss": (
+        "GptOss",
+        (2880, 2880, 4, 64, 201088, 8192, 8),
+        {**EXPERTS, "head_dim": 64, "sliding_window": 128},
+        (4, 2048),
+    ),
+    "tiny": ("Llama", (64, 128, 2, 4, 256, 256, 2), {"tie_word_embeddings": True}, (2, 32)),
+}
+BATCHES = ("none", "ones", "padded", "packed")
+Batch = dict[str, Tensor]
+Made = tuple[nn.Module, Callable[[Batch], Tensor], Batch]
+
+
+def text_model(
+    shape: str, kind: str, size: tuple[int, int], device: str, attention: str | None,
+    layers: int | None = None, autocast: bool = False,
+) -> Made:  # fmt: skip
+    """A model in bfloat16, or in float32 under autocast, its loss and a batch."""
+    others = {} if layers is None else {"num_hidden_layers": layers}
+    config = config_of(shape, use_cache=False, **others)
+    torch.set_default_dtype(torch.float32 if autocast else torch.bfloat16)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, **({} if attention is None else {"attn_implementation": attention})
+        ).train()
+    torch.set_default_dtype(torch.float32)
+
+    def loss_of(batch: Batch) -> Tensor:
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+            return model(**batch).loss
+
+    return model, loss_of, text_batch(kind, size, config.vocab_size, device)
+
+
+def config_of(shape: str, **others: Any) -> Any:
+    """The transformers configuration of a shape of TEXT, with other options."""
+    name, sizes, options, _ = TEXT[shape]
+    sized = dict(zip(SIZES, sizes, strict=False))
+    return getattr(transformers, f"{name}Config")(**{**sized, **options, **others})
+
+
+def text_batch(kind: str, size: tuple[int, int], vocabulary: int, device: str) -> Batch:
+    """Random tokens: no mask, a mask of ones, a quarter of padding, or 4 documents a row."""
+    rows, length = size
+    tokens = torch.randint(0, vocabulary, size, device=device)
+    if kind == "none":
+        return {"input_ids": tokens, "labels": tokens}
+    if kind == "packed":
+        document = torch.arange(length, device=device) % -(-length // 4)
+        positions = document.expand(rows, -1).contiguous()
+        return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    mask = torch.ones_like(tokens)
+    if kind == "padded":
+        # The rows have no padding up to a half of it, evenly, so that the batch has a quarter.
+        for row in range(rows):
+            mask[row, length - length * row // max(2 * (rows - 1), 1) :] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    return {"input_ids": tokens, "labels": labels, "attention_mask": mask}

@@ -1,0 +1,153 @@
+"""Time a layer of Llama under tensor and sequence parallelism, beside PyTorch's own layers.
+
+    torchrun --standalone --nproc-per-node 2 -m liger_ops.bench.steps.tensor_parallel
+
+Every way computes a layer of Llama 8B in bfloat16, forward and backward. Its gradients are first
+compared with one float32 computation of the whole layer: the exit status is 1 if they differ by
+more than those of PyTorch's layers. The first rank prints the median on the slower rank and the
+most memory that a rank allocated. Without GPUs the ranks are CPU processes (gloo), the layer is
+small, and nothing is compiled or timed.
+
+Needs transformers beside liger_ops. docs/distributed.md has figures.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+import liger_ops
+
+from ..timing import Accelerator, consecutive
+from .models import TEXT, config_of
+from .ranks import largest, ranks, relative, say
+
+WAYS: dict[str, tuple[bool, str | None]] = {
+    "eager": (False, None),
+    "inductor": (False, "inductor"),
+    "liger": (False, "liger"),
+    "fuse": (True, None),
+    "fuse, liger": (True, "liger"),
+}
+Gradients = dict[str, Tensor]
+
+
+def main() -> int:
+    on_gpu = torch.cuda.is_available()
+    with ranks() as mesh:
+        layer, x, dy, tables = made("llama-8b-8-layers" if on_gpu else "tiny", mesh.device_type)
+        truth = gradients(layer, x, dy, tables)
+        allowed: dict[str, float] = {}
+        failed = False
+        for way, (fused, backend) in WAYS.items():
+            torch.compiler.reset()
+            step = sharded_step(layer, x, dy, tables, mesh, fused, backend if on_gpu else None)
+            errors = {name: relative(found, truth[name]) for name, found in step().items()}
+            # bfloat16 rounds in other places.
+            allowed = allowed or {name: 2 * error + 2**-8 for name, error in errors.items()}
+            wrong = [name for name, error in errors.items() if error > allowed[name]]
+            failed |= bool(wrong)
+            note = f"worst error {max(errors.values()):.1e}"
+            note += f", wrong: {wrong}" if wrong else ""
+            if on_gpu:
+                times, peak = consecutive(Accelerator("cuda"), partial(step, False), 15, warm_ups=5)
+                note += "; {:.2f} ms, {:.0f} MiB".format(*largest(times.p50, peak))
+            say(f"{way:12} {note}")
+    return int(failed)
+
+
+def made(shape: str, device: str) -> tuple[nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The same layer, input, gradient and tables on every rank."""
+    config, tokens = config_of(shape, attn_implementation="sdpa"), TEXT[shape][3][1]
+    torch.manual_seed(0)
+    with torch.device(device):
+        layer = LlamaDecoderLayer(config, 0).bfloat16()
+        x, dy = (torch.randn(1, tokens, config.hidden_size).bfloat16() for _ in range(2))
+        tables = LlamaRotaryEmbedding(config)(x, torch.arange(tokens)[None])
+    return layer, x, dy, tables
+
+
+def output(layer: nn.Module, x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
+    y = layer(x, position_embeddings=tables, attention_mask=None)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def gradients(layer: nn.Module, x: Tensor, dy: Tensor, tables: tuple[Tensor, ...]) -> Gradients:
+    """In float32, on one device."""
+    wide, given = copy.deepcopy(layer).float(), x.float().requires_grad_()
+    output(wide, given, tuple(table.float() for table in tables)).backward(dy.float())
+    return collected(wide, given)
+
+
+def collected(layer: nn.Module, x: Tensor) -> Gradients:
+    found = {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    return {name: whole(grad) for name, grad in found.items() if grad is not None}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_step(
+    layer: nn.Module, x: Tensor, dy: Tensor, tables: tuple[Tensor, ...], mesh: DeviceMesh,
+    fused: bool, backend: str | None,
+) -> Callable[..., Gradients]:  # fmt: skip
+    # fuse replaces modules inside of the one that it is given.
+    holder = nn.Sequential(copy.deepcopy(layer))
+    if fused:
+        liger_ops.fuse(holder)
+    own = parallelize_module(holder[0], mesh, plan())
+    if backend is not None:
+        own.compile(backend=backend)
+    given, dgiven = (rows(tensor, mesh) for tensor in (x, dy))
+    given.requires_grad_()
+
+    def step(collect: bool = True) -> Gradients:
+        own.zero_grad()
+        given.grad = None
+        output(own, given, tables).backward(dgiven)
+        return collected(own, given) if collect else {}
+
+    return step
+
+
+def plan() -> dict[str, Any]:
+    rows: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
+    return {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(**rows),
+        "mlp.down_proj": RowwiseParallel(**rows),
+    }
+
+
+def rows(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    own = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+    return DTensor.from_local(own, mesh, [Shard(1)], run_check=False).detach()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,191 @@
+"""The ways to compute a head and its loss with a vocabulary that is sharded over ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from liger_ops import distributed
+
+from ...torch_private import functional_collectives as collectives
+
+IGNORED = -100
+
+Loss = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+class Whole(torch.autograd.Function):
+    """x, the same on every rank; its gradient is the sum of the ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Any:
+        return collectives.wait_tensor(collectives.all_reduce(dx, "sum", ctx.group)), None
+
+
+class Products(torch.autograd.Function):
+    """The three products and the sum of dx over the ranks, with nothing between: a bound."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any) -> Tensor:
+        logits = torch.mm(x, weight.t())
+        ctx.save_for_backward(x, weight, logits)
+        ctx.group = group
+        return logits[0, 0].float()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        x, weight, logits = ctx.saved_tensors
+        dx = collectives.all_reduce(torch.mm(logits, weight), "sum", ctx.group)
+        return collectives.wait_tensor(dx), torch.mm(logits.t(), x), None
+
+
+def sharded_logits(logits: Tensor, mesh: DeviceMesh, words: int) -> DTensor:
+    whole = torch.Size((len(logits), words))
+    return DTensor.from_local(logits.float(), mesh, [Shard(-1)], shape=whole, stride=(words, 1))
+
+
+def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
+    """The ways to compute the mean loss of x (M, D), the rank's words (v, D) and targets (M,)."""
+    group = mesh.get_group()
+    sharded: dict[str, Any] = {"group": group, "vocab_size": words}
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(Whole.apply(x, group), weight)
+
+    def log_prob(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found, _ = distributed.linear_log_prob(x, weight, target, **sharded)
+        return -found.sum() / (target != IGNORED).sum()
+
+    def of_torch(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(sharded_logits(linear(x, weight), mesh, words), target)
+
+    head: Loss = functools.partial(distributed.linear_cross_entropy, **sharded)
+    return {
+        "products": lambda x, weight, target: Products.apply(x, weight, group),
+        "linear_cross_entropy": head,
+        "linear_cross_entropy, compiled": torch.compile(head, fullgraph=True, dynamic=False),
+        "linear_log_prob": log_prob,
+        "linear, cross_entropy": lambda x, weight, target: distributed.cross_entropy(
+            linear(x, weight), target, **sharded
+        ),
+        "linear, loss_parallel": of_torch,
+        "linear, loss_parallel, compiled": torch.compile(of_torch, dynamic=False),
+    } | ways_of_others(group, words)
+
+
+def ways_of_others(group: Any, words: int) -> dict[str, Loss]:
+    """The losses of other packages, which are imported when they are called."""
+
+    def liger_kernel(logits: Tensor, target: Tensor) -> Tensor:
+        from liger_kernel.transformers.vocab_parallel_cross_entropy import (
+            LigerVocabParallelCrossEntropy as Function,
+        )
+
+        fits("Liger-Kernel", logits, on_gpus=True)
+        return Function()(logits.unsqueeze(1), target.unsqueeze(1), tp_group=group).squeeze(1)
+
+    # verl's log-probabilities of sharded logits are this function's too.
+    def megatron(logits: Tensor, target: Tensor) -> Tensor:
+        from megatron.core.tensor_parallel import cross_entropy
+
+        fits("Megatron Core", logits)
+        return cross_entropy.vocab_parallel_cross_entropy(logits, target, tp_group=group)
+
+    def megatron_fused(logits: Tensor, target: Tensor) -> Tensor:
+        from megatron.core.fusions import fused_cross_entropy
+
+        fits("Megatron Core", logits)
+        return fused_cross_entropy.fused_vocab_parallel_cross_entropy(logits, target, group)
+
+    def torchtitan(logits: Tensor, target: Tensor) -> Tensor:
+        from torchtitan.components.loss import _LossParallelCrossEntropy as Function
+
+        return Function.apply(logits.float(), target, group, words, "none")
+
+    def of_verl(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+        fits("verl", x, on_gpus=True)
+        found, _ = linear_cross_entropy(Whole.apply(x, group), weight, target, 1.0, "none", group)
+        return mean(-found, target)
+
+    def fits(owner: str, x: Tensor, on_gpus: bool = False) -> None:
+        if on_gpus and not x.is_cuda:
+            raise NotImplementedError(f"{owner} computes it on GPUs alone")
+        if words % dist.get_world_size(group):
+            raise NotImplementedError(f"{owner} takes the same number of words on every rank")
+
+    def mean(losses: Tensor, target: Tensor) -> Tensor:
+        kept = target != IGNORED
+        return torch.where(kept, losses, 0.0).sum() / kept.sum()
+
+    def after_linear(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+        return lambda x, weight, target: mean(
+            function(F.linear(Whole.apply(x, group), weight), target), target
+        )
+
+    return {
+        "linear, Liger-Kernel": after_linear(liger_kernel),
+        "linear, Megatron": after_linear(megatron),
+        "linear, Megatron, fused": after_linear(megatron_fused),
+        "linear, torchtitan": after_linear(torchtitan),
+        "verl": of_verl,
+    }
+
+
+def ways_of_divergence(
+    mesh: DeviceMesh, words: int, kind: str, teacher_x: Tensor, teacher_weight: Tensor
+) -> dict[str, Loss]:
+    """The ways to compute the mean divergence of a head from its teacher, with the rank's words."""
+    group = mesh.get_group()
+    sharded: dict[str, Any] = {"group": group, "vocab_size": words}
+
+    def both_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        student = F.linear(Whole.apply(x, group), weight)
+        return student, F.linear(teacher_x[: len(x)], teacher_weight)
+
+    def head(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        teacher = (teacher_x[: len(x)], teacher_weight)
+        return distributed.linear_divergence(x, weight, *teacher, kind=kind, **sharded)[0]
+
+    def of_logits(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        return distributed.divergence(*both_logits(x, weight), kind, **sharded).mean()
+
+    def of_torch(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        log_q, log_p = (
+            sharded_logits(logits, mesh, words).log_softmax(-1) for logits in both_logits(x, weight)
+        )
+        return written(log_q, log_p, kind)
+
+    return {
+        "linear_divergence": head,
+        "linear_divergence, compiled": torch.compile(head, fullgraph=True, dynamic=False),
+        "linear, divergence": of_logits,
+        "linear, log_softmax": of_torch,
+        "linear, log_softmax, compiled": torch.compile(of_torch, dynamic=False),
+    }
+
+
+def written(log_q: Tensor, log_p: Tensor, kind: str) -> Tensor:
+    """A mean divergence as trainers write it."""
+    if kind == "jsd":
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        terms = (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2
+    else:
+        log_a, log_b = (log_p, log_q) if kind == "forward_kl" else (log_q, log_p)
+        terms = log_a.exp() * (log_a - log_b)
+    return terms.sum(-1).mean()

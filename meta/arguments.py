@@ -1,0 +1,164 @@
+"""Checks of a call's arguments, compiled from the line and the options of its op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import library
+from ..accepted import Accepted, one_of
+from ..axes import MANY, Entry, Line
+from ..ops.shapes import equal
+from .sizes import MULTIPLE, Shape, Sizes
+
+Check = Callable[[Any], None]
+
+# The dtypes behind an argument's colon, and how messages describe them.
+DTYPES: dict[str, tuple[Callable[[Tensor], bool], str]] = {
+    "": (Tensor.is_floating_point, "a floating point tensor"),
+    "int": (lambda tensor: tensor.dtype in (torch.int64, torch.int32), "int64 or int32"),
+    "number": (lambda x: x.dtype is not torch.bool and not x.is_complex(), "a number"),
+}
+
+
+class Names:
+    """The arguments of an op, by one form of its line."""
+
+    def __init__(self, op: library.Op, line: Line, unnamed: Sequence[str]) -> None:
+        self.op, self.line = op.name.removesuffix("_forward"), line
+        self.index = {argument.name: i for i, argument in enumerate(op.schema.arguments)}
+        self.needed = {a.name for a in op.schema.arguments if str(a.type) == "Tensor"}
+        tensors = [name for name in library.tensor_names(op) if name not in unnamed]
+        # Sizes are read from the first tensors, which messages speak of.
+        self.tensors = {name: line.of(name) for name in sorted(tensors, key=self._rank)}
+        self.first = next(iter(self.tensors))
+        self.without = f" without {', '.join(unnamed)}, which it then holds"
+
+    def _rank(self, name: str) -> int:
+        if name in self.line.arguments:
+            return 0 if name in self.needed else 2
+        return 1 if name in self.line.results else 3
+
+    def like(self, axes: tuple[str, ...]) -> int | None:
+        """The index of a tensor with these axes, which every call has."""
+        tensors = self.tensors.items()
+        same = (n for n, entry in tensors if entry.axes == axes and n in self.needed)
+        return next((self.index[name] for name in same), None)
+
+    def shape(self, entry: Entry, sizes: Sizes) -> Shape:
+        shape = sizes.shape(entry.axes)
+        if entry.reduced is None:
+            return shape
+        reduced = sizes.shape(entry.reduced)
+        if "reduction" not in self.index:
+            return reduced
+        index = self.index["reduction"]
+        return lambda call: (shape if call[index] == "none" else reduced)(call)
+
+    def meaning(self, name: str, axes: tuple[str, ...]) -> str:
+        """The words for a shape in messages."""
+        before = list(self.tensors)[: list(self.tensors).index(name)]
+        others = [(other, self.tensors[other].axes) for other in before]
+        is_one_axis = len(axes) == 1 and axes[0] not in MANY
+        words = [other for other, known in others if known == axes and axes and not is_one_axis]
+        if name not in self.line.arguments:
+            words.append(f"the forward's {name if name in self.line.results else name[1:]}")
+        if not axes:
+            words.append("a number")
+        for other, known in others:
+            if known[:-1] == axes and not is_one_axis:
+                words.append(f"{other} but for its last dimension")
+            elif known[-1:] == axes and "*" in known:
+                words.append(f"{other}'s last dimension")
+            elif known[:1] == axes and len(known) == 2:
+                words.append(f"{other}'s rows")
+        first = self.tensors[self.first]
+        with_axes = f" for {self.first} of {first.form}" if set(axes) & set(first.axes) else ""
+        return next(iter(words), f"{Entry(axes).form}{with_axes}")
+
+
+def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Check:
+    """Check dtypes, devices and shapes of tensors; the shapes only of those not `excepted`."""
+    op, x, first = names.op, names.first, names.index[names.first]
+    rows = []
+    for name, entry in names.tensors.items():
+        index, dtype = names.index[name], entry.dtype if name in names.line.arguments else ""
+        is_accepted, accepted = DTYPES.get(dtype, DTYPES[""])
+        fits, form, shape, meaning = None, "", None, ""
+        if entry.axes == ("1",):
+            fits, form = _one_element, "have one element"
+        elif name not in excepted:
+            new = sizes.read(index, entry.axes)
+            if new and entry.axes not in (("*",), ("#",)):
+                fits, form = _dimensions(entry, new, names.without)
+            if len(new) < len(entry.axes) or not entry.axes:
+                shape, meaning = names.shape(entry, sizes), names.meaning(name, entry.axes)
+        same = names.index.get(dtype)
+        rows.append((index, name, is_accepted, accepted, same, dtype, fits, form, shape, meaning))
+
+    def check(call: Any) -> None:
+        device = call[first].device
+        for i, name, is_accepted, accepted, same, other, fits, form, shape, meaning in rows:
+            tensor = call[i]
+            if tensor is None:
+                continue
+            if not is_accepted(tensor):
+                raise TypeError(f"{op}: {name} must be {accepted}, got {tensor.dtype}")
+            if same is not None and tensor.dtype != call[same].dtype:
+                expected = f"{other}'s dtype, {call[same].dtype}"
+                raise TypeError(f"{op}: {name} must have {expected}, got {tensor.dtype}")
+            if tensor.device != device:
+                raise ValueError(
+                    f"{op}: {name} must be on {x}'s device, {device}, got {tensor.device}"
+                )
+            if fits is not None and not fits(tensor):
+                raise ValueError(f"{op}: {name} must {form}, got shape {tuple(tensor.shape)}")
+            if shape is not None and not equal(tensor.shape, shape(call), f"{op}: {name}"):
+                raise ValueError(
+                    f"{op}: {name} must have the shape of {meaning}, {tuple(shape(call))},"
+                    f" got {tuple(tensor.shape)}"
+                )
+
+    return check
+
+
+def _one_element(tensor: Tensor) -> bool:
+    return tensor.numel() == 1
+
+
+def _dimensions(
+    entry: Entry, new: Sequence[str], without: str
+) -> tuple[Callable[[Tensor], bool], str]:
+    """Whether a tensor has the dimensions of a line, and multiples where axes are `new`."""
+    axes = entry.axes
+    least = sum(axis not in MANY for axis in axes)
+    most = least if least == len(axes) else float("inf")
+    multiples = [(axes.index(axis) - len(axes), MULTIPLE.fullmatch(axis)) for axis in new]
+    divisors = [(dim, int(multiple[1])) for dim, multiple in multiples if multiple]
+
+    def fits(tensor: Tensor) -> bool:
+        if not least <= tensor.dim() <= most:
+            return False
+        return not divisors or all(tensor.shape[dim] % divisor == 0 for dim, divisor in divisors)
+
+    return fits, f"be {entry.form}{without if divisors else ''}"
+
+
+def options_check(names: Names, options: Mapping[str, Accepted | Sequence[str]]) -> Check:
+    op = names.op
+    rows = [
+        (names.index[name], name, value if isinstance(value, Accepted) else one_of(value))
+        for name, value in options.items()
+        if name in names.index
+    ]
+
+    def check(call: Any) -> None:
+        for i, name, accepted in rows:
+            value = call[i]
+            if value is not None and not accepted.holds(value):
+                raise ValueError(f"{op}: {name} must be {accepted.text}, got {value!r}")
+
+    return check
