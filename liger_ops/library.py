@@ -28,9 +28,10 @@ from torch import Tensor
 
 from . import autograd
 from .accepted import Accepted
+from .derived import Layout, contiguous, derived_definition
 from .record import Op
 from .refusals import refusal
-from .schemas import arguments_of, schema_of
+from .schemas import arguments_of, hide_keyword_only, schema_of
 from .torch_private import (
     AUTOGRAD,
     DispatchKey,
@@ -79,11 +80,13 @@ def define(
     is that of the results, by default the first tensor's: "x+y" is that of x + y, and "float32+x"
     is float32, or float64 if x is. `options` are the values that arguments may have.
 
-    The gradient of a backward op is that of its definition.
+    Keyword-only parameters of the definition are not in the schema: they are for callers of the
+    definition. The gradient of a backward op is that of its definition.
     """
 
     def decorate(definition: Function) -> Function:
         name = definition.__name__
+        hide_keyword_only(definition)
         custom_op = torch.library.custom_op(
             f"{NAMESPACE}::{name}",
             lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
@@ -96,7 +99,16 @@ def define(
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
         op = OPS[name] = Op(
-            name, definition, custom_op, overload, arguments, refuse, axes, dtype, options or {}
+            name,
+            definition,
+            custom_op,
+            overload,
+            arguments,
+            refuse,
+            strides,
+            axes,
+            dtype,
+            options or {},
         )
         autograd.register(op)
         _register_refusals(op)
@@ -105,6 +117,24 @@ def define(
         return _public(definition, overload)
 
     return decorate
+
+
+def derive_backward(
+    name: str, form: str, function: Callable[..., Any] | None = None, returns: str = "",
+    layout: Layout = contiguous,
+) -> Callable[..., Any]:  # fmt: skip
+    """Create the op `<name>_backward`, the gradient of op `name`, and return its public function.
+
+    Its definition is autograd of `function`, by default the op's definition, as
+    `derived.derived_definition` describes; `form` names its arguments and results, such as
+    "dy x weight eps output_mask -> dx dweight". `returns` are the names of the results in the
+    schema.
+    """
+    op = OPS[name]
+    definition = derived_definition(name, function or op.definition, form, layout)
+    backward = define(op.strides, returns)(definition)
+    gradient(name)
+    return backward
 
 
 def declared(op: Op) -> Op:

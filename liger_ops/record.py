@@ -24,6 +24,8 @@ class Op:
     arguments: Callable[..., Any]
     # Raises TypeError for arguments that no op takes.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
+    # Which strides Inductor gives to the inputs.
+    strides: torch.Tag
     # What `library.define` was given.
     axes: str | Callable[[Any], str]
     dtype: str

@@ -60,6 +60,13 @@ def schema_of(function: Callable[..., Any], returns: str = "") -> str:
     return f"({', '.join(parameters)}) -> " + (outputs[0] if single else f"({', '.join(outputs)})")
 
 
+def hide_keyword_only(function: Callable[..., Any]) -> None:
+    """Leave keyword-only parameters out of the function's signature, as `inspect` returns it."""
+    signature = inspect.signature(function)
+    kept = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+
+
 def _type(function: Callable[..., Any], name: str, hint: Any) -> str:
     if hint not in TYPES:
         accepted = ", ".join(getattr(known, "__name__", str(known)) for known in TYPES)
