@@ -15,7 +15,7 @@ from .. import rewrite
 from ..layers import clamped_swiglu
 from .canonical import IDENTITY, canonical
 from .pattern import CHEAP
-from .rewrite import Refused, replace_all
+from .rewrite import Refused
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def recognise(
     """
     report = rewrite(module, rewrites, strict=True)
     if "clamped_swiglu" in rewrites:
-        replace_all(module.graph, report, "clamped_swiglu", clamped_swiglu.UNLIMITED)
+        clamped_swiglu.rewrite_unlimited(module.graph, report)
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     needed: set[fx.Node] = set()
     waiting = [output]

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..engine.canonical import same, value
 from ..engine.pattern import Match, Pattern
-from ..engine.rewrite import Refused, number, of_one_shape
+from ..engine.report import Report
+from ..engine.rewrite import Refused, number, of_one_shape, replace_all
 
 
 def gpt_oss(
@@ -31,6 +32,11 @@ def deepseek_v4(gate: Tensor, up: Tensor, limit: float, lower: float) -> Tensor:
 
 def quick_gelu(gate: Tensor, up: Tensor, alpha: float) -> Tensor:
     return gate * torch.sigmoid(gate * alpha) * up
+
+
+def rewrite_unlimited(graph: fx.Graph, report: Report) -> None:
+    """The same without a limit, which the backend leaves to Inductor and `fuse` does not."""
+    replace_all(graph, report, "clamped_swiglu", UNLIMITED)
 
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:
@@ -53,5 +59,4 @@ SPELLINGS = [
     (Pattern(gpt_oss, **_HALVES, **_LIMITS, alpha=1.702, up_offset=1.0), _op),
     (Pattern(deepseek_v4, **_HALVES, **_LIMITS), _op),
 ]
-# The same without a limit, which the backend leaves to Inductor and `fuse` does not.
 UNLIMITED = [(Pattern(quick_gelu, **_HALVES, alpha=1.702), _op)]
