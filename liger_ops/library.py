@@ -20,14 +20,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import autograd
-from .accepted import Accepted
+from .accepted import Options
 from .derived import Layout, contiguous, derived_definition
 from .record import Op
 from .refusals import refusal
@@ -65,7 +65,7 @@ _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 def define(
     strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "",
     axes: str | Callable[[Any], str] = "", dtype: str = "",
-    options: Mapping[str, Accepted | Sequence[str]] | None = None,
+    options: Options | None = None,
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Create the op `liger::<function name>` from its definition and return its public function.
 
@@ -99,17 +99,9 @@ def define(
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
         op = OPS[name] = Op(
-            name,
-            definition,
-            custom_op,
-            overload,
-            arguments,
-            refuse,
-            strides,
-            axes,
-            dtype,
+            name, definition, custom_op, overload, arguments, refuse, strides, axes, dtype,
             options or {},
-        )
+        )  # fmt: skip
         autograd.register(op)
         _register_refusals(op)
         if name.endswith("_backward"):
@@ -269,12 +261,13 @@ def _run_on_device(op: Op, device: str) -> None:
     `custom_op.register_kernel` is not used: it takes 1 us per call to check that no output aliases
     an input. The tests check that for every kernel.
     """
+    name = op.name
     needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
 
     def first(call: Any) -> Any:
         load(device)
         if current[0] is first:
-            raise NotImplementedError(f"{op.name}: there is no kernel for {device}")
+            raise NotImplementedError(f"{name}: there is no kernel for {device}")
         return run(*call)
 
     # One tuple, so that other threads find a function with its own flag.
@@ -294,9 +287,9 @@ def _run_on_device(op: Op, device: str) -> None:
                 return op.check_and_define(*call)
         function, allocates = current
         if allocates:
-            assert plan is None, f"{op.name}: a kernel that allocates takes no plan"
+            assert plan is None, f"{name}: a kernel that allocates takes no plan"
             return function(call)
-        outputs = allocate(op.name, call)
+        outputs = allocate(name, call)
         given = outputs if isinstance(outputs, tuple) else (outputs,)
         if any(call[i].numel() for i in needed):
             if any(output is not None for output in given):
@@ -307,7 +300,7 @@ def _run_on_device(op: Op, device: str) -> None:
                     output.zero_()
         return outputs
 
-    op.custom_op._lib.impl(op.name, disable_dynamo(run), DEVICES[device])
+    op.custom_op._lib.impl(name, disable_dynamo(run), DEVICES[device])
     op.kernels[device], op.install[device] = run, install
     if has(*AUTOGRAD):
         key = getattr(DispatchKey, DEVICES[device])
