@@ -21,7 +21,7 @@ class Op:
     custom_op: torch.library.CustomOpDef
     overload: Any
     # The named tuple type of a call's arguments.
-    arguments: Callable[..., Any]
+    arguments: type[Any]
     # Raises TypeError for arguments that no op takes.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
     # Which strides Inductor gives to the inputs.
