@@ -37,7 +37,7 @@ def schema_of(function: Callable[..., Any], returns: str = "") -> str:
 
     A mask has as many elements as its default value or, without one, as the function has results.
     """
-    hints = inspect.get_annotations(function, eval_str=True)
+    hints: dict[str, Any] = inspect.get_annotations(function, eval_str=True)
     result = hints["return"]
     results = get_args(result) if get_origin(result) is tuple else (result,)
     names = returns.split() or [""] * len(results)
