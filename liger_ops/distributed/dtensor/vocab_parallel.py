@@ -81,7 +81,7 @@ def _of_same_words(call: Any, line: Line) -> Line | None:
     if hasattr(call, "student_weight") and words != [call.student_weight.shape[0]]:
         return None
     arguments = {
-        name: entry._replace(axes=[VOCABULARY if axis == "W" else axis for axis in entry.axes])
+        name: entry._replace(axes=tuple(VOCABULARY if a == "W" else a for a in entry.axes))
         for name, entry in line.arguments.items()
     }
     return line._replace(arguments=arguments)
