@@ -152,7 +152,8 @@ def compare(
         given = over(mesh, call, whole, rows)
         found, found_gradients = outcome(call, given, loss_alone)
         wanted = [tensor for tensor in given.values() if tensor.requires_grad]
-        for gradient, tensor in zip(found_gradients, wanted if over_words else (), strict=over_words):
+        placed = wanted if over_words else ()
+        for gradient, tensor in zip(found_gradients, placed, strict=over_words):
             for had, has in zip(tensor.placements, gradient.placements, strict=True):
                 assert has == had or (had == WHOLE and has.is_partial()), (call[0], had, has)
         for value, truth in zip((*found, *found_gradients), (*expected, *gradients), strict=True):
