@@ -17,6 +17,7 @@ from .torch_private import (
     DispatchKey,
     after_autograd_keyset,
     any_requires_grad,
+    are_functorch_transforms_active,
     disable_dynamo,
     has,
 )
@@ -72,31 +73,75 @@ def formula_of_definition(op: Op) -> tuple[Any, Any]:
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         wanted = [i for i, needed in enumerate(ctx.needs) if needed]
-        with torch.enable_grad():
-            # Views, because one input may have been computed from another: the gradient stops at
-            # each input's view, instead of flowing on into the other input.
-            inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in _saved(ctx)]
-            outputs = op.definition(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if output is not None and grad is not None and output.requires_grad
-        ]
+        inputs = _saved(ctx)
         result: list[Tensor | None] = [None] * len(inputs)
-        if pairs:
-            values = torch.autograd.grad(
-                [output for output, _ in pairs],
-                [inputs[i] for i in wanted],
-                [grad for _, grad in pairs],
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-            for i, value in zip(wanted, values, strict=True):
-                result[i] = value
+        found = vector_jacobian(op.definition, inputs, wanted, grads)
+        for i, value in zip(wanted, found, strict=True):
+            result[i] = value
         return tuple(result)
 
     return backward, setup_context
+
+
+def vector_jacobian(
+    function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[int],
+    grads: Sequence[Tensor | None],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """The gradients of the inputs at the indices `wanted`, from those of the function's first
+    results, each of which may be None. None for an input on which no such result depends.
+
+    It works within kernels, where autograd is off, and within `torch.func` transforms.
+    """
+
+    def run(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        given = list(inputs)
+        for i, tensor in zip(wanted, tensors, strict=True):
+            given[i] = tensor
+        outputs = function(*given)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [
+            (output, grad.to(output.dtype))
+            for output, grad in zip(outputs, grads, strict=False)
+            if output is not None and grad is not None
+        ]
+        return [output for output, _ in pairs], [grad for _, grad in pairs]
+
+    if not wanted or all(grad is None for grad in grads):
+        return [None] * len(wanted)
+    if are_functorch_transforms_active():
+        found: Any = torch.func.vjp(run, *(inputs[i] for i in wanted), has_aux=True)
+        _, pull_back, chosen = found
+        return pull_back(chosen)
+    tensors = [x for x in (*inputs, *grads) if isinstance(x, Tensor)]
+    keeps_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # A view keeps the tangent of forward-mode AD, too.
+    as_views = keeps_graph or forward_ad._current_level >= 0
+    # Besides inference mode, it ends the exclusion of autograd's dispatch keys.
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs = [_apart(x, as_views) if isinstance(x, Tensor) else x for x in inputs]
+        tensors = [inputs[i] for i in wanted]
+        for x in tensors:
+            if not x.requires_grad:
+                x.requires_grad_()
+        outputs, chosen = run(*tensors)
+        there = [i for i, output in enumerate(outputs) if output.requires_grad]
+        if not there:
+            return [None] * len(wanted)
+        return torch.autograd.grad(
+            [outputs[i] for i in there],
+            tensors,
+            [chosen[i] for i in there],
+            create_graph=keeps_graph,
+            allow_unused=True,
+        )
+
+
+def _apart(x: Tensor, as_view: bool) -> Tensor:
+    """x without its graph, or a view in it, at which a gradient stops: one input may have been
+    computed from another."""
+    if x.is_inference():
+        return x.clone()
+    return x.view_as(x) if as_view else x.detach()
 
 
 def _save(ctx: Any, values: Sequence[Any]) -> None:

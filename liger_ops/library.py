@@ -20,17 +20,18 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import autograd
-from .accepted import Accepted
+from .accepted import Options
+from .derived import Layout, contiguous, derived_definition
 from .record import Op
 from .refusals import refusal
-from .schemas import arguments_of, schema_of
+from .schemas import arguments_of, hide_keyword_only, schema_of
 from .torch_private import (
     AUTOGRAD,
     DispatchKey,
@@ -64,7 +65,7 @@ _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 def define(
     strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "",
     axes: str | Callable[[Any], str] = "", dtype: str = "",
-    options: Mapping[str, Accepted | Sequence[str]] | None = None,
+    options: Options | None = None,
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Create the op `liger::<function name>` from its definition and return its public function.
 
@@ -79,11 +80,13 @@ def define(
     is that of the results, by default the first tensor's: "x+y" is that of x + y, and "float32+x"
     is float32, or float64 if x is. `options` are the values that arguments may have.
 
-    The gradient of a backward op is that of its definition.
+    Keyword-only parameters of the definition are not in the schema: they are for callers of the
+    definition. The gradient of a backward op is that of its definition.
     """
 
     def decorate(definition: Function) -> Function:
         name = definition.__name__
+        hide_keyword_only(definition)
         custom_op = torch.library.custom_op(
             f"{NAMESPACE}::{name}",
             lambda *args, **kwargs: OPS[name].check_and_define(*args, **kwargs),
@@ -96,8 +99,9 @@ def define(
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
         op = OPS[name] = Op(
-            name, definition, custom_op, overload, arguments, refuse, axes, dtype, options or {}
-        )
+            name, definition, custom_op, overload, arguments, refuse, strides, axes, dtype,
+            options or {},
+        )  # fmt: skip
         autograd.register(op)
         _register_refusals(op)
         if name.endswith("_backward"):
@@ -105,6 +109,24 @@ def define(
         return _public(definition, overload)
 
     return decorate
+
+
+def derive_backward(
+    name: str, form: str, function: Callable[..., Any] | None = None, returns: str = "",
+    layout: Layout = contiguous,
+) -> Callable[..., Any]:  # fmt: skip
+    """Create the op `<name>_backward`, the gradient of op `name`, and return its public function.
+
+    Its definition is autograd of `function`, by default the op's definition, as
+    `derived.derived_definition` describes; `form` names its arguments and results, such as
+    "dy x weight eps output_mask -> dx dweight". `returns` are the names of the results in the
+    schema.
+    """
+    op = OPS[name]
+    definition = derived_definition(name, function or op.definition, form, layout)
+    backward = define(op.strides, returns)(definition)
+    gradient(name)
+    return backward
 
 
 def declared(op: Op) -> Op:
@@ -239,12 +261,13 @@ def _run_on_device(op: Op, device: str) -> None:
     `custom_op.register_kernel` is not used: it takes 1 us per call to check that no output aliases
     an input. The tests check that for every kernel.
     """
+    name = op.name
     needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
 
     def first(call: Any) -> Any:
         load(device)
         if current[0] is first:
-            raise NotImplementedError(f"{op.name}: there is no kernel for {device}")
+            raise NotImplementedError(f"{name}: there is no kernel for {device}")
         return run(*call)
 
     # One tuple, so that other threads find a function with its own flag.
@@ -264,9 +287,9 @@ def _run_on_device(op: Op, device: str) -> None:
                 return op.check_and_define(*call)
         function, allocates = current
         if allocates:
-            assert plan is None, f"{op.name}: a kernel that allocates takes no plan"
+            assert plan is None, f"{name}: a kernel that allocates takes no plan"
             return function(call)
-        outputs = allocate(op.name, call)
+        outputs = allocate(name, call)
         given = outputs if isinstance(outputs, tuple) else (outputs,)
         if any(call[i].numel() for i in needed):
             if any(output is not None for output in given):
@@ -277,7 +300,7 @@ def _run_on_device(op: Op, device: str) -> None:
                     output.zero_()
         return outputs
 
-    op.custom_op._lib.impl(op.name, disable_dynamo(run), DEVICES[device])
+    op.custom_op._lib.impl(name, disable_dynamo(run), DEVICES[device])
     op.kernels[device], op.install[device] = run, install
     if has(*AUTOGRAD):
         key = getattr(DispatchKey, DEVICES[device])

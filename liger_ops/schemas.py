@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def schema_of(function: Callable[..., Any], returns: str = "") -> str:
 
     A mask has as many elements as its default value or, without one, as the function has results.
     """
-    hints = get_type_hints(function)
+    hints: dict[str, Any] = inspect.get_annotations(function, eval_str=True)
     result = hints["return"]
     results = get_args(result) if get_origin(result) is tuple else (result,)
     names = returns.split() or [""] * len(results)
@@ -58,6 +58,13 @@ def schema_of(function: Callable[..., Any], returns: str = "") -> str:
     outputs = [f"{TYPES[hint]} {name}".strip() for hint, name in zip(results, names, strict=True)]
     single = len(outputs) == 1 and not returns
     return f"({', '.join(parameters)}) -> " + (outputs[0] if single else f"({', '.join(outputs)})")
+
+
+def hide_keyword_only(function: Callable[..., Any]) -> None:
+    """Leave keyword-only parameters out of the function's signature, as `inspect` returns it."""
+    signature = inspect.signature(function)
+    kept = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
 
 
 def _type(function: Callable[..., Any], name: str, hint: Any) -> str:

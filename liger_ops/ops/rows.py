@@ -1,15 +1,13 @@
 """Means and sums over the columns of a row, of which several devices may each have a part.
 
-The definitions of norms and softmax take a row's statistics from here. `distributed` runs a
-definition on a device's columns within `parts`, and the statistics are then those of the whole row.
+The definitions of norms and softmax take a row's statistics from their keyword argument `rows`.
+`distributed` gives a definition `ShardedColumns`, and the statistics are then those of whole rows.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,77 +15,70 @@ from torch import Tensor
 from .precision import widened
 
 
-class Parts(NamedTuple):
-    """Rows that are sharded over columns: the columns of a whole row, and the sum and the maximum
-    over the devices."""
+class Rows:
+    """The statistics over the last dimension of rows that a device has whole."""
 
-    columns: int
-    summed: Callable[[Tensor], Tensor]
-    maximum: Callable[[Tensor], Tensor]
-
-
-# A thread's own: autograd runs the backward of a CUDA device in another.
-class _State(threading.local):
-    parts: Parts | None = None
-
-
-_state = _State()
-
-
-@contextmanager
-def parts(value: Parts) -> Iterator[None]:
-    """Within, every x is a device's columns."""
-    _state.parts = value
-    try:
-        yield
-    finally:
-        _state.parts = None
-
-
-def columns(x: Tensor) -> int | torch.SymInt:
-    """The number of columns of a whole row."""
-    return x.shape[-1] if _state.parts is None else _state.parts.columns
-
-
-def mean(x: Tensor) -> Tensor:
-    """The mean over the last dimension, which is kept with size 1."""
-    sharded = _state.parts
-    if sharded is None:
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the last dimension, which is kept with size 1."""
         return x.mean(-1, keepdim=True)
-    # A mean in half precision is accumulated in float32 and rounded once.
-    total = sharded.summed(widened(x).sum(-1, keepdim=True))
-    return (total / sharded.columns).to(x.dtype)
 
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the last dimension, which is kept with size 1."""
+        return x.sum(-1, keepdim=True)
 
-def total(x: Tensor) -> Tensor:
-    """The sum over the last dimension, which is kept with size 1."""
-    own = x.sum(-1, keepdim=True)
-    return own if _state.parts is None else _state.parts.summed(own)
-
-
-def softmax(x: Tensor) -> Tensor:
-    if _state.parts is None:
+    def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, -1)
-    weights = torch.exp(_centred(x, _state.parts))
-    return weights / total(weights)
 
-
-def log_softmax(x: Tensor) -> Tensor:
-    if _state.parts is None:
+    def log_softmax(self, x: Tensor) -> Tensor:
         return torch.log_softmax(x, -1)
-    x = _centred(x, _state.parts)
-    return x - torch.log(total(torch.exp(x)))
 
 
-def _centred(x: Tensor, sharded: Parts) -> Tensor:
-    """x less its maximum."""
-    # A device without columns has no maximum.
-    empty = x.new_full((*x.shape[:-1], 1), float("-inf"))
-    own = x.amax(-1, keepdim=True) if x.shape[-1] else empty
-    return x - sharded.maximum(own)
+WHOLE = Rows()
 
 
-def columns_sum(x: Tensor) -> Tensor:
-    """The sum over all dimensions but the last."""
-    # A reshape to (-1, N) is not defined for the 0 columns that a device may have.
-    return x.flatten(0, -2).sum(0) if x.dim() > 1 else x
+class ShardedColumns(Rows):
+    """The statistics of rows of so many columns, of which x has a device's; `summed` and `maximum`
+    are the sum and the maximum over the devices."""
+
+    def __init__(
+        self,
+        columns: int,
+        summed: Callable[[Tensor], Tensor],
+        maximum: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.columns, self.summed, self.maximum = columns, summed, maximum
+
+    def mean(self, x: Tensor) -> Tensor:
+        # A mean in half precision is accumulated in float32 and rounded once.
+        return (self.total(widened(x)) / self.columns).to(x.dtype)
+
+    def total(self, x: Tensor) -> Tensor:
+        return _Summed.apply(x.sum(-1, keepdim=True), self.summed)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        weights = torch.exp(self._centred(x))
+        return weights / self.total(weights)
+
+    def log_softmax(self, x: Tensor) -> Tensor:
+        x = self._centred(x)
+        return x - torch.log(self.total(torch.exp(x)))
+
+    def _centred(self, x: Tensor) -> Tensor:
+        """x less its maximum."""
+        # A device without columns has no maximum.
+        empty = x.new_full((*x.shape[:-1], 1), float("-inf"))
+        own = x.amax(-1, keepdim=True) if x.shape[-1] else empty
+        return x - self.maximum(own)
+
+
+class _Summed(torch.autograd.Function):
+    """A sum over devices that each use it, so that its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.summed = summed
+        return summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.summed(grad), None

@@ -31,15 +31,14 @@ STATISTICS = {
     "fused_add_rms_norm": (1, 2),
     "gated_rms_norm": (1, 2),
     "layer_norm": (2, 4),
-    # The backward needs the norm's result and its statistics.
-    "modulated_rms_norm": (1, 3),
-    "modulated_layer_norm": (2, 6),
+    "modulated_rms_norm": (1, 2),
+    "modulated_layer_norm": (2, 4),
     # Three powers of x.
     "poly_norm": (3, 6),
     "softmax": (2, 1),
     "log_softmax": (2, 1),
-    # The scores and the rows' squares; the backward needs dy * x too.
-    "attn_res": (2, 3),
+    # The scores and the rows' squares, and the gradient of each.
+    "attn_res": (2, 4),
 }
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from graphs import Recorder, liger_ops_of
+from head_bounds import assert_no_further
 from head_calls import Calls
 from liger_ops import library
-from linear_divergence_bounds import Bounds, assert_no_further, logits_of, upstream
+from linear_divergence_bounds import Bounds, logits_of, upstream
 from linear_divergence_cases import INPUTS, TwoHeadsCase
 from op_table import OPS
 from op_under_test import FOLDERS, X_LAYOUTS, Tensors, max_abs
@@ -144,8 +145,8 @@ def test_the_definition_is_the_formula(case: TwoHeadsCase) -> None:
     }
     leaves = [tensors[name] for name in ("student_x", "student_weight", "student_bias")]
     leaves = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
-    accumulate = (*case.options[:-2], None, case.chunk_bytes)
-    ours = liger_ops.linear_divergence(*(tensors[name] for name in INPUTS), *accumulate)
+    options = OP.options(replace(case, accumulate_narrow=False))
+    ours = liger_ops.linear_divergence(*(tensors[name] for name in INPUTS), *options)
     z, teacher_z = logits_of(case, tensors)
     divergence = reduced(case, tensors, written(case, z, teacher_z))
     theirs = [case.soft_weight * divergence, divergence, None]
@@ -405,7 +406,7 @@ TEACHER = {"teacher_logits": torch.zeros(2, 6)}
         ({"teacher_logits": None, "teacher_x": X}, "teacher_weight, got teacher_x"),
         ({"teacher_logits": torch.zeros(3, 6)}, "teacher_logits must have the shape of student_x"),
         ({"teacher_logits": torch.zeros(2, 0)}, "teacher_logits must have at least one class"),
-        ({"student_weight": torch.zeros(5, 4)}, "student_weight must be (V, D) with D of"),
+        ({"student_weight": torch.zeros(5, 4)}, "student_weight must have the shape of (V, D) for"),
         ({"target": None, "hard_weight": 1.0}, "hard_weight must be 0 without a target, got 1.0"),
         ({"soft_weight": -1.0}, "soft_weight must be a number of at least 0, got -1.0"),
         ({"hard_weight": NAN}, "hard_weight must be a number of at least 0, got nan"),
@@ -415,7 +416,7 @@ TEACHER = {"teacher_logits": torch.zeros(2, 6)}
         ({"kind": "kl"}, "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'tvd', 'cosine'"),
         ({"beta": 2.0}, "beta must be from 0 to 1, got 2.0"),
         ({"reduction": "batchmean"}, "reduction must be one of"),
-        ({"token_weight": torch.zeros(3)}, "token_weight must have the shape of student_x but"),
+        ({"token_weight": torch.zeros(3)}, "token_weight must have the shape of target, (2,)"),
         ({"accum_dtype": torch.float16}, "accum_dtype must be torch.float32 or None"),
         ({"chunk_bytes": 0}, "chunk_bytes must be above 0 or None, got 0"),
     ),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...ops.rows import Parts, parts
+from ...ops.rows import ShardedColumns
 from ...record import Op
 from ...torch_private import StridedShard
 from .column_groups import Groups
@@ -153,13 +153,9 @@ def _by_itself(op: Op, changed: dict[str, Any] | None = None) -> Compute:
 
 
 def _by_statistics(op: Op, x: Sharded, placed: Placed) -> Compute:
-    whole_rows = Parts(x.columns, placed.over(x.sharding, "sum"), placed.over(x.sharding, "max"))
-
-    def compute(own: Any) -> Any:
-        with parts(whole_rows):
-            return op.definition(*own)
-
-    return compute
+    over = (placed.over(x.sharding, operation) for operation in ("sum", "max"))
+    rows = ShardedColumns(x.columns, *over)
+    return lambda own: op.definition(*own, rows=rows)
 
 
 def _by_statistics_of_groups(op: Op, size: Any, x: Sharded, placed: Placed) -> Compute:
@@ -170,9 +166,9 @@ def _by_statistics_of_groups(op: Op, size: Any, x: Sharded, placed: Placed) -> C
         return groups.own(over_devices(groups.among_all(value)))
 
     def compute(own: Any) -> Any:
+        padded = (groups.padded(v) if isinstance(v, Tensor) else v for v in own)
         # A norm has no maximum.
-        with parts(Parts(size, summed, summed)):
-            found = op.definition(*(groups.padded(v) if isinstance(v, Tensor) else v for v in own))
+        found = op.definition(*padded, rows=ShardedColumns(size, summed, summed))
         results = found if isinstance(found, tuple) else (found,)
         cut = tuple(None if value is None else groups.cut(value) for value in results)
         return cut if isinstance(found, tuple) else cut[0]

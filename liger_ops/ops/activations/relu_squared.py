@@ -37,24 +37,4 @@ def relu_squared(x: Tensor) -> Tensor:
     return torch.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """The gradient of `relu_squared`.
-
-        dx = dy * 2 * max(x, 0)
-
-    Args:
-        dy: of x's shape, any strides.
-        x: as given to `relu_squared`.
-
-    Returns:
-        dx, contiguous, of x's shape and dtype.
-
-    Raises:
-        TypeError, ValueError: as `relu_squared`; or dy does not have x's shape.
-    """
-    wide = widened(x)
-    return (dy.to(wide.dtype) * (2 * torch.relu(wide))).to(x.dtype).contiguous()
-
-
-library.gradient("relu_squared")
+relu_squared_backward = library.derive_backward("relu_squared", "dy x -> dx")

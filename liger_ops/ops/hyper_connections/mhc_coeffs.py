@@ -121,88 +121,11 @@ def mhc_coeffs_forward(
         rows.dtype
     )
     pre, post, res = _split(logits, hc)
-    h_res = _iterates(res, tmax, sinkhorn_eps)[1][-1]
+    h_res = _sinkhorn(res, tmax, sinkhorn_eps)
     return (
         torch.sigmoid(pre) + pre_eps, torch.sigmoid(post) * post_mult, h_res.contiguous(),
         product.detach(), rstd.detach().squeeze(-1),
     )  # fmt: skip
-
-
-@library.define(returns="dx dphi db dalpha_pre dalpha_post dalpha_res")
-def mhc_coeffs_backward(
-    dh_pre: Tensor | None, dh_post: Tensor | None, dh_res: Tensor | None,
-    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor,
-    product: Tensor, rstd: Tensor,
-    tmax: int, rms_eps: float, sinkhorn_eps: float, post_mult: float, output_mask: list[bool],
-) -> tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
-]:  # fmt: skip
-    """The gradient of `mhc_coeffs`.
-
-    With dlogits, of the sigmoids and of sinkhorn, alpha the factor of each column, mix =
-    product * rstd, and K = hc * C:
-
-        dmix   = dlogits * alpha
-        dx     = (dmix * rstd) @ phi.T - x * rstd**2 * sum(dmix * mix) / K
-        dphi   = x.T @ (dmix * rstd)
-        db     = sum(dlogits) over the tokens
-        dalpha = sum(dlogits * mix) over the tokens and the columns of each alpha
-
-    For a division by sums, y = m / (sum(m) + eps), dm = (dy - sum(dy * y)) / (sum(m) + eps).
-
-    Kernels use the forward's product and rstd; the definition computes them again, so that it can
-    be differentiated.
-
-    Args:
-        dh_pre, dh_post, dh_res: of the shapes of the results, any strides; each may be None.
-        product, rstd: results of the forward.
-        output_mask: whether the gradients of x, phi, b and the three alphas are computed and
-            allocated.
-        The others: as given to `mhc_coeffs`.
-
-    Returns:
-        dx, dphi, db, dalpha_pre, dalpha_post and dalpha_res, contiguous, of the shapes and dtypes
-        of the tensors; each may be None.
-
-    Raises:
-        TypeError, ValueError: as `mhc_coeffs`; or a gradient does not have its result's shape.
-    """
-    hc = x.shape[-2]
-    rows, product, rstd = _projected(x, phi, rms_eps)
-    alpha = _factors(rows, hc, alpha_pre, alpha_post, alpha_res)
-    mix = product * rstd
-    pre, post, res = _split(mix * alpha + b.to(rows.dtype), hc)
-    dpre, dpost, dres = (
-        torch.zeros_like(value) if grad is None else grad.to(rows.dtype)
-        for value, grad in ((pre, dh_pre), (post, dh_post), (res, dh_res))
-    )
-    dlogits = torch.cat(
-        (
-            dpre * _slope(pre), dpost * _slope(post) * post_mult,
-            _sinkhorn_backward(dres, res, tmax, sinkhorn_eps).flatten(-2),
-        ),
-        -1,
-    )  # fmt: skip
-    dmix = dlogits * alpha
-    dproduct = dmix * rstd
-    dx = dphi = db = None
-    if output_mask[0]:
-        of_norm = (dmix * mix).sum(-1, keepdim=True) * (rstd * rstd) / rows.shape[-1]
-        dx = torch.matmul(dproduct, phi.to(rows.dtype).t()) - rows * of_norm
-        dx = dx.reshape(x.shape).to(x.dtype).contiguous()
-    if output_mask[1]:
-        columns = dproduct.reshape(-1, phi.shape[1])
-        dphi = torch.mm(rows.reshape(-1, phi.shape[0]).t(), columns).to(phi.dtype).contiguous()
-    if output_mask[2]:
-        db = dlogits.reshape(-1, b.shape[0]).sum(0).to(b.dtype)
-    dalphas = [
-        part.sum().to(factor.dtype) if wanted else None
-        for wanted, part, factor in zip(
-            output_mask[3:], _split(dlogits * mix, hc), (alpha_pre, alpha_post, alpha_res),
-            strict=True,
-        )
-    ]  # fmt: skip
-    return dx, dphi, db, *dalphas  # type: ignore[return-value]
 
 
 def _projected(x: Tensor, phi: Tensor, rms_eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,39 +148,25 @@ def _split(logits: Tensor, hc: Any) -> tuple[Tensor, Tensor, Tensor]:
     return pre, post, res.unflatten(-1, (hc, hc))
 
 
-def _slope(logits: Tensor) -> Tensor:
-    sigmoid = torch.sigmoid(logits)
-    return sigmoid * (1 - sigmoid)
-
-
-def _iterates(logits: Tensor, tmax: int, eps: float) -> tuple[Tensor, list[Tensor]]:
-    """The softmax, and the matrix after each division of the columns."""
-    p = torch.softmax(logits, -1)
-    matrix = p + eps
-    iterates = [matrix / _sums(matrix, -2, eps)]
+def _sinkhorn(logits: Tensor, tmax: int, eps: float) -> Tensor:
+    matrix = torch.softmax(logits, -1) + eps
+    matrix = matrix / _sums(matrix, -2, eps)
     for _ in range(tmax - 1):
-        matrix = iterates[-1] / _sums(iterates[-1], -1, eps)
-        iterates.append(matrix / _sums(matrix, -2, eps))
-    return p, iterates
+        matrix = matrix / _sums(matrix, -1, eps)
+        matrix = matrix / _sums(matrix, -2, eps)
+    return matrix
 
 
 def _sums(matrix: Tensor, dim: int, eps: float) -> Tensor:
     return matrix.sum(dim, keepdim=True) + eps
 
 
-def _sinkhorn_backward(grad: Tensor, logits: Tensor, tmax: int, eps: float) -> Tensor:
-    p, iterates = _iterates(logits, tmax, eps)
-    for before, after in zip(iterates[-2::-1], iterates[:0:-1], strict=True):
-        rows = _sums(before, -1, eps)
-        between = before / rows
-        grad = _divided_backward(grad, after, _sums(between, -2, eps), -2)
-        grad = _divided_backward(grad, between, rows, -1)
-    grad = _divided_backward(grad, iterates[0], _sums(p + eps, -2, eps), -2)
-    return p * (grad - (grad * p).sum(-1, keepdim=True))
-
-
-def _divided_backward(grad: Tensor, y: Tensor, divisor: Tensor, dim: int) -> Tensor:
-    return (grad - (grad * y).sum(dim, keepdim=True)) / divisor
+mhc_coeffs_backward = library.derive_backward(
+    "mhc_coeffs_forward",
+    "dh_pre? dh_post? dh_res? x phi b alpha_pre alpha_post alpha_res product rstd tmax rms_eps"
+    " sinkhorn_eps post_mult output_mask -> dx dphi db dalpha_pre dalpha_post dalpha_res",
+    returns="dx dphi db dalpha_pre dalpha_post dalpha_res",
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

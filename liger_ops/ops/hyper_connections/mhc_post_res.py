@@ -54,44 +54,8 @@ def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Ten
     return (mixed + added).to(x.dtype).contiguous()
 
 
-@library.define()
-def mhc_post_res_backward(
-    dy: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor, output_mask: list[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradient of `mhc_post_res`.
-
-        dx[i, c]     = sum over o of h_res[o, i] * dy[o, c]
-        df_out[c]    = sum over o of h_post[o] * dy[o, c]
-        dh_post[o]   = sum over c of dy[o, c] * f_out[c]
-        dh_res[o, i] = sum over c of dy[o, c] * x[i, c]
-
-    Args:
-        dy: (..., hc, C), any strides.
-        x, f_out, h_post, h_res: as given to `mhc_post_res`.
-        output_mask: whether dx, df_out, dh_post and dh_res are computed and allocated.
-
-    Returns:
-        dx, df_out, dh_post and dh_res, contiguous, of the shapes and dtypes of x, f_out, h_post and
-        h_res; each may be None.
-
-    Raises:
-        TypeError, ValueError: as `mhc_post_res`; or dy does not have x's shape.
-    """
-    wide = widened(x)
-    dtype = wide.dtype
-    dy = dy.to(dtype)
-    dx = df_out = dh_post = dh_res = None
-    if output_mask[0]:
-        dx = torch.matmul(h_res.to(dtype).transpose(-1, -2), dy).to(x.dtype).contiguous()
-    if output_mask[1]:
-        df_out = (h_post.to(dtype).unsqueeze(-1) * dy).sum(-2).to(f_out.dtype)
-    if output_mask[2]:
-        dh_post = (dy * f_out.to(dtype).unsqueeze(-2)).sum(-1).to(h_post.dtype).contiguous()
-    if output_mask[3]:
-        dh_res = torch.matmul(dy, wide.transpose(-1, -2)).to(h_res.dtype).contiguous()
-    return dx, df_out, dh_post, dh_res
-
-
-library.gradient("mhc_post_res")
+mhc_post_res_backward = library.derive_backward(
+    "mhc_post_res", "dy x f_out h_post h_res output_mask -> dx df_out dh_post dh_res"
+)
 library.keep_dtypes_under_autocast("mhc_post_res")
 library.keep_dtypes_under_autocast("mhc_post_res_backward")

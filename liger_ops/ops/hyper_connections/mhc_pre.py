@@ -43,34 +43,4 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     return (h_pre.to(wide.dtype).unsqueeze(-1) * wide).sum(-2).to(x.dtype)
 
 
-@library.define()
-def mhc_pre_backward(
-    dy: Tensor, x: Tensor, h_pre: Tensor, output_mask: list[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradient of `mhc_pre`.
-
-        dx[i, c]  = h_pre[i] * dy[c]
-        dh_pre[i] = sum over c of dy[c] * x[i, c]
-
-    Args:
-        dy: (..., C), any strides.
-        x, h_pre: as given to `mhc_pre`.
-        output_mask: whether dx and dh_pre are computed and allocated.
-
-    Returns:
-        dx and dh_pre, contiguous, of the shapes and dtypes of x and h_pre; each may be None.
-
-    Raises:
-        TypeError, ValueError: as `mhc_pre`; or dy does not have the result's shape.
-    """
-    wide = widened(x)
-    upstream = dy.to(wide.dtype).unsqueeze(-2)
-    dx = dh_pre = None
-    if output_mask[0]:
-        dx = (h_pre.to(wide.dtype).unsqueeze(-1) * upstream).to(x.dtype).contiguous()
-    if output_mask[1]:
-        dh_pre = (upstream * wide).sum(-1).to(h_pre.dtype).contiguous()
-    return dx, dh_pre
-
-
-library.gradient("mhc_pre")
+mhc_pre_backward = library.derive_backward("mhc_pre", "dy x h_pre output_mask -> dx dh_pre")

@@ -47,52 +47,10 @@ def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> 
     return y.to(x.dtype).contiguous()
 
 
-@library.define()
-def dyt_backward(
-    dy: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `dyt`.
-
-    With t = tanh(alpha * x) and g = dy * gamma * (1 - t**2):
-
-        dx     = alpha * g
-        dalpha = sum(g * x)
-        dgamma = sum(dy * t) over all dimensions but the last
-        dbeta  = sum(dy) over all dimensions but the last
-
-    Args:
-        dy: (..., N), any strides.
-        x, alpha, gamma, beta: as given to `dyt`; only beta's dtype is used.
-        output_mask: whether dx, dalpha, dgamma and dbeta are computed and allocated.
-
-    Returns:
-        dx, dalpha, dgamma and dbeta, contiguous, of the shapes and dtypes of x, alpha, gamma and
-        beta; None for each that output_mask leaves out.
-
-    Raises:
-        TypeError, ValueError: as `dyt`; or dy does not have x's shape.
-    """
-    wide = widened(x)
-    scale = _scalar(alpha, wide)
-    t = torch.tanh(scale * wide)
-    dy = dy.to(wide.dtype)
-    dx = dalpha = dgamma = dbeta = None
-    if output_mask[0] or output_mask[1]:
-        g = dy * gamma.to(wide.dtype) * (1 - t * t)
-        if output_mask[0]:
-            dx = (scale * g).to(x.dtype).contiguous()
-        if output_mask[1]:
-            dalpha = (g * wide).sum().reshape(alpha.shape).to(alpha.dtype)
-    if output_mask[2]:
-        dgamma = (dy * t).reshape(-1, x.shape[-1]).sum(0).to(gamma.dtype)
-    if output_mask[3] and beta is not None:
-        dbeta = dy.reshape(-1, x.shape[-1]).sum(0).to(beta.dtype)
-    return dx, dalpha, dgamma, dbeta
-
-
 def _scalar(alpha: Tensor, wide: Tensor) -> Tensor:
     return alpha.reshape(()).to(wide.dtype)
 
 
-library.gradient("dyt")
+dyt_backward = library.derive_backward(
+    "dyt", "dy x alpha gamma beta output_mask -> dx dalpha dgamma dbeta"
+)

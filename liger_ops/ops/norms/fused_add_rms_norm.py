@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from .rms_norm import CASTING_MODES, backward_definition
+from ..rows import WHOLE, Rows
+from .rms_norm import CASTING_MODES, scaled
 
 
 @library.define(
@@ -20,6 +21,7 @@ from .rms_norm import CASTING_MODES, backward_definition
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    *, rows: Rows = WHOLE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add a residual and normalise the sum by its root mean square, over the last dimension.
 
@@ -54,32 +56,22 @@ def fused_add_rms_norm(
         tensor([[3., 4.]])
     """
     s = (x + residual).contiguous()
-    return library.OPS["rms_norm"].definition(s, weight, eps, offset, casting_mode), s
+    return scaled(s, weight, eps, offset, casting_mode, rows).to(s.dtype).contiguous(), s
 
 
-@library.define(returns="dx dweight")
-def fused_add_rms_norm_backward(
-    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor | None,
-    eps: float, offset: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `fused_add_rms_norm`.
+def _norm_and_sum(
+    s: Tensor, weight: Tensor | None, eps: float, offset: float, *, rows: Rows = WHOLE
+) -> tuple[Tensor, Tensor]:
+    """The results as functions of the sum, whose gradient is that of x and that of residual."""
+    return scaled(s, weight, eps, offset, "gemma", rows), s
 
-    x and residual have the same gradient, dx: the gradient of `rms_norm` at s, plus ds.
 
-    Args:
-        dy: the gradient of y, (..., N), any strides.
-        ds: the gradient of s, (..., N), any strides, or None if s is not used.
-        s: the sum that the forward returned.
-        weight, eps, offset: as given to the forward.
-        output_mask: whether dx and dweight are computed and allocated.
-
-    Returns:
-        dx and dweight, contiguous, of the shapes and dtypes of s and weight; each may be None.
-
-    Raises:
-        TypeError, ValueError: as `fused_add_rms_norm`; or dy or ds does not have s's shape.
-    """
-    return backward_definition(dy, ds, s, weight, eps, offset, output_mask)
+fused_add_rms_norm_backward = library.derive_backward(
+    "fused_add_rms_norm",
+    "dy ds? s weight eps offset output_mask -> ds dweight",
+    _norm_and_sum,
+    returns="dx dweight",
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from .. import rows
-from ..activations.gated import silu_slope
 from ..precision import widened
+from ..rows import WHOLE, Rows
 
 ACTIVATIONS = ("silu", "sigmoid")
 CASTING_MODES = ("llama", "gemma")
@@ -25,6 +24,7 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6,
     norm_before_gate: bool = True, group_size: int | torch.SymInt | None = None,
     activation: str = "silu", casting_mode: str = "llama",
+    *, rows: Rows = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Root-mean-square normalisation over the last dimension, before or after a gate.
 
@@ -76,7 +76,7 @@ def gated_rms_norm(
     wide = widened(x)
     a = _activated(gate.to(wide.dtype), activation)
     s = _groups(wide if norm_before_gate else wide * a, group_size)
-    y = (s * _rstd(s, eps)).reshape(x.shape)
+    y = (s * torch.rsqrt(rows.mean(s * s) + eps)).reshape(x.shape)
     if casting_mode == "llama":
         y = y.to(x.dtype)
     if weight is not None:
@@ -86,69 +86,8 @@ def gated_rms_norm(
     return y.to(x.dtype).contiguous()
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def gated_rms_norm_backward(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float,
-    norm_before_gate: bool, group_size: int | torch.SymInt | None, activation: str,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `gated_rms_norm`.
-
-    With s and d, which are x and dy * a if the norm is before the gate, and x * a and dy if it is
-    after it; and with rstd = 1 / sqrt(mean(s**2) + eps), shat = s * rstd and g = d * weight, where
-    means are over the group:
-
-        ds      = rstd * (g - shat * mean(g * shat))
-        dweight = sum(d * shat) over all dimensions but the last
-        dx      = ds                                        before
-        dgate   = dy * shat * weight * activation'(gate)
-        dx      = ds * a                                    after
-        dgate   = ds * x * activation'(gate)
-
-    Args:
-        dy: (..., N), any strides.
-        x, gate, weight, eps, norm_before_gate, group_size, activation: as given to
-            `gated_rms_norm`.
-        output_mask: whether dx, dgate and dweight are computed and allocated.
-
-    Returns:
-        dx, dgate and dweight, contiguous, of the shapes and dtypes of x, gate and weight; each may
-        be None.
-
-    Raises:
-        TypeError, ValueError: as `gated_rms_norm`; or dy does not have x's shape.
-    """
-    wide, dy = widened(x), dy.to(widened(x).dtype)
-    scale = 1.0 if weight is None else weight.to(wide.dtype)
-    a = _activated(gate.to(wide.dtype), activation)
-    slope = _slope(gate.to(wide.dtype), activation)
-    s, d = (wide, dy * a) if norm_before_gate else (wide * a, dy)
-    s, g = _groups(s, group_size), _groups(d * scale, group_size)
-    rstd = _rstd(s, eps)
-    shat = s * rstd
-    ds = (rstd * (g - shat * rows.mean(g * shat))).reshape(x.shape)
-    shat = shat.reshape(x.shape)
-    dx = dgate = dweight = None
-    if output_mask[0]:
-        dx = (ds if norm_before_gate else ds * a).to(x.dtype).contiguous()
-    if output_mask[1]:
-        dgate = dy * slope * (shat * scale) if norm_before_gate else ds * wide * slope
-        dgate = dgate.to(gate.dtype).contiguous()
-    if output_mask[2] and weight is not None:
-        dweight = rows.columns_sum(d * shat).to(weight.dtype)
-    return dx, dgate, dweight
-
-
 def _activated(gate: Tensor, activation: str) -> Tensor:
     return F.silu(gate) if activation == "silu" else torch.sigmoid(gate)
-
-
-def _slope(gate: Tensor, activation: str) -> Tensor:
-    """The derivative of the activation."""
-    if activation == "silu":
-        return silu_slope(gate)
-    sigmoid = torch.sigmoid(gate)
-    return sigmoid * (1 - sigmoid)
 
 
 def _groups(x: Tensor, group_size: int | torch.SymInt | None) -> Tensor:
@@ -158,8 +97,7 @@ def _groups(x: Tensor, group_size: int | torch.SymInt | None) -> Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
 
 
-def _rstd(s: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(rows.mean(s * s) + eps)
-
-
-library.gradient("gated_rms_norm")
+gated_rms_norm_backward = library.derive_backward(
+    "gated_rms_norm",
+    "dy x gate weight eps norm_before_gate group_size activation output_mask -> dx dgate dweight",
+)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..precision import widened
-from .layer_norm import standardised, standardised_backward
+from .layer_norm import standardised
 
 
 @library.define(axes="x=n C #, weight=C, bias=C -> y=n C #", options={"eps": AT_LEAST_0})
@@ -49,52 +49,12 @@ def group_norm(
         >>> liger_ops.group_norm(torch.tensor([[1.0, 3.0, 0.0, 4.0]]), num_groups=2)
         tensor([[-1.0000,  1.0000, -1.0000,  1.0000]])
     """
-    xhat = standardised(_groups(widened(x), num_groups), eps)[0].reshape(x.shape)
+    xhat = standardised(_groups(widened(x), num_groups), eps).reshape(x.shape)
     if weight is not None:
         xhat = xhat * _per_channel(weight, xhat)
     if bias is not None:
         xhat = xhat + _per_channel(bias, xhat)
     return xhat.to(x.dtype).contiguous()
-
-
-@library.define()
-def group_norm_backward(
-    dy: Tensor, x: Tensor, num_groups: int | torch.SymInt, weight: Tensor | None,
-    bias: Tensor | None, eps: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `group_norm`.
-
-    With xhat and rstd of the group, g = dy * weight[c], and means over the group:
-
-        dx      = rstd * (g - mean(g) - xhat * mean(g * xhat))
-        dweight = sum(dy * xhat) over all dimensions but that of the channels
-        dbias   = sum(dy) over all dimensions but that of the channels
-
-    Args:
-        dy: (N, C, *spatial), any strides.
-        x, num_groups, weight, bias, eps: as given to `group_norm`; only bias's dtype is used.
-        output_mask: whether dx, dweight and dbias are computed and allocated.
-
-    Returns:
-        dx, dweight and dbias, contiguous, of the shapes and dtypes of x, weight and bias; None for
-        each that output_mask leaves out.
-
-    Raises:
-        TypeError, ValueError: as `group_norm`; or dy does not have x's shape.
-    """
-    xhat, rstd = standardised(_groups(widened(x), num_groups), eps)
-    dy = dy.to(xhat.dtype)
-    others = [dim for dim in range(x.dim()) if dim != 1]
-    dx = dweight = dbias = None
-    if output_mask[0]:
-        g = dy if weight is None else dy * _per_channel(weight, dy)
-        dx = standardised_backward(_groups(g, num_groups), xhat, rstd)
-        dx = dx.reshape(x.shape).to(x.dtype).contiguous()
-    if output_mask[1] and weight is not None:
-        dweight = (dy * xhat.reshape(x.shape)).sum(others).to(weight.dtype)
-    if output_mask[2] and bias is not None:
-        dbias = dy.sum(others).to(bias.dtype)
-    return dx, dweight, dbias
 
 
 def _groups(x: Tensor, num_groups: int | torch.SymInt) -> Tensor:
@@ -109,5 +69,7 @@ def _per_channel(weight: Tensor, x: Tensor) -> Tensor:
     return weight.to(x.dtype).reshape(-1, *[1] * (x.dim() - 2))
 
 
-library.gradient("group_norm")
+group_norm_backward = library.derive_backward(
+    "group_norm", "dy x num_groups weight bias eps output_mask -> dx dweight dbias"
+)
 library.autocast("group_norm", torch.float32)

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from .. import rows
 from ..precision import widened
+from ..rows import WHOLE, Rows
 
 
 @library.define(axes="x=* N, weight=N, bias=N -> y=* N", options={"eps": AT_LEAST_0})
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    *, rows: Rows = WHOLE,
+) -> Tensor:  # fmt: skip
     """Layer normalisation over the last dimension.
 
         y = (x - mean(x, -1)) / sqrt(var(x, -1) + eps) * weight + bias
@@ -47,12 +48,12 @@ def layer_norm(
         >>> liger_ops.layer_norm(torch.tensor([[1.0, 3.0]]))
         tensor([[-1.0000,  1.0000]])
     """
-    return affine(x, weight, bias, eps).to(x.dtype).contiguous()
+    return affine(x, weight, bias, eps, rows).to(x.dtype).contiguous()
 
 
-def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: Rows) -> Tensor:
     """The result of `layer_norm` before it is rounded to x.dtype."""
-    xhat, _ = standardised(widened(x), eps)
+    xhat = standardised(widened(x), eps, rows)
     if weight is not None:
         xhat = xhat * weight.to(xhat.dtype)
     if bias is not None:
@@ -60,63 +61,13 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) ->
     return xhat
 
 
-@library.define()
-def layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `layer_norm`.
-
-    With rstd = 1 / sqrt(var(x, -1) + eps), xhat = (x - mean(x, -1)) * rstd and g = dy * weight:
-
-        dx      = rstd * (g - mean(g, -1) - xhat * mean(g * xhat, -1))
-        dweight = sum(dy * xhat) over all dimensions but the last
-        dbias   = sum(dy) over all dimensions but the last
-
-    Args:
-        dy: (..., N), any strides.
-        x, weight, bias, eps: as given to `layer_norm`; only bias's dtype is used.
-        output_mask: whether dx, dweight and dbias are computed and allocated.
-
-    Returns:
-        dx, dweight and dbias, contiguous, of the shapes and dtypes of x, weight and bias; None for
-        each that output_mask leaves out.
-
-    Raises:
-        TypeError, ValueError: as `layer_norm`; or dy does not have x's shape.
-    """
-    return backward_definition(dy, x, weight, bias, eps, output_mask)
-
-
-def backward_definition(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """`layer_norm_backward`; dy may have the dtype to compute in."""
-    xhat, rstd = standardised(widened(x), eps)
-    dy = dy.to(xhat.dtype)
-    dx = dweight = dbias = None
-    if output_mask[0]:
-        g = dy if weight is None else dy * weight.to(xhat.dtype)
-        dx = standardised_backward(g, xhat, rstd).to(x.dtype).contiguous()
-    if output_mask[1] and weight is not None:
-        dweight = rows.columns_sum(dy * xhat).to(weight.dtype)
-    if output_mask[2] and bias is not None:
-        dbias = rows.columns_sum(dy).to(bias.dtype)
-    return dx, dweight, dbias
-
-
-def standardised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x - mean) * rstd over the last dimension, and rstd."""
+def standardised(x: Tensor, eps: float, rows: Rows = WHOLE) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the last dimension."""
     centred = x - rows.mean(x)
-    rstd = torch.rsqrt(rows.mean(centred * centred) + eps)
-    return centred * rstd, rstd
+    return centred * torch.rsqrt(rows.mean(centred * centred) + eps)
 
 
-def standardised_backward(g: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
-    """The gradient of x, given the gradient g of xhat."""
-    return rstd * (g - rows.mean(g) - xhat * rows.mean(g * xhat))
-
-
-library.gradient("layer_norm")
+layer_norm_backward = library.derive_backward(
+    "layer_norm", "dy x weight bias eps output_mask -> dx dweight dbias"
+)
 library.autocast("layer_norm", torch.float32)

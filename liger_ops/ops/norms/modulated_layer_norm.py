@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from .layer_norm import affine, backward_definition
-from .modulation import modulated, modulation_gradients
+from ..rows import WHOLE, Rows
+from .layer_norm import affine
+from .modulation import modulated
 
 CASTING_MODES = ("torch", "float32")
 
@@ -21,6 +22,7 @@ CASTING_MODES = ("torch", "float32")
 def modulated_layer_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-6, casting_mode: str = "torch",
+    *, rows: Rows = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Layer normalisation over the last dimension, with an adaptive scale and shift (AdaLN).
 
@@ -74,47 +76,14 @@ def modulated_layer_norm(
         >>> liger_ops.modulated_layer_norm(x, scale, torch.tensor([0.0, 0.5]))
         tensor([[-2.0000,  1.5000]])
     """
-    y = affine(x, weight, bias, eps)
+    y = affine(x, weight, bias, eps, rows)
     if casting_mode != "float32":
         y = y.to(x.dtype)
     return modulated(y, scale, shift, casting_mode).to(x.dtype).contiguous()
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def modulated_layer_norm_backward(
-    dy: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, eps: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `modulated_layer_norm`.
-
-    With rstd = 1 / sqrt(var(x, -1) + eps), xhat = (x - mean(x, -1)) * rstd,
-    d = dy * (1 + scale) and g = d * weight, where T are the tokens of a row of scale:
-
-        dx      = rstd * (g - mean(g, -1) - xhat * mean(g * xhat, -1))
-        dscale  = sum over T of dy * (xhat * weight + bias)
-        dshift  = sum over T of dy
-        dweight = sum(d * xhat) over all dimensions but the last
-        dbias   = sum(d) over all dimensions but the last
-
-    Args:
-        dy: (..., N), any strides.
-        x, scale, shift, weight, bias, eps: as given to `modulated_layer_norm`; only shift's form is
-            used.
-        output_mask: whether dx, dscale, dshift, dweight and dbias are computed and allocated.
-
-    Returns:
-        dx, dscale, dshift, dweight and dbias, contiguous, of the shapes and dtypes of x, scale,
-        shift, weight and bias; each may be None.
-
-    Raises:
-        TypeError, ValueError: as `modulated_layer_norm`; or dy does not have x's shape.
-    """
-    y = affine(x, weight, bias, eps)
-    d, dscale, dshift = modulation_gradients(dy.to(y.dtype), y, scale, shift, output_mask)
-    norm_mask = [output_mask[0], *output_mask[3:]]
-    dx, dweight, dbias = backward_definition(d, x, weight, bias, eps, norm_mask)
-    return dx, dscale, dshift, dweight, dbias
-
-
-library.gradient("modulated_layer_norm")
+modulated_layer_norm_backward = library.derive_backward(
+    "modulated_layer_norm",
+    "dy x scale shift weight bias eps output_mask -> dx dscale dshift dweight dbias",
+)
 library.autocast("modulated_layer_norm", torch.float32, keep=("scale", "shift"))

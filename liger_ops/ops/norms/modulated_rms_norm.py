@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from ..precision import widened
-from .modulation import modulated, modulation_gradients
-from .rms_norm import backward_definition, scaled
+from ..rows import WHOLE, Rows
+from .modulation import modulated
+from .rms_norm import scaled
 
 CASTING_MODES = ("llama", "gemma", "none", "float32")
 
@@ -22,6 +22,7 @@ CASTING_MODES = ("llama", "gemma", "none", "float32")
 def modulated_rms_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    *, rows: Rows = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Root-mean-square normalisation over the last dimension, with an adaptive scale and shift.
 
@@ -75,46 +76,14 @@ def modulated_rms_norm(
         tensor([[1.6971, 1.1314]])
     """
     if casting_mode == "float32":
-        y = scaled(x, weight, eps, offset, "gemma")
+        y = scaled(x, weight, eps, offset, "gemma", rows)
     else:
-        y = scaled(x, weight, eps, offset, casting_mode).to(x.dtype)
+        y = scaled(x, weight, eps, offset, casting_mode, rows).to(x.dtype)
     return modulated(y, scale, shift, casting_mode).to(x.dtype).contiguous()
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def modulated_rms_norm_backward(
-    dy: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None,
-    eps: float, offset: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `modulated_rms_norm`.
-
-    With rstd = 1 / sqrt(mean(x**2, -1) + eps), xhat = x * rstd, d = dy * (1 + scale) and
-    g = d * (weight + offset), where T are the tokens of a row of scale:
-
-        dx      = rstd * (g - xhat * mean(g * xhat, -1))
-        dscale  = sum over T of dy * xhat * (weight + offset)
-        dshift  = sum over T of dy
-        dweight = sum(d * xhat) over all dimensions but the last
-
-    Args:
-        dy: (..., N), any strides.
-        x, scale, shift, weight, eps, offset: as given to `modulated_rms_norm`; only shift's form
-            is used.
-        output_mask: whether dx, dscale, dshift and dweight are computed and allocated.
-
-    Returns:
-        dx, dscale, dshift and dweight, contiguous, of the shapes and dtypes of x, scale, shift and
-        weight; each may be None.
-
-    Raises:
-        TypeError, ValueError: as `modulated_rms_norm`; or dy does not have x's shape.
-    """
-    y = scaled(widened(x), weight, eps, offset, "gemma")
-    d, dscale, dshift = modulation_gradients(dy.to(y.dtype), y, scale, shift, output_mask)
-    norm_mask = [output_mask[0], output_mask[3]]
-    dx, dweight = backward_definition(d, None, x, weight, eps, offset, norm_mask)
-    return dx, dscale, dshift, dweight
-
-
-library.gradient("modulated_rms_norm")
+modulated_rms_norm_backward = library.derive_backward(
+    "modulated_rms_norm",
+    "dy x scale shift weight eps offset output_mask -> dx dscale dshift dweight",
+)
 library.autocast("modulated_rms_norm", torch.float32, keep=("scale", "shift"))

@@ -33,18 +33,3 @@ def modulated(y: Tensor, scale: Tensor, shift: Tensor | None, casting_mode: str)
     if shift is not None:
         rows = rows + _rows(shift)
     return rows.reshape(y.shape)
-
-
-def modulation_gradients(
-    dy: Tensor, y: Tensor, scale: Tensor, shift: Tensor | None, output_mask: list[bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dy * (1 + scale), the gradient of y, which is the norm's result; and those of scale and
-    shift, the second and third of output_mask. dy and y have the dtype to compute in."""
-    dy_rows = by_sample(dy, scale)
-    dscale = dshift = None
-    if output_mask[1]:
-        dscale = (dy_rows * by_sample(y, scale)).sum(1).reshape(scale.shape).to(scale.dtype)
-    if output_mask[2] and shift is not None:
-        dshift = dy_rows.sum(1).reshape(shift.shape).to(shift.dtype)
-    factor = 1 + _rows(scale).to(dy.dtype)
-    return (dy_rows * factor).reshape(dy.shape), dscale, dshift

@@ -7,12 +7,15 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from .. import rows
 from ..precision import widened
+from ..rows import WHOLE, Rows
 
 
 @library.define(axes="x=* N, weight=3, bias=1 -> y=* N", options={"eps": AT_LEAST_0})
-def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def poly_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6,
+    *, rows: Rows = WHOLE,
+) -> Tensor:  # fmt: skip
     """The PolyNorm activation: normalised powers of x, weighted and added.
 
         y = weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
@@ -52,63 +55,14 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     wide = widened(x)
     scale = weight.to(wide.dtype)
     square = wide * wide
-    terms = [u * _rstd(u, eps) for u in (square * wide, square, wide)]
+    terms = [u * torch.rsqrt(rows.mean(u * u) + eps) for u in (square * wide, square, wide)]
     y = scale[0] * terms[0] + scale[1] * terms[1] + scale[2] * terms[2]
     if bias is not None:
         y = y + bias.reshape(()).to(y.dtype)
     return y.to(x.dtype).contiguous()
 
 
-@library.define()
-def poly_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `poly_norm`.
-
-    With rstd_p = 1 / sqrt(mean(x**(2 * p), -1) + eps), n_p = x**p * rstd_p and
-    slope_p = weight[3 - p] * p * x**(p - 1) * rstd_p, for p = 3, 2, 1:
-
-        dx             = sum_p slope_p * (dy - n_p * mean(dy * n_p, -1))
-        dweight[3 - p] = sum(dy * n_p)
-        dbias          = sum(dy)
-
-    Args:
-        dy: (..., N), any strides.
-        x, weight, bias, eps: as given to `poly_norm`; only bias's dtype is used.
-        output_mask: whether dx, dweight and dbias are computed and allocated.
-
-    Returns:
-        dx, dweight and dbias, contiguous, of the shapes and dtypes of x, weight and bias; None for
-        each that output_mask leaves out.
-
-    Raises:
-        TypeError, ValueError: as `poly_norm`; or dy does not have x's shape.
-    """
-    wide = widened(x)
-    scale = weight.to(wide.dtype)
-    dy = dy.to(wide.dtype)
-    square = wide * wide
-    powers = ((square * wide, 3 * square), (square, 2 * wide), (wide, torch.ones_like(wide)))
-    dx, sums = torch.zeros_like(wide), []
-    for i, (u, slope) in enumerate(powers):
-        rstd = _rstd(u, eps)
-        normalised = u * rstd
-        product = dy * normalised
-        sums.append(product.sum())
-        dx = dx + scale[i] * slope * rstd * (dy - normalised * rows.mean(product))
-    return (
-        dx.to(x.dtype).contiguous() if output_mask[0] else None,
-        torch.stack(sums).to(weight.dtype) if output_mask[1] else None,
-        dy.sum().reshape(bias.shape).to(bias.dtype)
-        if output_mask[2] and bias is not None
-        else None,
-    )
-
-
-def _rstd(u: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(rows.mean(u * u) + eps)
-
-
-library.gradient("poly_norm")
+poly_norm_backward = library.derive_backward(
+    "poly_norm", "dy x weight bias eps output_mask -> dx dweight dbias"
+)
 library.autocast("poly_norm", torch.float32)

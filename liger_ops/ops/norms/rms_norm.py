@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from .. import rows
 from ..precision import widened
+from ..rows import WHOLE, Rows
 
 CASTING_MODES = ("llama", "gemma", "none")
 
@@ -19,6 +19,7 @@ CASTING_MODES = ("llama", "gemma", "none")
 def rms_norm(
     x: Tensor, weight: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
+    *, rows: Rows = WHOLE,
 ) -> Tensor:  # fmt: skip
     """Root-mean-square normalisation over the last dimension.
 
@@ -63,12 +64,13 @@ def rms_norm(
         >>> liger_ops.rms_norm(torch.tensor([[3.0, 4.0]]))
         tensor([[0.8485, 1.1314]])
     """
-    return scaled(x, weight, eps, offset, casting_mode).to(x.dtype).contiguous()
+    return scaled(x, weight, eps, offset, casting_mode, rows).to(x.dtype).contiguous()
 
 
 def scaled(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str,
+    rows: Rows = WHOLE,
+) -> Tensor:  # fmt: skip
     """The result of `rms_norm` before it is rounded to x.dtype."""
     if casting_mode == "none":
         y = x * torch.rsqrt(rows.mean(x * x) + eps)
@@ -82,51 +84,7 @@ def scaled(
     return y
 
 
-@library.define()
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None,
-    eps: float, offset: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `rms_norm`.
-
-    With rstd = 1 / sqrt(mean(x**2, -1) + eps), xhat = x * rstd and g = dy * (weight + offset):
-
-        dx      = rstd * (g - xhat * mean(g * xhat, -1))
-        dweight = sum(dy * xhat) over all dimensions but the last
-
-    Args:
-        dy: (..., N), any strides.
-        x, weight, eps, offset: as given to `rms_norm`.
-        output_mask: whether dx and dweight are computed and allocated.
-
-    Returns:
-        dx and dweight, contiguous, of the shapes and dtypes of x and weight; each may be None.
-
-    Raises:
-        TypeError, ValueError: as `rms_norm`; or dy does not have x's shape.
-    """
-    return backward_definition(dy, None, x, weight, eps, offset, output_mask)
-
-
-def backward_definition(
-    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
-    eps: float, offset: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """`rms_norm_backward` with ds, a second gradient of x, added to dx before it is rounded."""
-    wide = widened(x)
-    rstd = torch.rsqrt(rows.mean(wide * wide) + eps)
-    xhat = wide * rstd
-    dy = dy.to(wide.dtype)
-    dx = dweight = None
-    if output_mask[0]:
-        g = dy if weight is None else dy * (weight.to(wide.dtype) + offset)
-        dx = rstd * (g - xhat * rows.mean(g * xhat))
-        dx = dx if ds is None else dx + ds.to(wide.dtype)
-        dx = dx.to(x.dtype).contiguous()
-    if output_mask[1] and weight is not None:
-        dweight = rows.columns_sum(dy * xhat).to(weight.dtype)
-    return dx, dweight
-
-
-library.gradient("rms_norm")
+rms_norm_backward = library.derive_backward(
+    "rms_norm", "dy x weight eps offset output_mask -> dx dweight"
+)
 library.autocast("rms_norm", torch.float32)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..norms.rms_norm import backward_definition, scaled
-from ..precision import widened
+from ..norms.rms_norm import scaled
 from ..strides import in_order_of
 from .rope import axes, rotated, table_gradients
 
@@ -87,47 +86,13 @@ def rms_norm_rope(
     return q_out, k_out
 
 
-@library.define(strides=torch.Tag.needs_exact_strides, returns="dq dk dq_weight dk_weight")
-def rms_norm_rope_backward(
-    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None,
-    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, offset: float,
-    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of `rms_norm_rope`.
-
-    With dxhat = dy * cos - turned(dy * sin), the inverse rotation, and the norm's gradient of it:
-
-        rstd    = 1 / sqrt(mean(x**2, -1) + eps)
-        g       = dxhat * (weight + offset)
-        dx      = rstd * (g - x * rstd * mean(g * x * rstd, -1))
-        dweight = sum(dxhat * x * rstd) over batch, heads and positions
-
-    Args:
-        dq, dk: the gradients of the results, of the shapes of q and k, any strides.
-        q, k, cos, sin, q_weight, k_weight, eps, offset, interleaved, per_pair, sections,
-            deinterleave: as given to `rms_norm_rope`.
-        output_mask: whether the gradients of q, k, q_weight and k_weight are computed.
-
-    Returns:
-        The gradients of q and k, with their layouts, and those of q_weight and k_weight; each may
-        be None.
-
-    Raises:
-        TypeError, ValueError: as `rms_norm_rope`; or dq or dk does not have the shape of q or k.
-    """
-    tables = (cos, sin, interleaved, per_pair, sections, deinterleave)
-    wants_q, wants_k, wants_q_weight, wants_k_weight = output_mask
-    grads = []
-    for dy, x, weight, mask in (
-        (dq, q, q_weight, [wants_q, wants_q_weight]),
-        (dk, k, k_weight, [wants_k, wants_k_weight]),
-    ):
-        dxhat = rotated(widened(dy), *tables, backward=True)
-        dx, dweight = backward_definition(dxhat, None, x, weight, eps, offset, mask)
-        grads.append((None if dx is None else in_order_of(dx, x), dweight))
-    (grad_q, dq_weight), (grad_k, dk_weight) = grads
-    return grad_q, grad_k, dq_weight, dk_weight
+rms_norm_rope_backward = library.derive_backward(
+    "rms_norm_rope",
+    "dq dk q k cos sin q_weight k_weight eps offset interleaved per_pair sections deinterleave"
+    " output_mask -> dq dk dq_weight dk_weight",
+    returns="dq dk dq_weight dk_weight",
+    layout=in_order_of,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -148,9 +113,8 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     if needs_cos or needs_sin:
         norm = (eps, offset, casting_mode)
         xhat = scaled(q, q_weight, *norm).to(q.dtype), scaled(k, k_weight, *norm).to(k.dtype)
-        dcos, dsin = table_gradients((dq, dk), xhat, cos, sin, *rotation)
-        dcos = dcos.to(cos.dtype) if needs_cos else None
-        dsin = dsin.to(sin.dtype) if needs_sin and dsin is not None else None
+        needed = [needs_cos, needs_sin]
+        dcos, dsin = table_gradients(dq, dk, *xhat, cos, sin, *rotation, needed)
     return *grads[:2], dcos, dsin, *grads[2:], *[None] * len(ctx.options)
 
 

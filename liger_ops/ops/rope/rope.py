@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...derived import derived_definition
 from ..precision import widened
 from ..strides import in_order_of
 
@@ -223,45 +224,11 @@ def _of_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
     return table.unsqueeze(-3)
 
 
-def table_gradients(
-    grads: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor | None,
-    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of cos and sin, with cos's shape: sums over the heads, and over the batch and
-    the elements of a pair if these share a number."""
-    R = rotated_columns(cos, sin, per_pair)
-    pairs = pairs_of(sin, interleaved, deinterleave, False)
-    sums: list[list[Tensor]] = [[], [], [], []]
-    for dy, x in zip(grads, inputs, strict=True):
-        dy_a, dy_b = _split(widened(dy)[..., :R], pairs.y)
-        a, b = _split(widened(x)[..., :R], pairs.x)
-        for total, product in zip(sums, (dy_a * a, dy_b * b, -dy_a * b, dy_b * a), strict=True):
-            total.append(product.sum(-3))
-    like = cos[..., 0, 0] if holds_matrices(cos, sin) else cos
-    cos_a, cos_b, sin_a, sin_b = (_shared(of_q + of_k, like, sections) for of_q, of_k in sums)
-    if holds_matrices(cos, sin):
-        return torch.stack((cos_a, -sin_a, sin_b, cos_b), -1).unflatten(-1, (2, 2)), None
-    if sin is None:
-        return torch.complex(cos_a + cos_b, sin_a + sin_b), None
-    if per_pair:
-        return cos_a + cos_b, sin_a + sin_b
-    return _joined(cos_a, cos_b, pairs.tables), _joined(sin_a, sin_b, pairs.tables)
-
-
-def _shared(grad: Tensor, cos: Tensor, sections: list[int] | None) -> Tensor:
-    """Reduce the gradient of each (batch, position, pair) to the shape of the tables."""
-    if cos.dim() == 2:
-        grad = grad.sum(0)
-    elif cos.shape[-3] == 1:
-        grad = grad.sum(0, keepdim=True)
-    if sections is None:
-        return grad
-    parts = grad.split(sections, -1)
-    tables = [
-        torch.cat([p if i == table else torch.zeros_like(p) for i, p in enumerate(parts)], -1)
-        for table in range(len(sections))
-    ]
-    return torch.stack(tables)
+table_gradients = derived_definition(
+    "rope",
+    library.OPS["rope"].definition,
+    "dq dk q k cos sin interleaved per_pair sections deinterleave output_mask -> dcos dsin",
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -278,9 +245,8 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         options = (*ctx.options, [needs_q, needs_k])
         grad_q, grad_k = rope_backward(dq, dk, cos, sin, *options)
     if needs_cos or needs_sin:
-        dcos, dsin = table_gradients((dq, dk), inputs, cos, sin, *ctx.options)
-        dcos = dcos.to(cos.dtype) if needs_cos else None
-        dsin = dsin.to(sin.dtype) if needs_sin and dsin is not None else None
+        needed = [needs_cos, needs_sin]
+        dcos, dsin = table_gradients(dq, dk, *inputs, cos, sin, *ctx.options, needed)
     return grad_q, grad_k, dcos, dsin, *[None] * len(ctx.options)
 
 

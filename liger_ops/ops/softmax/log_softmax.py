@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .. import rows
 from ..precision import widened
+from ..rows import WHOLE, Rows
 
 
 @library.define(axes="x=* N -> y=* N")
-def log_softmax(x: Tensor) -> Tensor:
+def log_softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
     """The logarithm of softmax over the last dimension.
 
         y = x - max(x, -1) - log(sum(exp(x - max(x, -1)), -1))
@@ -42,7 +42,7 @@ def log_softmax(x: Tensor) -> Tensor:
 
 
 @library.define()
-def log_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
+def log_softmax_backward(dy: Tensor, y: Tensor, *, rows: Rows = WHOLE) -> Tensor:
     """The gradient of `log_softmax`, from its result.
 
         dx = dy - exp(y) * sum(dy, -1)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .. import rows
 from ..precision import widened
+from ..rows import WHOLE, Rows
 
 
 @library.define(axes="x=* N -> y=* N")
-def softmax(x: Tensor) -> Tensor:
+def softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
     """Softmax over the last dimension.
 
         y = exp(x - max(x, -1)) / sum(exp(x - max(x, -1)), -1)
@@ -42,7 +42,7 @@ def softmax(x: Tensor) -> Tensor:
 
 
 @library.define()
-def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
+def softmax_backward(dy: Tensor, y: Tensor, *, rows: Rows = WHOLE) -> Tensor:
     """The gradient of `softmax`, from its result.
 
         dx = y * (dy - sum(dy * y, -1))
