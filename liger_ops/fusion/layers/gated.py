@@ -226,7 +226,7 @@ def _looks_gated(module: nn.Module) -> bool:
 
 def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
     """The width of the input, and of each projection's output."""
-    widths = {name: width_of(child) for name, child in projections.items()}
+    widths: dict[str, Any] = {name: width_of(child) for name, child in projections.items()}
     inputs = [width_of(child, "in_features") for child in projections.values()]
     if None not in (*widths.values(), *inputs):
         return inputs[0] or ANY_WIDTH, widths
