@@ -83,10 +83,11 @@ class State(NamedTuple):
         for name, constant in self.constants:
             if name not in state or state[name] != constant:
                 return f"{'.'.join((*children, name))} was changed"
+        is_compiling = bool(self.absent) and torch.compiler.is_compiling()
         for name in self.absent:
             if name in state:
                 return f"{'.'.join((*children, name))} was set on the instance"
-            if torch.compiler.is_compiling():
+            if is_compiling:
                 # Dynamo guards on an absent name if it is looked up.
                 getattr(one, name, None)
         for kind, name, wanted in self.present:
@@ -131,15 +132,15 @@ class Assumptions(NamedTuple):
             if reason := state.change(module):
                 raise NotAnOp(reason)
 
-    def hold(self, module: nn.Module, x: Tensor, *others: Tensor) -> bool:
-        """Whether a fused forward computes what the module's code does of tensors. Warns, once for
-        a module and a reason, if the module has changed."""
+    def hold(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether a fused method computes what the module's code does of x. Warns, once for a
+        module and a reason, if the module has changed."""
         for state in self.states:
             reason = state.change(module)
             if reason is not None:
                 _say_once(module, reason)
                 return False
-        return all((x.dtype, one.dtype) in self.dtypes for one in (x, *others))
+        return (x.dtype, x.dtype) in self.dtypes
 
 
 class Reads:

@@ -28,7 +28,7 @@ from ...rewrites.layers import clamped_swiglu
 from .. import classes
 from ..probing import NotAnOp, dtype_name
 from ..trace import ANY_SIZES, unchanged
-from .kind import Kind, argument_obstacle, obstacle, state_obstacle
+from .kind import Kind, argument_obstacle, has_state, obstacle, state_obstacle, width_of
 from .module_trace import Case, Traced, names_of
 from .program import Program
 
@@ -113,10 +113,15 @@ class GatedMLPs(_Gated):
         if len(names) not in ((1,) if is_alone else (2, 3)) or len(set(names)) < len(names):
             wanted = "its projection once" if is_alone else "one or two projections and a third"
             raise NotAnOp(f"it calls {', '.join(names) or 'nothing'}, not {wanted}")
-        projections = list(traced.called().values())[: None if is_alone else -1]
-        for _, args, kwargs in projections:
-            given = (one for one in (*args, *kwargs.values()) if isinstance(one, fx.Node))
-            if [unchanged(one).target for one in given] != [traced.case.first]:
+        for i, (name, args, kwargs) in enumerate(traced.called().values()):
+            given = [
+                unchanged(one) for one in (*args, *kwargs.values()) if isinstance(one, fx.Node)
+            ]
+            of_x = [one.target for one in given] == [traced.case.first]
+            if i == len(names) - 1 and not is_alone:
+                if of_x:
+                    raise NotAnOp(f"it changes what {name} returns")
+            elif not of_x:
                 raise NotAnOp("it changes its input before it projects it")
         super().check(traced)
 
@@ -199,8 +204,7 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
     return {
         name: child
         for name, child in module._modules.items()
-        if child is not None
-        and (any(True for _ in child.parameters()) or any(True for _ in child.buffers()))
+        if child is not None and has_state(child)
     }
 
 
@@ -222,10 +226,8 @@ def _looks_gated(module: nn.Module) -> bool:
 
 def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
     """The width of the input, and of each projection's output."""
-    widths: dict[str, Any] = {
-        name: getattr(child, "out_features", None) for name, child in projections.items()
-    }
-    inputs = [getattr(child, "in_features", None) for child in projections.values()]
-    if all(isinstance(width, int) for width in (*widths.values(), *inputs)):
+    widths: dict[str, Any] = {name: width_of(child) for name, child in projections.items()}
+    inputs = [width_of(child, "in_features") for child in projections.values()]
+    if None not in (*widths.values(), *inputs):
         return inputs[0] or ANY_WIDTH, widths
     return ANY_WIDTH, dict.fromkeys(widths, ANY_WIDTH)

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..assumptions import Assumptions
-from .program import CAST, FUNCTION, INDEX, OP, Parameter, Program, Step, Value
+from .program import CAST, CHILD, FUNCTION, INDEX, OP, Parameter, Program, Step, Value
 
 # A function that calls an op, and returns None where that does not compute what the code does.
 Called = Callable[..., Any]
-# A step of a module, of the values before it.
-Run = Callable[[Any, list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,8 @@ def methods_of(
         if parameters[one].default is not inspect.Parameter.empty
     }
     used = [one in program.used for one in names]
-    ops = [caller(facts, op, i) for i, op in enumerate(program.ops)][::-1]
-    steps = [_run(step, ops.pop() if step.kind == OP else None) for step in program.steps]
-    returned = program.returned
-    last = returned.index if isinstance(returned, Value) else None
-    indices = [one.index for one in returned] if isinstance(returned, tuple) else []
+    paths, constants, steps, returned = _laid_out(facts, caller)
+    is_one = isinstance(program.returned, Value)
 
     def arranged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """The arguments of a call by position, or None for a call that the code has to judge."""
@@ -59,58 +54,74 @@ def methods_of(
         found = tuple([given.get(one) for one in names])
         return found if all(one in given for one in names) else None
 
-    def is_usual(given: tuple[Any, ...]) -> bool:
-        """Whether a call has the arguments that the program uses, and no others."""
-        return [one is not None for one in given] == used
-
     @functools.wraps(original)
     def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = arranged(args, kwargs) if kwargs or len(args) != len(names) else args
-        if given is None or not is_usual(given) or not hold(self, given[0]):
+        if given is None or [one is not None for one in given] != used or not hold(self, given[0]):
             return original(self, *args, **kwargs)
-        values = [*given]
-        for run in steps:
-            value = run(self, values)
+        own = self._parameters
+        held = [getattr(getattr(self, of), one) if of else own.get(one) for of, one in paths]
+        values = [self, *given, *held, *constants]
+        for call, indices in steps:
+            value = call(*[values[i] for i in indices])
             if value is None:
                 return original(self, *args, **kwargs)
             values.append(value)
-        return values[last] if last is not None else tuple([values[i] for i in indices])
+        return values[returned[0]] if is_one else tuple([values[i] for i in returned])
 
     return {name: replaced}
 
 
-def _run(step: Step, op: Called | None) -> Run:
-    by_value = [(i, one.index) for i, one in enumerate(step.args) if isinstance(one, Value)]
-    by_path = [(i, *one.path) for i, one in enumerate(step.args) if isinstance(one, Parameter)]
-    constants = [None if isinstance(one, (Value, Parameter)) else one for one in step.args]
+def _laid_out(facts: Facts, caller: Callable[[Facts, Step, int], Called]) -> tuple[Any, ...]:
+    """The paths of parameters, the constants, the steps and the results of a program, whose values
+    are: the module, its arguments, parameters, constants, and the results of steps."""
+    program = facts.program
+    given = [one for step in program.steps for one in _arguments(step)]
+    inputs = list(dict.fromkeys(one.path for one in given if isinstance(one, Parameter)))
+    constants = [one for one in given if not isinstance(one, (Value, Parameter))]
+    first = 1 + len(program.arguments)
+    places = iter(range(first + len(inputs), first + len(inputs) + len(constants)))
+
+    def place(one: Any) -> int:
+        if isinstance(one, Parameter):
+            return first + inputs.index(one.path)
+        if isinstance(one, Value):
+            is_argument = one.index < len(program.arguments)
+            return 1 + one.index + (0 if is_argument else len(inputs) + len(constants))
+        return next(places)
+
+    steps, ops = [], iter(enumerate(program.ops))
+    for step in program.steps:
+        call = caller(facts, step, next(ops)[0]) if step.kind == OP else _call(step)
+        module = [0] if step.kind == CHILD else []
+        steps.append((call, [*module, *map(place, _arguments(step))]))
+    returned = program.returned if isinstance(program.returned, tuple) else (program.returned,)
+    return inputs, constants, steps, [place(one) for one in returned]
+
+
+def _arguments(step: Step) -> tuple[Any, ...]:
+    is_item = step.kind == FUNCTION and step.name == INDEX
+    return step.args[:1] if is_item else step.args
+
+
+def _call(step: Step) -> Called:
+    """What a step calls that is no op, of a module for a child."""
     count, keywords = len(step.args) - len(step.keywords), step.keywords
-    function = _function(step.name) if step.kind == FUNCTION else None
+    if step.kind == CHILD:
 
-    def run(module: Any, values: list[Any]) -> Any:
-        args = [*constants]
-        for i, index in by_value:
-            args[i] = values[index]
-        for i, holder, name in by_path:
-            args[i] = getattr(getattr(module, holder) if holder else module, name)
-        if op is not None:
-            return op(*args)
-        called = getattr(module, step.name) if function is None else function
-        found = called(*args[:count], **dict(zip(keywords, args[count:], strict=True)))
-        return None if function is None and not isinstance(found, Tensor) else found
+        def of_child(module: Any, *args: Any) -> Any:
+            named = dict(zip(keywords, args[count:], strict=True)) if keywords else {}
+            found = getattr(module, step.name)(*args[:count], **named)
+            return found if isinstance(found, Tensor) else None
 
-    return run
-
-
-def _function(name: str) -> Called:
-    """The function of a step: of torch, or one of those that have no name there."""
-    if name == CAST:
+        return of_child
+    if step.name == CAST:
         return lambda source, x: source.to(x.dtype)
-    if name == INDEX:
-        return _item
-    function: Called = getattr(torch, name, None) or getattr(F, name)
-    return function
-
-
-def _item(source: Any, *parts: Any) -> Any:
-    index = tuple([slice(None) if part == ":" else part for part in parts])
-    return source[index if len(index) > 1 else index[0]]
+    if step.name == INDEX:
+        parts = tuple(slice(None) if part == ":" else part for part in step.args[1:])
+        index = parts if len(parts) > 1 else parts[0]
+        return lambda source: source[index]
+    function: Called = getattr(torch, step.name, None) or getattr(F, step.name)
+    if not keywords:
+        return function
+    return lambda *args: function(*args[:count], **dict(zip(keywords, args[count:], strict=True)))

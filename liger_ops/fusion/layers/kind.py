@@ -143,7 +143,9 @@ class Kind:
         """Key of everything that a trace can depend on."""
         called = self.called(module)
         children = tuple(
-            (name, *(_widths(child) if name in called else (leaf_key(child), _shapes(child))))
+            (name, width_of(child, "in_features"), width_of(child), has_state(child))
+            if child is not None and name in called
+            else (name, leaf_key(child), _shapes(child))
             for name, child in module._modules.items()
         )
         return classes.class_of(module), attributes_key(module), _shapes(module), children
@@ -255,10 +257,14 @@ def argument_obstacle(
     return f"its forward takes ({', '.join(names)})"
 
 
-def _widths(child: Any) -> tuple[Any, ...]:
-    """What a stand-in depends on."""
-    has_state = any(True for _ in (*child.parameters(), *child.buffers()))
-    return getattr(child, "in_features", None), getattr(child, "out_features", None), has_state
+def width_of(child: Any, name: str = "out_features") -> int | None:
+    """How wide a child says that its results, or inputs, are."""
+    width = getattr(child, name, None)
+    return width if isinstance(width, int) else None
+
+
+def has_state(child: nn.Module) -> bool:
+    return any(True for _ in (*child.parameters(), *child.buffers()))
 
 
 def _shapes(module: nn.Module | None) -> Any:

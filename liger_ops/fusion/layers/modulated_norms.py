@@ -30,9 +30,11 @@ from .installed import Called, Facts
 from .kind import (
     Kind,
     argument_obstacle,
+    has_state,
     obstacle,
     parameter_obstacle,
     state_obstacle,
+    width_of,
 )
 from .module_trace import Case, Traced, names_of
 from .program import Program, Step
@@ -135,10 +137,10 @@ class ModulatedNorms(Kind):
         forms = dict(zip(names_of(module.forward), form.forms, strict=True))
         columns = {}
         for name in self.called(module):
-            child: Any = module.get_submodule(name)
-            own = getattr(child, "out_features", None)
-            if own is not None or any(True for _ in (*child.parameters(), *child.buffers())):
-                columns[name] = form.columns if own is None else own
+            child = module.get_submodule(name)
+            width = width_of(child)
+            if width is not None or has_state(child):
+                columns[name] = form.columns if width is None else width
 
         def case(
             dtype: torch.dtype, of_rows: torch.dtype, results: torch.dtype | None = None,
@@ -197,9 +199,7 @@ def _are_two(given: list[inspect.Parameter]) -> bool:
 
 def _is_projection(child: Any) -> bool:
     """Whether a child says how wide its inputs and outputs are, as linear layers do."""
-    return all(
-        isinstance(getattr(child, name, None), int) for name in ("in_features", "out_features")
-    )
+    return width_of(child, "in_features") is not None and width_of(child) is not None
 
 
 def _widths(projection: Any, norms: dict[str, int | None]) -> list[int]:
