@@ -9,9 +9,10 @@ from torch import fx
 
 from ..torch_private import CompileInductorWrapper, CompileWrapper
 from . import rewrite
-from .attention.mask_inputs import MaskVariants, given_masks, put_back
+from .attention.mask_inputs import given_masks, mask_variants, put_back
 from .attention.mask_outputs import with_data
-from .attention.padding import PaddingVariants, assume_ones, found_padding, is_split
+from .attention.padding import assume_ones, found_padding, padding_variants
+from .attention.variants import is_split
 from .default_rewrites import check_known, checked_strict, chosen
 from .inductor import declare_ops
 from .losses.unfused_loss import warn
@@ -97,14 +98,14 @@ def liger(
         if padding is False:
             assume_ones(module, places, check=True)
             return compiled(module, example_inputs)
-        return PaddingVariants(module, example_inputs, places, compiled)
+        return padding_variants(module, example_inputs, places, compiled)
 
     if MASKED.isdisjoint(names):
         return compiled(module, example_inputs)
     wrap = with_data(module, strict)
     places = given_masks(module, example_inputs, strict)
     run = (
-        MaskVariants(module, example_inputs, places, looking)
+        mask_variants(module, example_inputs, places, looking)
         if places
         else looking(module, example_inputs)
     )

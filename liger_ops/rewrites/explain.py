@@ -14,7 +14,8 @@ from torch import fx
 from . import rewrite
 from .attention.mask_inputs import put_known
 from .attention.mask_outputs import with_data
-from .attention.padding import assume_what_is_seen, duplicate
+from .attention.padding import assume_what_is_seen
+from .attention.variants import duplicate
 from .differences import Verification
 from .engine.report import Finding, Findings
 from .state import state_kept

@@ -12,13 +12,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention_models import SIZES, batch, blocks_everywhere, fuse_attention, model, step
 from liger_ops import fuse, unfuse
 from liger_ops.fusion import classes
-from liger_ops.fusion.attention import attention, attention_probe
+from liger_ops.fusion.attention import attention, attention_positions, attention_probe
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -207,6 +207,35 @@ def test_attention_weights_are_those_of_the_model() -> None:
 
 
 def test_names_of_two_codes_differ() -> None:
-    names = {attention.Facts(source, "", False).name for source in ("", "a.flash", "b")}
+    names = {attention.Facts(source, "", ()).name for source in ("", "a.flash", "b")}
     assert len(names) == 3
     assert not any("flash" in name for name in names)
+
+
+POSITIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "consecutive": (lambda x: torch.arange(x.shape[1])[None], ("input_ids", "inputs_embeds")),
+    "after a prompt": (lambda x: torch.arange(x.shape[1])[None] + 7, attention_positions.INPUTS),
+    "documents": (lambda x: torch.arange(x.shape[1])[None] % 5, ()),
+    "of long texts": (lambda x: torch.arange(x.shape[1])[None] // (1 + (x.shape[1] > 6)), ()),
+    "of tokens": (lambda x: (x != 0).long().cumsum(1), ()),
+    "of none": (lambda x: None, ()),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_that_a_model_makes(name: str) -> None:
+    """Masks of which no documents are to be found are those of positions that are consecutive."""
+    make, inputs = POSITIONS[name]
+
+    def forward(
+        self: Any, input_ids: Any = None, inputs_embeds: Any = None, position_ids: Any = None,
+        token_types: Any = None, use_cache: bool = False,
+    ) -> Any:  # fmt: skip
+        embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if position_ids is None:
+            position_ids = make(embeds[..., 0] if input_ids is None else input_ids)
+        options = {"attention_mask": None, "past_key_values": None}
+        return create_causal_mask(self.config, embeds, position_ids=position_ids, **options)
+
+    body = model("llama").model
+    assert attention_positions.makes_positions(body, forward) == inputs

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from rewriting import Rewriter, check, each_dtype, values
-from written_attentions import LENGTH, SPELLINGS, causal_float, llama
+from unfused_attentions import LENGTH, SPELLINGS, causal_float, llama
 
 ATTENTION = ["attention"]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriting import Rewriter, refused, values
-from written_attentions import LENGTH, causal, causal_float
+from unfused_attentions import LENGTH, causal, causal_float
 
 
 def qkv() -> list[Tensor]:

@@ -59,12 +59,12 @@ class Facts(NamedTuple):
 
     source: the module with the model's own attention code, or "" if it had "sdpa".
     adds: what that code adds to softmax attention, "sinks" or "softcap".
-    makes_positions: whether it makes consecutive position_ids if it is given none.
+    makes_positions: the inputs for which it makes consecutive position_ids if it is given none.
     """
 
     source: str
     adds: str
-    makes_positions: bool
+    makes_positions: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ def _look(plan: Plan, name: str, module: nn.Module) -> None:
         return
     if not is_pretrained(module):
         raise NotAnOp("it is not a PreTrainedModel")
-    facts = Facts(*_source(module), makes_positions(cls.forward))
+    facts = Facts(*_source(module), makes_positions(module, cls.forward))
     options = {"implementation": facts.original, "adds": facts.adds}
     plan.fuse(name, module, KIND, options)
     plan.changes.append(functools.partial(_apply, module, facts))
@@ -102,7 +102,8 @@ def _apply(module: Any, facts: Facts) -> None:
 @classes.kind(KIND)
 def methods(base: Any, facts: Facts) -> dict[str, Callable[..., Any]]:
     _register(facts)
-    return {"forward": of_own_positions(base.forward)} if facts.makes_positions else {}
+    inputs = facts.makes_positions
+    return {"forward": of_own_positions(base.forward, inputs)} if inputs else {}
 
 
 def _register(facts: Facts) -> None:

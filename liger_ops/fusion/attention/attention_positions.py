@@ -1,31 +1,27 @@
 """Models that make consecutive position_ids where they are given none.
 
 transformers looks at position_ids to find packed documents. In a trace it cannot look, and adds a
-mask of documents in any case. A model that makes its own position_ids has no packed documents,
-which its code shows.
+mask of documents in any case. A model that makes its own position_ids has no packed documents: its
+forward is traced without data, and the positions of which it makes masks are proved consecutive.
 """
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import functools
 import inspect
-import textwrap
+import types
 from collections.abc import Callable
 from typing import Any
 
-from ..layers.rebinding import is_wrapped_plainly, rebound
+import torch
+from torch import Tensor, nn
 
-# The code of models, in the form that ast.unparse gives it; transformers 5.24 renames the cache.
-CONSECUTIVE = {
-    f"""\
-if position_ids is None:
-    past_seen_tokens = {cache}.get_seq_length() if {cache} is not None else 0
-    position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + \
-past_seen_tokens
-    position_ids = position_ids.unsqueeze(0)"""
-    for cache in ("past_key_values", "cache")
-}
+from ...rewrites.attention.mask.algebra import Affine, Unknown, index
+from ...rewrites.attention.mask.evaluate import IndexFunctions
+from ..layers.rebinding import is_wrapped_plainly, rebound
+from ..probing import undisturbed
+from ..trace import Trace
 
 # Functions of transformers.masking_utils for which a causal mask may be skipped by default.
 CAUSAL = {
@@ -33,60 +29,86 @@ CAUSAL = {
     "create_sliding_window_causal_mask",
     "create_chunked_causal_mask",
 }
+INPUTS = ("input_ids", "inputs_embeds")
+BATCH, LENGTHS = 2, (4, 9)
 
 
-@functools.cache
-def makes_positions(forward: Any) -> bool:
-    """Whether a forward's masks are of one document if it is given no position_ids, and
-    `of_own_positions` can tell it so."""
-    if not is_wrapped_plainly(forward):
-        return False
+def makes_positions(model: Any, forward: Any) -> tuple[str, ...]:
+    """The inputs for which a forward's masks are of one document if it is given no position_ids,
+    and `of_own_positions` can tell it so."""
+    names = inspect.signature(forward).parameters
+    if "position_ids" not in names or not is_wrapped_plainly(forward):
+        return ()
+    return tuple(
+        name
+        for name in INPUTS
+        if name in names and all(_makes_positions(model, forward, name, n) for n in LENGTHS)
+    )
+
+
+def _makes_positions(model: Any, forward: Any, name: str, length: int) -> bool:
+    trace, found = Trace(), []
+    shape: tuple[int, ...] = (BATCH, length)
+    if name == INPUTS[0]:
+        given = trace.input(name, shape, torch.int64)
+    else:
+        given = trace.input(name, (*shape, getattr(model.config, "hidden_size", 1)), torch.float32)
+    noting = rebound(
+        forward, dict.fromkeys(CAUSAL, lambda _: lambda *_, **given: found.append(given))
+    )
+    # After its masks a forward may fail for want of data.
+    with contextlib.suppress(Exception), undisturbed(), trace.running():
+        noting(_WithoutData(model), use_cache=False, **{name: given})
+    positions = [given.get("position_ids") for given in found]
+    return bool(found) and all(_are_consecutive(trace, one) for one in positions)
+
+
+def _are_consecutive(trace: Trace, positions: Any) -> bool:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError, SyntaxError):
+        value = isinstance(positions, Tensor) and IndexFunctions().value(trace.node(positions))
+    except Unknown:
         return False
-    made = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_default(node)]
-    if len(made) != 1:
-        return False
-    inside = set(ast.walk(made[0]))
-    assigned = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id in ("position_ids", "past_seen_tokens")
-        if not isinstance(node.ctx, ast.Load) and node not in inside
-    ]
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    masks = {name for name in names if "mask" in name and name.startswith("create_")}
-    keywords = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}
-    return not assigned and masks <= CAUSAL and "allow_is_causal_skip" not in keywords
+    return isinstance(value, Affine) and (value - index(-1)).is_constant
 
 
-def _is_default(node: ast.If) -> bool:
-    return ast.unparse(node) in CONSECUTIVE
+class _WithoutData:
+    """Stands for a module in a trace: its attributes, and results of the same shapes."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.module, name)
+        if isinstance(found, types.MethodType) and found.__self__ is self.module:
+            return types.MethodType(found.__func__, self)
+        if isinstance(found, nn.ModuleList):
+            return ()
+        return _WithoutData(found) if isinstance(found, nn.Module) else found
+
+    def __call__(self, x: Tensor, *others: Any, **options: Any) -> Tensor:
+        if isinstance(self.module, nn.Embedding):
+            return torch.empty(*x.shape, self.module.embedding_dim, device=x.device)
+        if isinstance(self.module, nn.Linear):
+            return torch.empty(*x.shape[:-1], self.module.out_features, device=x.device)
+        return x
 
 
-def of_own_positions(forward: Any) -> Callable[..., Any]:
-    """A forward that, given no position_ids, makes its masks without looking at its own."""
-    parameters = list(inspect.signature(forward).parameters)
-    place = parameters.index("position_ids")
+def of_own_positions(forward: Any, inputs: tuple[str, ...]) -> Callable[..., Any]:
+    """A forward that makes its masks without looking at its own positions, if no tensors but these
+    inputs and an attention_mask are given."""
+    known = ("self", *inputs, "attention_mask")
+    names = list(inspect.signature(forward).parameters)
+    others = [(place, name) for place, name in enumerate(names) if name not in known]
     consecutive = rebound(forward, dict.fromkeys(CAUSAL, _without_positions))
 
     @functools.wraps(forward)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        given = args[place] if place < len(args) else kwargs.get("position_ids")
-        return (consecutive if given is None else forward)(*args, **kwargs)
+        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in others]
+        looks = any(isinstance(one, Tensor) for one in given)
+        return (forward if looks else consecutive)(*args, **kwargs)
 
     return chosen
 
 
 def _without_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    place = list(inspect.signature(make_mask).parameters).index("position_ids")
-
-    @functools.wraps(make_mask)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("position_ids", None)
-        if len(args) > place:
-            args = (*args[:place], None, *args[place + 1 :])
-        return make_mask(*args, **kwargs)
-
-    return make
+    return lambda *args, **given: make_mask(*args, **{**given, "position_ids": None})

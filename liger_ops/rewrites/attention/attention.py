@@ -1,8 +1,9 @@
-"""Calls of scaled_dot_product_attention, and their arguments by name."""
+"""Places of attention in a graph: how they are replaced, and the arguments of those that are calls
+of scaled_dot_product_attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,23 +13,71 @@ from ..engine.canonical import value
 from ..engine.graph_state import GraphState
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
-from ..engine.rewrite import check_results, foreign
+from ..engine.rewrite import Refused, attempt, check_results, foreign
+from .mask.algebra import Unknown
+from .mask.scopes import Scope, parts, scopes
+
+States = Mapping[fx.Graph, GraphState]
+# The node of a result, and what is known of the place.
+Place = tuple[fx.Node, Any]
 
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
+
+
+def replace_places(
+    graph: fx.Graph, report: Report, op: str,
+    places: Callable[[Scope, GraphState], Iterable[Place]],
+    replaced: Callable[[Any, Scope, States], fx.Node], *, data: bool = False,
+) -> None:  # fmt: skip
+    """Replace the places of a graph, and of the checkpointed blocks that it calls.
+
+    A block's mask is computed outside of the block, so the outer graph is rewritten first. For
+    `data` see `IndexFunctions`.
+    """
+    states = {part: GraphState(part) for part in parts(graph)}
+    for scope in scopes(graph, data=data):
+        state = states[scope.graph]
+        for node, found in places(scope, state):
+            try:
+                with attempt(scope.graph), state.modes_of(node):
+                    new = replaced(found, scope, states)
+            except Refused as refused:
+                report.refused(op, node, str(refused))
+                continue
+            report.used(op, new)
+
+
+def known_of(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What is known of a mask. Raises Refused if it cannot be analysed."""
+    try:
+        return function(*arguments)
+    except Unknown as unknown:
+        raise Refused(f"its mask cannot be analysed: {unknown}") from None
 
 
 def attentions(
     graph: fx.Graph, rewrite: str, report: Report
 ) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
     """Yield each call on tensors of at least two dimensions, with its arguments by name."""
-    for node in report.visiting(rewrite, list(graph.nodes)):
+    for node in report.once(rewrite, list(graph.nodes)):
         if node.op != "call_function" or node.target is not F.scaled_dot_product_attention:
             continue
         arguments = {**_DEFAULTS, **dict(zip(_POSITIONAL, node.args, strict=False)), **node.kwargs}
         tensors = [value(arguments.get(name)) for name in ("query", "key", "value")]
         if all(isinstance(x, Tensor) and not x.is_nested and x.dim() >= 2 for x in tensors):
             yield node, arguments
+
+
+def masked_calls(
+    rewrite: str, report: Report, devices: Collection[str], scope: Scope, _: GraphState
+) -> Iterator[Place]:
+    """The calls with a mask alone, on devices of these types, or of any if there are none."""
+    for node, arguments in attentions(scope.graph, rewrite, report):
+        if devices and value(arguments["query"]).device.type not in devices:
+            continue
+        if arguments["attn_mask"] is not None and arguments["is_causal"] is False:
+            yield node, (node, arguments)
 
 
 def scores(arguments: dict[str, Any]) -> tuple[Any, ...]:

@@ -18,9 +18,10 @@ gives NaN, and attention is left unless every query is proved to see a key.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,95 +29,55 @@ from torch import fx
 
 from ..engine.canonical import canonical, value
 from ..engine.emitter import Emitter
-from ..engine.graph_state import GraphState, erase_unused
+from ..engine.graph_state import GraphState
 from ..engine.report import Report
-from ..engine.rewrite import Refused, attempt, replace
+from ..engine.rewrite import Refused, replace
 from . import flex_attention, masked_attention
-from .attention import scores
-from .block_masks import BlockMaskNodes, BlockMasks, before
-from .causal_attention import write
-from .grouped_attention import HEADS, repeated
-from .mask.algebra import Condition, Unknown, both, data_of, known, leaves, number
-from .mask.blocks import dense_datum
-from .mask.scopes import Scope, parts, scopes
-from .sdpa import LOWEST_FILL, as_root, condition_of, operands, sees_a_key
-from .unfused_attention import WrittenAttention, written_attentions
+from .attention import Place, States, replace_places, scores
+from .block_masks import BlockMaskNodes, BlockMasks, emitted
+from .mask.algebra import Condition, leaves, number
+from .mask.scopes import Scope
+from .masked_attention import erase_read, grouped, unsupported, visible_past
+from .sdpa import as_root, operands, sees_a_key
+from .unfused_attention import UnfusedAttention, unfused_attentions
 
 OP = "eager_attention"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    """Rewrite a graph, and the checkpointed blocks that it calls."""
-    states = {part: GraphState(part) for part in parts(graph)}
-    made = BlockMasks()
-    for scope in scopes(graph, data=True):
-        state = states[scope.graph]
-        # The rewrite "attention" reports what only comes near.
-        for found in written_attentions(scope.graph, OP, Report(), state):
-            report.at = (OP, found.root)
-            on = value(found.root).device.type
-            if on not in masked_attention.DEVICES:
-                continue
-            report.superseded(found.root)
-            try:
-                with attempt(scope.graph), state.modes_of(found.root):
-                    new = _lower(found, scope, states, made)
-            except (Refused, Unknown) as refused:
-                report.refused(OP, found.root, str(refused))
-                continue
-            report.used(OP, new)
+    lowered = functools.partial(_lowered, BlockMasks())
+    replace_places(graph, report, OP, functools.partial(_places, report), lowered, data=True)
 
 
-def _lower(
-    found: WrittenAttention, scope: Scope,
-    states: Mapping[fx.Graph, GraphState], made: BlockMasks,
-) -> fx.Node:  # fmt: skip
+def _places(report: Report, scope: Scope, state: GraphState) -> Iterator[Place]:
+    # The rewrite "attention" reports what only comes near.
+    for node, found in unfused_attentions(OP, report, scope, state, reports=False):
+        if value(node).device.type in masked_attention.DEVICES:
+            report.superseded(node)
+            yield node, found
+
+
+def _lowered(made: BlockMasks, found: UnfusedAttention, scope: Scope, states: States) -> fx.Node:
     """Replace one place; returns the call of flex_attention."""
     root, state = found.root, states[scope.graph]
     arguments = dict(zip(("query", "key", "value"), operands(found, state), strict=True))
-    if reason := masked_attention.unsupported(root, arguments):
+    if reason := unsupported(root, arguments):
         raise Refused(reason)
-    condition = _condition(found, scope, scores(arguments))
-    for mask in found.masks:
-        if reason := write(scope.functions, mask.tensor.source, states.values()):
-            raise Refused(reason)
+    condition = visible_past(found.masks, scope, states, scores(arguments))
     emit = Emitter(root, value(root))
-    taken = masked_attention.grouped(emit, root, arguments)
+    taken = grouped(emit, root, arguments)
     block_mask = _block_mask(found, condition, scope, made, arguments)
     call = flex_attention.attend(emit, root, taken, found.scale, block_mask, found.softcap)
     result = emit(operator.getitem, call, 0)
     if found.sinks is not None:
         result = _with_sinks(emit, call, result, found.sinks)
     replace([(root, as_root(result, found.back, root, state))], found.nodes, state)
-    for name in ("key", "value"):
-        if (repeat := repeated(arguments[name], HEADS)) is not None:
-            erase_unused(arguments[name], repeat.nodes)
-    for mask in found.masks:
-        erase_unused(mask.tensor.source, set(scope.functions.read(mask.tensor.source)))
+    erase_read(arguments, found.masks, scope)
     return call
 
 
-def _condition(found: WrittenAttention, scope: Scope, shape: tuple[Any, ...]) -> Condition:
-    """When a query sees a key, as a function of (b, h, i, j)."""
-    if not known(shape[-1] >= 1):
-        raise Refused("it may have no keys")
-    condition: Condition = True
-    for mask in found.masks:
-        if value(mask.tensor.source).requires_grad:
-            raise Refused("its mask has a gradient")
-        if mask.fill is not None and mask.fill > LOWEST_FILL:
-            raise Refused(f"it fills hidden scores with {mask.fill}, which is not low enough")
-        try:
-            condition = both(condition, condition_of(mask, scope.functions, shape))
-        except Unknown as unknown:
-            raise Refused(f"its mask cannot be analysed: {unknown}") from None
-    if (datum := dense_datum(data_of(condition))) is not None:
-        raise Refused(f"its mask reads {datum.node.name} for each query and key, a dense tensor")
-    return condition
-
-
 def _may_give_means(
-    found: WrittenAttention, condition: Condition, scope: Scope, shape: Any
+    found: UnfusedAttention, condition: Condition, scope: Scope, shape: Any
 ) -> bool:
     """Whether a query may see no key, so that the code gives it the mean of all values.
 
@@ -135,7 +96,7 @@ def _may_give_means(
     return True
 
 
-def _holds(found: WrittenAttention, mask: fx.Node, low: float) -> bool:
+def _holds(found: UnfusedAttention, mask: fx.Node, low: float) -> bool:
     """Whether a number of the mask stays finite on the way to the softmax, and in it."""
     waiting = [mask]
     while waiting:
@@ -150,7 +111,7 @@ def _holds(found: WrittenAttention, mask: fx.Node, low: float) -> bool:
 
 
 def _block_mask(
-    found: WrittenAttention, condition: Condition, scope: Scope, made: BlockMasks,
+    found: UnfusedAttention, condition: Condition, scope: Scope, made: BlockMasks,
     arguments: dict[str, Any],
 ) -> BlockMaskNodes:  # fmt: skip
     shape = scores(arguments)
@@ -160,7 +121,7 @@ def _block_mask(
     emit = Emitter(found.root, value(found.root))
     query, key = arguments["query"], arguments["key"]
     sizes = {axis: emit.size(query, axis) for axis in (-4, -3, -2)} | {-1: emit.size(key, -2)}
-    return before(found.root, condition, scope, sizes)
+    return emitted(emit, condition, sizes, scope, value(found.root).device)
 
 
 def _with_sinks(emit: Emitter, call: fx.Node, result: fx.Node, sinks: fx.Node) -> fx.Node:

@@ -12,11 +12,11 @@ from torch import fx
 from ..engine.canonical import value
 from ..engine.emitter import Emitter
 from ..engine.rewrite import Refused
-from .mask.algebra import Condition, Size, either, known
-from .mask.blocks import Blocks, Bounds
-from .mask.predicate import predicate, read_tensors
+from .mask.algebra import Condition, Size, axes_of, either, known
+from .mask.blocks import AXES, BATCH, HEADS, Visible, block_lists, unseen_queries
+from .mask.predicate import inlined, predicate, read_tensors
 from .mask.scopes import Scope
-from .mask.unseen import is_unseen, unseen_queries
+from .mask.unseen import is_unseen
 
 # The sizes of scores by axis, each a number or a node.
 Sizes = Mapping[int, Any]
@@ -24,34 +24,35 @@ Sizes = Mapping[int, Any]
 
 @dataclass(frozen=True)
 class BlockMaskNodes:
-    """Nodes of one graph: the blocks, and the data that the predicate reads after its indices.
+    """Nodes of one graph: a block mask, and the data that its predicate reads after its indices.
 
     Attributes:
+        lists: the parts of a `BlockMask`, by name.
         unseen: with `shows_unseen`, a boolean node (B or 1, H or 1, S or 1): the queries that see
             no key by the condition itself.
     """
 
-    blocks: Blocks
+    lists: Mapping[str, fx.Node]
     predicate: fx.GraphModule
     data: tuple[fx.Node, ...]
     unseen: fx.Node | None = None
 
-
-@dataclass(frozen=True)
-class _Made:
-    condition: Condition
-    blocks: Blocks
-    unseen: fx.Node | None
+    def moved(self, scope: Scope) -> BlockMaskNodes:
+        """The same block mask in a graph that is called with its nodes."""
+        lists = {name: scope.inward(node) for name, node in self.lists.items()}
+        unseen = None if self.unseen is None else scope.inward(self.unseen)
+        data = tuple(map(scope.inward, self.data))
+        return BlockMaskNodes(lists, self.predicate, data, unseen)
 
 
 @dataclass
 class BlockMasks:
-    """The blocks that were emitted, by the mask that they stand for and the code of its predicate.
+    """The block masks that were emitted, by the mask and the code of the predicate.
 
     They are computed after the mask, in the graph that computes it.
     """
 
-    _made: dict[tuple[fx.Node, str, bool], _Made] = field(default_factory=dict)
+    _made: dict[tuple[fx.Node, str, bool], BlockMaskNodes] = field(default_factory=dict)
 
     def of(
         self, condition: Condition, mask: fx.Node, scope: Scope, shape: tuple[Size, ...],
@@ -69,44 +70,39 @@ class BlockMasks:
             raise Refused(f"its mask {origin.name} is an input of the graph, a dense tensor")
         key = origin, predicate(condition).code, shows_unseen
         # A rewrite that is refused erases what it inserted.
-        if key not in self._made or self._made[key].blocks.rows[0]._erased:
-            self._made[key] = _emitted(condition, origin, home, shape, shows_unseen)
-        made = self._made[key]
-        return _nodes(made.condition, made.blocks.moved(scope.inward), scope, made.unseen)
+        if key not in self._made or any(one._erased for one in self._made[key].lists.values()):
+            emit = Emitter(origin.next, value(origin))
+            sizes = {
+                axis: size if isinstance(size, int) else _symbolic(emit, origin, axis, size)
+                for axis, size in enumerate(shape, start=-4)
+            }
+            device = value(origin).device
+            self._made[key] = emitted(emit, condition, sizes, home, device, shows_unseen)
+        return self._made[key].moved(scope)
 
 
-def before(node: fx.Node, condition: Condition, scope: Scope, sizes: Sizes) -> BlockMaskNodes:
-    """The block mask of a condition that is no single mask, for the attention `node` alone."""
-    tensors = {tensor: scope.inward(tensor) for tensor in read_tensors(condition)}
-    emit = Emitter(node, value(node))
-    blocks = Bounds(emit, sizes, tensors, value(node).device).blocks(condition)
-    return _nodes(condition, blocks, scope)
-
-
-def _nodes(
-    condition: Condition, blocks: Blocks, scope: Scope, unseen: fx.Node | None = None
-) -> BlockMaskNodes:
-    data = tuple(scope.inward(tensor) for tensor in read_tensors(condition))
-    unseen = None if unseen is None else scope.inward(unseen)
-    return BlockMaskNodes(blocks, predicate(condition), data, unseen)
-
-
-def _emitted(
-    condition: Condition, mask: fx.Node, home: Scope, shape: tuple[Size, ...], shows_unseen: bool
-) -> _Made:
-    """Emit the block mask after `mask`, in the graph that computes it."""
-    emit, device = Emitter(mask.next, value(mask)), value(mask).device
-    sizes = {
-        axis: size if isinstance(size, int) else _symbolic(emit, mask, axis, size)
-        for axis, size in enumerate(shape, start=-4)
-    }
-    tensors = {tensor: home.inward(tensor) for tensor in read_tensors(condition)}
+def emitted(
+    emit: Emitter, condition: Condition, sizes: Sizes, scope: Scope, device: torch.device,
+    shows_unseen: bool = False,
+) -> BlockMaskNodes:  # fmt: skip
+    """Emit the block mask of a condition on nodes of `scope` or around it."""
     unseen = None
     if shows_unseen:
-        unseen = unseen_queries(emit, condition, sizes, tensors, device)
-        tensors[unseen] = unseen
+        used = {axis: sizes[axis] if axis in axes_of(condition) else 1 for axis in AXES}
+        unseen = unseen_queries(emit, _inlined(emit, condition, scope), used, device)
         condition = either(condition, is_unseen(unseen))
-    return _Made(condition, Bounds(emit, sizes, tensors, device).blocks(condition), unseen)
+    shared = {axis: 1 for axis in (BATCH, HEADS) if axis not in axes_of(condition)}
+    lists = block_lists(emit, _inlined(emit, condition, scope), {**sizes, **shared}, device)
+    return BlockMaskNodes(lists, predicate(condition), _data(condition, scope), unseen)
+
+
+def _inlined(emit: Emitter, condition: Condition, scope: Scope) -> Visible:
+    module, data = predicate(condition), _data(condition, scope)
+    return lambda *indices: inlined(emit, module, *indices, *data)
+
+
+def _data(condition: Condition, scope: Scope) -> tuple[fx.Node, ...]:
+    return tuple(map(scope.inward, read_tensors(condition)))
 
 
 def _symbolic(emit: Emitter, mask: fx.Node, axis: int, size: Any) -> Any:

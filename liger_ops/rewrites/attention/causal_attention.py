@@ -13,7 +13,8 @@ with the mask, 1.6 ms causal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx
@@ -22,50 +23,40 @@ from ..engine.canonical import value
 from ..engine.graph_state import GraphState, erase_unused
 from ..engine.report import Report
 from ..engine.rewrite import Refused
-from .attention import attentions, obstacle, scores, set_arguments
-from .mask.algebra import Unknown, known
+from .attention import (
+    States,
+    known_of,
+    masked_calls,
+    obstacle,
+    replace_places,
+    scores,
+    set_arguments,
+)
+from .mask.algebra import known
 from .mask.evaluate import IndexFunctions
 from .mask.proof import departure, visible_keys
 from .mask.region import everywhere
-from .mask.scopes import parts, scopes
+from .mask.scopes import Scope
 
 OP = "causal_attention"
-# Marks a call in a subgraph that was already judged with the outer graph.
-_JUDGED = "liger_ops.causal_mask"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    """Rewrite the attention calls of a graph, and of the checkpointed blocks that it calls.
-
-    A block's mask is computed outside of the block, so the outer graph is rewritten first.
-    """
-    states = {part: GraphState(part) for part in parts(graph)}
-    for scope in scopes(graph):
-        for node, arguments in attentions(scope.graph, OP, report):
-            mask = arguments["attn_mask"]
-            if mask is None or arguments["is_causal"] is not False or node.meta.get(_JUDGED):
-                continue
-            node.meta[_JUDGED] = True
-            try:
-                _make_causal(node, arguments, scope.functions, states, scope.graph)
-            except Refused as refused:
-                report.refused(OP, node, str(refused))
-                continue
-            report.used(OP, node)
-            erase_unused(mask, set(scope.functions.read(mask)))
+    replace_places(graph, report, OP, functools.partial(masked_calls, OP, report, ()), _replaced)
 
 
-def _make_causal(
-    node: fx.Node, arguments: dict[str, Any], functions: IndexFunctions,
-    states: Mapping[fx.Graph, GraphState], scope: fx.Graph,
-) -> None:  # fmt: skip
-    reason = obstacle(node, arguments, states[scope]) or misfit(arguments)
+def _replaced(found: tuple[fx.Node, dict[str, Any]], scope: Scope, states: States) -> fx.Node:
+    node, arguments = found
+    mask, state = arguments["attn_mask"], states[scope.graph]
+    reason = obstacle(node, arguments, state) or misfit(arguments)
     if reason is not None:
         raise Refused(reason)
-    causal = _is_causal(functions, arguments)
-    if reason := write(functions, arguments["attn_mask"], states.values()):
+    causal = _is_causal(scope.functions, arguments)
+    if reason := write(scope.functions, mask, states.values()):
         raise Refused(reason)
-    set_arguments(node, {**arguments, "attn_mask": None, "is_causal": causal}, states[scope])
+    set_arguments(node, {**arguments, "attn_mask": None, "is_causal": causal}, state)
+    erase_unused(mask, set(scope.functions.read(mask)))
+    return node
 
 
 def misfit(arguments: dict[str, Any]) -> str | None:
@@ -87,10 +78,7 @@ def misfit(arguments: dict[str, Any]) -> str | None:
 def _is_causal(functions: IndexFunctions, arguments: dict[str, Any]) -> bool:
     """Whether the mask is causal; False if it hides nothing. Raises Refused for any other."""
     shape = scores(arguments)
-    try:
-        visible = visible_keys(functions.value(arguments["attn_mask"]))
-    except Unknown as unknown:
-        raise Refused(f"its mask cannot be analysed: {unknown}") from None
+    visible = known_of(lambda: visible_keys(functions.value(arguments["attn_mask"])))
     difference = departure(visible, shape)
     if difference is None:
         return True

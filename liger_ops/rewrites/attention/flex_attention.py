@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..engine.canonical import value
 from ..engine.emitter import Emitter
 from ..engine.replay import fake_mode_of
 from .block_masks import BlockMaskNodes
-from .mask.blocks import BLOCK, Blocks
+from .mask.blocks import BLOCK
 from .mask.unseen import read_at, rounded
 
 
@@ -32,7 +33,7 @@ def attend(
     lengths = (emit.size(query, -2), emit.size(key, -2))
     score = _submodule(emit, "liger_score", _scores(softcap, block_mask.unseen))
     mask = _submodule(emit, "liger_mask", block_mask.predicate)
-    parts = _block_tuple(block_mask.blocks, lengths, mask)
+    parts = _block_tuple(block_mask.lists, lengths, mask)
     options = _all_options(*map(value, operands))
     scale = scale if softcap is None else scale / softcap
     unseen = () if block_mask.unseen is None else (block_mask.unseen,)
@@ -44,24 +45,17 @@ def attend(
     return call
 
 
-def _block_tuple(blocks: Blocks, lengths: tuple[Any, Any], mask: fx.Node) -> tuple[Any, ...]:
+def _block_tuple(
+    lists: Mapping[str, fx.Node], lengths: tuple[Any, Any], mask: fx.Node
+) -> tuple[Any, ...]:
     """The block mask in the form of this version of PyTorch, which `BlockMask` knows."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    nodes = {
-        f"{full}{side}_{what}": node
-        for side, parts in (
-            ("kv", {"num_blocks": blocks.row_counts, "indices": blocks.rows}),
-            ("q", {"num_blocks": blocks.column_counts, "indices": blocks.columns}),
-        )
-        for what, pair in parts.items()
-        for full, node in zip(("", "full_"), pair, strict=True)
-    }
-    stand_ins: dict[str, Any] = {name: torch.empty(1, 1, 1, 1) for name in nodes}
+    stand_ins: dict[str, Any] = {name: torch.empty(1, 1, 1, 1) for name in lists}
     form = BlockMask(
         seq_lengths=(BLOCK, BLOCK), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=noop, **stand_ins
     ).as_tuple()
-    by_identity = {id(stand_ins[name]): node for name, node in nodes.items()} | {id(noop): mask}
+    by_identity = {id(stand_ins[name]): node for name, node in lists.items()} | {id(noop): mask}
     return (*lengths, *(by_identity.get(id(part), part) for part in form[2:]))
 
 

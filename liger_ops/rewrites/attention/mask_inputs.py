@@ -10,26 +10,23 @@ was written since, runs the graph as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...torch_private import FakeTensor, TracingContext, tracing
 from ..engine.canonical import value
-from ..engine.failure import failed, is_strict
+from ..engine.failure import guarded
 from ..engine.graph_state import GraphState
-from ..engine.memory import is_plain
 from ..engine.replay import replay
-from ..engine.report import Report
 from ..engine.rewrite import ORIGIN
-from .attention import attentions
 from .mask.algebra import Unknown
-from .mask.scopes import scopes
-from .mask_outputs import DIMENSIONS, Known, Recipe, known
-from .padding import COMPILING, Compile, duplicate, is_split, without_data
-from .unfused_attention import written_attentions
+from .mask_outputs import Known, Recipe, known, may_be_mask
+from .padding import masks_of_attention
+from .unfused_attention import Mask
+from .variants import Compile, Seen, Variants, inputs_of, is_split, is_symbolic
 
 # The position of the input that a node computes anew.
 _INSTEAD_OF = "liger_ops.instead_of"
@@ -45,74 +42,40 @@ def given_masks(
     """
     if is_split(inputs):
         return []
-    try:
-        return _given_masks(module)
-    except Exception as error:
-        if is_strict(strict):
-            raise
-        failed(Report(at=("given_masks", None)), error)
-        return []
+    return guarded("given_masks", strict, _given_masks, module, otherwise=[])
 
 
 def _given_masks(module: fx.GraphModule) -> list[int]:
-    inputs = _inputs(module.graph)
-    if not any(map(_may_be_mask, inputs)) or any(map(_is_symbolic, inputs)):
+    inputs = inputs_of(module)
+    if not any(map(may_be_mask, inputs)) or any(map(is_symbolic, inputs)):
         return []
-    # Nodes that were looked at are marked: the graph itself is not looked at.
-    looked_at = duplicate(module)
     read: set[fx.Node] = set()
-    for scope in scopes(looked_at.graph):
-        masks = [
-            arguments["attn_mask"] for _, arguments in attentions(scope.graph, "masks", Report())
-        ]
-        state = GraphState(scope.graph)
-        for written in written_attentions(scope.graph, "masks", Report(), state):
-            masks += written.masks
-        for mask in masks:
-            if isinstance(mask, fx.Node):
-                try:
-                    scope.functions.value(mask)
-                except Unknown:
-                    read.update(scope.functions.read(mask))
-    state = GraphState(looked_at.graph)
+    for scope, mask in masks_of_attention(module):
+        node = mask.tensor.source if isinstance(mask, Mask) else mask
+        try:
+            scope.functions.value(node)
+        except Unknown:
+            read.update(scope.functions.read(node))
+    state = GraphState(module.graph)
     return [
         place
-        for place, node in enumerate(_inputs(looked_at.graph))
-        if node in read and _may_be_mask(node) and not state.ever_written([node])
+        for place, node in enumerate(inputs)
+        if node in read and may_be_mask(node) and not state.ever_written([node])
     ]
 
 
-class MaskVariants:
-    """Runs the compilation of a graph for what its masks were computed from."""
+def mask_variants(
+    module: fx.GraphModule, example_inputs: Sequence[Any], places: Sequence[int], compiled: Compile
+) -> Variants:
+    """The graph for each combination of what its masks, the inputs at `places`, are computed by."""
+    return Variants(module, example_inputs, lambda inputs: _seen(inputs, places), compiled)
 
-    def __init__(
-        self, module: fx.GraphModule, example_inputs: Sequence[Any],
-        places: Sequence[int], compile_one: Compile,
-    ) -> None:  # fmt: skip
-        self._module, self._places, self._compile = module, tuple(places), compile_one
-        self._fakes = without_data(module, example_inputs)
-        self._context = TracingContext.try_get()
-        self._made: dict[tuple[Recipe | None, ...], Callable[..., Any]] = {}
-        self._variant(self._masks(example_inputs), list(example_inputs))
 
-    def __call__(self, *args: Any) -> Any:
-        masks = self._masks(args)
-        recipes = _recipes(masks)
-        if recipes not in self._made:
-            with COMPILING, tracing(self._context):
-                if recipes not in self._made:
-                    self._variant(masks, self._fakes)
-        return self._made[recipes](*args, *_data(masks))
-
-    def _masks(self, inputs: Sequence[Any]) -> list[Known | None]:
-        return [known(inputs[place]) for place in self._places]
-
-    def _variant(self, masks: Sequence[Known | None], inputs: Sequence[Any]) -> None:
-        module = duplicate(self._module)
-        put(module, self._places, masks)
-        # The data itself, because the compilation may look at it.
-        given = [*inputs, *_data(masks)]
-        self._made[_recipes(masks)] = self._compile(module, given)
+def _seen(inputs: Sequence[Any], places: Sequence[int]) -> Seen:
+    masks = [known(inputs[place]) for place in places]
+    recipes = tuple(mask and mask.recipe for mask in masks)
+    data = [one for mask in masks if mask is not None for one in mask.data]
+    return Seen(recipes, functools.partial(put, places=places, masks=masks), data)
 
 
 def put_known(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
@@ -120,15 +83,14 @@ def put_known(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
 
     Returns the data of the masks, which the graph is given too.
     """
-    places = given_masks(module, inputs)
-    masks = [known(inputs[place]) for place in places]
-    put(module, places, masks)
-    return _data(masks)
+    seen = _seen(inputs, given_masks(module, inputs))
+    seen.assume(module)
+    return list(seen.data)
 
 
 def put(module: fx.GraphModule, places: Sequence[int], masks: Sequence[Known | None]) -> None:
     """Compute masks in the graph from their data, which become its last inputs."""
-    inputs = _inputs(module.graph)
+    inputs = inputs_of(module)
     last, count = inputs[-1], 0
     made = []
     for place, mask in zip(places, masks, strict=True):
@@ -170,7 +132,7 @@ def _compute(node: fx.Node, recipe: Recipe, data: Sequence[fx.Node], last: fx.No
         traced.shape, traced.dtype, traced.device,
     ):  # fmt: skip
         raise AssertionError(f"a mask of {example.shape} in the place of one of {traced.shape}")
-    place = _inputs(graph).index(node)
+    place = graph.find_nodes(op="placeholder").index(node)
     node.replace_all_uses_with(last)
     last.meta[_INSTEAD_OF] = place
 
@@ -180,7 +142,7 @@ def put_back(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if (place := node.meta.pop(_INSTEAD_OF, None)) is None:
             continue
-        node.replace_all_uses_with(_inputs(module.graph)[place])
+        node.replace_all_uses_with(inputs_of(module)[place])
         waiting = [node]
         while waiting:
             one = waiting.pop()
@@ -188,32 +150,3 @@ def put_back(module: fx.GraphModule) -> None:
                 waiting += one.all_input_nodes
                 one.graph.erase_node(one)
     module.recompile()
-
-
-def _recipes(masks: Sequence[Known | None]) -> tuple[Recipe | None, ...]:
-    return tuple(None if mask is None else mask.recipe for mask in masks)
-
-
-def _data(masks: Sequence[Known | None]) -> list[Tensor]:
-    return [one for mask in masks if mask is not None for one in mask.data]
-
-
-def _inputs(graph: fx.Graph) -> list[fx.Node]:
-    return graph.find_nodes(op="placeholder")
-
-
-def _may_be_mask(node: fx.Node) -> bool:
-    traced = value(node)
-    return (
-        isinstance(traced, FakeTensor)
-        and is_plain(traced)
-        and traced.dim() == DIMENSIONS
-        and not traced.requires_grad
-        and (traced.dtype == torch.bool or traced.dtype.is_floating_point)
-    )
-
-
-def _is_symbolic(node: fx.Node) -> bool:
-    traced = value(node)
-    sizes = traced.shape if isinstance(traced, Tensor) else [traced]
-    return any(isinstance(size, torch.SymInt) for size in sizes)

@@ -19,15 +19,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...torch_private import FakeTensor
 from ..engine.canonical import value
-from ..engine.failure import failed, is_strict
+from ..engine.failure import guarded
 from ..engine.graph_state import GraphState
 from ..engine.memory import is_plain
-from ..engine.report import Report
 from ..engine.rewrite import derive
 from .mask.algebra import Unknown, data_of
 from .mask.blocks import dense_datum
 from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
+from .variants import is_symbolic
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -94,23 +94,6 @@ def _state(mask: Tensor) -> tuple[Any, ...]:
     return mask._version, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device
 
 
-class MaskRecorder:
-    """Runs a compiled graph, registers the masks that it returns, and drops its further outputs."""
-
-    def __init__(
-        self, compiled: Callable[..., Any], outputs: int, masks: Sequence[_Returned]
-    ) -> None:
-        self._compiled, self._outputs, self._masks = compiled, outputs, tuple(masks)
-
-    def __call__(self, *args: Any) -> Any:
-        results = self._compiled(*args)
-        for returned in self._masks:
-            mask, data = results[returned.place], tuple(results[one] for one in returned.data)
-            if isinstance(mask, Tensor) and not isinstance(mask, FakeTensor):
-                _register(mask, returned.recipe, data)
-        return tuple(results[: self._outputs])
-
-
 def _register(mask: Tensor, recipe: Recipe, data: tuple[Tensor, ...]) -> None:
     if mask.is_inference():
         return
@@ -125,13 +108,7 @@ def with_data(module: fx.GraphModule, strict: bool | None = None) -> Wrap | None
     Returns what wraps the graph's callable, or None, and no change, if it returns no such mask. An
     exception is a warning unless it is strict.
     """
-    try:
-        found = _returned(module)
-    except Exception as error:
-        if is_strict(strict):
-            raise
-        failed(Report(at=("masks", None)), error)
-        return None
+    found = guarded("masks", strict, _returned, module, otherwise=[])
     if not found:
         return None
     (output,) = module.graph.find_nodes(op="output")
@@ -145,7 +122,23 @@ def with_data(module: fx.GraphModule, strict: bool | None = None) -> Wrap | None
         ]
     output.args = (tuple(extended),)
     module.recompile()
-    return lambda compiled: MaskRecorder(compiled, len(results), masks)
+    return lambda compiled: _recording(compiled, len(results), masks)
+
+
+def _recording(
+    compiled: Callable[..., Any], outputs: int, masks: Sequence[_Returned]
+) -> Callable[..., Any]:
+    """Run a compiled graph, register the masks that it returns, and drop its further outputs."""
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        for returned in masks:
+            mask, data = results[returned.place], tuple(results[one] for one in returned.data)
+            if isinstance(mask, Tensor) and not isinstance(mask, FakeTensor):
+                _register(mask, returned.recipe, data)
+        return tuple(results[:outputs])
+
+    return run
 
 
 def _returned(module: fx.GraphModule) -> list[tuple[int, Recipe, list[fx.Node]]]:
@@ -157,7 +150,7 @@ def _returned(module: fx.GraphModule) -> list[tuple[int, Recipe, list[fx.Node]]]
     functions, state = IndexFunctions(data=True), GraphState(module.graph)
     found = []
     for place, node in enumerate(results):
-        if _may_be_mask(node):
+        if may_be_mask(node) and node.op in ("call_function", "call_method"):
             try:
                 found.append((place, *_recipe(node, functions, state)))
             except Unknown:
@@ -165,12 +158,10 @@ def _returned(module: fx.GraphModule) -> list[tuple[int, Recipe, list[fx.Node]]]
     return found
 
 
-def _may_be_mask(node: Any) -> bool:
+def may_be_mask(node: Any) -> bool:
     known = value(node)
     return (
-        isinstance(node, fx.Node)
-        and node.op in ("call_function", "call_method")
-        and isinstance(known, Tensor)
+        isinstance(known, FakeTensor)
         and is_plain(known)
         and known.dim() == DIMENSIONS
         and not known.requires_grad
@@ -220,9 +211,7 @@ def _between(given: Sequence[fx.Node], mask: fx.Node) -> list[fx.Node]:
         waiting += one.all_input_nodes
     ordered = [one for one in mask.graph.nodes if one in needed]
     for one in (*ordered, *given):
-        example = value(one)
-        sizes = example.shape if isinstance(example, Tensor) else [example]
-        if any(isinstance(size, torch.SymInt) for size in sizes):
+        if is_symbolic(one):
             raise Unknown("its sizes are symbols")
         if one in given and one.op not in ("placeholder", "call_function", "call_method"):
             raise Unknown(f"it is computed from {one.name}")

@@ -4,8 +4,7 @@ A dense mask costs its memory and a slower kernel: scaled_dot_product_attention 
 every block of scores. flex_attention computes only the blocks in which something is visible. The
 mask's function is read from the graph (`mask`): causal, sliding windows, chunks, padding, packed
 documents, and any condition on indices and on tensors that are read per token. The block mask is
-computed in the graph, once for all layers that share a mask, from bounds per block, so that no
-dense mask is in memory.
+computed in the graph, once for all layers that share a mask, and without a dense mask in memory.
 
 A query that sees no key gets 0 from scaled_dot_product_attention with a boolean mask and from
 flex_attention, and no gradient. With a mask of finite numbers that is added to the scores such a
@@ -14,9 +13,10 @@ query gets the mean of all values; attention is left unless every query is prove
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,18 +24,28 @@ from torch import fx
 
 from ..engine.canonical import same, value
 from ..engine.emitter import Emitter
-from ..engine.graph_state import GraphState, erase_unused
+from ..engine.graph_state import erase_unused
 from ..engine.report import Report
-from ..engine.rewrite import Refused, attempt, check_results
+from ..engine.rewrite import Refused, check_results
 from . import flash_attention, flex_attention
-from .attention import attentions, obstacle, scores
+from .attention import (
+    States,
+    known_of,
+    masked_calls,
+    obstacle,
+    replace_places,
+    scores,
+)
+from .attention_products import Operand
 from .block_masks import BlockMasks
 from .causal_attention import misfit, write
 from .grouped_attention import FLASH_DTYPES, FLASH_HEAD_DIM, HEADS, repeated, unrepeated
-from .mask.algebra import Condition, Unknown, data_of, is_condition
+from .mask.algebra import Condition, both, data_of, is_condition, known
 from .mask.blocks import dense_datum
-from .mask.proof import sees_itself, visible_keys, window
-from .mask.scopes import Scope, parts, scopes
+from .mask.proof import sees_itself, window
+from .mask.scopes import Scope
+from .sdpa import LOWEST_FILL, condition_of
+from .unfused_attention import Mask
 
 OP = "masked_attention"
 # Devices on which flex_attention has a fast kernel, forward and backward.
@@ -45,44 +55,30 @@ LEAST_HEAD_DIM = 16
 # flex_attention (compiled with symbolic sizes) and by scaled_dot_product_attention with the mask:
 # 4 x 4096 tokens 3.69 and 6.72, 16 x 512 1.27 and 0.82, 32 x 256 0.78 and 0.72.
 LEAST_KEYS = 1024
-_JUDGED = "liger_ops.masked_attention"
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    """Rewrite the attention calls of a graph, and of the checkpointed blocks that it calls."""
-    states = {part: GraphState(part) for part in parts(graph)}
-    made = BlockMasks()
-    for scope in scopes(graph, data=True):
-        for node, arguments in attentions(scope.graph, OP, report):
-            mask = arguments["attn_mask"]
-            if mask is None or arguments["is_causal"] is not False or node.meta.get(_JUDGED):
-                continue
-            node.meta[_JUDGED] = True
-            if value(arguments["query"]).device.type not in DEVICES:
-                continue
-            try:
-                with attempt(scope.graph):
-                    new = _lower(node, arguments, scope, states, made)
-            except (Refused, Unknown) as refused:
-                report.refused(OP, node, str(refused))
-                continue
-            report.superseded(node)
-            _replace(node, new, arguments, scope)
-            report.used(OP, new)
+    lowered = functools.partial(_lowered, report, BlockMasks())
+    places = functools.partial(masked_calls, OP, report, DEVICES)
+    replace_places(graph, report, OP, places, lowered, data=True)
 
 
-def _lower(
-    node: fx.Node, arguments: dict[str, Any], scope: Scope,
-    states: Mapping[fx.Graph, GraphState], made: BlockMasks,
+def _lowered(
+    report: Report, made: BlockMasks,
+    found: tuple[fx.Node, dict[str, Any]], scope: Scope, states: States,
 ) -> fx.Node:  # fmt: skip
-    """Insert the attention that replaces `node`."""
-    mask = arguments["attn_mask"]
-    reason = obstacle(node, arguments, states[scope.graph]) or unsupported(node, arguments)
+    node, arguments = found
+    mask, state = arguments["attn_mask"], states[scope.graph]
+    reason = obstacle(node, arguments, state) or unsupported(node, arguments) or misfit(arguments)
     if reason is not None:
         raise Refused(reason)
-    condition = _condition(mask, arguments, scope)
-    if reason := write(scope.functions, mask, states.values()):
-        raise Refused(reason)
+    masks = [Mask(Operand(mask))]
+    condition = visible_past(masks, scope, states, scores(arguments))
+    if isinstance(condition, bool):
+        raise Refused("its mask is the same everywhere")
+    is_added = not is_condition(scope.functions.value(mask))
+    if is_added and not sees_itself(condition, scores(arguments)):
+        raise Refused("its mask adds numbers, and a query that sees no key would get another value")
     emit = Emitter(node, value(node))
     operands = grouped(emit, node, arguments)
     scale = _scale(arguments)
@@ -93,20 +89,47 @@ def _lower(
         block_mask = made.of(condition, mask, scope, scores(arguments))
         result = flex_attention.attend(emit, node, operands, scale, block_mask)
         new = emit(operator.getitem, result, 0)
-    check_results({node: value(new)}, states[scope.graph])
+    check_results({node: value(new)}, state)
+    node.replace_all_uses_with(new)
+    scope.graph.erase_node(node)
+    erase_read(arguments, masks, scope)
+    report.superseded(node)
     return new
 
 
-def _replace(node: fx.Node, new: fx.Node, arguments: dict[str, Any], scope: Scope) -> None:
-    """Replace `node`, and erase the mask and the repeated heads where nothing else uses them."""
-    node.replace_all_uses_with(new)
-    scope.graph.erase_node(node)
+def visible_past(
+    masks: Iterable[Mask], scope: Scope, states: States, shape: tuple[Any, ...]
+) -> Condition:
+    """When a query sees a key past all masks, as a function of (b, h, i, j).
+
+    Raises:
+        Refused: it is not known, or no block mask can read it.
+    """
+    if not known(shape[-1] >= 1):
+        raise Refused("it may have no keys")
+    condition: Condition = True
+    for mask in masks:
+        source = mask.tensor.source
+        if value(source).requires_grad:
+            raise Refused("its mask has a gradient")
+        if mask.fill is not None and mask.fill > LOWEST_FILL:
+            raise Refused(f"it fills hidden scores with {mask.fill}, which is not low enough")
+        condition = both(condition, known_of(condition_of, mask, scope.functions, shape))
+        if reason := write(scope.functions, source, states.values()):
+            raise Refused(reason)
+    if (datum := dense_datum(data_of(condition))) is not None:
+        raise Refused(f"its mask reads {datum.node.name} for each query and key, a dense tensor")
+    return condition
+
+
+def erase_read(arguments: dict[str, Any], masks: Iterable[Mask], scope: Scope) -> None:
+    """Erase the masks and the repeated heads that nothing else uses."""
     for name in ("key", "value"):
-        repeat = repeated(arguments[name], HEADS)
-        if repeat is not None:
+        if (repeat := repeated(arguments[name], HEADS)) is not None:
             erase_unused(arguments[name], repeat.nodes)
-    mask = arguments["attn_mask"]
-    erase_unused(mask, set(scope.functions.read(mask)))
+    for mask in masks:
+        source = mask.tensor.source
+        erase_unused(source, set(scope.functions.read(source)))
 
 
 def _scale(arguments: dict[str, Any]) -> float:
@@ -146,27 +169,6 @@ def unsupported(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def _expected(size: Any) -> int:
     """A size, or the one that was traced if it is symbolic. Adds no guard."""
     return size if isinstance(size, int) else int(size.node.hint)
-
-
-def _condition(mask: Any, arguments: dict[str, Any], scope: Scope) -> Condition:
-    """When a query sees a key, as a function of (b, h, i, j)."""
-    shape = scores(arguments)
-    if reason := misfit(arguments):
-        raise Refused(reason)
-    if value(mask).requires_grad:
-        raise Refused("its mask has a gradient")
-    try:
-        function = scope.functions.value(mask)
-        condition = visible_keys(function)
-    except Unknown as unknown:
-        raise Refused(f"its mask cannot be analysed: {unknown}") from None
-    if isinstance(condition, bool):
-        raise Refused("its mask is the same everywhere")
-    if (datum := dense_datum(data_of(condition))) is not None:
-        raise Refused(f"its mask reads {datum.node.name} for each query and key, a dense tensor")
-    if not is_condition(function) and not sees_itself(condition, shape):
-        raise Refused("its mask adds numbers, and a query that sees no key would get another value")
-    return condition
 
 
 def grouped(emit: Emitter, node: fx.Node, arguments: dict[str, Any]) -> tuple[Any, Any, Any]:

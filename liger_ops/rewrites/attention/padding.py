@@ -1,39 +1,34 @@
 """A padding mask that hides nothing costs nothing: the compiled callable looks at it.
 
 Every collator passes an attention_mask, and in most batches it is 1 everywhere. Eager transformers
-looks at the data and drops such a mask; a traced graph cannot. `Looking` is a callable that looks
-at the mask on the host and runs one of two compilations: one of the graph in which the mask is
-ones, so that attention is proved causal, and one of the graph as it is. Each is compiled when first
-needed.
+looks at the data and drops such a mask; a traced graph cannot. So the graph has two `Variants`: one
+in which the mask is ones, so that attention is proved causal, and the graph as it is.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ...torch_private import FakeTensor, TracingContext, assert_async, tracing
+from ...torch_private import assert_async
 from ..engine.canonical import value
-from ..engine.failure import failed, is_strict
+from ..engine.failure import guarded
 from ..engine.graph_state import GraphState
 from ..engine.memory import is_plain
 from ..engine.report import Report
 from ..engine.rewrite import derive
 from .attention import attentions
 from .mask.algebra import Condition, Unknown, comparisons, data_of
-from .mask.evaluate import IndexFunctions
 from .mask.proof import visible_keys
-from .mask.scopes import scopes
+from .mask.scopes import Scope, scopes
 from .mask_outputs import is_ones
 from .sdpa import visible
-from .unfused_attention import written_attentions
-
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+from .unfused_attention import Mask, unfused_attentions
+from .variants import Compile, Seen, Variants, duplicate, inputs_of, is_symbolic
 
 PROMISE = (
     'backend liger: options["padding"] is False, a promise that no token is padding, but the'
@@ -41,19 +36,9 @@ PROMISE = (
 )
 
 
-# Held by a call that compiles: Dynamo, which is not running then, holds its own.
-COMPILING = threading.RLock()
-
-
 def found_padding(module: fx.GraphModule, strict: bool | None = None) -> list[int] | None:
     """`padding_masks`, or None with a warning if that raises an exception, unless it is strict."""
-    try:
-        return padding_masks(module)
-    except Exception as error:
-        if is_strict(strict):
-            raise
-        failed(Report(at=("padding", None)), error)
-        return None
+    return guarded("padding", strict, padding_masks, module, otherwise=None)
 
 
 def padding_masks(module: fx.GraphModule) -> list[int]:
@@ -62,11 +47,9 @@ def padding_masks(module: fx.GraphModule) -> list[int]:
     An input is one if attention masks read it only to ask whether a token is padding, and if these
     masks are functions of indices alone where it is 1 everywhere.
     """
-    # Nodes that were looked at are marked: the graph itself is not looked at.
-    looked_at = duplicate(module)
-    inputs = _inputs(looked_at)
-    masks = list(_conditions(looked_at))
-    state, found = GraphState(looked_at.graph), []
+    inputs = inputs_of(module)
+    masks = list(_conditions(module))
+    state, found = GraphState(module.graph), []
     for place, node in enumerate(inputs):
         if not _may_be_padding(node) or not any(_asks(mask, node) for mask in masks):
             continue
@@ -82,9 +65,32 @@ def padding_masks(module: fx.GraphModule) -> list[int]:
 
 def assume_what_is_seen(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Let the graph be the variant that the backend would run for these inputs."""
-    places = found_padding(module)
-    if places and is_full(inputs, places):
-        assume_ones(module, places)
+    if places := found_padding(module):
+        _seen(_is_full(inputs, places), places).assume(module)
+
+
+def padding_variants(
+    module: fx.GraphModule, example_inputs: Sequence[Any], places: Sequence[int], compiled: Compile
+) -> Variants:
+    """The graph for full batches, whose inputs at `places` are 1 everywhere, and for others.
+
+    With symbolic sizes both are compiled at once: a later compilation could specialise a size
+    without a guard.
+    """
+    both = any(map(is_symbolic, inputs_of(module)))
+    at_once = [_seen(full, places) for full in (True, False) if both]
+    return Variants(
+        module, example_inputs, lambda inputs: _seen(_is_full(inputs, places), places), compiled,
+        at_once,
+    )  # fmt: skip
+
+
+def _seen(full: bool, places: Sequence[int]) -> Seen:
+    return Seen(full, functools.partial(assume_ones, places=places if full else ()))
+
+
+def _is_full(inputs: Sequence[Any], places: Sequence[int]) -> bool:
+    return all(is_ones(inputs[place]) for place in places)
 
 
 def assume_ones(module: fx.GraphModule, places: Sequence[int], *, check: bool = False) -> None:
@@ -92,7 +98,7 @@ def assume_ones(module: fx.GraphModule, places: Sequence[int], *, check: bool = 
 
     On a GPU the assertion runs on the device, and fails when the host next waits for it.
     """
-    inputs = _inputs(module)
+    inputs = inputs_of(module)
     *_, last = inputs
     for node in [inputs[place] for place in places]:
         ones = derive(last.next, torch.ones_like, node)
@@ -106,80 +112,6 @@ def assume_ones(module: fx.GraphModule, places: Sequence[int], *, check: bool = 
     module.recompile()
 
 
-def duplicate(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy with graphs of its own, down to the subgraphs; tensors are shared."""
-    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
-    copied.meta.update(module.meta)
-    for name, part in module.named_children():
-        if isinstance(part, fx.GraphModule) and hasattr(copied, name):
-            setattr(copied, name, duplicate(part))
-    return copied
-
-
-class PaddingVariants:
-    """Runs the compilation for full batches if the padding masks are 1 everywhere, else the other.
-
-    The one that the first batch needs is compiled at once. With symbolic sizes both are: a later
-    compilation could specialise a size without a guard.
-    """
-
-    def __init__(
-        self, module: fx.GraphModule, example_inputs: Sequence[Any],
-        places: Sequence[int], compile_one: Compile,
-    ) -> None:  # fmt: skip
-        self._module, self._places, self._compile = module, list(places), compile_one
-        self._fakes = without_data(module, example_inputs)
-        self._context = TracingContext.try_get()
-        first = self._is_full(example_inputs)
-        both = any(map(_is_symbolic, self._fakes))
-        self._made = {
-            full: self._compiled(full, example_inputs)
-            for full in ((first, not first) if both else (first,))
-        }
-
-    def __call__(self, *args: Any) -> Any:
-        full = self._is_full(args)
-        if full not in self._made:
-            with COMPILING, tracing(self._context):
-                if full not in self._made:
-                    self._made[full] = self._compiled(full, self._fakes)
-        return self._made[full](*args)
-
-    def _is_full(self, inputs: Sequence[Any]) -> bool:
-        return is_full(inputs, self._places)
-
-    def _compiled(self, full: bool, inputs: Sequence[Any]) -> Callable[..., Any]:
-        module = duplicate(self._module)
-        if full:
-            assume_ones(module, self._places)
-        return self._compile(module, inputs)
-
-
-def without_data(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs as fake tensors, so that no batch stays in memory for a later compilation."""
-    return [
-        known if isinstance(known := value(node), FakeTensor) else given
-        for node, given in zip(_inputs(module), inputs, strict=True)
-    ]
-
-
-def is_split(inputs: Sequence[Any]) -> bool:
-    """Whether these are the inputs of a part of a graph that DDP's optimizer splits.
-
-    It gives fake tensors, and AOTAutograd raises for a part that is compiled later.
-    """
-    return any(isinstance(one, FakeTensor) for one in inputs)
-
-
-def is_full(inputs: Sequence[Any], places: Sequence[int]) -> bool:
-    """Whether the inputs at `places` are 1 everywhere."""
-    return all(is_ones(inputs[place]) for place in places)
-
-
-def _inputs(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
 def _may_be_padding(node: fx.Node) -> bool:
     known = value(node)
     return (
@@ -191,32 +123,32 @@ def _may_be_padding(node: fx.Node) -> bool:
     )
 
 
-def _conditions(module: fx.GraphModule) -> Iterator[Condition]:
-    """The condition of each mask of attention, in the order of the graph.
+def masks_of_attention(
+    module: fx.GraphModule, *, data: bool = False
+) -> Iterator[tuple[Scope, fx.Node | Mask]]:
+    """The masks of attention, in the order of the graph, and the scope of each.
 
-    A mask that cannot be analysed is yielded as False, which depends on nothing.
-    """
-    for scope in scopes(module.graph, data=True):
-        functions = scope.functions
-        for _, arguments in attentions(scope.graph, "padding", Report()):
-            mask = arguments["attn_mask"]
-            if isinstance(mask, fx.Node):
-                yield _known(_visible_keys, mask, functions)
+    For `data` see `IndexFunctions`."""
+    for scope in scopes(module.graph, data=data):
+        for _, arguments in attentions(scope.graph, "masks", Report()):
+            if isinstance(mask := arguments["attn_mask"], fx.Node):
+                yield scope, mask
         state = GraphState(scope.graph)
-        for written in written_attentions(scope.graph, "padding", Report(), state):
-            for part in written.masks:
-                yield _known(visible, part, functions)
+        for _, found in unfused_attentions("masks", Report(), scope, state):
+            yield from ((scope, mask) for mask in found.masks)
 
 
-def _visible_keys(mask: fx.Node, functions: IndexFunctions) -> Condition:
-    return visible_keys(functions.value(mask))
-
-
-def _known(read: Callable[[Any, IndexFunctions], Condition], *arguments: Any) -> Condition:
-    try:
-        return read(*arguments)
-    except Unknown:
-        return False
+def _conditions(module: fx.GraphModule) -> Iterator[Condition]:
+    """The condition of each mask; False, which depends on nothing, if it cannot be analysed."""
+    for scope, mask in masks_of_attention(module, data=True):
+        functions = scope.functions
+        try:
+            if isinstance(mask, Mask):
+                yield visible(mask, functions)
+            else:
+                yield visible_keys(functions.value(mask))
+        except Unknown:
+            yield False
 
 
 def _asks(condition: Condition, node: fx.Node) -> bool:
@@ -242,8 +174,3 @@ def _depends(condition: Condition, node: fx.Node) -> bool:
             seen.add(one)
             waiting += one.all_input_nodes
     return False
-
-
-def _is_symbolic(one: Any) -> bool:
-    sizes = one.shape if isinstance(one, Tensor) else [one]
-    return any(isinstance(size, torch.SymInt) for size in sizes)

@@ -11,10 +11,10 @@ compute it.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -27,14 +27,15 @@ from ..engine.layout import noticed
 from ..engine.replay import fake_mode_of
 from ..engine.report import Report
 from ..engine.rewrite import Refused, attempt, derive, insert, replace
+from .attention import States, replace_places
 from .attention_products import Operand, View, view
 from .mask.algebra import Condition, Unknown, affine, axes_of, both, known, negation, truth
+from .mask.bounds import ORDINARY, MaskBounds, inside
 from .mask.evaluate import IndexFunctions
 from .mask.proof import sees_itself, visible_keys
 from .mask.region import Frame, Region
-from .mask.scopes import Scope, scopes
-from .mask_bounds import ORDINARY, MaskBounds, inside
-from .unfused_attention import Mask, WrittenAttention, written_attentions
+from .mask.scopes import Scope
+from .unfused_attention import Mask, UnfusedAttention, unfused_attentions
 
 OP = "attention"
 # A filled score as low as this has the weight 0 in a row with any other score.
@@ -42,23 +43,12 @@ LOWEST_FILL = -1e9
 
 
 def rewrite(graph: fx.Graph, report: Report) -> None:
-    """Rewrite a graph, and the checkpointed blocks that it calls, whose masks it computes."""
-    found_scopes = list(scopes(graph))
-    states = [GraphState(scope.graph) for scope in found_scopes]
-    for scope, state in zip(found_scopes, states, strict=True):
-        for found in written_attentions(scope.graph, OP, report, state):
-            try:
-                with attempt(scope.graph), state.modes_of(found.root):
-                    new = _lowered(found, scope, states, state)
-            except Refused as refused:
-                report.refused(OP, found.root, str(refused))
-                continue
-            report.used(OP, new)
+    places = functools.partial(unfused_attentions, OP, report)
+    replace_places(graph, report, OP, places, _lowered)
 
 
-def _lowered(
-    found: WrittenAttention, scope: Scope, states: Sequence[GraphState], state: GraphState
-) -> fx.Node:
+def _lowered(found: UnfusedAttention, scope: Scope, states: States) -> fx.Node:
+    state = states[scope.graph]
     if found.sinks is not None:
         raise Refused("it has sinks, which scaled_dot_product_attention does not take")
     if found.softcap is not None:
@@ -98,7 +88,7 @@ def as_root(call: fx.Node, back: Sequence[View], root: fx.Node, state: GraphStat
         return view(root, derive(root, torch.Tensor.contiguous, call), back)
 
 
-def operands(found: WrittenAttention, state: GraphState) -> list[fx.Node]:
+def operands(found: UnfusedAttention, state: GraphState) -> list[fx.Node]:
     """Query, key and value, of one dtype and of the same batch and heads."""
     root = found.root
     device = value(root).device.type
@@ -135,8 +125,8 @@ def _expanded(node: fx.Node, leading: Sequence[Any], at: fx.Node) -> fx.Node:
 
 
 def _mask(
-    found: WrittenAttention, operands: Sequence[fx.Node],
-    scope: Scope, states: Sequence[GraphState],
+    found: UnfusedAttention, operands: Sequence[fx.Node],
+    scope: Scope, states: States,
 ) -> fx.Node | None:  # fmt: skip
     """attn_mask: boolean if the code only fills scores, else of the queries' dtype."""
     if not found.masks:
@@ -156,10 +146,10 @@ def _mask(
     added = [mask.tensor.before(root) for mask in _of(found, filled=False)]
     shown = [_visible(mask, root) for mask in _of(found, filled=True)]
     if shown:
-        shown = [reduce(lambda a, b: derive(root, operator.and_, a, b), shown)]
+        shown = [functools.reduce(lambda a, b: derive(root, operator.and_, a, b), shown)]
     if not added:
         return shown[0]
-    total = reduce(lambda a, b: derive(root, operator.add, a, b), added)
+    total = functools.reduce(lambda a, b: derive(root, operator.add, a, b), added)
     if shown:
         total = derive(root, torch.where, shown[0], total, -math.inf)
     if value(total).dtype != dtype and not autocast:
@@ -167,7 +157,7 @@ def _mask(
     return total
 
 
-def _of(found: WrittenAttention, filled: bool) -> list[Mask]:
+def _of(found: UnfusedAttention, filled: bool) -> list[Mask]:
     return [mask for mask in found.masks if (mask.visible is not None) == filled]
 
 
@@ -179,7 +169,7 @@ def _visible(mask: Mask, at: fx.Node) -> fx.Node:
     return node if mask.visible else derive(at, torch.logical_not, node)
 
 
-def _is_bias(mask: Mask, scope: Scope, states: Sequence[GraphState]) -> bool:
+def _is_bias(mask: Mask, scope: Scope, states: States) -> bool:
     """Whether a mask adds ordinary numbers, which hide no key."""
     if mask.visible is not None:
         return False
@@ -187,13 +177,13 @@ def _is_bias(mask: Mask, scope: Scope, states: Sequence[GraphState]) -> bool:
     return inside(bounds.of(mask.tensor.source), ORDINARY) and not _written(bounds.read, states)
 
 
-def _written(read: set[fx.Node], states: Sequence[GraphState]) -> bool:
-    return any(state.ever_written(read) for state in states)
+def _written(read: set[fx.Node], states: States) -> bool:
+    return any(state.ever_written(read) for state in states.values())
 
 
 def _rows_see_a_key(
     masks: Sequence[Mask], functions: IndexFunctions,
-    shape: Sequence[Any], states: Sequence[GraphState],
+    shape: Sequence[Any], states: States,
 ) -> bool:  # fmt: skip
     """Whether every row is proved to see its own key, or the first key, past all masks."""
     try:

@@ -2,7 +2,7 @@
 
     softmax(softcap * tanh(scale * query @ key^T / softcap) + mask) @ value
 
-with any of softcap, masks and a column of sinks left out. `written_attentions` yields each place.
+with any of softcap, masks and a column of sinks left out. `unfused_attentions` yields each place.
 The code is followed back from the last product, through dropout that drops nothing, casts and
 views, to the softmax, and on to the first product. Casts are ignored: attention kernels compute
 scores and softmax in float32, whatever the storage, and so round less often than the code.
@@ -23,11 +23,9 @@ from ..engine.graph_state import GraphState
 from ..engine.report import Report
 from ..engine.rewrite import Refused, foreign
 from .attention_products import Operand, View, product_of_weights
-from .unfused_scores import ScoresReader, WrittenScores
+from .mask.scopes import Scope
+from .unfused_scores import ScoresReader, UnfusedScores
 
-# Marks, with a rewrite's name, the result of attention in a subgraph that was already judged with
-# the outer graph.
-_JUDGED = "liger_ops.written_attention."
 _PASSED = {IDENTITY, "cast", "contiguous"}
 # Operations on weights after which the result is another computation, not another spelling.
 _CHANGES = {"mul", "div", "add", "masked_fill", "where"}
@@ -49,7 +47,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class WrittenAttention:
+class UnfusedAttention:
     """One place where attention is written out, for S queries, T keys and H heads.
 
     Attributes:
@@ -82,24 +80,24 @@ class WrittenAttention:
         return [operand.source for operand in operands] + sinks
 
 
-def written_attentions(
-    graph: fx.Graph, rewrite: str, report: Report, state: GraphState
-) -> Iterator[WrittenAttention]:
-    """Yield each place, once; report as refused what only comes near, or cannot be replaced."""
-    for node in report.visiting(rewrite, list(graph.nodes)):
-        if node._erased or node.meta.get(_JUDGED + rewrite):
-            continue
+def unfused_attentions(
+    rewrite: str, report: Report, scope: Scope, state: GraphState, *, reports: bool = True
+) -> Iterator[tuple[fx.Node, UnfusedAttention]]:
+    """Yield each place, once, with its result.
+
+    What only comes near, or cannot be replaced, is reported as refused, if this rewrite `reports`.
+    """
+    for node in report.once(rewrite, list(scope.graph.nodes)):
         try:
             found = attention_at(node)
             if found is not None:
-                node.meta[_JUDGED + rewrite] = True
                 _check(found, state)
         except Refused as refused:
-            node.meta[_JUDGED + rewrite] = True
-            report.refused(rewrite, node, str(refused))
+            if reports:
+                report.refused(rewrite, node, str(refused))
             continue
         if found is not None:
-            yield found
+            yield node, found
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class _Weights:
     difference: str | None = None
 
 
-def attention_at(root: fx.Node) -> WrittenAttention | None:
+def attention_at(root: fx.Node) -> UnfusedAttention | None:
     """The attention whose result is `root`, or None.
 
     Raises:
@@ -134,8 +132,8 @@ def attention_at(root: fx.Node) -> WrittenAttention | None:
 
 def _assembled(
     root: fx.Node, values: Operand, back: tuple[View, ...],
-    weights: _Weights, scores: WrittenScores,
-) -> WrittenAttention:  # fmt: skip
+    weights: _Weights, scores: UnfusedScores,
+) -> UnfusedAttention:  # fmt: skip
     scale, softcap = scores.scale_and_softcap()
     query, key = scores.product.query, scores.product.key
     masks = tuple(
@@ -149,19 +147,19 @@ def _assembled(
         joined: View = (torch.squeeze, (1,)) if scores.heads is None else (torch.flatten, (0, 1))
         back = (joined, *back)
     nodes = frozenset((root, *weights.nodes, *scores.nodes))
-    return WrittenAttention(
+    return UnfusedAttention(
         root, query, key, values, scale, softcap, masks, scores.sinks, back, nodes
     )
 
 
-def _split(scores: WrittenScores) -> tuple[View, ...]:
+def _split(scores: UnfusedScores) -> tuple[View, ...]:
     """How (B * H, S, D) becomes (B, H, S, D). If the code never does so, H is 1."""
     if scores.heads is None:
         return ((torch.unsqueeze, (1,)),)
     return ((torch.unflatten, (0, (-1, scores.heads))),)
 
 
-def _four_dimensions(mask: fx.Node, scores: WrittenScores) -> Operand:
+def _four_dimensions(mask: fx.Node, scores: UnfusedScores) -> Operand:
     """A mask of three dimensions is one of scores of three, (B * H, S, T)."""
     operand = Operand(mask)
     if not is_tensor(mask, dim=3) or mask not in scores.of_three_dimensions:
@@ -218,7 +216,7 @@ def _passed(node: fx.Node, call: Call, depth: int) -> _Weights | None:
     return _Weights(inner.scores, (node, *inner.nodes), inner.without_sinks, inner.difference)
 
 
-def _check(found: WrittenAttention, state: GraphState) -> None:
+def _check(found: UnfusedAttention, state: GraphState) -> None:
     """Raise Refused if the nodes cannot be replaced, whatever replaces them."""
     if reason := foreign([*found.inputs(), found.root]):
         raise Refused(reason)
@@ -235,7 +233,7 @@ def _check(found: WrittenAttention, state: GraphState) -> None:
         raise Refused("a tensor is written in place between its operations")
 
 
-def _check_users(nodes: Iterable[fx.Node], found: WrittenAttention) -> None:
+def _check_users(nodes: Iterable[fx.Node], found: UnfusedAttention) -> None:
     for node in nodes:
         if node is found.root or _is_view_of_an_input(node, found):
             continue
@@ -252,7 +250,7 @@ def _is_dead(node: fx.Node) -> bool:
     return node.op != "output" and not writes(node) and all(map(_is_dead, node.users))
 
 
-def _is_view_of_an_input(node: fx.Node, found: WrittenAttention) -> bool:
+def _is_view_of_an_input(node: fx.Node, found: UnfusedAttention) -> bool:
     """Whether `node` is the transposed key, which may also be used elsewhere."""
     call = canonical(node)
     return call is not None and call.op == "transpose" and call.args[0] is found.key.source

@@ -27,7 +27,7 @@ _OUT_OF_PLACE_METHODS = ("add_", "sub_", "mul_", "div_", "masked_fill_", "tanh_"
 
 
 @dataclass(frozen=True)
-class WrittenScores:
+class UnfusedScores:
     """What is done to scores, in the order of the code.
 
     Attributes:
@@ -56,7 +56,7 @@ class WrittenScores:
     def scale_and_softcap(self) -> tuple[float, float | None]:
         return (self.scale, None) if self.cap is None else (self.scale * self.cap, self.cap)
 
-    def but(self, difference: str) -> WrittenScores:
+    def but(self, difference: str) -> UnfusedScores:
         return replace(self, difference=self.difference or difference)
 
 
@@ -64,9 +64,9 @@ class WrittenScores:
 class ScoresReader:
     """Follows scores back to the product, each node once."""
 
-    _known: dict[fx.Node, WrittenScores | None] = field(default_factory=dict)
+    _known: dict[fx.Node, UnfusedScores | None] = field(default_factory=dict)
 
-    def read(self, node: Any, depth: int = 0) -> WrittenScores | None:
+    def read(self, node: Any, depth: int = 0) -> UnfusedScores | None:
         """The scores that `node` is; None if it is not computed from a product in a known way."""
         if not isinstance(node, fx.Node) or not is_tensor(node) or depth > DEPTH:
             return None
@@ -74,7 +74,7 @@ class ScoresReader:
             self._known[node] = self._read(node, depth)
         return self._known[node]
 
-    def _read(self, node: fx.Node, depth: int) -> WrittenScores | None:
+    def _read(self, node: fx.Node, depth: int) -> UnfusedScores | None:
         if (product := product_of_scores(node)) is not None:
             return _start(product)
         call, in_place = _call_of(node)
@@ -92,7 +92,7 @@ class ScoresReader:
                 return replace(after, nodes=(*after.nodes, node))
         return None
 
-    def _with_sinks(self, node: fx.Node, call: Call, depth: int) -> WrittenScores | None:
+    def _with_sinks(self, node: fx.Node, call: Call, depth: int) -> UnfusedScores | None:
         tensors, dim = call.args
         if dim != -1 or len(tensors) != 2:
             return None
@@ -105,11 +105,11 @@ class ScoresReader:
         return replace(inner, sinks=sinks or tensors[1], nodes=(*inner.nodes, *nodes, node))
 
 
-def _start(product: Scores) -> WrittenScores | None:
+def _start(product: Scores) -> UnfusedScores | None:
     scale = constant(product.scale)
     if scale is None:
         return None
-    scores = WrittenScores(product, product.nodes, scale)
+    scores = UnfusedScores(product, product.nodes, scale)
     return scores if product.bias is None else _with_mask(product.nodes[0], scores, product.bias)
 
 
@@ -135,11 +135,11 @@ def _places(call: Call, in_place: bool) -> tuple[int, ...]:
     return (1, 2) if call.op == "where" else (0,)
 
 
-def _kept(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+def _kept(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     return inner
 
 
-def _viewed(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+def _viewed(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     """Scores whose batch and heads become one dimension or two, or that stay as they are."""
     before, after = value(call.args[0]).shape, value(node).shape
     if inner.sinks is not None or not same(tuple(before[-2:]), tuple(after[-2:])):
@@ -154,7 +154,7 @@ def _viewed(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> Writ
     return replace(inner, heads=heads)
 
 
-def _scaled(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+def _scaled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     other = call.args[1 - place]
     if inner.sinks is not None or not _same_shape(node, call.args[place]):
         return None
@@ -173,13 +173,13 @@ def _scaled(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> Writ
     return replace(inner, cap=inner.cap * factor)
 
 
-def _capped(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+def _capped(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     if inner.masks or inner.cap is not None or inner.sinks is not None:
         return inner.but("its scores are capped after a mask is added, or twice")
     return replace(inner, cap=1.0)
 
 
-def _added(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+def _added(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     mask = call.args[1 - place]
     if inner.sinks is not None or not _same_shape(node, call.args[place]):
         return None
@@ -188,7 +188,7 @@ def _added(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> Writt
     return _with_mask(node, inner, mask) if value(mask).is_floating_point() else None
 
 
-def _filled(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+def _filled(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     """masked_fill(scores, mask, fill), or torch.where with the scores at either place."""
     mask, fill = call.args[1:] if call.op == "masked_fill" else (call.args[0], call.args[3 - place])
     number = constant(fill)
@@ -201,9 +201,9 @@ def _filled(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> Writ
 
 
 def _with_mask(
-    node: fx.Node, inner: WrittenScores, mask: fx.Node,
+    node: fx.Node, inner: UnfusedScores, mask: fx.Node,
     visible: bool | None = None, fill: float | None = None,
-) -> WrittenScores:  # fmt: skip
+) -> UnfusedScores:  # fmt: skip
     flat = {mask} if is_tensor(node, dim=3) else set()
     return replace(
         inner,
@@ -212,7 +212,7 @@ def _with_mask(
     )
 
 
-def _lowered(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> WrittenScores | None:
+def _lowered(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> UnfusedScores | None:
     """scores - scores.max(-1, keepdim=True), which changes neither the softmax nor gradients."""
     scores, largest = call.args
     nodes: tuple[fx.Node, ...] = ()
@@ -234,7 +234,7 @@ def _lowered(node: fx.Node, inner: WrittenScores, call: Call, place: int) -> Wri
     return replace(inner, nodes=(*inner.nodes, *nodes, largest))
 
 
-_STEPS: dict[str, Callable[[fx.Node, WrittenScores, Call, int], WrittenScores | None]] = {
+_STEPS: dict[str, Callable[[fx.Node, UnfusedScores, Call, int], UnfusedScores | None]] = {
     IDENTITY: _kept,
     "cast": _kept,
     "contiguous": _kept,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from typing import TypeVar
 
 from .report import Finding, Report, device_of, source_line
 
 STRICT = "LIGER_OPS_STRICT"
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 def is_strict(strict: bool | None) -> bool:
@@ -34,3 +38,17 @@ def failed(report: Report, error: Exception) -> Report:
         stacklevel=2,
     )
     return Report([Finding(rewrite, reason, where, "" if node is None else device_of(node))])
+
+
+def guarded(
+    name: str, strict: bool | None, function: Callable[..., T], *args: object, otherwise: D
+) -> T | D:
+    """The result of a part of the rewrites, or `otherwise` with a warning if it raises an
+    exception, unless that is strict."""
+    try:
+        return function(*args)
+    except Exception as error:
+        if is_strict(strict):
+            raise
+        failed(Report(at=(name, None)), error)
+        return otherwise

@@ -76,6 +76,7 @@ class Report(Findings):
     # The rewrite that is running and its node, for the report of a failure.
     at: tuple[str, fx.Node | None] = ("", None)
     _of: dict[fx.Node, Finding] = field(default_factory=dict, repr=False)
+    _seen: set[tuple[str, fx.Node]] = field(default_factory=set, repr=False)
 
     def used(self, op: str, node: fx.Node) -> None:
         avoided = 0
@@ -99,6 +100,14 @@ class Report(Findings):
         for node in nodes:
             self.at = (rewrite, node)
             yield node
+
+    def once(self, rewrite: str, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """Visit the nodes that this rewrite has not visited: a subgraph is rewritten with the graph
+        that calls it, and again by itself."""
+        for node in self.visiting(rewrite, nodes):
+            if (rewrite, node) not in self._seen and not node._erased:
+                self._seen.add((rewrite, node))
+                yield node
 
 
 def logits_bytes(weight: torch.Tensor) -> int:

@@ -43,6 +43,17 @@ def predicate(condition: Condition) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
+def inlined(call: Callable[..., Any], module: fx.GraphModule, *inputs: Any) -> Any:
+    """Call or insert the operations of a graph."""
+    values: dict[fx.Node, Any] = dict(
+        zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    )
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            values[node] = call(node.target, *fx.map_arg(node.args, values.__getitem__))
+    return values[node.args[0]]
+
+
 class _Writer:
     def __init__(
         self, graph: fx.Graph, indices: dict[int, fx.Node], tensors: dict[fx.Node, fx.Node]

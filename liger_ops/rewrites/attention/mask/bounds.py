@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..engine.canonical import arguments, operation, value
+from ...engine.canonical import arguments, operation, value
 
 Bounds = tuple[float, float]
 # Parameters, activations, integers and what is computed from them are taken to be in these bounds.
