@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -13,9 +13,14 @@ class Accepted(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+# Option -> the values that it may have: a condition, or the strings. None is no value.
+Options = Mapping[str, Accepted | Sequence[str]]
+
 AT_LEAST_0 = Accepted("a number of at least 0", lambda value: value >= 0)
 FINITE_AT_LEAST_0 = Accepted("a number of at least 0", lambda value: 0 <= value < float("inf"))
 AT_LEAST_1 = Accepted("at least 1", lambda value: value >= 1)
+# Numbers of bytes.
+ABOVE_0 = Accepted("above 0 or None", lambda value: value >= 1)
 POSITIVE = Accepted("a number above 0", lambda value: 0 < value < float("inf"))
 FRACTION = Accepted("from 0 to 1", lambda value: 0 <= value <= 1)
 

@@ -27,10 +27,12 @@ and gradients `d<result>`; its results are gradients `d<argument>`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+# Gradients that a forward op computes and its backward op multiplies.
+COMPUTED_BY_FORWARD = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
 # Axes that stand for any number of dimensions.
 MANY = ("*", "#", "1")
 
@@ -38,7 +40,7 @@ MANY = ("*", "#", "1")
 class Entry(NamedTuple):
     """A tensor of a line."""
 
-    axes: Sequence[str]
+    axes: tuple[str, ...]
     # The axes for a reduction other than "none", if they are others.
     reduced: tuple[str, ...] | None = None
     dtype: str = ""
@@ -91,8 +93,8 @@ def line_of_call(axes: str | Callable[[Any], str], call: Any, reduction: str | N
     another reduction, if one is given."""
     forms = lines(axes if isinstance(axes, str) else axes(call))
     line = next(form for form in forms if not any(_is_given(call, n) for n in unnamed(form, forms)))
-    has_divisor = getattr(call, "num_items_in_batch", None) is not None
-    return line.reduced_by(reduction or getattr(call, "reduction", "mean"), has_divisor)
+    reduction = reduction or str(getattr(call, "reduction", "mean"))
+    return line.reduced_by(reduction, _is_given(call, "num_items_in_batch"))
 
 
 def unnamed(line: Line, forms: tuple[Line, ...]) -> list[str]:
@@ -100,9 +102,9 @@ def unnamed(line: Line, forms: tuple[Line, ...]) -> list[str]:
     return [name for form in forms for name in form.arguments if name not in line.arguments]
 
 
-def option_for(result: str) -> str:
-    """The option that asks for an optional result."""
-    return f"return_{result.removesuffix('_tokens')}"
+def asked_by(result: str) -> str:
+    """The argument that asks for an optional result."""
+    return "target" if result == "cross_entropy" else f"return_{result.removesuffix('_tokens')}"
 
 
 def _is_given(call: Any, name: str) -> bool:

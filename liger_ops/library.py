@@ -20,14 +20,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import autograd
-from .accepted import Accepted
+from .accepted import Options
 from .derived import Layout, contiguous, derived_definition
 from .record import Op
 from .refusals import refusal
@@ -65,7 +65,7 @@ _COMPOSITES = torch.library.Library(NAMESPACE, "FRAGMENT")
 def define(
     strides: torch.Tag = torch.Tag.needs_contiguous_strides, returns: str = "",
     axes: str | Callable[[Any], str] = "", dtype: str = "",
-    options: Mapping[str, Accepted | Sequence[str]] | None = None,
+    options: Options | None = None,
 ) -> Callable[[Function], Function]:  # fmt: skip
     """Create the op `liger::<function name>` from its definition and return its public function.
 
@@ -99,17 +99,9 @@ def define(
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
         op = OPS[name] = Op(
-            name,
-            definition,
-            custom_op,
-            overload,
-            arguments,
-            refuse,
-            strides,
-            axes,
-            dtype,
+            name, definition, custom_op, overload, arguments, refuse, strides, axes, dtype,
             options or {},
-        )
+        )  # fmt: skip
         autograd.register(op)
         _register_refusals(op)
         if name.endswith("_backward"):

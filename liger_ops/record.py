@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .accepted import Accepted
+from .accepted import Options
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Op:
     custom_op: torch.library.CustomOpDef
     overload: Any
     # The named tuple type of a call's arguments.
-    arguments: Callable[..., Any]
+    arguments: type[Any]
     # Raises TypeError for arguments that no op takes.
     refuse: Callable[[Sequence[Any], Mapping[str, Any]], None]
     # Which strides Inductor gives to the inputs.
@@ -29,7 +29,7 @@ class Op:
     # What `library.define` was given.
     axes: str | Callable[[Any], str]
     dtype: str
-    options: Mapping[str, Accepted | Sequence[str]]
+    options: Options
     fake: Callable[[Any], Any] | None = None
     # Device -> the function that runs the op there, and the one that gives it its kernel.
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)

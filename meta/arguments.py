@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,20 +33,23 @@ class Names:
         self.needed = {a.name for a in op.schema.arguments if str(a.type) == "Tensor"}
         tensors = [name for name in library.tensor_names(op) if name not in unnamed]
         # Sizes are read from the first tensors, which messages speak of.
-        self.tensors = {name: line.of(name) for name in sorted(tensors, key=self._rank)}
+        self.tensors = {name: self._entry(name) for name in sorted(tensors, key=self._rank)}
         self.first = next(iter(self.tensors))
         self.without = f" without {', '.join(unnamed)}, which it then holds"
 
     def _rank(self, name: str) -> int:
         if name in self.line.arguments:
             return 0 if name in self.needed else 2
-        return 1 if name in self.line.results else 3
+        return 1 if name in self.line.results and name in self.needed else 3
 
-    def like(self, axes: tuple[str, ...]) -> int | None:
-        """The index of a tensor with these axes, which every call has."""
-        tensors = self.tensors.items()
-        same = (n for n, entry in tensors if entry.axes == axes and n in self.needed)
-        return next((self.index[name] for name in same), None)
+    def _entry(self, name: str) -> Entry:
+        entry = self.line.of(name)
+        assert entry is not None, f"{self.op}: the line does not name the argument {name}"
+        return entry
+
+    def like(self, axes: tuple[str, ...]) -> str | None:
+        """The first tensor with these axes."""
+        return next((name for name, entry in self.tensors.items() if entry.axes == axes), None)
 
     def shape(self, entry: Entry, sizes: Sizes) -> Shape:
         shape = sizes.shape(entry.axes)
@@ -62,32 +65,34 @@ class Names:
         """The words for a shape in messages."""
         before = list(self.tensors)[: list(self.tensors).index(name)]
         others = [(other, self.tensors[other].axes) for other in before]
-        is_one_axis = len(axes) == 1 and axes[0] not in MANY
-        words = [other for other, known in others if known == axes and axes and not is_one_axis]
-        if name not in self.line.arguments:
-            words.append(f"the forward's {name if name in self.line.results else name[1:]}")
-        if not axes:
-            words.append("a number")
-        for other, known in others:
-            if known[:-1] == axes and not is_one_axis:
-                words.append(f"{other} but for its last dimension")
-            elif known[-1:] == axes and "*" in known:
-                words.append(f"{other}'s last dimension")
-            elif known[:1] == axes and len(known) == 2:
-                words.append(f"{other}'s rows")
         first = self.tensors[self.first]
         with_axes = f" for {self.first} of {first.form}" if set(axes) & set(first.axes) else ""
-        return next(iter(words), f"{Entry(axes).form}{with_axes}")
+        words = f"{Entry(axes).form}{with_axes}" if axes else "a number"
+        is_one_axis = len(axes) == 1 and axes[0] not in MANY
+        for other, known in reversed(others):
+            if known[:1] == axes and len(known) == 2 and is_one_axis:
+                words = f"{other}'s rows"
+            elif known[-1:] == axes and "*" in known:
+                words = f"{other}'s last dimension"
+            elif not is_one_axis and known[:-1] in (axes, axes[:-1]) and known[:-1]:
+                words = f"{other} but for its last dimension"
+        if name not in self.line.arguments:
+            words = f"the forward's {name if name in self.line.results else name[1:]}"
+        same = [other for other, known in others if known == axes and axes and not is_one_axis]
+        return next(iter(same), words)
 
 
 def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Check:
     """Check dtypes, devices and shapes of tensors; the shapes only of those not `excepted`."""
     op, x, first = names.op, names.first, names.index[names.first]
+    optional = {i for name, i in names.index.items() if name not in names.needed}
     rows = []
     for name, entry in names.tensors.items():
         index, dtype = names.index[name], entry.dtype if name in names.line.arguments else ""
         is_accepted, accepted = DTYPES.get(dtype, DTYPES[""])
-        fits, form, shape, meaning = None, "", None, ""
+        fits: Callable[[Tensor], bool] | None = None
+        shape: Shape | None = None
+        form, meaning = "", ""
         if entry.axes == ("1",):
             fits, form = _one_element, "have one element"
         elif name not in excepted:
@@ -95,7 +100,9 @@ def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Chec
             if new and entry.axes not in (("*",), ("#",)):
                 fits, form = _dimensions(entry, new, names.without)
             if len(new) < len(entry.axes) or not entry.axes:
-                shape, meaning = names.shape(entry, sizes), names.meaning(name, entry.axes)
+                read = sizes.arguments(entry.axes) & optional - {index}
+                shape = _if_given(names.shape(entry, sizes), index, read)
+                meaning = names.meaning(name, entry.axes)
         same = names.index.get(dtype)
         rows.append((index, name, is_accepted, accepted, same, dtype, fits, form, shape, meaning))
 
@@ -125,6 +132,13 @@ def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Chec
     return check
 
 
+def _if_given(shape: Shape, index: int, read: Collection[int]) -> Shape:
+    """A shape, or any that a tensor has where one of the tensors is None from which it is read."""
+    if not read:
+        return shape
+    return lambda call: call[index].shape if any(call[i] is None for i in read) else shape(call)
+
+
 def _one_element(tensor: Tensor) -> bool:
     return tensor.numel() == 1
 
@@ -147,18 +161,20 @@ def _dimensions(
     return fits, f"be {entry.form}{without if divisors else ''}"
 
 
-def options_check(names: Names, options: Mapping[str, Accepted | Sequence[str]]) -> Check:
-    op = names.op
-    rows = [
-        (names.index[name], name, value if isinstance(value, Accepted) else one_of(value))
+def options_check(op: library.Op) -> Check:
+    """Check the values of options."""
+    name_of_op, arguments = op.name.removesuffix("_forward"), op.schema.arguments
+    options = library.declared(op).options
+    accepted_by = {
+        name: value if isinstance(value, Accepted) else one_of(value)
         for name, value in options.items()
-        if name in names.index
-    ]
+    }
+    rows = [(i, a.name, accepted_by[a.name]) for i, a in enumerate(arguments) if a.name in options]
 
     def check(call: Any) -> None:
         for i, name, accepted in rows:
             value = call[i]
             if value is not None and not accepted.holds(value):
-                raise ValueError(f"{op}: {name} must be {accepted.text}, got {value!r}")
+                raise ValueError(f"{name_of_op}: {name} must be {accepted.text}, got {value!r}")
 
     return check

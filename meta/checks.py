@@ -58,10 +58,10 @@ def at_least_dims(call: Any, x: str, dims: int, form: str) -> None:
         raise ValueError(f"{op(call)}: {x} must be {form}, got shape {tuple(tensor.shape)}")
 
 
-def at_least_one(call: Any, x: str, what: str) -> None:
-    """Check the last dimension of the argument named `x`."""
+def at_least_one(call: Any, x: str, what: str, dim: int = -1) -> None:
+    """Check a dimension of the argument named `x`."""
     shape = tuple(getattr(call, x).shape)
-    if shape[-1] < 1:
+    if shape[dim] < 1:
         raise ValueError(f"{op(call)}: {x} must have at least one {what}, got {shape}")
 
 
@@ -72,48 +72,9 @@ def choice(call: Any, name: str, accepted: Sequence[str]) -> None:
         raise ValueError(f"{op(call)}: {name} must be one of {names}, got {value!r}")
 
 
-def positive(call: Any, *names: str) -> None:
-    """Check that numbers are finite and above 0, unless they are None."""
-    for name in names:
-        value = getattr(call, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{op(call)}: {name} must be a number above 0, got {value}")
-
-
 def epsilon(call: Any) -> None:
     if not call.eps >= 0:
         raise ValueError(f"{op(call)}: eps must be a number of at least 0, got {call.eps}")
-
-
-def beta(call: Any) -> None:
-    if not 0 <= call.beta <= 1:
-        raise ValueError(f"{op(call)}: beta must be from 0 to 1, got {call.beta}")
-
-
-def row_parameters(call: Any, x: str, *parameters: str) -> None:
-    """Check the argument named `x`, (..., N), and parameters with a value for each column."""
-    floating(call, x, *parameters)
-    at_least_dims(call, x, 1, "(..., N)")
-    same_device(call, x, *parameters)
-    for name in parameters:
-        shape(call, name, getattr(call, x).shape[-1:], "x's last dimension")
-
-
-def one_element(call: Any, x: str, *names: str) -> None:
-    """Check floating point tensors of one element, on the device of the argument named `x`."""
-    floating(call, *names)
-    same_device(call, x, *names)
-    for name, tensor in given(call, names):
-        if tensor.numel() != 1:
-            raise ValueError(
-                f"{op(call)}: {name} must have one element, got shape {tuple(tensor.shape)}"
-            )
-
-
-def norm(call: Any, x: str, *parameters: str) -> None:
-    """Check the arguments of a norm over the last dimension of the argument named `x`."""
-    row_parameters(call, x, *(parameters or ("weight",)))
-    epsilon(call)
 
 
 def same_form(call: Any, x: str, *names: str) -> None:

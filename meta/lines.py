@@ -3,35 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import library
-from ..axes import Entry, Line, lines, option_for, unnamed
+from ..axes import COMPUTED_BY_FORWARD, Entry, Line, asked_by, lines, unnamed
 from . import checks
 from .arguments import Check, Names, arguments_check, options_check
 from .sizes import Sizes
 
+Function = TypeVar("Function", bound=Callable[[Any], Any])
+Allocation = Callable[[Any, torch.dtype], Tensor]
+
 
 class Exceptions(NamedTuple):
-    """What a line cannot say of an op: a check, and the arguments whose shapes it checks."""
+    """What a line cannot say of an op: checks before those of the line, of which arguments are
+    given, and checks after them; the arguments whose shapes these check; and the function that
+    allocates the gradients that a forward computes."""
 
-    check: Check = lambda call: None
+    before: Sequence[Check] = ()
+    after: Sequence[Check] = ()
     shapes: Sequence[str] = ()
+    gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None
 
 
 # The public name of an op -> its exceptions.
 EXCEPTIONS: dict[str, Exceptions] = {}
 
 
-def also(*names: str, shapes: Sequence[str] = ()) -> Callable[[Check], Check]:
-    """Register a check of the calls of ops and of their backwards, made after those of the line."""
+def also(*names: str, first: bool = False, shapes: Sequence[str] = ()) -> Callable[[Check], Check]:
+    """Register a check of the calls of ops and of their backwards, after or before their lines'."""
 
     def decorate(check: Check) -> Check:
-        EXCEPTIONS.update(dict.fromkeys(names, Exceptions(check, shapes)))
+        for name in names:
+            known = EXCEPTIONS.get(name, Exceptions())
+            before, after = ((check,), ()) if first else ((), (check,))
+            EXCEPTIONS[name] = known._replace(
+                before=(*known.before, *before), after=(*known.after, *after),
+                shapes=(*known.shapes, *shapes),
+            )  # fmt: skip
         return check
+
+    return decorate
+
+
+def gradients_of_forward(*names: str) -> Callable[[Function], Function]:
+    """Register the function that allocates the gradients which the forwards of ops compute."""
+
+    def decorate(function: Function) -> Function:
+        for name in names:
+            known = EXCEPTIONS.get(name, Exceptions())
+            EXCEPTIONS[name] = known._replace(gradients=function)
+        return function
 
     return decorate
 
@@ -45,61 +70,74 @@ def register() -> None:
 
 
 def _fake(op: library.Op, forms: tuple[Line, ...]) -> Callable[[Any], Any]:
-    compiled = [_form(op, line, unnamed(line, forms)) for line in forms]
-    if len(compiled) == 1:
-        return compiled[0][1]
+    base = op.name.removesuffix("_backward").removesuffix("_forward")
+    exceptions = EXCEPTIONS.get(base, Exceptions())
+    compiled = [_form(op, line, unnamed(line, forms), exceptions) for line in forms]
+    check_options = options_check(op)
 
     def fake(call: Any) -> Any:
-        return next(one for absent, one in compiled if all(call[i] is None for i in absent))(call)
+        for check in exceptions.before:
+            check(call)
+        for absent, check_arguments, outputs in compiled:
+            if not absent or all(call[i] is None for i in absent):
+                check_arguments(call)
+                check_options(call)
+                for check in exceptions.after:
+                    check(call)
+                return outputs(call)
+        raise AssertionError(f"{op.name}: no form of the line names the tensors that are given")
 
     return fake
 
 
-def _form(op: library.Op, line: Line, unnamed: list[str]) -> tuple[list[int], Callable[[Any], Any]]:
-    """The arguments that a form lacks, and the fake of its calls."""
-    names = Names(op, line, unnamed)
-    exceptions = EXCEPTIONS.get(names.op.removesuffix("_backward"), Exceptions())
-    sizes = Sizes()
-    check_arguments = arguments_check(names, sizes, exceptions.shapes)
-    check_options = options_check(names, library.declared(op).options)
-    check_others = exceptions.check
-    outputs = (gradients if op.name.endswith("_backward") else results)(op, names, sizes)
-
-    def fake(call: Any) -> Any:
-        check_arguments(call)
-        check_options(call)
-        check_others(call)
-        return outputs(call)
-
-    return [names.index[name] for name in unnamed if name in names.index], fake
+def _form(
+    op: library.Op, line: Line, unnamed: Sequence[str], exceptions: Exceptions
+) -> tuple[list[int], Check, Callable[[Any], Any]]:
+    """The arguments that a form lacks, its checks, and the allocation of its outputs."""
+    names, sizes = Names(op, line, unnamed), Sizes()
+    check = arguments_check(names, sizes, exceptions.shapes)
+    if op.name.endswith("_backward"):
+        outputs = gradients(op, names)
+    else:
+        outputs = results(op, names, sizes, exceptions.gradients)
+    return [names.index[name] for name in unnamed if name in names.index], check, outputs
 
 
-def results(op: library.Op, names: Names, sizes: Sizes) -> Callable[[Any], Any]:
-    """The allocation of a forward's results."""
-    found, dtypes = [], {}
+def results(
+    op: library.Op, names: Names, sizes: Sizes, computed: Callable[[Any], Any] | None
+) -> Callable[[Any], Any]:
+    """The allocation of a forward's results, of which `computed` allocates the gradients."""
+    found: list[tuple[int | None, Allocation, str]] = []
+    dtypes: dict[str, Callable[[Any], torch.dtype]] = {}
     for (name, entry), result in zip(names.line.results.items(), op.schema.returns, strict=True):
-        asked = names.index.get(option_for(name)) if "Optional" in str(result.type) else None
-        dtypes.setdefault(entry.dtype, _dtype(op, names, entry))
-        found.append((asked, _allocation(names, sizes, entry), entry.dtype))
-    if len(found) == 1:
-        ((_, allocate_one, kind),) = found
-        dtype_of = dtypes[kind]
-        return lambda call: allocate_one(call, dtype_of(call))
+        if computed is None or name not in COMPUTED_BY_FORWARD:
+            asked = names.index.get(asked_by(name)) if "Optional" in str(result.type) else None
+            dtypes.setdefault(entry.dtype, _dtype(op, names, entry))
+            found.append((asked, _allocation(names, sizes, entry), entry.dtype))
+    first = 0 if computed is None else list(names.line.results).index(COMPUTED_BY_FORWARD[0])
 
     def allocate(call: Any) -> Any:
         given = {kind: dtype(call) for kind, dtype in dtypes.items()}
-        return tuple(
-            one(call, given[kind]) if asked is None or call[asked] else None
+        outputs = [
+            None if asked is not None and _is_off(call[asked]) else one(call, given[kind])
             for asked, one, kind in found
-        )
+        ]
+        if computed is not None:
+            outputs[first:first] = computed(call)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     return allocate
 
 
-def _allocation(names: Names, sizes: Sizes, entry: Entry) -> Callable[[Any, torch.dtype], Tensor]:
+def _is_off(option: Any) -> bool:
+    return option is None or option is False
+
+
+def _allocation(names: Names, sizes: Sizes, entry: Entry) -> Allocation:
     like = None if entry.reduced is not None else names.like(entry.axes)
-    if like is not None:
-        return lambda call, dtype: checks.like(call[like], dtype)
+    if like in names.needed:
+        index = names.index[like]
+        return lambda call, dtype: checks.like(call[index], dtype)
     first, shape = names.index[names.first], names.shape(entry, sizes)
     return lambda call, dtype: call[first].new_empty(shape(call), dtype=dtype, requires_grad=False)
 
@@ -117,14 +155,10 @@ def _dtype(op: library.Op, names: Names, entry: Entry) -> Callable[[Any], torch.
     return lambda call: torch.promote_types(call[first].dtype, call[second].dtype)
 
 
-def gradients(op: library.Op, names: Names, sizes: Sizes) -> Callable[[Any], Any]:
+def gradients(op: library.Op, names: Names) -> Callable[[Any], Any]:
     """The allocation of the gradients that the mask of a backward asks for."""
     of_forward = zip(op.schema.returns, library.tensor_names(library.declared(op)), strict=False)
-    wanted = [result.name.removeprefix("d") or name for result, name in of_forward]
-    like = [
-        names.index[name] if name in names.index else names.like(names.line.arguments[name].axes)
-        for name in wanted
-    ]
+    like = [_like(names, result.name.removeprefix("d") or name) for result, name in of_forward]
     if "output_mask" not in names.index:
         return lambda call: checks.like(call[like[0]])
     mask = names.index["output_mask"]
@@ -132,3 +166,14 @@ def gradients(op: library.Op, names: Names, sizes: Sizes) -> Callable[[Any], Any
         checks.like(call[i]) if wanted and call[i] is not None else None
         for wanted, i in zip(call[mask], like, strict=True)
     )
+
+
+def _like(names: Names, name: str) -> int:
+    """The index of the argument of this name or, without one, of the first tensor with the axes of
+    the forward's argument, or of its gradient."""
+    if name in names.index:
+        return names.index[name]
+    entry = names.line.arguments.get(name) or names.line.results[f"d{name}"]
+    like = names.like(entry.axes)
+    assert like is not None
+    return names.index[like]

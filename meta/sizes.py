@@ -15,9 +15,9 @@ MULTIPLE = re.compile(r"(\d+)\*(\w+)")
 
 
 class Slice(NamedTuple):
-    """Neighbouring sizes in the shape of the argument with this index."""
+    """Neighbouring sizes in the shape of an argument, the one with this index."""
 
-    index: int
+    argument: int
     start: int
     stop: int | None
 
@@ -48,7 +48,11 @@ class Sizes:
         for axis in axes:
             part = self.found[axis] if axis in self.found else self.number(axis)
             last = parts[-1] if parts else None
-            if isinstance(part, Slice) and isinstance(last, Slice) and last.stop == part.start:
+            if (
+                isinstance(part, Slice)
+                and isinstance(last, Slice)
+                and (last.argument, last.stop) == (part.argument, part.start)
+            ):
                 parts[-1] = last._replace(stop=part.stop)
             else:
                 parts.append(part)
@@ -62,6 +66,11 @@ class Sizes:
         terms = [[self.factor(factor) for factor in term.split("*")] for term in text.split("+")]
         return lambda call: (sum(math.prod(size(call)[0] for size in term) for term in terms),)
 
+    def arguments(self, axes: Sequence[str]) -> set[int]:
+        """The arguments whose shapes have the sizes of axes."""
+        found = (self.found.get(axis) for axis in axes)
+        return {part.argument for part in found if isinstance(part, Slice)}
+
     def factor(self, text: str) -> Shape:
         if text.isdigit():
             return lambda call: (int(text),)
@@ -70,7 +79,7 @@ class Sizes:
 
 
 def shape_of(sizes: Slice) -> Shape:
-    index, part = sizes.index, slice(sizes.start, sizes.stop)
+    index, part = sizes.argument, slice(sizes.start, sizes.stop)
     if part == slice(0, None):
         return lambda call: call[index].shape
     return lambda call: call[index].shape[part]

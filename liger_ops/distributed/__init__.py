@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from .. import autograd
 
 if TYPE_CHECKING:
-    from .vocab_parallel.vocabulary_cross_entropy import cross_entropy, linear_cross_entropy
-    from .vocab_parallel.vocabulary_divergence import divergence, linear_divergence
-    from .vocab_parallel.vocabulary_log_prob import linear_log_prob, log_prob
-    from .vocab_parallel.vocabulary_top_k_divergence import linear_top_k_divergence
+    from .process_group.cross_entropy import cross_entropy, linear_cross_entropy
+    from .process_group.divergence import divergence, linear_divergence
+    from .process_group.log_prob import linear_log_prob, log_prob
+    from .process_group.top_k_divergence import linear_top_k_divergence
 
 __all__ = [
     "cross_entropy",
@@ -35,7 +35,7 @@ _registered = False
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = f"{__name__}.vocab_parallel.vocabulary_{name.removeprefix('linear_')}"
+    module = f"{__name__}.process_group.{name.removeprefix('linear_')}"
     function = getattr(importlib.import_module(module), name)
     globals()[name] = function
     return function

@@ -14,16 +14,24 @@ from torch import nn
 from ..rewrites.engine.torch_functions import torch_linear
 from . import loss as losses
 from .attention import attention as attentions
-from .layers import experts, gated
-from .layers import hyper_connections as hyper_connection_modules
-from .layers import norms as norm_modules
 from .layers import rope as rotary_embeddings
+from .layers.gated import Experts, GatedMLPs
+from .layers.hyper_connections import HyperConnections
+from .layers.norms import Norms
 from .other_models import not_looked_for
 from .planning import Plan, wholly_or_not_at_all
 from .report import Finding, FuseReport
 from .unfused import check_module, unfuse, verified
 from .unknown_arguments import naming_unknown
 
+# For each switch: what plans the changes of a model.
+PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
+    "norms": (Norms.plan,),
+    "activations": (GatedMLPs.plan, Experts.plan),
+    "rope": (rotary_embeddings.plan,),
+    "attention": (attentions.plan,),
+    "hyper_connections": (HyperConnections.plan,),
+}
 # The kind of a switch's findings, where it has another name.
 KINDS = {"rope": rotary_embeddings.KIND}
 
@@ -196,10 +204,9 @@ def fuse(
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"fuse: {name} must be True or False, got {value!r}")
-    planners = _planners(norms, activations, rope, attention, hyper_connections)
     with wholly_or_not_at_all(model), attentions.names_kept_on_error(model):
         with torch_linear():
-            plans = [plan(model) for plan, wanted in planners if wanted]
+            plans = [plan(model) for name, some in PLANS.items() for plan in some if switches[name]]
             findings = [finding for plan in plans for finding in plan.findings]
             for plan in plans:
                 for change in plan.changes:
@@ -210,16 +217,3 @@ def fuse(
         findings += not_looked_for(model, [KINDS.get(kind, kind) for kind in kinds], findings)
         verification = None if verify is None else verified(model, verify)
     return FuseReport(tuple(findings), kinds, verification)
-
-
-def _planners(
-    norms: bool, activations: bool, rope: bool, attention: bool, hyper_connections: bool
-) -> tuple[tuple[Callable[[nn.Module], Plan], bool], ...]:
-    return (
-        (norm_modules.plan, norms),
-        (gated.plan, activations),
-        (experts.plan, activations),
-        (rotary_embeddings.plan, rope),
-        (attentions.plan, attention),
-        (hyper_connection_modules.plan, hyper_connections),
-    )

@@ -13,16 +13,12 @@ module's own class is overridden, as if that had come first.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 # Makes the methods of a kind from the class to be overridden and the facts.
 Methods = Callable[[type, Any], dict[str, Callable[..., Any]]]
@@ -60,20 +56,6 @@ def overrides(module: nn.Module) -> dict[str, Any]:
     return {name: facts for _, name, facts in _layers(class_of(module))}
 
 
-def obstacle(module: nn.Module) -> str | None:
-    """Reason that a module's forward cannot be replaced by one of its children alone, or None."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a ScriptModule"
-    if parametrize.is_parametrized(module):
-        return "it is parametrized"
-    if "forward" in vars(module):
-        return "the instance has a forward of its own"
-    own = [*module._parameters, *module._buffers]
-    if own:
-        return f"it has parameters or buffers of its own: {', '.join(own)}"
-    return None
-
-
 def class_of(module: nn.Module) -> type[nn.Module]:
     """A module's class, without the methods that FSDP2 added to it."""
     cls = type(module)
@@ -106,21 +88,6 @@ def _is_sharded(cls: type) -> bool:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     mixin = getattr(fsdp, "FSDPModule", None)
     return mixin is not None and len(cls.__bases__) == 2 and issubclass(cls.__bases__[0], mixin)
-
-
-def in_place_of(original: Any, forward: Any) -> Any:
-    """`forward`, a function of self and positional arguments, with the name, the argument names and
-    the defaults of `original`."""
-    stars: dict[Any, str] = {
-        inspect.Parameter.VAR_POSITIONAL: "*",
-        inspect.Parameter.VAR_KEYWORD: "**",
-    }
-    parameters = list(inspect.signature(original).parameters.values())[1:]
-    names = [stars.get(one.kind, "") + one.name for one in parameters]
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
-    taken = [f"{name}=defaults[{name!r}]" if name in defaults else name for name in names]
-    source = f"lambda self, {', '.join(taken)}: forward(self, {', '.join(names)})"
-    return functools.wraps(original)(eval(source, {"forward": forward, "defaults": defaults}))
 
 
 def restore(model: nn.Module) -> int:

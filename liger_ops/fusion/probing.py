@@ -81,10 +81,6 @@ def _outcome(probe: Callable[[], T]) -> T | NotAnOp:
         return NotAnOp(f"its probe failed: {first_line(error)}")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, hooks, None) for hooks in HOOKS)
-
-
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that not every module has."""
     return {name: value for name, value in vars(module).items() if name not in MODULE_STATE}

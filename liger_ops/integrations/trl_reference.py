@@ -19,7 +19,11 @@ from torch import nn
 
 from ..fusion import classes, fuse
 from ..fusion.attention import attention
-from ..fusion.layers import experts, gated, hyper_connections, norms, rope
+from ..fusion.layers import rope
+from ..fusion.layers.gated import Experts, GatedMLPs
+from ..fusion.layers.hyper_connections import HyperConnections
+from ..fusion.layers.modulated_norms import ModulatedNorms
+from ..fusion.layers.norms import FUSED_CLASSES, Norms
 from .replaced import Replaced
 
 # The trainers with a reference model, and the function that makes it.
@@ -47,13 +51,13 @@ def fused_parts(model: nn.Module) -> dict[str, bool]:
     modules = list(model.modules())
     kinds = {kind for module in modules for kind in classes.overrides(module)}
     return {
-        "norms": bool(kinds & {norms.KIND, "modulated norm"})
-        or any(isinstance(module, norms.FUSED_CLASSES) for module in modules),
-        "activations": bool(kinds & {gated.KIND, experts.KIND}),
+        "norms": bool(kinds & {Norms.name, ModulatedNorms.name})
+        or any(isinstance(module, FUSED_CLASSES) for module in modules),
+        "activations": bool(kinds & {GatedMLPs.name, Experts.name}),
         "rope": rope.KIND in kinds,
         "attention": attention.KIND in kinds,
         "loss": "loss" in kinds,
-        "hyper_connections": hyper_connections.KIND in kinds,
+        "hyper_connections": HyperConnections.name in kinds,
     }
 
 

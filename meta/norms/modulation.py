@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .. import checks
 from ..lines import also
-from .norms import offset
 
 
 @also("modulated_rms_norm", "modulated_layer_norm", shapes=("scale", "shift"))
@@ -19,8 +18,6 @@ def modulation(call: Any) -> None:
             f" {tuple(call.x.shape)}, got {tuple(call.scale.shape)}"
         )
     checks.shape(call, "shift", call.scale.shape, "scale")
-    if hasattr(call, "offset"):
-        offset(call)
 
 
 def _has_rows_of_samples(x: Tensor, scale: Tensor) -> bool:

@@ -8,7 +8,7 @@ from ..checks import op
 from ..lines import also
 
 
-@also("rms_norm", "fused_add_rms_norm")
+@also("rms_norm", "fused_add_rms_norm", "modulated_rms_norm")
 def offset(call: Any) -> None:
     if call.weight is None and call.offset != 0:
         raise ValueError(

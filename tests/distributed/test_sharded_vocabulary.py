@@ -24,7 +24,7 @@ import extreme_logits as extreme
 import liger_ops
 import ranks
 from liger_ops import distributed
-from liger_ops.distributed.vocab_parallel import chunk_sizes
+from liger_ops.distributed.vocab_parallel import head as head_of_words
 from sharded_heads import (
     FLOAT32,
     FLOAT64,
@@ -344,7 +344,7 @@ def chunks_by_default() -> None:
     row_bytes, chunk_rows = 2 * words, 4
     chunk_bytes = chunk_rows * row_bytes
     seen = set()
-    with patch.object(chunk_sizes, "BACKWARD_BYTES", chunk_bytes):
+    with patch.object(head_of_words, "BACKWARD_BYTES", chunk_bytes):
         for rows, frozen in itertools.product((3, 6, 12, 30, 60), (False, True)):
             x, weight = torch.randn(rows, D).bfloat16(), torch.randn(V, D).bfloat16()
             target = torch.arange(rows) % V

@@ -8,24 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from called_ops import Calls
 from fused_families import Family, output
 from fused_models import FAMILY, GPT_OSS, LLAMA, gradient_of, results
 from liger_ops.fusion import fuse
-
-
-class Counting(TorchDispatchMode):
-    """Count the ops that run in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if function.namespace == "liger":
-            self.ops[function._opname] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", [LLAMA, GPT_OSS], ids=lambda family: family.name)
@@ -51,9 +38,9 @@ def test_every_op_runs_with_the_results_of_the_model(family: Family) -> None:
     model, untouched = family.model(), family.model()
     fuse(model)
     x = family.inputs(torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16), Counting() as counting, torch.no_grad():
+    with torch.autocast("cpu", dtype=torch.bfloat16), Calls() as calls, torch.no_grad():
         output(model, x)
-    assert counting.ops == family.ops
+    assert calls.counts == family.ops
     truth = results(family.model(), x)
     before = gradients_in_autocast(untouched, x)
     after = gradients_in_autocast(model, x)

@@ -25,7 +25,6 @@ from gated_modules import (
     results,
 )
 from liger_ops import fuse
-from liger_ops.fusion.layers import gated
 
 
 class InPairs(Packed):
@@ -167,12 +166,3 @@ def test_further_arguments_reach_the_original_forward() -> None:
     for args, kwargs in (((0.5,), {}), ((), {"scale": 0.5})):
         with pytest.raises(RuntimeError, match="scale is no longer accepted"):
             module(x, *args, **kwargs)
-
-
-def test_equal_modules_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = []
-    find = gated.find
-    monkeypatch.setattr(gated, "find", lambda *args: traced.append(args) or find(*args))
-    model = nn.ModuleList([*(Gated() for _ in range(20)), activated("gelu"), Limited(), Limited(3)])
-    assert len(fuse(model)) == 23
-    assert len(traced) == 4

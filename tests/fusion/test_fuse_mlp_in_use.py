@@ -11,7 +11,6 @@ from torch.nn.utils import parametrizations
 
 from gated_modules import HIDDEN, Gated, GateSecond, UpFirst, adapted, results
 from liger_ops import fuse, unfuse
-from liger_ops.fusion import FuseReport
 
 
 def test_only_the_forward_of_the_module_changes() -> None:
@@ -34,14 +33,6 @@ def test_only_the_forward_of_the_module_changes() -> None:
         module(x=x)
     assert unfuse(module) == 1
     assert type(module) is Gated
-
-
-def test_second_call_changes_nothing() -> None:
-    module = Gated()
-    fuse(module)
-    cls = type(module)
-    assert fuse(module) == FuseReport()
-    assert type(module) is cls
 
 
 def test_children_are_called_in_their_order() -> None:

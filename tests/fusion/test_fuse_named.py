@@ -99,7 +99,7 @@ class TwoInputsRMSNorm(nn.RMSNorm):
 # Modules, and a part of the reason in the report.
 LEFT = [
     (TwoInputsRMSNorm(8), "norm", "its forward takes (x, scale)"),
-    (AdaLayerNorm(), "modulated norm", "it modulates no norm"),
+    (AdaLayerNorm(), "modulated norm", "it computes none of modulated_layer_norm"),
     (ReGLU(), "gated activation", "it computes none of swiglu, geglu"),
     (UnprojectedGEGLU(), "gated activation", "it has 0 children that may be projections"),
     (PackedFeedForward(), "gated activation", "it computes none of swiglu, geglu"),

@@ -16,7 +16,8 @@ from fused_models import LLAMA, QWEN3_MOE
 from gated_modules import HIDDEN, WIDTH
 from liger_ops import fuse
 from liger_ops.fusion import FuseReport, classes
-from liger_ops.fusion.layers import gated, norms
+from liger_ops.fusion.layers.gated import GatedMLPs
+from liger_ops.fusion.layers.norms import Norms
 
 
 class Pair(nn.Module):
@@ -58,7 +59,7 @@ def test_modules_of_other_kinds_of_results_are_left() -> None:
     report = fuse(model)
     assert not report
     assert [(entry.where, entry.reason) for entry in report.left] == [
-        ("mlp", "second is given tuple, not a tensor"),
+        ("mlp", "it computes none of swiglu, geglu, clamped_swiglu and relu_squared"),
         ("none", "it has 0 children that may be projections"),
     ]
 
@@ -80,10 +81,10 @@ def failing(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "name", "kind", "reason"),
     [
-        (norms, "norm_of", "norm", "its probe failed: ValueError: out of luck"),
-        (norms, "obstacle", "norm", "it cannot be probed: ValueError: out of luck"),
-        (gated, "find", "gated activation", "its probe failed: ValueError: out of luck"),
-        (gated, "_trace_key", "gated activation", "it cannot be probed: ValueError: out of luck"),
+        (Norms, "found", "norm", "its probe failed: ValueError: out of luck"),
+        (Norms, "key", "norm", "it cannot be probed: ValueError: out of luck"),
+        (GatedMLPs, "found", "gated activation", "its probe failed: ValueError: out of luck"),
+        (GatedMLPs, "obstacle", "gated activation", "it cannot be probed: ValueError: out of luck"),
     ],
 )
 def test_what_cannot_be_probed_is_left(
@@ -94,8 +95,8 @@ def test_what_cannot_be_probed_is_left(
     assert kind not in {entry.kind for entry in report.fused}
     assert len(report) > 0
     by_path = {entry.where: entry for entry in report.left if entry.reason == reason}
-    path = "model.norm" if where is norms else "model.layers.1.mlp"
-    assert by_path[path].class_name == ("LlamaRMSNorm" if where is norms else "LlamaMLP")
+    path = "model.norm" if where is Norms else "model.layers.1.mlp"
+    assert by_path[path].class_name == ("LlamaRMSNorm" if where is Norms else "LlamaMLP")
 
 
 def structure(model: nn.Module) -> list[tuple[str, int, type]]:

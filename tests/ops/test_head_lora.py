@@ -456,8 +456,12 @@ def test_the_forward_op_rejects(op: str) -> None:
     for error, lora, message in (
         (ValueError, (lora_x, None), "lora_b must be given with lora_x, got None"),
         (ValueError, (None, lora_b), "lora_x must be given with lora_b, got None"),
-        (ValueError, (lora_x[:1], lora_b), "lora_x must have the shape of x but for the last"),
-        (ValueError, (lora_x, lora_b[:, :2]), "lora_b must have the shape of weight's rows and"),
+        (ValueError, (lora_x[:1], lora_b), "lora_x must have the shape of x but for its last"),
+        (
+            ValueError,
+            (lora_x, lora_b[:, :2]),
+            "lora_b must have the shape of weight but for its last",
+        ),
         (TypeError, (lora_x.double(), lora_b), "lora_x must have x's dtype, torch.float32"),
         (TypeError, (lora_x, lora_b.long()), "lora_b must be a floating point tensor"),
     ):

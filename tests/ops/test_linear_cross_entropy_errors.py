@@ -49,12 +49,12 @@ def test_rejects() -> None:
         "bias must have x's dtype, torch.float32, got torch.bfloat16",
         bias=torch.zeros(4, dtype=bfloat16),
     )
-    for shape in ((4, 2), (3,), (0, 3)):
-        reject(
-            ValueError,
-            f"weight must be (V, D) with D of x, 3, and at least one class, got {shape}",
-            weight=torch.zeros(shape),
-        )
+    for shape, must in (
+        ((4, 2), "have the shape of (V, D) for x of (..., D), (4, 3), got (4, 2)"),
+        ((3,), "be (V, D), got shape (3,)"),
+        ((0, 3), "have at least one class, got (0, 3)"),
+    ):
+        reject(ValueError, f"weight must {must}", weight=torch.zeros(shape))
     reject(ValueError, "x must be (..., D), got shape ()", x=torch.tensor(1.0))
     reject(
         ValueError,

@@ -152,11 +152,11 @@ def test_rejects() -> None:
         ({"student_lora_x": lora_x}, "student_lora_b must be given with student_lora_x, got None"),
         (
             {"student_lora_x": lora_x[:1], "student_lora_b": b},
-            "student_lora_x must have the shape of student_x but for the last dimension",
+            "student_lora_x must have the shape of student_x but for its last dimension",
         ),
         (
             {"teacher_lora_x": lora_x, "teacher_lora_b": b[:, :2]},
-            "teacher_lora_b must have the shape of teacher_weight's rows and teacher_lora_x's",
+            "teacher_lora_b must have the shape of teacher_weight but for its last dimension",
         ),
         (
             {"gradient_mask": [True, True, False, True, False]},

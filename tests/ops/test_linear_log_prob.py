@@ -253,7 +253,8 @@ def test_rejects() -> None:
     op_checks.assert_rejects(
         OP,
         (x, torch.zeros(5, 4), target),
-        "linear_log_prob: weight must be (V, D) with D of x, 3, and at least one class, got (5, 4)",
+        "linear_log_prob: weight must have the shape of (V, D) for x of (..., D), (5, 3), got"
+        " (5, 4)",
     )
     for options, message in (
         ((0.0,), "temperature must be a number above 0, got 0.0"),

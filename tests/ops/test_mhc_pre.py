@@ -44,7 +44,8 @@ test_cases_match_truth = kernel_tests.cases_match_truth(KERNELS, WIDE)
         ),
         (
             (2, 3, 4), (2, 4),
-            "mhc_pre: h_pre must have the shape of x without its channels, (2, 3), got (2, 4)",
+            "mhc_pre: h_pre must have the shape of x but for its last dimension, (2, 3), got"
+            " (2, 4)",
         ),
     ],
 )  # fmt: skip

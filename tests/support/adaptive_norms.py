@@ -236,9 +236,9 @@ for near in (OfPositions, Doubled, Gated, Remembers, InTraining, OfTheScale, Wid
 NEAR_MISSES = {
     "positions": (OfPositions, "it fails on fake tensors"),
     "doubled": (Doubled, "has 2 where the op has 1"),
-    "gated": (Gated, "it computes tanh beside its norms"),
+    "gated": (Gated, "it computes tanh beside modulated_layer_norm"),
     "remembers": (Remembers, "changes its attributes"),
-    "in-training": (InTraining, "it does more than compute its results"),
+    "in-training": (InTraining, "it does more than compute its result"),
     "of-the-scale": (OfTheScale, "it computes layer_norm beside"),
     "wide": (Wide, "it casts to torch.float32"),
     "hook": (with_a_hook, "has hooks"),

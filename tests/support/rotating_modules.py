@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
 
+from called_ops import called
+
 B, H, K, S, D = 2, 4, 2, 5, 16
 
 
@@ -31,17 +33,7 @@ def set_rotate(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) ->
 
 def ops_of(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> list[str]:
     """The liger ops that a forward runs."""
-    names = []
-
-    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, a: Any = (), k: Any = None) -> Any:
-            namespace, _, name = str(function).partition(".")
-            names.extend([name.partition(".")[0]] if namespace == "liger" else [])
-            return function(*a, **(k or {}))
-
-    with Watching():
-        module(*args, **(kwargs or {}))
-    return names
+    return list(called(module, *args, **(kwargs or {}))[1].elements())
 
 
 def tensors(

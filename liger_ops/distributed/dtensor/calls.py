@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from ...library import COMPOSED, NAMESPACE, OPS
 from ...record import Op
-from ..vocab_parallel.by_words import computed_by_words
 from . import mean_reductions
 from .columns import computed_by_columns
+from .vocab_parallel import computed_by_vocab_shards
 
 # Each returns NotImplemented for a call that is not its own.
 COMPUTED = (
     mean_reductions.mean_from_sums,
     mean_reductions.mean_over_elements,
     computed_by_columns,
-    computed_by_words,
+    computed_by_vocab_shards,
 )
 
 

@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ...axes import MANY, Line, line_of_call
+from ...axes import COMPUTED_BY_FORWARD, MANY, Line, asked_by, line_of_call
 from ...library import OPS, declared, tensor_names
 from ...record import Op
-
-# Gradients that a forward op computes and its backward op multiplies.
-COMPUTED_BY_FORWARD = ("dx", "dweight", "dbias", "dlora_x", "dlora_b")
 
 Placements = list[Any]
 Rule = list[tuple[Placements, Placements]]
@@ -73,9 +70,8 @@ def is_computed(op: Op, call: Any, i: int, name: str) -> bool:
         return bool(getattr(call, "output_mask", (True,) * (i + 1))[i])
     if name in COMPUTED_BY_FORWARD:
         return bool(call.gradient_mask[COMPUTED_BY_FORWARD.index(name)])
-    if name == "cross_entropy":
-        return call.target is not None
-    return bool(getattr(call, f"return_{name.removesuffix('_tokens')}", True))
+    asked = getattr(call, asked_by(name), True)
+    return asked is not None and asked is not False
 
 
 def dimensions(axes: Sequence[str], many: int, columns: str = "") -> list[str | None]:

@@ -3,13 +3,15 @@ torch.compile traces, and the gradients of a tensor that every rank uses."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ...torch_private import functional_collectives as functional
-from .derivatives import once
 
 # torch 2.11 has these names alone, and later versions warn of them.
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -62,6 +64,23 @@ def fence(tensor: Tensor) -> Tensor:
     """The tensor, in memory before anything of it is computed: Inductor would add up the products
     of all chunks in one kernel, and hold every one until then."""
     return functional.wait_tensor(tensor)
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise if a backward is itself to be differentiated. PyTorch's `once_differentiable` raises
+    only where the incoming gradients require a gradient, and is silent of one that is constant."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        # Compiled code has no second derivative either, and raises itself.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "liger_ops.distributed: the gradient over a sharded vocabulary cannot be"
+                " differentiated again; got create_graph=True"
+            )
+        return backward(ctx, *grads)
+
+    return run
 
 
 class Replicated(Function):

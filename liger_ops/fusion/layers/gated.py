@@ -1,34 +1,36 @@
-"""Gated MLPs: the activation between the projections becomes one op.
+"""Gated activations: what is between the projections of a gated MLP becomes one op.
 
 A gated MLP computes down(act(gate(x), up(x))), or the same with one projection of both. A gated
-activation of diffusers (GEGLU, SwiGLU) has that one projection, and none after it. The class is
-overridden with a forward that calls the same children and the op. The children may be anything:
-linear layers, quantised or with adapters, wrapped before or after.
+activation of diffusers (GEGLU, SwiGLU) has that one projection, and none after it. The new forward
+calls the same children, which may be anything: linear layers, quantised or with adapters, wrapped
+before or after. transformers keeps the weights of all experts of a layer in one module, and calls
+its method `_apply_gate` with their projections, gate and up in one tensor.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
+import math
+import operator
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from ... import library
-from ...rewrites.engine.canonical import canonical
+from ...rewrites.engine.canonical import calls, value
+from ...rewrites.engine.recognise import bound, op_of
+from ...rewrites.engine.report import Report
+from ...rewrites.engine.rewrite import before_widening, derive
+from ...rewrites.layers import clamped_swiglu
 from .. import classes
-from ..assumptions import Assumptions, Reads
-from ..planning import Plan
-from ..probing import NotAnOp, Probes, attributes_key, first_line, leaf_key, own_attributes
-from ..trace import ANY_SIZES, UNCHANGED, Trace, unchanged
-from .activation_trace import Activation, find
-
-KIND = "gated MLP"
+from ..probing import NotAnOp, dtype_name
+from ..trace import ANY_SIZES, unchanged
+from .kind import Kind, argument_obstacle, obstacle, state_obstacle
+from .module_trace import Case, Traced, names_of
+from .program import Program
 
 # Names of gated activations (but not "Glue") and of MLPs, which a reader expects in the report.
 GATED_NAME = re.compile(r"GLU|[Gg]lu(?!e)")
@@ -38,76 +40,158 @@ MLP_NAME = re.compile(r"mlp|feedforward|ffn", re.IGNORECASE)
 ANY_WIDTH = 48
 
 
-@dataclass(frozen=True)
-class MLP:
-    """The children that a gated MLP calls, in order, and its activation.
+class _Gated(Kind):
+    """It is the same op in bfloat16, float16 and float32, in training and in evaluation."""
 
-    down(activation(*projections(x))) * multiplier, or without down
-    """
+    title = "gated activation"
+    rewrites = ("swiglu", "geglu", "clamped_swiglu", "relu_squared")
+    functions = ("chunk", "mul")
 
-    projections: tuple[str, ...]
-    activation: Activation
-    down: str | None
-    multiplier: float
-    assumptions: Assumptions
+    def again(self, program: Program) -> Collection[str]:
+        # swiglu of interleaved halves is clamped_swiglu without a limit.
+        op = program.ops[0].name
+        return ("swiglu", "clamped_swiglu") if op == "clamped_swiglu" else (op,)
+
+    def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
+        (name,) = names_of(getattr(module, self.method))
+        width, widths = _widths(_projections(module)) if self.called(module) else (ANY_WIDTH, {})
+
+        def case(dtype: torch.dtype, training: bool, **how: Any) -> Case:
+            rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+            columns = {child: (*rows, size) for child, size in widths.items()}
+            shapes, dtypes = {name: (*rows, width)}, {name: dtype}
+            return Case(shapes, dtypes, dtype, columns, dtype, training, **how)
+
+        yield case(torch.bfloat16, False)
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            yield case(dtype, True)
+        for training in (True, False):
+            yield case(torch.float64, training, tolerates=NotAnOp)
+
+    def options(self, program: Program) -> dict[str, Any]:
+        found = super().options(program)
+        return {} if found == {"gate_multiplier": 1.0, "down_multiplier": 1.0} else found
+
+    def check(self, traced: Traced) -> None:
+        given = [traced.result, *pytree.tree_leaves(list(traced.calls.values()))]
+        for y in given:
+            if isinstance(y, Tensor) and y.dtype is not traced.case.dtype:
+                raise NotAnOp(
+                    f"it returns {dtype_name(y.dtype)} for projections of"
+                    f" {dtype_name(traced.case.dtype)}"
+                )
+
+    def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
+        report = super().rewritten(traced, names)
+        if "clamped_swiglu" in names:
+            clamped_swiglu.rewrite_unlimited(traced.graph.graph, report)
+        for node, given in bound(traced.graph.graph.nodes):
+            if "up" in given and given["up"] is not None:
+                _take_packed(node, given)
+        return report
 
 
-def plan(model: nn.Module) -> Plan:
-    """Override the forward of every gated MLP of a model."""
-    probes = Probes()
+class GatedMLPs(_Gated):
+    name = "gated MLP"
 
-    def look(plan: Plan, name: str, module: nn.Module) -> None:
-        if KIND in classes.overrides(module) or not _may_be_one(module):
-            return
-        try:
-            mlp = _found(probes, module)
-        except NotAnOp:
-            if not _looks_gated(module):
-                return
-            raise
-        plan.fuse(name, module, mlp.activation.op, dict(mlp.activation.options))
-        plan.changes.append(lambda: classes.override(module, KIND, mlp))
+    def is_expected(self, name: str, module: nn.Module) -> bool:
+        return _looks_gated(module)
 
-    return Plan("gated activation", model, look)
+    def obstacle(self, module: nn.Module) -> str | None:
+        count = len(_projections(module))
+        if count not in (2, 3) and not (count == 1 and _looks_gated(module)):
+            return f"it has {count} children that may be projections"
+        reason = obstacle(module) or state_obstacle(module)
+        return reason or argument_obstacle(module, _is_one)
+
+    def called(self, module: nn.Module) -> Collection[str]:
+        return _projections(module)
+
+    def check(self, traced: Traced) -> None:
+        names = [name for name, _, _ in traced.calls.values()]
+        is_alone = len(traced.case.columns) == 1
+        if len(names) not in ((1,) if is_alone else (2, 3)) or len(set(names)) < len(names):
+            wanted = "its projection once" if is_alone else "one or two projections and a third"
+            raise NotAnOp(f"it calls {', '.join(names) or 'nothing'}, not {wanted}")
+        projections = list(traced.called().values())[: None if is_alone else -1]
+        for _, args, kwargs in projections:
+            given = (one for one in (*args, *kwargs.values()) if isinstance(one, fx.Node))
+            if [unchanged(one).target for one in given] != [traced.case.first]:
+                raise NotAnOp("it changes its input before it projects it")
+        super().check(traced)
 
 
-def _found(probes: Probes, module: nn.Module) -> MLP:
-    obstacle = _obstacle(module)
-    if obstacle is not None:
-        raise NotAnOp(obstacle)
-    mlp = probes.once(_trace_key(module), lambda: _Copy(module).mlp())
-    mlp.assumptions.check(module)
-    return mlp
+class Experts(_Gated):
+    name = "experts"
+    method = "_apply_gate"
+
+    def is_expected(self, name: str, module: nn.Module) -> bool:
+        is_experts = classes.class_of(module).__name__.endswith("Experts")
+        holds_gates = is_experts and any("gate_up" in name for name in module._parameters)
+        return holds_gates or _has_method(module, self.method)
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        if not _has_method(module, self.method):
+            return f"it has no {self.method}: the activation is part of its forward"
+        if reason := obstacle(module, self.method):
+            return reason
+        config = getattr(module, "config", None)
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        is_eager = getattr(config, "_experts_implementation", None) == "eager"
+        if is_eager and code is not None and self.method not in code.co_names:
+            return f"its experts_implementation is 'eager', which does not call {self.method}"
+        return None
 
 
-@classes.kind(KIND)
-def methods(base: Any, mlp: MLP) -> dict[str, Callable[..., Any]]:
-    """The methods of an overridden MLP: a forward whose argument has the same name as in `base`."""
-    activation = functools.partial(
-        library.OPS[mlp.activation.op].overload, **dict(mlp.activation.options)
-    )
-    gate_first, down, multiplier = mlp.activation.gate_first, mlp.down, mlp.multiplier
-    first, second = mlp.projections[0], mlp.projections[-1]
-    is_packed, hold = len(mlp.projections) == 1, mlp.assumptions.hold
+def _is_one(given: list[inspect.Parameter]) -> bool:
+    # diffusers' GEGLU takes any further arguments; a call with some reaches its own forward.
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    kinds = [one.kind for one in given if one.kind not in rest]
+    return kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not hold(self, x):
-            return base.forward(self, x, *args, **kwargs)
-        projection = getattr(self, first)(x)
-        if is_packed and gate_first:
-            y = activation(projection)
-        elif is_packed:
-            up, gate = projection.chunk(2, -1)
-            y = activation(gate, up)
-        elif gate_first:
-            y = activation(projection, getattr(self, second)(x))
+
+def _has_method(module: nn.Module, name: str) -> bool:
+    return inspect.isfunction(getattr(classes.class_of(module), name, None))
+
+
+def _take_packed(node: fx.Node, given: dict[str, Any]) -> None:
+    """Give an op that has gate and up as two parts of one tensor that tensor."""
+    op = str(op_of(node))
+    gate, up = (before_widening(given[name]) for name in ("gate", "up"))
+    if gate.op != "placeholder" or up.op != "placeholder":
+        packed, is_interleaved, gate_first = _packed(op, gate, up)
+        is_plain = op == "swiglu" and given.get("gate_multiplier") == 1.0
+        if is_interleaved and is_plain:
+            node.target = torch.ops.liger.clamped_swiglu.default
+            given = {"gate": packed, "up": None, "alpha": 1.0, "limit": math.inf, "up_offset": 0.0}
+        elif is_interleaved and op != "clamped_swiglu":
+            raise NotAnOp(f"it is {op} of neighbours, which the op does not take in one tensor")
+        if is_interleaved:
+            given["interleaved"] = True
+        if gate_first:
+            gate, up = packed, None
         else:
-            y = activation(getattr(self, second)(x), projection)
-        if down is not None:
-            y = getattr(self, down)(y)
-        return y if multiplier == 1.0 else y * multiplier
+            parts = derive(node, torch.chunk, packed, 2, -1)
+            up, gate = (derive(node, operator.getitem, parts, i) for i in range(2))
+    node.args, node.kwargs = tuple({**given, "gate": gate, "up": up}.values()), {}
 
-    return {"forward": classes.in_place_of(base.forward, forward)}
+
+def _packed(op: str, gate: Any, up: Any) -> tuple[Any, bool, bool]:
+    """The tensor that gate and up are parts of, whether they are interleaved in it, and whether the
+    gate is first."""
+    first, second = calls(gate, "slice"), calls(up, "slice")
+    if first is None or second is None:
+        raise NotAnOp(f"it is {op}, and of other tensors than the projections")
+    if first.args[0] is second.args[0]:
+        packed = first.args[0]
+        width = value(packed).shape[-1]
+        parts = first.args[1:], second.args[1:]
+        halves = (-1, 0, width // 2, 1), (-1, width // 2, width, 1)
+        if parts in (halves, halves[::-1]):
+            return packed, False, parts == halves
+        if parts == ((-1, 0, width, 2), (-1, 1, width, 2)):
+            return packed, True, True
+    raise NotAnOp(f"it is {op}, and of other parts of its projection than gate and up")
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Module]:
@@ -120,12 +204,7 @@ def _projections(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _may_be_one(module: nn.Module) -> bool:
-    return len(_projections(module)) in (2, 3) or _looks_gated(module)
-
-
 def _looks_gated(module: nn.Module) -> bool:
-    """Whether a reader of the report expects this module in it. It has no other effect."""
     class_name = classes.class_of(module).__name__
     if GATED_NAME.search(class_name):
         return True
@@ -141,17 +220,6 @@ def _looks_gated(module: nn.Module) -> bool:
     return width is not None and halves == 2 * width
 
 
-def _trace_key(module: nn.Module) -> Any:
-    """Key of everything that a trace can depend on."""
-    projections = _projections(module)
-    children = tuple(
-        (name, None if name in projections else leaf_key(child))
-        for name, child in module._modules.items()
-    )
-    widths = tuple(_widths(projections)[1].items())
-    return classes.class_of(module), attributes_key(module), children, widths
-
-
 def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
     """The width of the input, and of each projection's output."""
     widths: dict[str, Any] = {
@@ -161,127 +229,3 @@ def _widths(projections: dict[str, nn.Module]) -> tuple[int, dict[str, int]]:
     if all(isinstance(width, int) for width in (*widths.values(), *inputs)):
         return inputs[0] or ANY_WIDTH, widths
     return ANY_WIDTH, dict.fromkeys(widths, ANY_WIDTH)
-
-
-def _obstacle(module: nn.Module) -> str | None:
-    """Reason that a forward cannot be overridden, or probed in a copy, or None."""
-    count = len(_projections(module))
-    if count not in (1, 2, 3):
-        return f"it has {count} children that may be projections"
-    if reason := classes.obstacle(module):
-        return reason
-    arguments = list(inspect.signature(module.forward).parameters.values())
-    # diffusers' GEGLU takes any further arguments; a call with some reaches the original forward.
-    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    arguments = [argument for argument in arguments if argument.kind not in rest]
-    if len(arguments) != 1 or arguments[0].kind is not arguments[0].POSITIONAL_OR_KEYWORD:
-        names = (str(argument.replace(annotation=argument.empty)) for argument in arguments)
-        return f"its forward takes ({', '.join(names)})"
-    return None
-
-
-class _Projection(nn.Module):
-    """Stand-in for a projection in a copy: returns a chosen tensor, and records its input."""
-
-    def __init__(self, name: str, calls: list[tuple[str, Tensor]]) -> None:
-        super().__init__()
-        self.name = name
-        self.calls = calls
-        self.value = torch.empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor):
-            raise NotAnOp(f"{self.name} is given {type(x).__name__}, not a tensor")
-        self.calls.append((self.name, x))
-        return self.value
-
-
-class _Copy:
-    """A copy of a module whose projections are stand-ins."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.width, self.widths = _widths(_projections(module))
-        self.is_alone = len(self.widths) == 1
-        self.calls: list[tuple[str, Tensor]] = []
-        self.module, self.reads = module, Reads(self.widths)
-        self.copy = object.__new__(classes.class_of(module))
-        try:
-            children = {
-                name: _Projection(name, self.calls) if name in self.widths else copy.deepcopy(child)
-                for name, child in module._modules.items()
-            }
-        except Exception as error:
-            raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
-        vars(self.copy).update(vars(module), _modules=children)
-
-    def mlp(self) -> MLP:
-        self.traced(torch.bfloat16, False)
-        projections = [name for name, _ in self.calls]
-        down = None if self.is_alone else projections.pop()
-        activation, dtypes = find(self.traced, projections)
-        assumptions = self.reads.assumptions(self.module, dtypes)
-        return MLP(tuple(projections), activation, down, self.multiplier, assumptions)
-
-    def traced(self, dtype: torch.dtype, training: bool) -> fx.GraphModule:
-        """The graph from the outputs of the first projections to the input of the last one."""
-        trace = Trace()
-        rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
-        x = trace.input("_input", (*rows, self.width), dtype)
-        for name, width in self.widths.items():
-            getattr(self.copy, name).value = trace.input(name, (*rows, width), dtype)
-        self.calls.clear()
-        before = own_attributes(self.copy.train(training))
-        try:
-            with self.reads.of(self.copy), trace.running():
-                # `forward` is called directly, because a call of the module would run its hooks.
-                result = self.copy.forward(x)
-        except NotAnOp:
-            raise
-        except Exception as error:
-            raise NotAnOp(f"it fails on fake tensors: {first_line(error)}") from None
-        if list(map(id, before.values())) != list(map(id, own_attributes(self.copy).values())):
-            raise NotAnOp("its forward changes its attributes")
-        if not isinstance(result, Tensor):
-            raise NotAnOp(f"it returns {type(result).__name__}, not a tensor")
-        names = [name for name, _ in self.calls]
-        if len(names) not in ((1,) if self.is_alone else (2, 3)) or len(set(names)) < len(names):
-            wanted = (
-                "its projection once" if self.is_alone else "one or two projections and a third"
-            )
-            raise NotAnOp(f"it calls {', '.join(names) or 'nothing'}, not {wanted}")
-        projections = self.calls if self.is_alone else self.calls[:-1]
-        if any(unchanged(trace.node(given)) is not trace.node(x) for _, given in projections):
-            raise NotAnOp("it changes its input before it projects it")
-        if self.is_alone:
-            self.multiplier = 1.0
-            return trace.module(result)
-        down, y = self.calls[-1]
-        multiplier = _taken_off(trace, result, getattr(self.copy, down).value)
-        if multiplier is None:
-            raise NotAnOp(f"it changes what {down} returns")
-        self.multiplier = multiplier
-        return trace.module(y)
-
-
-def _taken_off(trace: Trace, result: Tensor, projected: Tensor) -> float | None:
-    """Remove from a trace the operations between `projected` and the result, and return the factor.
-    Only a product with a number is allowed there; anything else returns None."""
-    node, last = trace.node(result), trace.node(projected)
-    multiplier = 1.0
-    while node is not last:
-        call = canonical(node)
-        if call is None or node.users:
-            return None
-        source, *rest = call.args
-        if call.op == "mul" and multiplier == 1.0:
-            source, rest = (
-                (rest[0], [source]) if isinstance(source, (int, float)) else (source, rest)
-            )
-            multiplier = rest[0]
-        elif call.op not in UNCHANGED:
-            return None
-        if not isinstance(source, fx.Node) or not isinstance(multiplier, (int, float)):
-            return None
-        trace.graph.erase_node(node)
-        node = source
-    return float(multiplier)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from ... import library
 from ...nn import MHCCoeffs
 from .. import classes, sharding
-from ..planning import Plan
-from ..probing import NotAnOp, Probes, attributes_key, leaf_key
-from .hyper_connection_trace import Connection, Parameters, found
-
-KIND = "hyper connection"
+from ..trace import ANY_SIZES
+from .installed import Called, Facts
+from .kind import Kind, obstacle, parameter_obstacle, state_obstacle
+from .module_trace import Case, Traced, names_of
+from .program import Program, Step
 
 # Names of modules that a reader expects in the report.
 NAME = re.compile(r"HyperConnection|HyperHead|mHC|MHC")
@@ -30,106 +30,95 @@ NAME = re.compile(r"HyperConnection|HyperHead|mHC|MHC")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def plan(model: nn.Module) -> Plan:
-    """Override the forward of every hyper-connection of a model."""
-    probes = Probes()
+class HyperConnections(Kind):
+    """It is the same in every dtype and mode."""
 
-    def look(plan: Plan, name: str, module: nn.Module) -> None:
-        if KIND in classes.overrides(module) or isinstance(module, MHCCoeffs):
-            return
-        try:
-            parameters = _parameters(module)
-            if reason := _obstacle(module):
-                raise NotAnOp(reason)
-            key = _key(module, parameters)
-            connection = probes.once(key, lambda: found(module, parameters))
-            connection.assumptions.check(module)
-        except NotAnOp:
-            if not NAME.search(classes.class_of(module).__name__) or not module._parameters:
-                return
-            raise
-        plan.fuse(name, module, "mhc_coeffs", connection.options())
-        plan.changes.append(lambda: classes.override(module, KIND, connection))
+    name = title = "hyper connection"
+    rewrites = ("mhc_coeffs", "mhc_pre")
+    ops = ("mhc_coeffs_forward", "mhc_pre")
+    functions = ("t", "transpose", "unbind")
+    returns = tuple
 
-    return Plan(KIND, model, look)
+    def is_fused(self, name: str, module: nn.Module) -> bool:
+        return isinstance(module, MHCCoeffs) or super().is_fused(name, module)
+
+    def is_expected(self, name: str, module: nn.Module) -> bool:
+        return bool(NAME.search(classes.class_of(module).__name__) and module._parameters)
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        sizes = _sizes(module)
+        if isinstance(sizes, str):
+            return sizes
+        if reason := obstacle(module):
+            return reason
+        if module._buffers:
+            return f"it has buffers: {', '.join(module._buffers)}"
+        if not sharding.is_held_by_fsdp(module) and (reason := parameter_obstacle(module)):
+            return reason
+        for name, one in module._parameters.items():
+            if one is not None and one.dtype not in FLOATS:
+                return f"{name} is {one.dtype}"
+        for name, child in module.named_modules():
+            if child is not module and state_obstacle(child):
+                return f"{name} has parameters or buffers"
+        return None
+
+    def cases(self, module: nn.Module, form: Any) -> Iterator[Case]:
+        (name,) = names_of(module.forward)
+        half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
+        for dtype, own, training in (
+            (bfloat, bfloat, True), (bfloat, single, False),
+            (half, half, True), (single, single, False),
+        ):  # fmt: skip
+            rows = [ANY_SIZES[n] for n in ((2, 3) if training else (4, 5))]
+            shapes = {name: (*rows, *_sizes(module))}
+            yield Case(shapes, {name: dtype}, own, training=training)
+
+    def form_of(
+        self, module: nn.Module, form: Any, traced: Traced, program: Program
+    ) -> tuple[int, ...]:
+        """The number of streams, and their width."""
+        return traced.case.shapes[traced.case.first][2:]
+
+    @staticmethod
+    def caller(facts: Facts, op: Step, i: int) -> Called:
+        overload, sizes = library.OPS[op.name].overload, facts.form
+        if op.name == "mhc_pre":
+            return overload
+
+        def coefficients(x: Tensor, *rest: Any) -> Any:
+            return overload(x, *rest) if _is_usual(x, sizes, *rest[:5]) else None
+
+        return coefficients
 
 
-@classes.kind(KIND)
-def methods(base: Any, connection: Connection) -> dict[str, Callable[..., Any]]:
-    coefficients = library.OPS["mhc_coeffs_forward"].overload
-    collapse = library.OPS["mhc_pre"].overload
-    of, options, hold = connection.parameters, connection.values, connection.assumptions.hold
+def _is_usual(x: Tensor, sizes: tuple[int, ...], phi: Tensor, *others: Tensor) -> bool:
+    """Whether the op computes what the code does, in the same dtypes.
 
-    def forward(self: Any, x: Tensor) -> Any:
-        if not hold(self, x):
-            return base.forward(self, x)
-        fn, base_, scale = (getattr(self, name) for name in (of.fn, of.base, of.scale))
-        if not _is_usual(x, of, fn, base_, scale):
-            return base.forward(self, x)
-        h_pre, h_post, h_res = coefficients(x, fn.t(), base_, *scale.unbind(0), *options)[:3]
-        given = {"h_pre": h_pre, "h_post": h_post, "h_res": h_res}
-        if "y" in connection.results:
-            given["y"] = collapse(x, h_pre)
-        return tuple(given[name] for name in connection.results)
-
-    return {"forward": classes.in_place_of(base.forward, forward)}
-
-
-def _is_usual(x: Tensor, of: Parameters, *parameters: Tensor) -> bool:
-    """Whether the ops compute what the code does, in the same dtypes.
-
-    The code computes float64 in float32, and the ops do not. Under autocast the code returns the
-    dtype of its parameters, and the ops float32.
+    The code computes float64 in float32, and the op does not. Under autocast the code returns the
+    dtype of its parameters, and the op float32.
     """
-    if x.dim() != 4 or x.shape[2] != of.hc or x.shape[3] != of.hidden_size:
+    if x.dim() != 4 or tuple(x.shape[2:]) != sizes:
         return False
-    if any(one.dtype not in FLOATS for one in (x, *parameters)):
+    if any(one.dtype not in FLOATS for one in (x, phi, *others)):
         return False
-    wide = all(one.dtype is torch.float32 for one in parameters[1:])
+    wide = all(one.dtype is torch.float32 for one in others)
     return wide or not torch.is_autocast_enabled(x.device.type)
 
 
-def _parameters(module: nn.Module) -> Parameters:
-    """The parameters of a hyper-connection by their sizes, or NotAnOp."""
-    own = {name: one for name, one in module._parameters.items() if one is not None}
-    shapes = {name: tuple(one.shape) for name, one in own.items()}
+def _sizes(module: nn.Module) -> tuple[int, int] | str:
+    """The number of streams and their width, by the sizes of the parameters, or why they are not
+    those of a connection."""
+    shapes = {n: tuple(one.shape) for n, one in module._parameters.items() if one is not None}
     if len(shapes) == 3:
-        scale, base, fn = sorted(shapes, key=lambda name: math.prod(shapes[name]))
-        if len(shapes[fn]) == 2 and shapes[scale] == (3,) and shapes[base] == shapes[fn][:1]:
-            hc = math.isqrt(shapes[base][0] + 1) - 1
-            hidden_size, rest = divmod(shapes[fn][1], max(hc, 1))
-            if hc >= 1 and hc * (hc + 2) == shapes[base][0] and rest == 0 and hidden_size >= 1:
-                return Parameters(fn, base, scale, hc, hidden_size)
+        scale, base, fn = sorted(shapes.values(), key=math.prod)
+        if len(fn) == 2 and scale == (3,) and base == fn[:1]:
+            hc = math.isqrt(base[0] + 1) - 1
+            hidden_size, rest = divmod(fn[1], max(hc, 1))
+            if hc >= 1 and hc * (hc + 2) == base[0] and rest == 0 and hidden_size >= 1:
+                return hc, hidden_size
     text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    raise NotAnOp(
+    return (
         f"its parameters are {text}, not those of mhc_coeffs: (hc * (hc + 2), hc * C),"
         " (hc * (hc + 2),) and (3,)"
     )
-
-
-def _key(module: nn.Module, parameters: Parameters) -> Any:
-    """Key of everything that a trace can depend on."""
-    children = tuple((name, leaf_key(child)) for name, child in module._modules.items())
-    return classes.class_of(module), parameters, attributes_key(module), children
-
-
-def _obstacle(module: nn.Module) -> str | None:
-    """Reason that a forward cannot be overridden, or None."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a ScriptModule"
-    if "forward" in vars(module):
-        return "the instance has a forward of its own"
-    if module._buffers:
-        return f"it has buffers: {', '.join(module._buffers)}"
-    for name, one in module._parameters.items():
-        plain = sharding.is_held_by_fsdp(module) or type(one) is nn.Parameter
-        if one is not None and not plain:
-            return f"{name} is a {type(one).__name__}, not a plain Parameter"
-        if one is not None and one.dtype not in FLOATS:
-            return f"{name} is {one.dtype}"
-    for name, child in module.named_modules():
-        if child is module:
-            continue
-        if child._buffers or any(one is not None for one in child._parameters.values()):
-            return f"{name} has parameters or buffers"
-    return None

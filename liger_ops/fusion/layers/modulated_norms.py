@@ -1,8 +1,8 @@
 """Norms that their module modulates, as AdaLN of diffusers: its forward calls the op.
 
 The module projects an embedding, takes scale and shift from the projection, modulates the norm of
-its input, and returns that, often with other chunks of the projection. Its class is overridden with
-a forward that calls the same children, but for the norms, and the op.
+its input, and returns that, often with other chunks of the projection. The new forward calls the
+same children, but for the norms, and the op.
 """
 
 from __future__ import annotations
@@ -10,22 +10,34 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ... import library
+from ...rewrites import rewrite
+from ...rewrites.engine.canonical import value
+from ...rewrites.engine.canonical.call import operation
+from ...rewrites.engine.recognise import bound, op_of
+from ...rewrites.engine.report import Report
 from .. import classes
-from ..assumptions import Assumptions
-from ..planning import Plan
-from ..probing import NotAnOp, Probes, attributes_key, leaf_key
-from .modulated_norm_code import FUNCTIONS, TENSORS, Program
-from .modulated_norm_trace import found, is_projection
+from ..probing import NotAnOp
+from ..trace import ANY_SIZES
+from .installed import Called, Facts
+from .kind import (
+    Kind,
+    argument_obstacle,
+    obstacle,
+    parameter_obstacle,
+    state_obstacle,
+)
+from .module_trace import Case, Traced, names_of
+from .program import Program, Step
 
-KIND = "modulated norm"
+NORM_OPS = ("layer_norm", "rms_norm")
 
 # Names of modules that a reader expects in the report.
 NAME = re.compile(r"Ada(ptive)?(Layer|RMS|Rms)?Norm|NormZero|NormContinuous")
@@ -33,88 +45,186 @@ NAME = re.compile(r"Ada(ptive)?(Layer|RMS|Rms)?Norm|NormZero|NormContinuous")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # More children than in any module that computes one or two modulated norms and nothing else.
 MOST_CHILDREN = 6
+# More parts of a projection than any module has.
+MOST_CHUNKS = 12
 
 
-def plan(model: nn.Module, width_of: Callable[[nn.Module], int | None]) -> Plan:
-    """Override the forward of every module of a model that modulates its norms.
+@dataclass(frozen=True)
+class _Form:
+    """The forms of the arguments: x's, or one row for each sample, or one row."""
 
-    `width_of` is the width of a norm, None for any, and raises NotAnOp for other modules.
-    """
-    probes = Probes()
+    width: int
+    columns: int
+    forms: tuple[str, ...]
 
-    def look(plan: Plan, name: str, module: nn.Module) -> None:
-        if KIND in classes.overrides(module):
-            return
-        try:
-            if reason := _obstacle(module):
-                raise NotAnOp(reason)
-            norms = _norms(module, width_of)
-            if reason := _norm_obstacle(module, norms):
-                raise NotAnOp(reason)
-            facts = probes.once(_key(module, norms), lambda: found(module, norms))
-            program, assumptions = facts
-            assumptions.check(module)
-        except NotAnOp:
-            if not NAME.search(classes.class_of(module).__name__) or not module._modules:
-                return
-            raise
-        plan.fuse(name, module, program.ops[0].name, dict(program.ops[0].options))
-        plan.changes.append(lambda: classes.override(module, KIND, facts))
-
-    return Plan(KIND, model, look)
+    def shape(self, form: str, rows: tuple[int, int]) -> tuple[int, ...]:
+        samples, tokens = (ANY_SIZES[n] for n in rows)
+        leading = {"tokens": (samples, tokens), "samples": (samples,), "one": ()}[form]
+        return (*leading, self.width if form == "tokens" else self.columns)
 
 
-@classes.kind(KIND)
-def methods(base: Any, facts: tuple[Program, Assumptions]) -> dict[str, Callable[..., Any]]:
-    program, assumptions = facts
-    names = list(inspect.signature(base.forward).parameters)[1:]
-    ops = [library.OPS[op.name].overload for op in program.ops]
+class ModulatedNorms(Kind):
+    """It is the same for other sizes, dtypes and modes."""
 
-    def modulate(i: int, x: Tensor, scale: Tensor, *rest: Tensor | None) -> Tensor | None:
-        op = program.ops[i]
-        if not _is_usual(op.ranks, program.is_cast, x, scale, *rest):
-            return None
-        tensors = dict(zip(TENSORS[2:], rest, strict=False))
-        device = x.device.type
-        is_off = not program.is_cast and torch.is_autocast_enabled(device)
-        off = torch.autocast(device, enabled=False) if is_off else contextlib.nullcontext()
-        with off:
-            return ops[i](x, scale, **tensors, **dict(op.options))
+    name = title = "modulated norm"
+    rewrites = ops = ("modulated_layer_norm", "modulated_rms_norm")
+    functions = ("chunk", "silu", "split", "unbind", "unsqueeze")
+    casts = True
+    returns = tuple
 
-    unused = [name for name in names if name not in program.used]
-    other = [f"{name} is None" for name in program.used] + [f"{n} is not None" for n in unused]
-    other.append(f"not hold(self, {names[0]})")
-    original = f"return original(self, {', '.join(names)})"
-    body = [f"if {' or '.join(other)}:", f"    {original}"]
-    for line in program.lines:
-        body.append(line)
-        result, _, call = line.partition(" = ")
-        if call.startswith("modulate("):
-            body += [f"if {result} is None:", f"    {original}"]
-        elif call.startswith("getattr("):
-            body += [f"if not isinstance({result}, torch.Tensor):", f"    {original}"]
-    source = "\n    ".join([f"def forward(self, {', '.join(names)}):", *body])
-    namespace: dict[str, Any] = {
-        **{name: getattr(torch, name, None) or getattr(F, name) for name in FUNCTIONS},
-        "torch": torch, "original": base.forward, "modulate": modulate,
-        "hold": assumptions.hold,
-    }  # fmt: skip
-    exec(source, namespace)
-    return {"forward": classes.in_place_of(base.forward, namespace["forward"])}
+    def __init__(self, model: nn.Module, width_of: Callable[[nn.Module], int | None]) -> None:
+        """`width_of` is the width of a norm, None for any, and raises NotAnOp for others."""
+        super().__init__(model)
+        self.width_of = width_of
+        self.known: dict[nn.Module, dict[str, int | None]] = {}
+
+    def is_expected(self, name: str, module: nn.Module) -> bool:
+        return bool(NAME.search(classes.class_of(module).__name__) and module._modules)
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        children = [child for child in module._modules.values() if child is not None]
+        count = sum(map(_is_projection, children))
+        if not 2 <= len(children) <= MOST_CHILDREN or not 1 <= count <= 2:
+            return f"it has {len(children)} children, and {count} that may be projections"
+        reason = obstacle(module) or state_obstacle(module)
+        if reason := reason or argument_obstacle(module, _are_two):
+            return reason
+        for name in self.norms(module):
+            if reason := parameter_obstacle(module.get_submodule(name), f"{name}."):
+                return reason
+        return None
+
+    def norms(self, module: nn.Module) -> dict[str, int | None]:
+        """The names and widths of the children that are norms."""
+        if module in self.known:
+            return self.known[module]
+        norms: dict[str, int | None] = {}
+        reasons = {}
+        for name, child in module._modules.items():
+            if child is None or _is_projection(child):
+                continue
+            try:
+                norms[name] = self.width_of(child)
+            except NotAnOp as reason:
+                reasons[name] = f"it has no norm that is an op; {name}: {reason}"
+        if not norms:
+            # Names only choose the reason.
+            named = (reason for name, reason in reasons.items() if "norm" in name)
+            raise NotAnOp(next(named, "it has no norm"))
+        return self.known.setdefault(module, norms)
+
+    def called(self, module: nn.Module) -> Collection[str]:
+        norms = self.norms(module)
+        return [
+            name
+            for name, child in module._modules.items()
+            if child is not None and name not in norms
+        ]
+
+    def forms(self, module: nn.Module) -> Iterator[_Form]:
+        count = len(names_of(module.forward)) - 1
+        rows = ("samples",) * count
+        one_of_tokens = (rows[:i] + ("tokens",) + rows[i + 1 :] for i in range(count))
+        every = (rows, *one_of_tokens, ("one",) * count)
+        projection: Any = next(filter(_is_projection, module._modules.values()))
+        for width in _widths(projection, self.norms(module)):
+            for forms in every:
+                yield _Form(width, projection.in_features, ("tokens", *forms))
+
+    def cases(self, module: nn.Module, form: _Form) -> Iterator[Case]:
+        forms = dict(zip(names_of(module.forward), form.forms, strict=True))
+        columns = {}
+        for name in self.called(module):
+            child: Any = module.get_submodule(name)
+            own = getattr(child, "out_features", None)
+            if own is not None or any(True for _ in (*child.parameters(), *child.buffers())):
+                columns[name] = form.columns if own is None else own
+
+        def case(
+            dtype: torch.dtype, of_rows: torch.dtype, results: torch.dtype | None = None,
+            training: bool = True, sizes: tuple[int, int] = (2, 3),
+        ) -> Case:  # fmt: skip
+            shapes = {name: form.shape(one, sizes) for name, one in forms.items()}
+            dtypes = {name: dtype if one == "tokens" else of_rows for name, one in forms.items()}
+            return Case(shapes, dtypes, dtype, columns, results, training)
+
+        half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
+        yield case(bfloat, bfloat)
+        yield case(bfloat, bfloat, training=False)
+        yield case(half, half, sizes=(4, 5))
+        yield case(single, single)
+        # Casts show where x, the arguments and what children return differ.
+        yield case(single, half, bfloat)
+
+    def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
+        nodes = traced.graph.graph.nodes
+        given = [value(node.args[0]).dtype for node in nodes if _is_norm(node)]
+        direct = given.count(traced.case.dtype)
+        rewrite(traced.graph, NORM_OPS, strict=True)
+        if direct not in (0, sum(op_of(node) in NORM_OPS for node in nodes)):
+            raise NotAnOp("autocast casts the inputs of some of its norms")
+        traced.graph.meta["is_cast"] = direct > 0
+        return super().rewritten(traced, names)
+
+    def form_of(
+        self, module: nn.Module, form: _Form, traced: Traced, program: Program
+    ) -> tuple[bool, Any]:
+        """Whether autocast casts the inputs of its norms, else they have their inputs' dtypes, and
+        the dimensions of x and scale of each modulation."""
+        ops = (given for _, given in bound(traced.graph.graph.nodes))
+        ranks = tuple((value(one["x"]).dim(), value(one["scale"]).dim()) for one in ops)
+        return traced.graph.meta["is_cast"], ranks
+
+    @staticmethod
+    def caller(facts: Facts, op: Step, i: int) -> Called:
+        overload, (is_cast, ranks) = library.OPS[op.name].overload, facts.form
+
+        def modulated(x: Tensor, scale: Tensor, shift: Tensor | None, *rest: Any) -> Tensor | None:
+            if not _is_usual(ranks[i], is_cast, x, scale, shift, rest):
+                return None
+            device = x.device.type
+            is_off = not is_cast and torch.is_autocast_enabled(device)
+            off = torch.autocast(device, enabled=False) if is_off else contextlib.nullcontext()
+            with off:
+                return overload(x, scale, shift, *rest)
+
+        return modulated
+
+
+def _are_two(given: list[inspect.Parameter]) -> bool:
+    return len(given) > 1 and all(one.kind is one.POSITIONAL_OR_KEYWORD for one in given)
+
+
+def _is_projection(child: Any) -> bool:
+    """Whether a child says how wide its inputs and outputs are, as linear layers do."""
+    return all(
+        isinstance(getattr(child, name, None), int) for name in ("in_features", "out_features")
+    )
+
+
+def _widths(projection: Any, norms: dict[str, int | None]) -> list[int]:
+    """The norms' width, or possible widths of norms that take any: parts of the projection."""
+    known = [width for width in norms.values() if width is not None]
+    columns = projection.out_features
+    return known[:1] or [columns // i for i in range(1, MOST_CHUNKS + 1) if columns % i == 0]
+
+
+def _is_norm(node: fx.Node) -> bool:
+    return operation(node) in NORM_OPS or op_of(node) in NORM_OPS
 
 
 def _is_usual(
-    ranks: tuple[int, int], is_cast: bool, x: Tensor, scale: Tensor, *rest: Tensor | None
-) -> bool:
+    ranks: tuple[int, int], is_cast: bool, x: Tensor, scale: Tensor, shift: Tensor | None,
+    rest: tuple[Any, ...],
+) -> bool:  # fmt: skip
     """Whether the op computes what the code does: the traced dimensions, rows of scale that the op
     takes as PyTorch broadcasts them, and a result of x's dtype."""
-    shift, *parameters = rest
     if (x.dim(), scale.dim()) != ranks or not _has_rows_of(x, scale):
         return False
     if shift is not None and shift.shape != scale.shape:
         return False
     rows = [scale] if shift is None else [scale, shift]
-    given = [one for one in parameters if one is not None]
+    given = [one for one in rest if isinstance(one, Tensor)]
     if any(one.dtype not in FLOATS for one in (x, *rows, *given)):
         return False
     device = x.device.type
@@ -133,65 +243,3 @@ def _has_rows_of(x: Tensor, scale: Tensor) -> bool:
     if all(size == 1 for size in rows[1:]):
         return rows[:1] in ([], [1], [x.shape[0]])
     return rows == list(x.shape[:-1])
-
-
-def _norms(module: nn.Module, width_of: Callable[[nn.Module], int | None]) -> dict[str, int | None]:
-    """The names and widths of the children that are norms."""
-    norms: dict[str, int | None] = {}
-    reasons = {}
-    for name, child in module._modules.items():
-        if child is None or is_projection(child):
-            continue
-        try:
-            norms[name] = width_of(child)
-        except NotAnOp as reason:
-            reasons[name] = f"it has no norm that is an op; {name}: {reason}"
-    if not norms:
-        # Names only choose the reason.
-        named = (reason for name, reason in reasons.items() if "norm" in name)
-        raise NotAnOp(next(named, "it has no norm"))
-    return norms
-
-
-def _key(module: nn.Module, norms: dict[str, int | None]) -> Any:
-    """Key of everything that a trace can depend on."""
-    children = tuple(
-        (
-            name,
-            _norm_key(child) if name in norms and child is not None else None,
-            child is None,
-            getattr(child, "in_features", None),
-            getattr(child, "out_features", None),
-        )
-        for name, child in module._modules.items()
-    )
-    return classes.class_of(module), attributes_key(module), children
-
-
-def _norm_key(norm: nn.Module) -> Any:
-    shapes = tuple((n, None if p is None else tuple(p.shape)) for n, p in norm._parameters.items())
-    return leaf_key(norm), shapes
-
-
-def _obstacle(module: nn.Module) -> str | None:
-    """Reason that a module is left, whatever its norms are, or None."""
-    children = [child for child in module._modules.values() if child is not None]
-    projections = [child for child in children if is_projection(child)]
-    if not 2 <= len(children) <= MOST_CHILDREN or not 1 <= len(projections) <= 2:
-        return f"it has {len(children)} children, and {len(projections)} that may be projections"
-    if reason := classes.obstacle(module):
-        return reason
-    arguments = list(inspect.signature(module.forward).parameters.values())
-    if len(arguments) < 2 or any(one.kind is not one.POSITIONAL_OR_KEYWORD for one in arguments):
-        return f"its forward takes ({', '.join(map(str, arguments))})"
-    return None
-
-
-def _norm_obstacle(module: nn.Module, norms: dict[str, int | None]) -> str | None:
-    for name in norms:
-        norm = module._modules[name]
-        assert norm is not None
-        for own, one in norm._parameters.items():
-            if one is not None and type(one) is not nn.Parameter:
-                return f"{name}.{own} is a {type(one).__name__}, not a plain Parameter"
-    return None

@@ -108,7 +108,7 @@ class OfShardedHead(Source):
         self.options = _head_options(logits, options)
 
     def loss(self, target: Tensor, **options: Any) -> Tensor:
-        from ...distributed.vocab_parallel.vocabulary_cross_entropy import of_head
+        from ...distributed.process_group.cross_entropy import of_head
 
         # A DTensor with sharded rows cannot be flattened.
         options = {**self.options, **options}

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import ABOVE_0
 from ...torch_private import are_functorch_transforms_active
-from ..losses.cross_entropy import RESULTS
+from ..losses.cross_entropy import OPTIONS, RESULTS
 from .gradients import gradients_of_definition
 from .head import (
     Head,
@@ -136,6 +137,7 @@ def linear_cross_entropy(
     "target_logit=*, total_weight=, predicted_tokens=*: int64, entropy=*, lse_error=*, "
     "dx=* D, dweight=V D, dbias=V, dlora_x=* R, dlora_b=V R",
     dtype="float32+x",
+    options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
 def linear_cross_entropy_forward(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,

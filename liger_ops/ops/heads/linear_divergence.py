@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import ABOVE_0, FINITE_AT_LEAST_0, POSITIVE, Options
 from ...torch_private import are_functorch_transforms_active
+from ..losses.cross_entropy import REDUCTIONS
+from ..losses.divergence import OPTIONS as DIVERGENCE
 from .gradients import gradients_of_definition
 from .head import Head, cast_as_linear, factors_of, needed_gradients, shaped
 from .linear_divergence_backward import GRADIENTS, linear_divergence_backward, weights_and_items
@@ -33,6 +36,29 @@ from .two_heads import (
 RESULTS = "loss divergence cross_entropy statistics"
 # Rows of statistics: those of `divergence_forward`, and lse of the logits at temperature 1.
 STATISTICS = 8
+
+
+OPTIONS: Options = {
+    **DIVERGENCE, "reduction": REDUCTIONS, "chunk_bytes": ABOVE_0,
+    **dict.fromkeys(("soft_weight", "hard_weight"), FINITE_AT_LEAST_0),
+    "student_softcap": POSITIVE, "teacher_softcap": POSITIVE,
+    "student_logit_scale": POSITIVE, "teacher_logit_scale": POSITIVE,
+}  # fmt: skip
+_STUDENT = (
+    "student_x=* D, student_weight=V D: student_x, student_bias=V: student_x, "
+    "student_lora_x=* R: student_x, student_lora_b=V R: student_x, target=*: int, "
+    "token_weight=*, num_items_in_batch=: number"
+)
+_TEACHER = (
+    "teacher_x=* E, teacher_weight=W E: teacher_x, teacher_bias=W: teacher_x, "
+    "teacher_lora_x=* S: teacher_x, teacher_lora_b=W S: teacher_x"
+)
+_RESULTS = (
+    f"loss=[*], divergence=[*], cross_entropy=[*], statistics={STATISTICS} *, "
+    "dx=* D, dweight=V D, dbias=V, dlora_x=* R, dlora_b=V R, entropy=*"
+)
+# The teacher has a head, or logits.
+AXES = f"{_STUDENT}, {_TEACHER} -> {_RESULTS} | {_STUDENT}, teacher_logits=* W -> {_RESULTS}"
 
 
 @library.compose
@@ -210,13 +236,9 @@ def linear_divergence(
 
 @library.define(
     returns=f"{RESULTS} {GRADIENTS} entropy",
-    axes="student_x=* D, student_weight=V D: student_x, teacher_x=* E, "
-    "teacher_weight=W E: teacher_x, student_bias=V: student_x, teacher_bias=W: teacher_x, "
-    "teacher_logits=* W, target=*: int, token_weight=*, num_items_in_batch=: number, "
-    "student_lora_x=* R: student_x, student_lora_b=V R: student_x, teacher_lora_x=* S: teacher_x, "
-    "teacher_lora_b=W S: teacher_x -> loss=[*], divergence=[*], cross_entropy=[*], "
-    "statistics=K *, dx=* D, dweight=V D, dbias=V, dlora_x=* R, dlora_b=V R, entropy=*",
+    axes=AXES,
     dtype="float32+student_x+teacher_x+teacher_logits",
+    options=OPTIONS,
 )
 def linear_divergence_forward(
     student_x: Tensor, student_weight: Tensor,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ..losses.log_prob import RESULTS, Results
+from ...accepted import ABOVE_0
+from ..losses.log_prob import OPTIONS, RESULTS, Results
 from .gradients import gradients_by_words
 from .head import Head, cast_as_linear
 from .lora import lora_input
@@ -113,6 +114,7 @@ def linear_log_prob(
     "log_prob=*, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*: int64, "
     "lse_error=*",
     dtype="float32+x",
+    options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
 def linear_log_prob_forward(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import library
+from ...accepted import ABOVE_0
 from ..losses.cross_entropy import effective, log_softmax_of, logsumexp
-from ..losses.log_prob import tempered
+from ..losses.log_prob import OPTIONS, tempered
 from ..losses.top_k import check_teacher, distinct, divergence_of_classes
 from .gradients import gradients_by_words
 from .head import Head, cast_as_linear, rows_of
@@ -126,6 +127,7 @@ def linear_top_k_divergence(
     axes="x=* D, weight=V D: x, teacher_ids=* K: int, bias=V: x, lora_x=* R: x, lora_b=V R: x -> "
     "logits=* K, rest=*, rest_error=*",
     dtype="float32+x",
+    options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
 def linear_top_k_divergence_forward(
     x: Tensor, weight: Tensor, teacher_ids: Tensor, bias: Tensor | None = None,

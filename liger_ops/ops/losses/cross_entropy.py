@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import FINITE_AT_LEAST_0, FRACTION, POSITIVE
+from ...accepted import FINITE_AT_LEAST_0, FRACTION, POSITIVE, Options
 from ..precision import widened
 
 REDUCTIONS = ("none", "mean", "sum")
 
 RESULTS = "loss z_loss lse target_logit total_weight predicted_tokens entropy lse_error"
+OPTIONS: Options = {
+    "reduction": REDUCTIONS, "label_smoothing": FRACTION, "lse_square_scale": FINITE_AT_LEAST_0,
+    "softcap": POSITIVE, "logit_scale": POSITIVE,
+}  # fmt: skip
 
 
 @library.compose
@@ -96,13 +100,7 @@ def cross_entropy(
     "loss=[*], z_loss=[*], lse=*, target_logit=*, total_weight=, predicted_tokens=*: int64, "
     "entropy=*, lse_error=*",
     dtype="float32+logits",
-    options={
-        "reduction": REDUCTIONS,
-        "label_smoothing": FRACTION,
-        "lse_square_scale": FINITE_AT_LEAST_0,
-        "softcap": POSITIVE,
-        "logit_scale": POSITIVE,
-    },
+    options=OPTIONS,
 )
 def cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import FRACTION, POSITIVE
+from ...accepted import FRACTION, POSITIVE, Options
 from ..precision import widened
 from . import cosine
 from .cross_entropy import log_softmax_of, logsumexp
@@ -18,6 +18,9 @@ from .cross_entropy import log_softmax_of, logsumexp
 DISTRIBUTION_KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 KINDS = (*DISTRIBUTION_KINDS, "cosine")
 RESULTS = "divergence student_share student_lse teacher_lse student_lse_error teacher_lse_error"
+OPTIONS: Options = {
+    "kind": KINDS, "beta": FRACTION, "temperature": POSITIVE, "teacher_temperature": POSITIVE,
+}  # fmt: skip
 
 # exp of it is 0 in every dtype.
 LOWEST_LOGARITHM = -1e4
@@ -104,12 +107,7 @@ def divergence(
     "known_teacher_lse=*, known_student_lse_error=*, known_teacher_lse_error=* -> divergence=*, "
     "student_share=*, student_lse=*, teacher_lse=*, student_lse_error=*, teacher_lse_error=*",
     dtype="float32+student_logits+teacher_logits",
-    options={
-        "kind": KINDS,
-        "beta": FRACTION,
-        "temperature": POSITIVE,
-        "teacher_temperature": POSITIVE,
-    },
+    options=OPTIONS,
 )
 def divergence_forward(
     student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None,

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...accepted import POSITIVE
+from ...accepted import POSITIVE, Options
 from .cross_entropy import centred, effective, log_softmax_of, picked, rounded_lse
 
 RESULTS = "log_prob entropy lse mean_logits log_sum_sq_probs predicted_tokens lse_error"
+OPTIONS: Options = dict.fromkeys(("temperature", "softcap", "logit_scale"), POSITIVE)
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 
@@ -79,7 +80,7 @@ def log_prob(
     axes="logits=* V, target=*: int -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
     "log_sum_sq_probs=*, predicted_tokens=*: int64, lse_error=*",
     dtype="float32+logits",
-    options={"temperature": POSITIVE, "softcap": POSITIVE, "logit_scale": POSITIVE},
+    options=OPTIONS,
 )
 def log_prob_forward(
     logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,31 +46,47 @@ def recognise(
     if "clamped_swiglu" in rewrites:
         clamped_swiglu.rewrite_unlimited(module.graph, report)
     (output,) = (node for node in module.graph.nodes if node.op == "output")
-    needed: set[fx.Node] = set()
-    waiting = [output]
+    needed = needed_by(output)
+    found = [node for node in needed if op_of(node)]
+    results = output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
+    if len(found) != 1 or not all(_is_result(one, found[0], through) for one in results):
+        reasons = [f"{one.op}: {one.reason}" for one in report.findings if not one.used]
+        if found:
+            reasons.append(f"it is {op_of(found[0])} and more")
+        raise Refused(reasons[0] if reasons else f"it computes {none_of(rewrites)}")
+    for node in module.graph.nodes:
+        if node not in needed and node.op != "placeholder" and not _is_cheap(node):
+            raise Refused(f"it does more than compute its result: {node.name}")
+    ((op, arguments),) = bound(found)
+    return Recognised(str(op_of(op)), arguments, op)
+
+
+def op_of(node: fx.Node) -> str | None:
+    """The op of liger_ops that a node calls."""
+    is_op = getattr(node.target, "namespace", None) == "liger"
+    return node.target._opname if is_op else None  # type: ignore[union-attr]
+
+
+def bound(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
+    """The ops among nodes, each with all its arguments by name."""
+    for node in list(nodes):
+        if name := op_of(node):
+            given = inspect.signature(OPS[name].definition).bind(*node.args, **node.kwargs)
+            given.apply_defaults()
+            yield node, dict(given.arguments)
+
+
+def needed_by(output: fx.Node) -> set[fx.Node]:
+    needed, waiting = set(), [output]
     while waiting:
         node = waiting.pop()
         if node not in needed:
             needed.add(node)
             waiting += node.all_input_nodes
-    found = [node for node in needed if getattr(node.target, "namespace", None) == "liger"]
-    results = output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
-    if len(found) != 1 or not all(_is_result(one, found[0], through) for one in results):
-        reasons = [f"{one.op}: {one.reason}" for one in report.findings if not one.used]
-        if found:
-            reasons.append(f"it is {found[0].target._opname} and more")  # type: ignore[union-attr]
-        raise Refused(reasons[0] if reasons else f"it computes {_none_of(rewrites)}")
-    for node in module.graph.nodes:
-        if node not in needed and node.op != "placeholder" and not _is_cheap(node):
-            raise Refused(f"it does more than compute its result: {node.name}")
-    (op,) = found
-    name: str = op.target._opname  # type: ignore[union-attr]
-    bound = inspect.signature(OPS[name].definition).bind(*op.args, **op.kwargs)
-    bound.apply_defaults()
-    return Recognised(name, dict(bound.arguments), op)
+    return needed
 
 
-def _none_of(rewrites: Collection[str]) -> str:
+def none_of(rewrites: Collection[str]) -> str:
     *names, last = rewrites
     return f"none of {', '.join(names)} and {last}" if names else f"no {last}"
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .lora import head_of, summed_over_ranks
-from .token_log_probs import Options, TokenLogProbs
-from .token_statistics import Layer
-from .words import Arguments, arguments, check_target
+from .arguments import arguments, check_target
+from .head import head_of
+from .sharded_op import sharded_op
+
+RESULTS = ("log_prob", "entropy")
 
 
 def log_prob(
@@ -43,9 +44,10 @@ def log_prob(
     """
     op = "distributed.log_prob"
     given = arguments(op, "logits", logits, -1, {"target": target}, group, vocab_size)
-    options = Options(temperature, softcap, logit_scale)
-    head = (given.sharded, None, None, None, None)
-    return _log_prob(op, given, head, ignore_index, options)
+    (whole,) = given.others
+    check_target(op, whole, given.sharded)
+    options = (given.sharded, whole, temperature, softcap, logit_scale, ignore_index)
+    return sharded_op("log_prob", given.shard, RESULTS, *options)
 
 
 def linear_log_prob(
@@ -85,19 +87,11 @@ def linear_log_prob(
         op, "weight", weight, 0, {"target": target}, group, vocab_size, bias=bias, x=x,
         sequence_dim=sequence_dim,
     )  # fmt: skip
-    options = Options(temperature, softcap, logit_scale, accum_dtype, chunk_bytes)
-    head = head_of(op, given, lora_a, lora_b, lora_scale)
-    return _log_prob(op, given, head, ignore_index, options)
-
-
-def _log_prob(
-    op: str, given: Arguments, head: Layer, ignore_index: int, options: Options
-) -> tuple[Tensor, Tensor]:
-    words, target = given.words, given.others[0]
-    assert target is not None
-    check_target(op, target, head[0])
-    head = summed_over_ranks(given, head)
-    local, here = words.local(target, ignore_index), words.here(target)
-    log_prob, entropy, _ = TokenLogProbs.apply(*head, local, here, words, options)
-    valid = words.valid(target, ignore_index)
-    return torch.where(valid, log_prob, float("nan")), entropy
+    x, weight, bias, lora_x, lora_b = head_of(op, given, lora_a, lora_b, lora_scale)
+    (whole,) = given.others
+    check_target(op, whole, x)
+    return sharded_op(
+        "linear_log_prob", given.shard, RESULTS, x, weight, whole, bias,
+        temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes,
+        lora_x=lora_x, lora_b=lora_b,
+    )  # fmt: skip

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...ops.losses.cross_entropy import REDUCTIONS, reduced
-from .lora import head_of, head_of_input, head_of_rows, summed_over_ranks
-from .loss_of_tokens import Terms, Tokens, losses
-from .summed_loss import summed_loss
-from .token_statistics import Layer, Options, TokenStatistics
-from .words import Arguments, arguments, check_target
+from ...ops.heads.head import Head, needed_gradients
+from ...ops.losses.cross_entropy import REDUCTIONS
+from .arguments import Arguments, arguments, check_target
+from .head import head_of, head_of_input
+from .sharded_op import sharded_op
 
 
 def cross_entropy(
@@ -76,10 +77,12 @@ def cross_entropy(
         "num_items_in_batch": num_items_in_batch,
     }  # fmt: skip
     given = arguments(op, "logits", logits, -1, others, group, vocab_size)
+    _check(op, given, given.sharded, reduction)
     loss_options = (ignore_index, reduction, label_smoothing, lse_square_scale)
-    options = Options(label_smoothing != 0, softcap, logit_scale)
-    head = (given.sharded, None, None, None, None)
-    return _loss(op, given, head, loss_options, options)
+    return sharded_op(
+        "cross_entropy", given.shard, ("loss",), given.sharded, *given.others, *loss_options,
+        softcap, logit_scale,
+    )[0]  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -159,10 +162,11 @@ def linear_cross_entropy(
         op, "weight", weight, 0, others, group, vocab_size, bias=bias, x=x,
         sequence_dim=sequence_dim,
     )  # fmt: skip
-    loss_options = (ignore_index, reduction, label_smoothing, lse_square_scale)
-    options = Options(label_smoothing != 0, softcap, logit_scale, accum_dtype, chunk_bytes)
-    head = head_of(op, given, lora_a, lora_b, lora_scale)
-    return _loss(op, given, head, loss_options, options)
+    options = (
+        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
+        accum_dtype, chunk_bytes,
+    )  # fmt: skip
+    return _of_head(op, given, head_of(op, given, lora_a, lora_b, lora_scale), options)
 
 
 def of_head(
@@ -184,42 +188,32 @@ def of_head(
         "num_items_in_batch": num_items_in_batch,
     }  # fmt: skip
     given = arguments(op, "weight", weight, 0, others, None, None, bias=bias, x=x)
-    loss_options = (ignore_index, reduction, label_smoothing, lse_square_scale)
-    options = Options(label_smoothing != 0, softcap, logit_scale, accum_dtype, chunk_bytes)
-    return _loss(op, given, head_of_input(op, given, lora_x, lora_b), loss_options, options)
+    options = (
+        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
+        accum_dtype, chunk_bytes,
+    )  # fmt: skip
+    return _of_head(op, given, head_of_input(op, given, lora_x, lora_b), options)
 
 
-def _loss(
-    op: str, given: Arguments, head: Layer,
-    loss_options: tuple[int, str, float, float], options: Options,
-) -> Tensor:  # fmt: skip
-    words, (x, weight, bias, lora_x, lora_b) = given.words, head
-    target, class_weight, token_weight, num_items_in_batch = given.others
-    ignore_index, reduction, label_smoothing, lse_square_scale = loss_options
-    assert target is not None
+def _of_head(op: str, given: Arguments, head: Head, options: tuple[Any, ...]) -> Tensor:
+    reduction = options[1]
+    _check(op, given, head.x, reduction)
+    x, weight, bias, *lora = head
+    target, *weights = given.others
+    mask = needed_gradients(x, weight, bias, reduction, *lora)
+    return sharded_op(
+        "linear_cross_entropy", given.shard, ("loss",), x, weight, target, bias, *weights, *options,
+        gradient_mask=mask, lora_x=head.lora_x, lora_b=head.lora_b,
+    )[0]  # fmt: skip
+
+
+def _check(op: str, given: Arguments, x: Tensor, reduction: str) -> None:
+    target, class_weight, *_ = given.others
     check_target(op, target, x)
-    if class_weight is not None and tuple(class_weight.shape) != (words.V,):
+    if class_weight is not None and tuple(class_weight.shape) != (given.shard.V,):
         raise ValueError(
-            f"{op}: the class weight must have every word on each rank, ({words.V},), got"
+            f"{op}: the class weight must have every word on each rank, ({given.shard.V},), got"
             f" {tuple(class_weight.shape)}"
         )
     if reduction not in REDUCTIONS:
         raise ValueError(f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    tokens = Tokens.of_words(words, target, ignore_index, class_weight, token_weight, dtype)
-    counts = tokens.counts
-    terms = Terms(label_smoothing, lse_square_scale, words.V)
-    needed = (tensor is not None and tensor.requires_grad for tensor in head)
-    in_forward = torch.is_grad_enabled() and reduction != "none" and any(needed)
-    if weight is not None and in_forward:
-        flat = head_of_rows(x, weight, bias, lora_x, lora_b)
-        summed = summed_loss(flat, tokens, terms, words, options, given.sums_x)
-        if reduction == "sum":
-            return summed
-        return summed / (counts.sum() if num_items_in_batch is None else num_items_in_batch)
-    head = summed_over_ranks(given, head)
-    lse, nll, surprisal = TokenStatistics.apply(
-        *head, tokens.target, tokens.here, tokens.class_weight, tokens.class_sums, words, options
-    )
-    loss, z_loss = losses(lse, nll, surprisal, tokens, terms)
-    return reduced(loss, z_loss, counts.sum(), num_items_in_batch, reduction)[0]

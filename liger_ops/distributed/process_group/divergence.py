@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...ops.heads.two_heads import divisor, mixed, reduced, result_dtype, weights_of_tokens
+from ...ops.heads.head import needed_gradients
+from ...ops.heads.two_heads import divisor, result_dtype, weights_of_tokens
 from ...ops.losses.cross_entropy import REDUCTIONS
-from ...ops.losses.divergence import KINDS, limit
-from . import token_divergences, two_heads
-from .lora import head_of, head_of_rows
-from .products import Head
-from .summed_divergence import STATISTICS, SummedDivergence, TokenTerms
-from .token_divergences import TokenDivergences
-from .words import Arguments, arguments, check_target
+from ...ops.losses.divergence import KINDS
+from ..vocab_parallel.shard import HEAD
+from .arguments import Arguments, arguments, check_target
+from .head import head_of
+from .sharded_op import sharded_op
+
+TERMS = ("divergence", "cross_entropy")
 
 
 def divergence(
@@ -68,12 +71,10 @@ def divergence(
         )
     if target is not None:
         check_target(op, target, student)
-    if teacher_temperature is None:
-        teacher_temperature = temperature
-    options = token_divergences.Options(
-        limit(kind, beta), beta, temperature, teacher_temperature, ignore_index
-    )
-    return TokenDivergences.apply(student, teacher, target, given.words.group, options)
+    return sharded_op(
+        "divergence", given.shard, ("divergence",), student, teacher, target, kind, beta,
+        temperature, teacher_temperature, ignore_index,
+    )[0]  # fmt: skip
 
 
 def linear_divergence(
@@ -142,8 +143,6 @@ def linear_divergence(
     Source: as for `liger_ops.linear_divergence` and `cross_entropy`.
     """
     op = "distributed.linear_divergence"
-    if teacher_temperature is None:
-        teacher_temperature = temperature
     _check_options(
         op, kind, beta, reduction,
         {
@@ -164,58 +163,55 @@ def linear_divergence(
         op, given, student_lora_a, student_lora_b, student_lora_scale, prefix="student_"
     )
     lora = (teacher_lora_a, teacher_lora_b, teacher_lora_scale)
+    shape = student.x.shape[:-1]
     teacher, logits = _teacher(
-        op, given, student.rows.shape[:-1], teacher_x, teacher_weight, teacher_bias,
-        teacher_logits, lora, sequence_dim,
+        op, given, shape, teacher_x, teacher_weight, teacher_bias, teacher_logits, lora,
+        sequence_dim,
     )  # fmt: skip
     target, token_weight, num_items_in_batch = given.others
-    shape, words = student.rows.shape[:-1], given.words
-    labels: tuple[Tensor | None, ...] = (None, None, None)
     if target is not None:
-        check_target(op, target, student.rows)
-        labels = (
-            words.local(target, ignore_index).reshape(-1), words.here(target).reshape(-1),
-            words.valid(target, ignore_index).reshape(-1),
-        )  # fmt: skip
-    dtype = result_dtype(student.rows, None if teacher is None else teacher.rows, logits)
-    weights = weights_of_tokens(
-        target, token_weight, ignore_index, shape, dtype, student.rows.device
-    )
+        check_target(op, target, student.x)
+    call: dict[str, Any] = {
+        **{f"student_{name}": tensor for name, tensor in zip(HEAD, student, strict=True)},
+        **{f"teacher_{name}": tensor for name, tensor in zip(HEAD, teacher, strict=True)},
+        "teacher_logits": logits, "target": target, "token_weight": token_weight,
+        "kind": kind, "beta": beta,
+        "temperature": temperature, "teacher_temperature": teacher_temperature,
+        "student_softcap": student_softcap, "teacher_softcap": teacher_softcap,
+        "student_logit_scale": student_logit_scale, "teacher_logit_scale": teacher_logit_scale,
+        "soft_weight": soft_weight, "hard_weight": hard_weight, "ignore_index": ignore_index,
+        # The mean's divisor, of which Inductor is not to sum constants, is computed here.
+        "reduction": "none" if reduction == "none" else "sum",
+        "accum_dtype": accum_dtype, "chunk_bytes": chunk_bytes,
+    }  # fmt: skip
+    of_call = ("linear_divergence", given.shard)
+    mask = needed_gradients(*student[:3], reduction, *student[3:])
+    if any(mask):
+        found = sharded_op(
+            *of_call, ("loss",), constant=(*TERMS, "statistics"), gradient_mask=mask, **call
+        )
+        loss, (divergence, cross_entropy) = (
+            found[0],
+            sharded_op(*of_call, TERMS, known=found, **call),
+        )
+    else:
+        loss, divergence, cross_entropy = sharded_op(*of_call, ("loss", *TERMS), **call)
+    if reduction != "mean":
+        return loss, divergence, cross_entropy
+    dtype = result_dtype(student.x, teacher[0], logits)
+    weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student.x.device)
     all_one = target is None and token_weight is None
     items = divisor(reduction, weights, num_items_in_batch, all_one)
-    options = two_heads.Options(
-        limit(kind, beta), beta,
-        two_heads.Side(temperature, student_softcap, student_logit_scale),
-        two_heads.Side(teacher_temperature, teacher_softcap, teacher_logit_scale),
-        accum_dtype, chunk_bytes,
-    )  # fmt: skip
-    head = head_of_rows(*student)
-    teachers = (None,) * 5 if teacher is None else head_of_rows(*teacher)
-    needed = any(tensor is not None and tensor.requires_grad for tensor in student)
-    in_forward = torch.is_grad_enabled() and reduction != "none" and needed
-    loss, statistics = None, (None,) * STATISTICS
-    if in_forward:
-        loss, *found = SummedDivergence.apply(
-            *head, *teachers, logits, *labels, weights, words, options,
-            (soft_weight, hard_weight), given.sums_x,
-        )  # fmt: skip
-        statistics = (*found, None, None, None)[:STATISTICS]
-    values = TokenTerms.apply(
-        *head, *teachers, logits, *labels, *statistics, words, options, given.sums_x
-    )
-    divergence, *more = (reduced(value, weights, items, reduction, shape) for value in values)
-    cross_entropy = more[0] if more else None
-    if loss is None:
-        return mixed(divergence, cross_entropy, soft_weight, hard_weight), divergence, cross_entropy
-    return loss / items, divergence, cross_entropy
+    hard = None if cross_entropy is None else cross_entropy / items
+    return loss / items, divergence / items, hard
 
 
 def _teacher(
     op: str, given: Arguments, shape: torch.Size, x: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, logits: Tensor | None,
     lora: tuple[Tensor | None, Tensor | None, float], sequence_dim: int | None,
-) -> tuple[Head | None, Tensor | None]:  # fmt: skip
-    """The teacher's head, or its logits as (M, words)."""
+) -> tuple[Any, Tensor | None]:  # fmt: skip
+    """The tensors of the teacher's head, or its logits."""
     named = {
         "teacher_x": x, "teacher_weight": weight, "teacher_bias": bias, "teacher_logits": logits,
         "teacher_lora_a": lora[0], "teacher_lora_b": lora[1],
@@ -237,7 +233,7 @@ def _teacher(
     if logits is not None:
         logits = given.also_sharded(op, "teacher_logits", logits, -1)
         _check_tokens(op, "teacher_logits", logits, shape)
-        return None, logits.reshape(shape.numel(), logits.shape[-1])
+        return (None,) * len(HEAD), logits
     assert x is not None and weight is not None
     weight = given.also_sharded(op, "teacher_weight", weight, 0)
     if bias is not None:
@@ -245,7 +241,8 @@ def _teacher(
     x = given.also_rows(op, "teacher_x", x, sequence_dim)
     _check_tokens(op, "teacher_x", x, shape)
     # A constant's gradient is not summed over the ranks.
-    taught = given._replace(x=x, sharded=weight, bias=bias, sums_x=True)
+    shard = given.shard._replace(sums_x=True)
+    taught = given._replace(x=x, sharded=weight, bias=bias, shard=shard)
     return head_of(op, taught, *lora, prefix="teacher_"), None
 
 

@@ -1,8 +1,8 @@
-"""The words of a vocabulary that a rank has, from a DTensor or from a process group."""
+"""The arguments of a loss over a process group's vocabulary, plain tensors or DTensors, as one rank
+has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,82 +11,25 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .collectives import Gathered
-
-# The mark of a token that does not count. It is no word's index, as the user's may be of a shard.
-IGNORED = -100
-
-# One for each rank.
-ClassSums = Tensor | tuple[int, ...]
-
-
-class Words(NamedTuple):
-    """Words first to first + held - 1 of V, on one rank of the group of this name, of which no rank
-    has more than `most`."""
-
-    group: str
-    rank: int
-    ranks: int
-    first: int
-    held: int
-    V: int
-    most: int
-
-    @staticmethod
-    def of_rank(group: str, rank: int, ranks: int, V: int) -> Words:
-        """A rank's words of V, as `torch.chunk` splits them."""
-        most = -(-V // ranks)
-        first = min(rank * most, V)
-        return Words(group, rank, ranks, first, min(first + most, V) - first, V, most)
-
-    def here(self, target: Tensor) -> Tensor:
-        return (target >= self.first) & (target < self.first + self.held)
-
-    def local(self, target: Tensor, ignore_index: int) -> Tensor:
-        """Targets counted from the rank's first word. A target of another rank is some word of this
-        one, because an op treats an ignored token in another way."""
-        word = (target - self.first).clamp(0, max(self.held - 1, 0))
-        return torch.where(target == ignore_index, IGNORED, word)
-
-    def valid(self, target: Tensor, ignore_index: int) -> Tensor:
-        return (target == ignore_index) | ((target >= 0) & (target < self.V))
-
-    def of(self, whole: Tensor | None) -> Tensor | None:
-        """The rank's part of a tensor with an element for each word."""
-        return None if whole is None else whole[self.first : self.first + self.held]
-
-    def class_sums(self, class_weight: Tensor | None, dtype: torch.dtype) -> ClassSums:
-        """The sum of the weights of each rank's words, from those of all words."""
-        if class_weight is None:
-            firsts = (min(rank * self.most, self.V) for rank in range(self.ranks))
-            return tuple(min(self.V - first, self.most) for first in firsts)
-        missing = self.ranks * self.most - self.V
-        padded = torch.nn.functional.pad(class_weight.to(dtype), (0, missing))
-        return padded.view(self.ranks, self.most).sum(-1)
-
-    def no_statistics(self, x: Tensor, target: Tensor, count: int) -> Tensor:
-        """The statistics of a rank without words: lse, which is -inf, and zeros."""
-        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        zeros = x.new_zeros((count, *target.shape), dtype=dtype)
-        return torch.cat([torch.full_like(zeros[:1], float("-inf")), zeros[1:]])
+from ..vocab_parallel.collectives import Gathered
+from ..vocab_parallel.shard import VocabShard
 
 
 class Arguments(NamedTuple):
     """A call's tensors as one rank has them: sharded and bias are of its words, x and the others
-    whole. Whether x's gradient is still to be summed over the ranks is `sums_x`."""
+    whole."""
 
-    words: Words
+    shard: VocabShard
     # None for plain tensors.
     mesh: DeviceMesh | None
     sharded: Tensor
     bias: Tensor | None
     x: Tensor | None
     others: list[Tensor | None]
-    sums_x: bool
 
     def also_sharded(self, op: str, name: str, tensor: Tensor, dim: int) -> Tensor:
         """The rank's words of another tensor that is sharded over words."""
-        return _of_words(op, name, tensor, dim, self.words, self.mesh)
+        return _of_words(op, name, tensor, dim, self.shard, self.mesh)
 
     def also_whole(self, op: str, name: str, tensor: Tensor) -> Tensor:
         """The whole of another tensor, whose gradient every rank has whole."""
@@ -94,7 +37,7 @@ class Arguments(NamedTuple):
 
     def also_rows(self, op: str, name: str, tensor: Tensor, sequence_dim: int | None) -> Tensor:
         """The whole of another tensor that has x's rows."""
-        return _whole_x(op, name, tensor, self.mesh, self.words, sequence_dim)[0]
+        return _whole_x(op, name, tensor, self.mesh, self.shard, sequence_dim)[0]
 
 
 def arguments(
@@ -130,37 +73,36 @@ def arguments(
         if rank < 0:
             raise ValueError(f"{op}: group must have this process as a member")
         name_of_group = group.group_name
-    words = Words.of_rank(name_of_group, rank, ranks, V)
+    shard = VocabShard.of_rank(name_of_group, rank, ranks, V)
     local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
-    _check_size(op, name, local, dim, words)
+    _check_size(op, name, local, dim, shard)
     if bias is not None:
-        bias = _of_words(op, f"{prefix}bias", bias, 0, words, mesh)
-    sums_x = False
+        bias = _of_words(op, f"{prefix}bias", bias, 0, shard, mesh)
     if x is not None:
-        x, sums_x = _whole_x(op, f"{prefix}x", x, mesh, words, sequence_dim)
+        x, sums_x = _whole_x(op, f"{prefix}x", x, mesh, shard, sequence_dim)
+        shard = shard._replace(sums_x=sums_x)
     wholes = [_constant(op, key, value, mesh) for key, value in others.items()]
-    return Arguments(words, mesh, local, bias, x, wholes, sums_x)
-
-
-def zeros_of(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """The gradients of a head's tensors of a rank without words."""
-    pairs = zip(tensors, wanted, strict=True)
-    return tuple(torch.zeros_like(t) if w and t is not None else None for t, w in pairs)
+    return Arguments(shard, mesh, local, bias, x, wholes)
 
 
 def _of_words(
-    op: str, name: str, tensor: Tensor, dim: int, words: Words, mesh: DeviceMesh | None
+    op: str, name: str, tensor: Tensor, dim: int, shard: VocabShard, mesh: DeviceMesh | None
 ) -> Tensor:
     if isinstance(tensor, DTensor):
         _check_mesh(op, name, tensor, mesh)
         _check_placement(op, name, tensor, dim)
         tensor = tensor.to_local()
-    _check_size(op, name, tensor, dim, words)
+    _check_size(op, name, tensor, dim, shard)
     return tensor
 
 
 def _whole_x(
-    op: str, name: str, x: Tensor, mesh: DeviceMesh | None, words: Words, sequence_dim: int | None
+    op: str,
+    name: str,
+    x: Tensor,
+    mesh: DeviceMesh | None,
+    shard: VocabShard,
+    sequence_dim: int | None,
 ) -> tuple[Tensor, bool]:
     """The whole x, and whether its gradient is still to be summed over the ranks."""
     if isinstance(x, DTensor):
@@ -182,7 +124,7 @@ def _whole_x(
             f"{op}: sequence_dim must be a dimension of {name} but its last, got {sequence_dim} for"
             f" shape {tuple(x.shape)}"
         )
-    return Gathered.apply(x, sequence_dim % x.dim(), words.group), False
+    return Gathered.apply(x, sequence_dim % x.dim(), shard.group), False
 
 
 def _constant(op: str, name: str, tensor: Tensor | None, mesh: DeviceMesh | None) -> Tensor | None:
@@ -205,8 +147,9 @@ def _whole(op: str, name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Tenso
     return whole.to_local(grad_placements=[Replicate()])
 
 
-def check_target(op: str, target: Tensor, x: Tensor) -> None:
+def check_target(op: str, target: Tensor | None, x: Tensor) -> None:
     """Check what the op of a rank without words would not: it is not called."""
+    assert target is not None
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: target must be int64 or int32, got {target.dtype}")
     if target.shape != x.shape[:-1]:
@@ -235,9 +178,9 @@ def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:
         )
 
 
-def _check_size(op: str, name: str, local: Tensor, dim: int, words: Words) -> None:
-    if local.dim() == 0 or local.shape[dim] != words.held:
+def _check_size(op: str, name: str, local: Tensor, dim: int, shard: VocabShard) -> None:
+    if local.dim() == 0 or local.shape[dim] != shard.held:
         raise ValueError(
-            f"{op}: {name} must have {words.held} words on rank {words.rank} of {words.ranks}, as"
-            f" torch.chunk splits {words.V}, got shape {tuple(local.shape)}"
+            f"{op}: {name} must have {shard.held} words on rank {shard.rank} of {shard.ranks}, as"
+            f" torch.chunk splits {shard.V}, got shape {tuple(local.shape)}"
         )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...ops.heads.head import cast_as_linear
+from ...ops.heads.head import Head, cast_as_linear
 from ...ops.heads.lora import lora_input
-from .collectives import Replicated
-from .products import Head
-from .token_statistics import Layer
-from .words import Arguments
+from ..vocab_parallel.collectives import Replicated
+from .arguments import Arguments
 
 
 def head_of(
@@ -23,9 +21,9 @@ def head_of(
     if lora_b is not None:
         lora_b = given.also_sharded(op, f"{prefix}lora_b", lora_b, 0)
     lora_a = _whole(op, f"{prefix}lora_a", lora_a, given)
-    if lora_a is not None and not given.sums_x:
+    if lora_a is not None and not given.shard.sums_x:
         # Each rank's gradient of lora_x is then a part of the sum.
-        lora_a = Replicated.apply(lora_a, given.words.group)
+        lora_a = Replicated.apply(lora_a, given.shard.group)
     lora = lora_input(op, x, weight, lora_a, lora_b, lora_scale, prefix)
     return Head(x, weight, bias, *lora)
 
@@ -39,27 +37,6 @@ def head_of_input(op: str, given: Arguments, lora_x: Tensor | None, lora_b: Tens
     lora_x = given.also_rows(op, "lora_x", lora_x, None)
     lora_b = given.also_sharded(op, "lora_b", lora_b, 0)
     return Head(x, weight, bias, lora_x.to(x.dtype), lora_b.to(x.dtype))
-
-
-def head_of_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lora_x: Tensor | None, lora_b: Tensor | None
-) -> Head:
-    """The head with a row for each token."""
-    tokens = x.shape[:-1].numel()
-    if lora_x is not None:
-        lora_x = lora_x.reshape(tokens, lora_x.shape[-1])
-    return Head(x.reshape(tokens, x.shape[-1]), weight, bias, lora_x, lora_b)
-
-
-def summed_over_ranks(given: Arguments, head: Layer) -> Layer:
-    """The head, where the gradients of x and of lora_x, which every rank has, are still to be
-    summed over the ranks: those of each product by itself."""
-    if not given.sums_x:
-        return head
-    x, weight, bias, lora_x, lora_b = head
-    if lora_x is not None:
-        lora_x = Replicated.apply(lora_x, given.words.group)
-    return Replicated.apply(x, given.words.group), weight, bias, lora_x, lora_b
 
 
 def _whole(op: str, name: str, tensor: Tensor | None, given: Arguments) -> Tensor | None:

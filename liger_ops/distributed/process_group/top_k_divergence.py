@@ -7,10 +7,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...ops.losses.top_k import check_teacher, distinct, divergence_of_classes
-from .lora import head_of, summed_over_ranks
-from .token_log_probs import Options
-from .token_top_k import TokenTopK
-from .words import arguments
+from .arguments import arguments
+from .head import head_of
+from .sharded_op import sharded_op
 
 
 def linear_top_k_divergence(
@@ -64,18 +63,20 @@ def linear_top_k_divergence(
     assert ids is not None
     log_prob = given.also_whole(op, "teacher_log_prob", teacher_log_prob)
     head = head_of(op, given, lora_a, lora_b, lora_scale)
-    check_teacher(op, head.rows, ids, log_prob, target, kind, beta, tail)
+    check_teacher(op, head.x, ids, log_prob, target, kind, beta, tail)
     # A rank without words calls no op that would check it.
-    if ids.shape[:-1] != head.rows.shape[:-1]:
+    if ids.shape[:-1] != head.x.shape[:-1]:
         raise ValueError(
             f"{op}: teacher_ids must have the shape of the whole x but for its last dimension,"
-            f" {tuple(head.rows.shape[:-1])} and K, got {tuple(ids.shape)}"
+            f" {tuple(head.x.shape[:-1])} and K, got {tuple(ids.shape)}"
         )
     ids = distinct(ids, target, ignore_index)
-    options = Options(temperature, softcap, logit_scale, accum_dtype, chunk_bytes)
-    logits, rest, error = TokenTopK.apply(
-        *summed_over_ranks(given, head), ids, given.words, options
-    )
+    rows, weight, bias, lora_x, lora_b = head
+    logits, rest, error = sharded_op(
+        "linear_top_k_divergence", given.shard, ("logits", "rest"), rows, weight, ids, bias,
+        temperature, softcap, logit_scale, accum_dtype, chunk_bytes, lora_x, lora_b,
+        constant=("rest_error",),
+    )  # fmt: skip
     return divergence_of_classes(
-        logits, rest, error, log_prob, ids, kind, beta, tail, given.words.V
+        logits, rest, error, log_prob, ids, kind, beta, tail, given.shard.V
     )

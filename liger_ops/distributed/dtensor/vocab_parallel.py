@@ -4,57 +4,21 @@ those of its words, and the devices gather a few numbers of each token."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...record import Op
-from ..dtensor.parts import Placed, axes_of, placed_by, whole_results
-from ..dtensor.rules import COMPUTED_BY_FORWARD, Line, base_of, line_of, tensors_of
-from . import distributions_by_words as by_words
-from . import losses_by_words
-from .words import Words
+from ..vocab_parallel import SHARDED_LOSSES
+from ..vocab_parallel.shard import VocabShard
+from .parts import Placed, axes_of, placed_by, whole_results
+from .rules import COMPUTED_BY_FORWARD, Line, base_of, line_of, tensors_of
 
 VOCABULARY = "V"
 # float32 numbers of a token that move, at most, where no words are listed and a divergence has no
 # labels.
 NUMBERS = 5
-
-
-class Way(NamedTuple):
-    """How an op is computed: the tensor that is sharded over words and its dimension, the tensor
-    that has the rows, and a function of the device's own call."""
-
-    sharded: str
-    dim: int
-    rows: str
-    compute: Callable[[Any, Words], Any]
-
-
-WAYS = {
-    "cross_entropy_forward": Way("logits", -1, "logits", losses_by_words.cross_entropy),
-    "cross_entropy_backward": Way("logits", -1, "logits", losses_by_words.cross_entropy_backward),
-    "linear_cross_entropy_forward": Way("weight", 0, "x", losses_by_words.linear_cross_entropy),
-    "linear_cross_entropy_backward": Way(
-        "weight", 0, "x", losses_by_words.linear_cross_entropy_backward
-    ),
-    "log_prob_forward": Way("logits", -1, "logits", by_words.log_prob),
-    "log_prob_backward": Way("logits", -1, "logits", by_words.log_prob_backward),
-    "linear_log_prob_forward": Way("weight", 0, "x", by_words.log_prob),
-    "linear_log_prob_backward": Way("weight", 0, "x", by_words.log_prob_backward),
-    "linear_top_k_divergence_forward": Way("weight", 0, "x", by_words.top_k),
-    "linear_top_k_divergence_backward": Way("weight", 0, "x", by_words.top_k_backward),
-    "divergence_forward": Way("student_logits", -1, "student_logits", by_words.divergence),
-    "divergence_backward": Way(
-        "student_logits", -1, "student_logits", by_words.divergence_backward
-    ),
-    "linear_divergence_forward": Way("student_weight", 0, "student_x", by_words.linear_divergence),
-    "linear_divergence_backward": Way(
-        "student_weight", 0, "student_x", by_words.linear_divergence_backward
-    ),
-}
-# Of classes, and of which every device needs the whole.
+# Arguments with one weight per class; every device needs all of them.
 CLASS_WEIGHTS = {"cross_entropy": "weight", "linear_cross_entropy": "class_weight"}
 # Arguments with which one device needs all words: results that are not sums over words, and sums
 # that are already those of all words.
@@ -64,19 +28,19 @@ WHOLE_ROWS = (
 )  # fmt: skip
 
 
-def computed_by_words(op: Op, call: Any) -> Any:
+def computed_by_vocab_shards(op: Op, call: Any) -> Any:
     """The results of a call whose vocabulary is sharded, or NotImplemented for any other, and for
     one that is better computed otherwise."""
-    way = WAYS.get(op.name)
-    if way is None:
+    loss = SHARDED_LOSSES.get(base_of(op.name))
+    if loss is None:
         return NotImplemented
     options = (getattr(call, option, None) for option in WHOLE_ROWS)
     if any(value is not None and value is not False for value in options):
         return NotImplemented
-    sharded, rows = getattr(call, way.sharded), getattr(call, way.rows)
+    sharded, rows = getattr(call, loss.sharded), getattr(call, loss.rows)
     if not isinstance(sharded, DTensor):
         return NotImplemented
-    of_words = Shard(way.dim % sharded.dim())
+    of_words = Shard(loss.dim % sharded.dim())
     dimensions = [i for i, placement in enumerate(sharded.placements) if placement == of_words]
     if len(dimensions) != 1 or any(type(p) not in (Shard, Replicate) for p in sharded.placements):
         return NotImplemented
@@ -86,7 +50,7 @@ def computed_by_words(op: Op, call: Any) -> Any:
         return NotImplemented
     tensors = tensors_of(op, call, VOCABULARY, line)
     known = {dimension: VOCABULARY}
-    axes = axes_of(tensors, call._fields.index(way.rows), rows, known)
+    axes = axes_of(tensors, call._fields.index(loss.rows), rows, known)
     if axes is None:
         return NotImplemented
     placed = _of_all_words(op, call, placed_by(tensors, axes, mesh), dimension)
@@ -94,15 +58,19 @@ def computed_by_words(op: Op, call: Any) -> Any:
         return NotImplemented
     placed = _without_rows(call, placed)
     group, rank = mesh.get_group(dimension).group_name, mesh.get_local_rank(dimension)
-    words = Words.of_rank(group, rank, mesh.size(dimension), sharded.shape[way.dim])
-    results = placed.computed(op, call, wholes, lambda own: way.compute(own, words))
-    if way.sharded == way.rows or not op.name.endswith("_backward"):
+    shard = VocabShard.of_rank(group, rank, mesh.size(dimension), sharded.shape[loss.dim])
+    backward = op.name.endswith("_backward")
+
+    def compute(own: Any) -> Any:
+        found = (loss.backward if backward else loss.forward)(op, own, shard)
+        return found if len(found) > 1 else found[0]
+
+    results = placed.computed(op, call, wholes, compute)
+    if loss.sharded == loss.rows or not backward:
         return results
-    prefix = way.rows.removesuffix("x")
-    names = [result.name.removeprefix("d") for result in op.schema.returns]
     return tuple(
-        _sharded_as(gradient, getattr(call, f"{prefix}{name}"))
-        for name, gradient in zip(names, results, strict=True)
+        _sharded_as(gradient, getattr(call, name))
+        for name, gradient in zip(loss.differentiated, results, strict=True)
     )
 
 
@@ -113,7 +81,7 @@ def _of_same_words(call: Any, line: Line) -> Line | None:
     if hasattr(call, "student_weight") and words != [call.student_weight.shape[0]]:
         return None
     arguments = {
-        name: entry._replace(axes=[VOCABULARY if axis == "W" else axis for axis in entry.axes])
+        name: entry._replace(axes=tuple(VOCABULARY if a == "W" else a for a in entry.axes))
         for name, entry in line.arguments.items()
     }
     return line._replace(arguments=arguments)

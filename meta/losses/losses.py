@@ -1,12 +1,25 @@
-"""divergence: checks and outputs."""
+"""Losses: the number of classes, the divisor of a mean, and what parts of a vocabulary know."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...ops.losses.divergence import KINDS
 from .. import checks
 from ..lines import also
+
+
+@also("cross_entropy", "log_prob")
+def classes(call: Any) -> None:
+    checks.at_least_one(call, "logits", "class")
+
+
+@also("cross_entropy", "linear_cross_entropy", "linear_divergence", first=True)
+def divisor(call: Any) -> None:
+    if call.num_items_in_batch is not None and call.reduction != "mean":
+        raise ValueError(
+            f"{checks.op(call)}: num_items_in_batch must be None but for the reduction 'mean',"
+            f" which divides by it, got one for {call.reduction!r}"
+        )
 
 
 @also("divergence")
@@ -25,9 +38,3 @@ def known_statistics(call: Any) -> None:
     for name, tensor in known:
         if tensor.dtype is not dtype:
             raise TypeError(f"{checks.op(call)}: {name} must be {dtype}, got {tensor.dtype}")
-
-
-def check_kind(call: Any) -> None:
-    checks.choice(call, "kind", KINDS)
-    checks.beta(call)
-    checks.positive(call, "temperature", "teacher_temperature")

@@ -1,0 +1,1 @@
+"""Losses of a process group's ranks, each of which has some words of the vocabulary."""

@@ -1,0 +1,162 @@
+"""`cross_entropy` and `linear_cross_entropy` of a rank's words: the ops' results and gradients,
+with the numbers of all words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...library import OPS
+from ...ops.heads.head import Head, both, divisor, shaped, still_missing
+from ...ops.losses.cross_entropy import reduced, upstream
+from ...record import Op
+from .collectives import gathered, start_gather, wait
+from .head import finished, gradients_of, head_of, loss_chunk_size, split
+from .shard import HEAD, VocabShard
+from .token_losses import (
+    Statistics,
+    Tokens,
+    call_of_logits,
+    gradients,
+    local_statistics,
+    losses,
+    of_all_ranks,
+    upstream_of_shard,
+)
+
+LOSS, GRADIENT = OPS["cross_entropy_forward"], OPS["cross_entropy_backward"]
+
+
+def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
+    """One all-gather of three or four numbers a token, or for gradients one a chunk of tokens."""
+    tokens = Tokens.of_call(call, shard)
+    computed: tuple[Tensor | None, ...] = ()
+    if hasattr(call, "x") and any(call.gradient_mask):
+        chunked = ChunkedLoss(call, tokens, shard)
+        statistics = chunked.statistics()
+        computed = shaped(chunked.gradients.results(), [getattr(call, name) for name in HEAD])
+    else:
+        local = local_statistics(op, call, tokens, shard)
+        ranks = gathered(local, 0, shard.group)
+        statistics = of_all_ranks(ranks, local.shape[0], tokens.class_sums)
+        if hasattr(call, "x"):
+            computed = (None,) * len(HEAD)
+    lse, error, nll, _ = statistics
+    loss, z_loss = losses(statistics, tokens, call, shard.V)
+    target_logit = torch.where(tokens.within, (lse - nll) + error, 0.0)
+    total_weight = tokens.counts.sum()
+    loss, z_loss = reduced(loss, z_loss, total_weight, call.num_items_in_batch, call.reduction)
+    return loss, z_loss, lse, target_logit, total_weight, None, None, error, *computed
+
+
+def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
+    """The gradients that the forward has not computed, from logits that are computed again."""
+    if not hasattr(call, "x"):
+        tokens = Tokens.of_call(call, shard)
+        lse = call.lse, call.lse_error
+        return gradients(op, call, tokens, lse, _upstream(call, tokens, shard), shard)
+    items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
+    done = finished(call, head_of(call), items)
+    missing = still_missing(call.output_mask, done)
+    if not any(missing):
+        return tuple(done)
+    tokens = Tokens.of_call(call, shard)
+    made = gradients(
+        op, call, tokens, (call.lse, call.lse_error), _upstream(call, tokens, shard), shard,
+        output_mask=missing, dx=None, dweight=None, dbias=None, dlora_x=None, dlora_b=None,
+    )  # fmt: skip
+    return both(done, made)
+
+
+def _upstream(call: Any, tokens: Tokens, shard: VocabShard) -> Any:
+    """The gradients of the results of the op of the rank's words."""
+    lse, within = call.lse, tokens.within
+    per_token = (
+        upstream(grad, lse, call.total_weight, call.num_items_in_batch, call.reduction)
+        for grad in (call.dloss, call.dz_loss)
+    )
+    # The divisor of a mean over nothing is 0.
+    dloss, dz_loss = (
+        None if grad is None else torch.where(within, grad.to(lse.dtype), 0.0) for grad in per_token
+    )
+    dlses, dtarget_logit = [], None
+    if dz_loss is not None and call.lse_square_scale != 0:
+        factor = 2 * call.lse_square_scale * dz_loss * tokens.counts
+        dlses.append(factor * torch.where(within, lse, 0.0))
+    if call.dlse is not None:
+        dlses.append(call.dlse.to(lse.dtype))
+    if call.dtarget_logit is not None:
+        dtarget_logit = torch.where(within, call.dtarget_logit, 0.0)
+    dloss = torch.zeros_like(lse) if dloss is None else dloss
+    return upstream_of_shard(lse, tokens, call, shard, dloss, dlses, dtarget_logit)
+
+
+class Chunk(NamedTuple):
+    head: Head
+    tokens: Tokens
+    # In a list, from which the last reader takes them.
+    logits: list[Tensor]
+    # The statistics of all ranks' words, for which `wait` waits, and how many a token has.
+    gathering: Tensor
+    numbers: int
+
+
+class ChunkedLoss:
+    """The sum of the losses of a head, and its gradients, a chunk of tokens at a time: the rank's
+    logits, the all-gather of their statistics, the gradient of the logits, and its products with
+    weight and x.
+
+    The logits of the next chunk are computed while the statistics are gathered, and the gradient
+    of weight while that of x is summed over the ranks.
+    """
+
+    def __init__(self, call: Any, tokens: Tokens, shard: VocabShard) -> None:
+        self.call, self.shard = call, shard
+        names = ("label_smoothing", "softcap", "logit_scale")
+        self.options = {name: getattr(call, name) for name in names}
+        self.head, wanted = head_of(call), list(call.gradient_mask)
+        self.size = loss_chunk_size(self.head, shard, wanted, call.chunk_bytes, call.accum_dtype)
+        self.tokens = tokens.split(self.size)
+        given = (self.head, wanted, shard, self.size, call.accum_dtype)
+        self.gradients = gradients_of(*given, in_forward=True)
+
+    def statistics(self) -> Statistics:
+        """The statistics of all tokens; the gradients are then those of all."""
+        columns: Any = zip(*(self.finished(chunk) for chunk in self.chunks()), strict=True)
+        shape = self.call.target.shape
+        found = (None if x[0] is None else torch.cat(x).reshape(shape) for x in columns)
+        return Statistics(*found)  # type: ignore[arg-type]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield each chunk of tokens after the next one's logits were computed: meanwhile its
+        statistics are gathered."""
+        last = None
+        for head, tokens in zip(split(self.head, self.size), self.tokens, strict=True):
+            logits = head.logits()
+            local = local_statistics(
+                LOSS, call_of_logits(LOSS, logits, **self.options), tokens, self.shard
+            )
+            gathering = start_gather(local, 0, self.shard.group)
+            if last is not None:
+                yield last
+            last = Chunk(head, tokens, [logits], gathering, local.shape[0])
+            del logits
+        assert last is not None
+        yield last
+
+    def finished(self, chunk: Chunk) -> Statistics:
+        """Add the gradients of a chunk, and return its statistics."""
+        tokens = chunk.tokens
+        found = of_all_ranks(wait(chunk.gathering), chunk.numbers, tokens.class_sums)
+        upstream = upstream_of_shard(found.lse, tokens, self.call, self.shard)
+        # The logits are not in memory beside the products of their gradient.
+        dlogits = gradients(
+            GRADIENT, call_of_logits(GRADIENT, chunk.logits.pop(), **self.options), tokens,
+            found[:2], upstream, self.shard,
+        )[0]  # fmt: skip
+        assert dlogits is not None
+        self.gradients.add(chunk.head, dlogits)
+        return found

@@ -1,0 +1,124 @@
+"""A head of the rank's words, a chunk of tokens at a time: its logits, and from their gradient the
+gradients of its tensors.
+
+The number of tokens of a chunk is a number while that of all tokens is a symbol: a graph depends on
+the number of chunks alone. It is the same on all ranks, which have as many chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...lowering.common.products import product
+from ...ops.heads.chunks import BACKWARD_BYTES, TILE, set_bytes
+from ...ops.heads.gradients import (
+    HeadGradients,
+    accumulation_dtype,
+    gradient_dtypes,
+    rounds_once,
+)
+from ...ops.heads.head import Head, factors_of
+from ...ops.heads.scaling import scaled
+from .collectives import fence, start_sum
+from .shard import HEAD, VocabShard
+
+
+def head_of(call: Any, prefix: str = "") -> Head:
+    """The head of a call, the names of whose arguments have this prefix."""
+    return Head.of(*(getattr(call, f"{prefix}{name}") for name in HEAD))
+
+
+def split(head: Head | Tensor, size: int) -> list[Any]:
+    """The parts of a head, or of logits, of this many tokens."""
+    if not isinstance(head, Head):
+        return list(head.split(size))
+    parts = head.x.split(size)
+    loras = [None] * len(parts) if head.lora_x is None else head.lora_x.split(size)
+    return [head._replace(x=x, lora_x=y) for x, y in zip(parts, loras, strict=True)]
+
+
+def gradients_of(
+    head: Head, wanted: Sequence[bool], shard: VocabShard, size: int,
+    accum_dtype: torch.dtype | None, in_forward: bool,
+) -> HeadGradients:  # fmt: skip
+    """The gradients of a head, from those of its logits of chunks of this size.
+
+    If those of x and lora_x are summed over the ranks, that is beside the products that follow.
+    """
+    dtypes = gradient_dtypes(head.weight, wanted, accum_dtype, in_forward)
+    sum_dtype = accumulation_dtype(head.weight, accum_dtype)
+    if rounds_once(head.weight, accum_dtype) and head.x.shape[0] <= size:
+        sum_dtype = head.weight.dtype
+    share = partial(start_sum, group=shard.group) if shard.sums_x else None
+    return HeadGradients(dtypes, sum_dtype, multiply=_multiply, share=share)
+
+
+def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, add: bool) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return product(a, b, dtype, out, add)
+    part = _traced(a, b, dtype)
+    return fence(out) + part if add and out is not None else part
+
+
+def _traced(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b as `product` computes it, without a write in place: Dynamo cannot save a tensor of an
+    autograd function's forward that aliases another, as one that was written to does, or the
+    result of `to` the same dtype."""
+    if a.dtype is dtype:
+        return torch.mm(a, b)
+    if a.is_cuda:
+        return torch.ops.aten.mm.dtype(a, b, dtype)
+    if a.dtype is torch.bfloat16:
+        return torch.mm(a, b).to(dtype)
+    return torch.mm(a.to(dtype), b.to(dtype))
+
+
+def finished(call: Any, head: Head, divisor: Tensor | int) -> list[Tensor | None]:
+    """The gradients of a head that are wanted, from those that the forward computed: times dloss
+    and the reduction's factor."""
+    computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
+    if call.dloss is None or all(gradient is None for gradient in computed):
+        return [None] * len(computed)
+    factors = factors_of(call.dloss, call.target, call.ignore_index, divisor)
+    return [
+        None if gradient is None or not wanted else scaled(gradient, factor, head.x.dtype)
+        for wanted, gradient, factor in zip(call.output_mask, computed, factors, strict=True)
+    ]
+
+
+def chunk_size(row_bytes: int, chunk_bytes: int | None) -> int:
+    """The tokens of a chunk of at most chunk_bytes, or one."""
+    most = set_bytes(chunk_bytes) or BACKWARD_BYTES
+    fitting = max(1, most // max(1, row_bytes))
+    return fitting if fitting < TILE else fitting // TILE * TILE
+
+
+def loss_chunk_size(
+    head: Head, shard: VocabShard, wanted: Sequence[bool], chunk_bytes: int | None,
+    accum_dtype: torch.dtype | None,
+) -> int:  # fmt: skip
+    """The tokens of a chunk of a loss: all of them, if nobody set a size and a single chunk takes
+    no more memory than several.
+
+    A single chunk takes its logits and their gradient, and then the gradient of weight in the
+    place of the logits. Several take three chunks, the gradient of weight in a wider dtype, and
+    that of x.
+    """
+    x, weight = head.x, head.weight
+    item_bytes = x.element_size()
+    row_bytes = shard.most * item_bytes
+    size = chunk_size(row_bytes, chunk_bytes)
+    if set_bytes(chunk_bytes):
+        return size
+    sum_bytes = dx_bytes = 0
+    if wanted[1] and rounds_once(weight, accum_dtype):
+        sum_bytes = shard.most * x.shape[1] * accumulation_dtype(weight, accum_dtype).itemsize
+    if wanted[0]:
+        dx_bytes = x.shape[1] * item_bytes
+    single = (3 * BACKWARD_BYTES + sum_bytes) // max(1, 2 * row_bytes - dx_bytes)
+    return single if x.shape[0] <= single else size

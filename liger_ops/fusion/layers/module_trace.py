@@ -1,0 +1,208 @@
+"""Trace a module with its parameters and the results of its children as inputs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from .. import classes
+from ..assumptions import Reads
+from ..probing import NotAnOp, dtype_name, first_line, own_attributes
+from ..sharding import shape_of
+from ..trace import Trace
+
+# A child's name, and its arguments, of nodes and constants.
+ChildCall = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+PARAMETER = "self."
+
+
+class FailsInTrace(NotAnOp):
+    """The code does not accept such arguments."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a module is called in a trace.
+
+    shapes, dtypes: those of the arguments that it is given, by name.
+    parameters: the dtype of all parameters.
+    columns: the size of the last dimension of what a child returns, or its whole shape, by its
+        name. Any other child returns the shape and dtype that it is given.
+    results: the dtype of what the children in `columns` return, None for that of what they are
+        given.
+    tolerates: the refusals of the case that do not mean that a module is left.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    parameters: torch.dtype
+    columns: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
+    results: torch.dtype | None = None
+    training: bool = True
+    tolerates: type[NotAnOp] | tuple[()] = ()
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.shapes))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first argument."""
+        return self.dtypes[self.first]
+
+    def __str__(self) -> str:
+        x, parameters = map(dtype_name, (self.dtype, self.parameters))
+        mode = "training" if self.training else "evaluation"
+        dtypes = x if x == parameters else f"{x}, parameters {parameters}"
+        return f"{dtypes}, {len(self.shapes[self.first])} dimensions, {mode}"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graph of a case, whose results are the leaves of the module's result, of the form of a
+    pytree, and the tensors that children are given.
+
+    `arguments` are the names of the method's. A placeholder is an argument, a parameter, whose name
+    is its path after PARAMETER, or the result of a child, by whose name its call is in `calls`.
+    """
+
+    case: Case
+    arguments: tuple[str, ...]
+    result: Any
+    graph: fx.GraphModule
+    form: Any
+    calls: Mapping[str, ChildCall]
+
+    @property
+    def output(self) -> fx.Node:
+        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        return output
+
+    def called(self) -> dict[str, ChildCall]:
+        """The calls of children, of nodes of the graph, also after it was rewritten."""
+        given = [x for x in pytree.tree_leaves(list(self.calls.values())) if isinstance(x, Tensor)]
+        nodes = dict(zip(map(id, given), self.output.args[0][1], strict=True))  # type: ignore[index,arg-type]
+        found: dict[str, ChildCall] = pytree.tree_map(
+            lambda x: nodes.get(id(x), x), dict(self.calls)
+        )
+        return found
+
+
+class ModuleTrace:
+    """Traces of a copy of a module, in which the children `called` are stand-ins.
+
+    Other children are copied, and their code is traced with the module's.
+    """
+
+    def __init__(self, module: nn.Module, called: Collection[str], method: str) -> None:
+        self.reads = Reads(called)
+        self.method = method
+        self.copy = object.__new__(classes.class_of(module))
+        # Parameters are replaced in each trace, and are not copied.
+        memo: dict[int, Any] = {id(one): one for one in module.parameters()}
+        try:
+            attributes = {
+                name: copy.deepcopy(value, memo) if type(value) in (list, dict, set) else value
+                for name, value in own_attributes(module).items()
+            }
+            children = {
+                name: copy.deepcopy(child, memo)
+                for name, child in module._modules.items()
+                if name not in called
+            }
+        except Exception as error:
+            raise NotAnOp(f"it cannot be copied: {first_line(error)}") from None
+        self.children = {**dict.fromkeys(module._modules), **children}
+        vars(self.copy).update(vars(module), **attributes)
+        self.shapes = {
+            ".".join((*path.split("."), name)).lstrip("."): shape_of(one)
+            for path, child in [("", module), *((n, c) for n, c in children.items() if c)]
+            for name, one in child._parameters.items()
+            if one is not None
+        }
+        self.called = called
+        self.arguments = names_of(getattr(module, method))
+
+    def run(self, case: Case) -> Traced:
+        """Trace one call.
+
+        Raises:
+            NotAnOp: the code does more than compute a result of its arguments.
+            FailsInTrace: it raises an exception.
+        """
+        trace = Trace()
+        calls: dict[str, ChildCall] = {}
+        given = {
+            name: trace.input(name, shape, case.dtypes[name]) for name, shape in case.shapes.items()
+        }
+        parameters = {
+            path: trace.input(PARAMETER + path, tuple(shape), case.parameters)
+            for path, shape in self.shapes.items()
+        }
+        self._set(parameters)
+        stand_ins = {name: StandIn(name, case, trace, calls) for name in self.called}
+        vars(self.copy)["_modules"] = {**self.children, **stand_ins}
+        before = own_attributes(self.copy.train(case.training))
+        try:
+            with self.reads.of(self.copy), trace.running():
+                # The method is called directly, because a call of the module would run its hooks.
+                method = getattr(self.copy, self.method)
+                is_whole = len(given) == len(self.arguments)
+                result = method(*given.values()) if is_whole else method(**given)
+        except NotAnOp:
+            raise
+        except Exception as error:
+            what = "it" if self.method == "forward" else f"its {self.method}"
+            text = f"{what} fails on fake tensors ({case}): {first_line(error)}"
+            raise FailsInTrace(text) from None
+        if list(map(id, before.values())) != list(map(id, own_attributes(self.copy).values())):
+            raise NotAnOp("its forward changes its attributes")
+        leaves, form = pytree.tree_flatten(result)
+        asked = [x for x in pytree.tree_leaves(list(calls.values())) if isinstance(x, Tensor)]
+        graph = trace.module((leaves, asked))
+        return Traced(case, self.arguments, result, graph, form, calls)
+
+    def _set(self, parameters: Mapping[str, Tensor]) -> None:
+        for path in {path.rpartition(".")[0] for path in parameters}:
+            module = self.children[path] if path else self.copy
+            own = {
+                name: parameters.get(f"{path}.{name}" if path else name)
+                for name in vars(module)["_parameters"]
+            }
+            vars(module)["_parameters"] = own
+
+
+class StandIn(nn.Module):
+    """Stands for a child: returns a tensor without data, and records its arguments."""
+
+    def __init__(self, name: str, case: Case, trace: Trace, calls: dict[str, ChildCall]) -> None:
+        super().__init__()
+        self.name, self.case, self.trace, self.calls = name, case, trace, calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if not tensors:
+            raise NotAnOp(f"{self.name} is given no tensor")
+        shape, dtype = tuple(tensors[0].shape), tensors[0].dtype
+        if self.name in self.case.columns:
+            columns = self.case.columns[self.name]
+            shape = columns if isinstance(columns, tuple) else (*shape[:-1], columns)
+            dtype = self.case.results or dtype
+        key = f"{self.name}.{len(self.calls)}"
+        self.calls[key] = (self.name, args, kwargs)
+        return self.trace.input(key, shape, dtype)
+
+
+def names_of(method: Any) -> tuple[str, ...]:
+    """The names of a method's arguments, but for *args and **kwargs."""
+    parameters = inspect.signature(method).parameters.values()
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(one.name for one in parameters if one.kind not in rest)

@@ -1,0 +1,94 @@
+"""Losses of hidden states and a head: which tensors are given, the accumulation of gradients, and
+the gradients that a forward computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.heads.gradients import gradient_dtypes
+from .. import checks
+from ..lines import also, gradients_of_forward
+
+LOSSES = (
+    "linear_cross_entropy", "linear_log_prob", "linear_top_k_divergence", "linear_divergence",
+)  # fmt: skip
+# The tensors of a head, in the order of masks and gradients.
+HEAD = ("x", "weight", "bias", "lora_x", "lora_b")
+
+
+def head_of(call: Any) -> list[str]:
+    """The names of the tensors of the head that is trained."""
+    prefix = "student_" if hasattr(call, "student_x") else ""
+    return [f"{prefix}{name}" for name in HEAD]
+
+
+@also(*LOSSES[:3], first=True)
+def given(call: Any) -> None:
+    """Check that a LoRA is whole, and that no mask asks for the gradient of what is None."""
+    op, heads = checks.op(call), [head_of(call)]
+    if hasattr(call, "teacher_x"):
+        heads.append([f"teacher_{name}" for name in HEAD])
+    for *_, lora_x, lora_b in heads:
+        for name, other in ((lora_x, lora_b), (lora_b, lora_x)):
+            if getattr(call, name) is None and getattr(call, other) is not None:
+                raise ValueError(f"{op}: {name} must be given with {other}, got None")
+    for mask in ("gradient_mask", "output_mask"):
+        wanted = list(getattr(call, mask, ()))
+        for i, (name, is_wanted) in enumerate(zip(heads[0], wanted, strict=False)):
+            if is_wanted and getattr(call, name) is None:
+                raise ValueError(f"{op}: {mask}[{i}] must be False without a {name}, got {wanted}")
+
+
+@also("linear_divergence", first=True)
+def teacher(call: Any) -> None:
+    op = checks.op(call)
+    must = "the teacher must be given by teacher_logits or by teacher_x and teacher_weight"
+    layer = [name for name, _ in checks.given(call, ("teacher_x", "teacher_weight"))]
+    if call.teacher_logits is not None:
+        others = checks.given(call, [f"teacher_{name}" for name in HEAD])
+        if others:
+            raise ValueError(f"{op}: {must}, not both, got {others[0][0]} beside teacher_logits")
+    elif len(layer) < 2:
+        raise ValueError(f"{op}: {must}, got {layer[0] if layer else 'none of these'}")
+    if call.hard_weight != 0 and call.target is None:
+        raise ValueError(f"{op}: hard_weight must be 0 without a target, got {call.hard_weight}")
+    given(call)
+
+
+@also(*LOSSES)
+def accumulation(call: Any) -> None:
+    """Check that there is a class, or a word, and the dtype of the sum of weight's gradient."""
+    for name in ("weight", "student_weight", "teacher_weight"):
+        if getattr(call, name, None) is not None:
+            checks.at_least_one(call, name, "class", dim=0)
+    for name, what in (("teacher_ids", "word"), ("teacher_logits", "class")):
+        if getattr(call, name, None) is not None:
+            checks.at_least_one(call, name, what)
+    dtype = getattr(call, head_of(call)[1]).dtype
+    accepted = {dtype, torch.float64 if dtype is torch.float64 else torch.float32}
+    if call.accum_dtype is not None and call.accum_dtype not in accepted:
+        names = " or ".join(sorted(map(str, accepted)))
+        raise ValueError(
+            f"{checks.op(call)}: accum_dtype must be {names} or None, got {call.accum_dtype}"
+        )
+    mask = list(getattr(call, "gradient_mask", ()))
+    if any(mask) and call.reduction == "none":
+        raise ValueError(
+            f"{checks.op(call)}: gradient_mask must be all False for the reduction 'none', whose"
+            f" gradient the backward computes, got {mask}"
+        )
+
+
+@gradients_of_forward("linear_cross_entropy", "linear_divergence")
+def forward_gradients(call: Any) -> tuple[Tensor | None, ...]:
+    """Allocate the gradients that the forward computes."""
+    names = head_of(call)
+    weight, mask = getattr(call, names[1]), call.gradient_mask
+    dtypes = gradient_dtypes(weight, mask, call.accum_dtype, in_forward=True)
+    return tuple(
+        None if dtype is None else checks.like(getattr(call, name), dtype)
+        for name, dtype in zip(names, dtypes, strict=True)
+    )

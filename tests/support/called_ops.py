@@ -1,0 +1,33 @@
+"""The ops that a call runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Calls(TorchDispatchMode):
+    """Count the ops that run within it, without those of a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "liger" and not func._opname.endswith("backward"):
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def called(
+    function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[list[Tensor], Counter[str]]:
+    """The results of a call, and how often it runs each op."""
+    with Calls() as calls:
+        result = function(*args, **kwargs)
+    return pytree.tree_leaves(result), calls.counts
