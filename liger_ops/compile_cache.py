@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
-from pathlib import Path
+import os
 
 import torch.compiler.config
 
@@ -12,12 +13,13 @@ import torch.compiler.config
 @functools.cache
 def package_hash() -> str:
     """A hash of every source file of the package."""
-    root = Path(__file__).parent
-    folders = [root, root / "meta", root / "lowering"]
+    root = os.path.dirname(__file__)
     digest = hashlib.sha256()
-    for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
+    # Unlike Path.rglob, this follows the links to meta and lowering.
+    for name in sorted(glob.glob("**/*.py", root_dir=root, recursive=True)):
+        digest.update(name.encode())
+        with open(os.path.join(root, name), "rb") as file:
+            digest.update(file.read())
     return digest.hexdigest()[:16]
 
 

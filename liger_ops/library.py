@@ -261,12 +261,13 @@ def _run_on_device(op: Op, device: str) -> None:
     `custom_op.register_kernel` is not used: it takes 1 us per call to check that no output aliases
     an input. The tests check that for every kernel.
     """
+    name = op.name
     needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
 
     def first(call: Any) -> Any:
         load(device)
         if current[0] is first:
-            raise NotImplementedError(f"{op.name}: there is no kernel for {device}")
+            raise NotImplementedError(f"{name}: there is no kernel for {device}")
         return run(*call)
 
     # One tuple, so that other threads find a function with its own flag.
@@ -286,9 +287,9 @@ def _run_on_device(op: Op, device: str) -> None:
                 return op.check_and_define(*call)
         function, allocates = current
         if allocates:
-            assert plan is None, f"{op.name}: a kernel that allocates takes no plan"
+            assert plan is None, f"{name}: a kernel that allocates takes no plan"
             return function(call)
-        outputs = allocate(op.name, call)
+        outputs = allocate(name, call)
         given = outputs if isinstance(outputs, tuple) else (outputs,)
         if any(call[i].numel() for i in needed):
             if any(output is not None for output in given):
@@ -299,7 +300,7 @@ def _run_on_device(op: Op, device: str) -> None:
                     output.zero_()
         return outputs
 
-    op.custom_op._lib.impl(op.name, disable_dynamo(run), DEVICES[device])
+    op.custom_op._lib.impl(name, disable_dynamo(run), DEVICES[device])
     op.kernels[device], op.install[device] = run, install
     if has(*AUTOGRAD):
         key = getattr(DispatchKey, DEVICES[device])

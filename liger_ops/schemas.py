@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ def schema_of(function: Callable[..., Any], returns: str = "") -> str:
 
     A mask has as many elements as its default value or, without one, as the function has results.
     """
-    hints = get_type_hints(function)
-    result = hints["return"]
+    hints = inspect.get_annotations(function, eval_str=True)
+    result: Any = hints["return"]
     results = get_args(result) if get_origin(result) is tuple else (result,)
     names = returns.split() or [""] * len(results)
     parameters = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..rewrites.engine.torch_functions import torch_linear
+from ..rewrites.engine.pattern import torch_linear
 from . import loss as losses
 from .attention import attention as attentions
 from .layers import rope as rotary_embeddings

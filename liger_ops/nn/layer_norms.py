@@ -32,7 +32,7 @@ class LayerNorm(nn.LayerNorm):
         weight, bias: of normalized_shape, or None. They start as ones and zeros.
 
     Returns:
-        Of input's shape and dtype, contiguous.
+        A tensor of input's shape and dtype, contiguous.
 
     Example:
         >>> liger_ops.nn.LayerNorm(2, elementwise_affine=False)(torch.tensor([[1.0, 3.0]]))

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import fx
 
 from ..torch_private import HigherOrderOperator
-from .attention import attention_to_flex as eager_attention
-from .attention import causal_attention, grouped_attention, masked_attention, sdpa
+from .attention import (
+    attention_to_flex,
+    causal_attention,
+    grouped_attention,
+    masked_attention,
+    sdpa,
+)
 from .engine import outside_autocast, recompute
 from .engine.effects import subgraphs
 from .engine.failure import failed, is_strict
 from .engine.report import Report
+from .engine.rewrite import replace_all
 from .layers import (
     clamped_swiglu,
     fused_add_rms_norm,
@@ -29,7 +37,7 @@ from .layers import (
     swiglu,
 )
 from .layers.rope import rms_norm_rope, rope
-from .losses import cross_entropy, linear_cross_entropy, linear_log_prob, log_prob
+from .losses import loss_ops
 
 Rewrite = Callable[[fx.Graph, Report], None]
 
@@ -41,6 +49,12 @@ INLINED = {
     "wrap_activation_checkpoint",
 }
 
+
+def _patterns(name: str, layer: Any, **options: Any) -> Rewrite:
+    """The rewrite of every pattern of a layer's file."""
+    return functools.partial(replace_all, name=name, spellings=layer.SPELLINGS, **options)
+
+
 REWRITES: dict[str, Rewrite] = {
     # Before causal_attention, which replaces the masks of calls.
     "attention": sdpa.rewrite,
@@ -48,7 +62,7 @@ REWRITES: dict[str, Rewrite] = {
     # After causal_attention, which is faster where the mask is causal.
     "masked_attention": masked_attention.rewrite,
     # After attention, which makes calls of a faster operator where these are the same.
-    "eager_attention": eager_attention.rewrite,
+    "eager_attention": attention_to_flex.rewrite,
     # After causal_attention, because it needs attention without a mask.
     "grouped_attention": grouped_attention.rewrite,
     # Before rms_norm, which would match the norm of the streams.
@@ -57,27 +71,27 @@ REWRITES: dict[str, Rewrite] = {
     "mhc_pre": mhc_streams.rewrite_pre,
     "mhc_post_res": mhc_streams.rewrite_post_res,
     # Before rms_norm, which would match the part after the subtraction of the mean.
-    "layer_norm": layer_norm.rewrite,
+    "layer_norm": _patterns("layer_norm", layer_norm, by_rows=True),
     # Before rms_norm, which would match the norm without its gate.
-    "gated_rms_norm": gated_rms_norm.rewrite,
-    "rms_norm": rms_norm.rewrite,
+    "gated_rms_norm": _patterns("gated_rms_norm", gated_rms_norm),
+    "rms_norm": _patterns("rms_norm", rms_norm, by_rows=True),
     # After layer_norm and rms_norm, whose ops they match, as fused_add_rms_norm does.
     "modulated_layer_norm": modulated_norm.rewrite_layer_norm,
     "modulated_rms_norm": modulated_norm.rewrite_rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,
-    "group_norm": group_norm.rewrite,
-    "clamped_swiglu": clamped_swiglu.rewrite,
-    "swiglu": swiglu.rewrite,
-    "geglu": geglu.rewrite,
-    "relu_squared": relu_squared.rewrite,
+    "group_norm": _patterns("group_norm", group_norm),
+    "clamped_swiglu": _patterns("clamped_swiglu", clamped_swiglu),
+    "swiglu": _patterns("swiglu", swiglu),
+    "geglu": _patterns("geglu", geglu),
+    "relu_squared": _patterns("relu_squared", relu_squared),
     "rope": rope.rewrite,
     # After rope, whose ops it matches.
     "rms_norm_rope": rms_norm_rope.rewrite,
     # Before the ops of logits, which take the losses whose logits are used elsewhere.
-    "linear_log_prob": linear_log_prob.rewrite,
-    "linear_cross_entropy": linear_cross_entropy.rewrite,
-    "log_prob": log_prob.rewrite,
-    "cross_entropy": cross_entropy.rewrite,
+    "linear_log_prob": functools.partial(loss_ops.rewrite, "linear_log_prob"),
+    "linear_cross_entropy": functools.partial(loss_ops.rewrite, "linear_cross_entropy"),
+    "log_prob": functools.partial(loss_ops.rewrite, "log_prob"),
+    "cross_entropy": functools.partial(loss_ops.rewrite, "cross_entropy"),
 }
 
 

@@ -12,7 +12,6 @@ from torch import fx
 
 from ..torch_private import CustomGraphPass, inductor, inductor_config
 from .default_rewrites import checked_strict, chosen
-from .exported import exported_operator
 from .graph_pass import LigerGraphPass
 
 # The calls of `enable` that are in force, the oldest first.
@@ -57,7 +56,7 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
         ValueError: rewrites names a rewrite that does not exist.
     """
     names = chosen(rewrites, True, "enable: rewrites")
-    call = Enabled(Everywhere(LigerGraphPass(names, checked_strict(strict, "enable: strict"))))
+    call = Enabled(LigerGraphPass(names, checked_strict(strict, "enable: strict"), True))
     with _lock:
         _calls.append(call)
         if not isinstance(inductor.compile_fx, WithRewrites):
@@ -74,7 +73,7 @@ def disable() -> None:
 class Enabled:
     """The result of `enable`: as a context manager it undoes the call."""
 
-    def __init__(self, ours: Everywhere) -> None:
+    def __init__(self, ours: LigerGraphPass) -> None:
         self.ours = ours
 
     def __enter__(self) -> Enabled:
@@ -111,25 +110,11 @@ class WithRewrites:
             _is_inner.reset(token)
 
 
-def _together(theirs: Any, ours: Everywhere) -> CustomGraphPass:
+def _together(theirs: Any, ours: LigerGraphPass) -> CustomGraphPass:
     """The pass, or from torch 2.13 on the several, that a thread has set, followed by ours."""
     if theirs is None:
         return ours
     return Together(tuple(theirs) if isinstance(theirs, (tuple, list)) else (theirs,), ours)
-
-
-class Everywhere(CustomGraphPass):
-    """The pass for every graph that Inductor compiles; it skips exported models."""
-
-    def __init__(self, ours: LigerGraphPass) -> None:
-        self.ours = ours
-
-    def __call__(self, graph: fx.Graph) -> None:
-        if exported_operator(graph) is None:
-            self.ours(graph)
-
-    def uuid(self) -> str:
-        return self.ours.uuid()
 
 
 class Together(CustomGraphPass):

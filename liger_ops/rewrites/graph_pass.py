@@ -9,10 +9,9 @@ import torch
 from torch import fx
 
 from ..compile_cache import package_hash
-from ..torch_private import CustomGraphPass
+from ..torch_private import CustomGraphPass, OpOverload
 from . import rewrite
 from .default_rewrites import checked_strict, chosen
-from .exported import refuse_exported
 from .inductor import declare_ops
 from .losses.unfused_loss import warn
 
@@ -50,10 +49,14 @@ def graph_pass(
 class LigerGraphPass(CustomGraphPass):
     """See `liger_ops.graph_pass`."""
 
-    def __init__(self, names: Collection[str], strict: bool | None) -> None:
-        self.names, self.strict = names, strict
+    def __init__(
+        self, names: Collection[str], strict: bool | None, skips_exported: bool = False
+    ) -> None:
+        self.names, self.strict, self.skips_exported = names, strict, skips_exported
 
     def __call__(self, graph: fx.Graph) -> None:
+        if self.skips_exported and exported_operator(graph) is not None:
+            return
         refuse_exported(graph)
         if _is_for_a_subgraph():
             return
@@ -78,3 +81,27 @@ def _is_for_a_subgraph() -> bool:
         depth += frame.f_code.co_name == "_recursive_pre_grad_passes"
         frame = frame.f_back  # type: ignore[assignment]
     return depth > 1
+
+
+def exported_operator(graph: fx.Graph) -> str | None:
+    """An ATen operator of the graph; None for a graph of Dynamo.
+
+    Dynamo's graphs hold the functions and methods that the code calls, with example values in
+    `example_value`. `torch.export` and AOTAutograd make graphs of ATen operators, with `val`.
+    """
+    if any("example_value" in node.meta for node in graph.nodes):
+        return None
+    found = (node.target for node in graph.nodes if "val" in node.meta)
+    return next((str(one) for one in found if isinstance(one, OpOverload)), None)
+
+
+def refuse_exported(graph: fx.Graph) -> None:
+    """Raise ValueError for a graph of ATen operators, in which no pattern would match."""
+    operator = exported_operator(graph)
+    if operator is not None:
+        raise ValueError(
+            "graph_pass: the graph must be one of Dynamo's, which Inductor hands to"
+            f" pre_grad_custom_pass, got one of ATen's operators ({operator}), as torch.export and"
+            " AOTAutograd make it; to export a model with the ops of liger_ops, call"
+            " liger_ops.fuse(model) before torch.export.export"
+        )

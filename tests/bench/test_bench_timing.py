@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from liger_ops.bench.timing import (
     WARM_UPS,
     Effort,
     Spread,
+    consecutive,
     host_microseconds,
     interleaved,
     spread,
@@ -49,6 +51,24 @@ def test_only_the_call_is_timed_after_a_flush_and_a_head_start() -> None:
     warm_up = ["prepared", "called"] * WARM_UPS + ["synchronize"]
     one_round = ["prepared", "flush", "head start", "called", "synchronize"]
     assert accelerator.log == warm_up + one_round * 4
+
+
+def test_steps_in_a_row_are_timed_from_one_end_to_the_next() -> None:
+    clock = ManualClock()
+    accelerator = CpuStandIn(clock)
+    accelerator.module = SimpleNamespace(
+        reset_peak_memory_stats=lambda: accelerator.log.append("reset"),
+        max_memory_allocated=lambda: 3 * 2**20,
+    )
+    seconds = iter((9.0, 0.001, 0.003, 0.002))
+
+    def step() -> None:
+        clock.now += next(seconds)
+        accelerator.log.append("step")
+
+    times, peak = consecutive(accelerator, step, steps=3, warm_ups=1)
+    assert times.p50 == pytest.approx(2.0) and times.p80 == pytest.approx(3.0) and peak == 3.0
+    assert accelerator.log == ["step", "synchronize", "reset", *["step"] * 3, "synchronize"]
 
 
 def test_each_mode_times_its_part() -> None:

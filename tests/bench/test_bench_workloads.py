@@ -17,7 +17,7 @@ from liger_ops.bench.measure import Call, relative_error
 from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.attention import masked_attention, model_multi_token
-from liger_ops.bench.workloads.entry import Draw, Workload, truth_at_once
+from liger_ops.bench.workloads.entry import Draw, Workload, as_tuple, truth_at_once
 from liger_ops.bench.workloads.hyper_connections import (
     deepseek_coeffs,
     deepseek_post_res,
@@ -81,6 +81,17 @@ def test_ours_and_torchs_compute_the_same(op: str) -> None:
     assert len(names) > 1
     for name in names:
         assert error_of(op, call_of(op, name, torch.float32)) < 1e-6
+
+
+@EVERY_OP
+def test_a_changed_reference_is_noticed(op: str) -> None:
+    entry, call = ENTRIES[op], call_of(op, "liger_ops", torch.float32)
+
+    def changed(*tensors: Tensor) -> Any:
+        outputs = tuple(1.001 * y for y in as_tuple(entry.definition(*tensors)))
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    assert relative_error(call.results(), truth_at_once(changed, call.tensors, call.dys)) > 5e-4
 
 
 @EVERY_OP

@@ -14,10 +14,17 @@ from launch_cases import counted
 from traffic import Traffic, excess, traffic
 
 CASES = {f"{few.op.id} {few.label}": few for _, few in counted()}
+# An elementwise kernel has one plan for all rows, and the forms of cross_entropy read the same.
+OF_CUDA = [
+    label
+    for label, few in CASES.items()
+    if not (few.op.elementwise and 100 < few.case.shape[-1] < 131072)
+    and few.op.id != "cross_entropy_forward-none"
+]
 
 
 @pytest.mark.parametrize("backward", (False, True))
-@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("label", OF_CUDA)
 def test_cuda_kernels_move_the_least(label, backward):
     case = CASES[label]
     found = traffic(case.op, "cuda", backward, case.case)

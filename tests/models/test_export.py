@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import liger_ops
 from causal_models import LLAMA, batch
-from liger_ops.rewrites.exported import refuse_exported
+from liger_ops.rewrites.graph_pass import refuse_exported
 
 ROOT = Path(__file__).parents[2]
 

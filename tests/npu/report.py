@@ -63,7 +63,7 @@ In an environment with CANN, torch_npu and triton-ascend, and without upstream t
 2. `python -c "import torch, torch_npu, liger_ops; from liger_ops.lowering.npu import tiling;
    print(tiling.vector_cores(), tiling.ub_bytes())"`: if it is not 40 and {UB_BYTES} (48 on some),
    send both numbers; every tile depends on them.
-3. `python -m pytest --device npu tests/ops/test_rms_norm.py -x`: one op, in a minute.
+3. `python -m pytest --device npu tests/ops/test_kernels.py -k rms_norm -x`: norms, in minutes.
 4. `python -m pytest --device npu tests -rfE > tests.txt`: every op. Send `tests.txt`, whole.
 5. `python -m liger_ops.bench --device npu --ops rms_norm,softmax,swiglu --json first.json`
 6. `python -m liger_ops.bench --device npu --json npu.json --docs figures.md`: liger-kernel is timed

@@ -17,7 +17,7 @@ LONGEST_NAME = 49
 def test_every_op_has_launches():
     pytorchs = {op.name for op in OPS.values() if op.is_pytorchs_forward}
     without = set(npu_ops().values()) - {call.op for call in calls() if call.launches} - pytorchs
-    assert not without, f"launched by no case of tests/support/launch_cases.py: {sorted(without)}"
+    assert not without, f"launched by no form of an entry: {sorted(without)}"
 
 
 def test_every_kernel_is_launched():
@@ -28,7 +28,7 @@ def test_every_kernel_is_launched():
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     without = kernels - {launch.kernel for call in calls() for launch in call.launches}
-    assert not without, f"launched by no case of tests/support/launch_cases.py: {sorted(without)}"
+    assert not without, f"launched by no form of an entry: {sorted(without)}"
     assert all(len(name) <= LONGEST_NAME for name in kernels)
 
 

@@ -4,49 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
-from attn_res_cases import AttnResCase
 from op_table import OPS
 from op_under_test import FOLDERS
 
 OP = OPS["attn_res"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-KERNELS = kernel_tests.every_folder(OP)
-CASES = strategies.attention_residuals()
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 3)
-@given(case=CASES.filter(strategies.has_rows))
-def test_properties(folder: str, case: AttnResCase) -> None:
-    op_checks.assert_deterministic(OP, folder, case)
-    op_checks.assert_tile_does_not_matter(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_rows_wider_than_a_tile_and_many_blocks(folder: str) -> None:
-    """By the host code's own plan."""
-    dtype = torch.bfloat16
-    for shape in ((3, 2, 17001), (70, 3, 40)):
-        case = AttnResCase(shape=shape, dtype=dtype, weight_dtype=dtype, layout="sliced")
-        op_checks.assert_forward_matches_truth(OP, folder, case)
-        op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 def test_tokens_are_independent(folder: str) -> None:
-    case = AttnResCase(shape=(3, 7, 20), dtype=torch.float32, weight_dtype=torch.float32)
+    case = OP.case(shape=(3, 7, 20), dtype=torch.float32, weight_dtype=torch.float32)
     tensors = OP.tensors(case)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0)).to(tensors["x"].device)
     permuted = {**tensors, "x": tensors["x"][:, order], "dy": tensors["dy"][order]}

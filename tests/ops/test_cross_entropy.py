@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-import cross_entropy_cases
 import op_checks
 import strategies
-from cross_entropy_cases import LossCase
 from liger_ops import library
 from liger_ops.lowering.common.losses.cross_entropy import Tokens
 from liger_ops.rewrites.losses.losses import NO_CLASS
@@ -27,51 +26,23 @@ NAN = float("nan")
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@given(case=strategies.losses())
-def test_forward_matches_truth(folder: str, case: LossCase) -> None:
+def test_what_the_rewrites_of_losses_of_tokens_ask_for(folder: str) -> None:
+    """A target that none is, and nothing but smoothing."""
+    case = OP.case(
+        shape=(3, 5, 37), dtype=torch.bfloat16, ignored=0, ignore_index=NO_CLASS, reduction="none",
+        label_smoothing=1.0,
+    )  # fmt: skip
     op_checks.assert_forward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=strategies.losses())
-def test_backward_matches_truth(folder: str, case: LossCase) -> None:
     op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @settings(max_examples=settings().max_examples // 3)
-@given(case=strategies.losses().filter(strategies.has_rows))
-def test_properties(folder: str, case: LossCase) -> None:
-    op_checks.assert_deterministic(OP, folder, case)
-    op_checks.assert_tile_does_not_matter(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_what_the_rewrites_of_losses_of_tokens_ask_for(folder: str) -> None:
-    """A target that none is, and nothing but smoothing."""
-    case = LossCase(
-        shape=(3, 5, 37),
-        dtype=torch.bfloat16,
-        ignored=0,
-        ignore_index=NO_CLASS,
-        reduction="none",
-        label_smoothing=1.0,
-        output_mask=(True, True, True),
-    )
-    op_checks.assert_forward_matches_truth(OPS["cross_entropy_forward-none"], folder, case)
-    op_checks.assert_backward_matches_truth(OPS["cross_entropy_forward-none"], folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 3)
-@given(case=strategies.losses())
-def test_predictions_and_entropy(folder: str, case: LossCase) -> None:
+@given(case=strategies.cases(OP))
+def test_predictions_and_entropy(folder: str, case: Any) -> None:
     case = replace(case, return_predicted=True, return_entropy=True)
-    args = cross_entropy_cases.forward_args(case, cross_entropy_cases.tensors(case))
+    args = OP.forward_args(case, OP.tensors(case))
     *_, predicted, entropy, _ = op_checks.run_kernel(OP, folder, False, case, args)
     logits = args[0]
     assert torch.equal(predicted, logits.argmax(-1))
@@ -84,30 +55,21 @@ def test_predictions_and_entropy(folder: str, case: LossCase) -> None:
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@pytest.mark.parametrize("V", (4096, 32000, 50257, 128256, 151936))
-def test_vocabularies_by_the_host_codes_own_plan(folder: str, V: int) -> None:
-    case = LossCase(shape=(3, V), dtype=torch.bfloat16, output_mask=(False,) * 3)
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@given(case=strategies.losses())
+@given(case=strategies.cases(OP))
 @settings(max_examples=settings().max_examples // 2)
-def test_loss_and_gradient_in_one_call(folder: str, case: LossCase) -> None:
+def test_loss_and_gradient_in_one_call(folder: str, case: Any) -> None:
     """What linear_cross_entropy calls for each chunk of logits: the gradient goes over them."""
     V = case.shape[-1]
     case = replace(case, shape=(5, V), reduction="none", layout="contiguous", has_items=False)
-    tensors = cross_entropy_cases.tensors(case)
-    logits, target, weight, token_weight, _ = (tensors[name] for name in cross_entropy_cases.INPUTS)
+    tensors = OP.tensors(case)
+    logits, target, weight, token_weight, _ = (tensors[name] for name in OP.tensor_arguments[:5])
     outputs = {
         name: torch.full((5,), NAN, device=DEVICE)
         for name in ("loss", "z_loss", "lse", "target_logit")
     }
     chunk = logits.clone()
     module = importlib.import_module(f"liger_ops.lowering.{folder}.losses.cross_entropy")
-    args = cross_entropy_cases.forward_args(case, tensors)
+    args = OP.forward_args(case, tensors)
     tokens = Tokens(weight, target, token_weight, **outputs)
     call = library.OPS[OP.name].arguments(*args)
     module.loss_and_gradient(call, chunk, tokens, True, plan(folder, OP, case))
@@ -116,7 +78,7 @@ def test_loss_and_gradient_in_one_call(folder: str, case: LossCase) -> None:
         torch.testing.assert_close(outputs[name], expected, equal_nan=True)
     ones = {"dloss": torch.ones(5, device=DEVICE), "dz_loss": None, "dlse": None}
     upstream = {**tensors, **ones, "dtarget_logit": None}
-    args = cross_entropy_cases.backward_args(
+    args = OP.backward_args(
         case,
         {**upstream, "lse": kernel[2], "total_weight": kernel[4], "lse_error": kernel[7]},
     )

@@ -9,7 +9,6 @@ import torch
 
 import liger_ops
 import op_checks
-from cross_entropy_cases import LossCase
 from liger_ops.nn import CrossEntropyLoss
 from op_table import OPS
 
@@ -43,8 +42,15 @@ def test_the_gradient_that_is_not_given_is_refused() -> None:
     ),
 )
 def test_rejects_options(change: dict[str, Any], message: str) -> None:
-    case = LossCase(shape=(2, 5), dtype=torch.float32, **change)
-    args = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), None, None, None, *case.options)
+    case = OP.case(shape=(2, 5), dtype=torch.float32, **change)
+    args = (
+        torch.zeros(2, 5),
+        torch.zeros(2, dtype=torch.int64),
+        None,
+        None,
+        None,
+        *OP.options(case),
+    )
     op_checks.assert_rejects(OP, args, f"cross_entropy: {message}")
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         CrossEntropyLoss(**change)

@@ -11,7 +11,6 @@ from triton.runtime import interpreter
 
 import liger_ops
 import op_checks
-from cross_entropy_cases import LossCase
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
@@ -34,8 +33,8 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     x[5, 39] = x[8] = NAN
     x[6, 5:] = torch.finfo(dtype).min
     target = torch.tensor([39, 0, 0, 1, 2, 3, 4, 20, -100, -100], device=DEVICE)
-    case = LossCase(shape=(10, 40), dtype=dtype, tile=tile, reduction="none")
-    options = (None, None, None, *case.options)
+    case = OP.case(shape=(10, 40), dtype=dtype, tile=tile, reduction="none")
+    options = (None, None, None, *OP.options(case))
     outputs = op_checks.run_kernel(OP, folder, False, case, (x, target, *options, False, False))
     loss, _, lse, _, total_weight, _, _, error = outputs
     reference = x.float().requires_grad_()
@@ -45,7 +44,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     assert lse[3] == -INF and total_weight == 8
     dloss = torch.randn(10, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     args = (dloss, None, None, None, x, target, None, None, None, lse, error, total_weight)
-    (dx,) = op_checks.run_kernel(OP, folder, True, case, (*args, *case.options))
+    (dx,) = op_checks.run_kernel(OP, folder, True, case, (*args, *OP.options(case)))
     (expected,) = torch.autograd.grad(expected, reference, dloss)
     bad = [3, 4, 5]
     assert dx[bad].isnan().all() and bool((dx[[8, 9]] == 0).all())
@@ -60,8 +59,8 @@ def test_softcap_of_huge_logits(folder: str, tile: tuple[int, int] | None) -> No
     """The cap holds even if the logits exceed float32's range, and the slope is then 0."""
     x = torch.tensor([[3e38, -3e38, 1e4, -1e4, INF, -INF, 0.0, 1.0]] * 2, device=DEVICE)
     target = torch.tensor([0, 6], device=DEVICE)
-    case = LossCase(shape=(2, 8), dtype=x.dtype, tile=tile, softcap=20.0, reduction="none")
-    args = (x, target, None, None, None, *case.options)
+    case = OP.case(shape=(2, 8), dtype=x.dtype, tile=tile, softcap=20.0, reduction="none")
+    args = (x, target, None, None, None, *OP.options(case))
     loss, _, lse, target_logit, total_weight, *_, error = op_checks.run_kernel(
         OP, folder, False, case, (*args, False, False)
     )
@@ -73,7 +72,7 @@ def test_softcap_of_huge_logits(folder: str, tile: tuple[int, int] | None) -> No
     torch.testing.assert_close(loss.double(), expected, **float32)
     upstream = (torch.ones(2, device=DEVICE), None, None, None)
     (dx,) = op_checks.run_kernel(
-        OP, folder, True, case, (*upstream, *args[:5], lse, error, total_weight, *case.options)
+        OP, folder, True, case, (*upstream, *args[:5], lse, error, total_weight, *OP.options(case))
     )
     (dcapped,) = torch.autograd.grad(expected.sum(), capped)
     slope = 1 - torch.tanh(x.double() / 20).square()
@@ -90,10 +89,10 @@ def test_a_target_out_of_range_is_loud(
     """Where no assertion stops the kernel, as in the interpreter, the loss is NaN."""
     if DEVICE == "cuda":
         pytest.skip("a device-side assertion ends the process's use of the GPU")
-    case = LossCase(shape=(3, 33), dtype=torch.float32, tile=tile, reduction="none")
+    case = OP.case(shape=(3, 33), dtype=torch.float32, tile=tile, reduction="none")
     x = torch.randn(case.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     target = torch.tensor([1, wrong, -100], device=DEVICE)
-    args = (x, target, torch.ones(33, device=DEVICE), None, None, *case.options, False, False)
+    args = (x, target, torch.ones(33, device=DEVICE), None, None, *OP.options(case), False, False)
     loss, *_ = op_checks.run_kernel(OP, folder, False, case, args)
     assert loss.isnan().tolist() == [False, True, False]
 

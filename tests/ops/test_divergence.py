@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
 
-import kernel_tests
 import liger_ops
 import op_checks
 import strategies
-from divergence_cases import DivergenceCase
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
 OP = OPS["divergence_forward-jsd"]
-KERNELS = kernel_tests.every_folder(OP)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 EVERY_KIND = pytest.mark.parametrize("kind", ("jsd", "forward_kl", "reverse_kl", "tvd"))
 NAN, INF = float("nan"), float("inf")
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.divergences())
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.divergences())
-test_properties = kernel_tests.properties(KERNELS, strategies.divergences())
 
 
 def written(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
@@ -41,11 +36,11 @@ def written(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
     return beta * kl(log_m, teacher) + (1 - beta) * kl(log_m, student)
 
 
-@given(case=strategies.divergences())
-def test_the_definition_is_what_trainers_write(case: DivergenceCase) -> None:
+@given(case=strategies.cases(OP))
+def test_the_definition_is_what_trainers_write(case: Any) -> None:
     tensors = OP.tensors(case)
     leaves = [tensors[f"{of}_logits"].double().requires_grad_() for of in ("student", "teacher")]
-    *options, ignore_index = case.options
+    *options, ignore_index = OP.options(case)
     target = tensors["target"]
     ours = liger_ops.divergence(*leaves, *options, target, ignore_index)
     temperatures = (case.temperature, case.teacher_temperature or case.temperature)
@@ -77,8 +72,8 @@ def test_classes_of_probability_zero(folder: str, kind: str, tile: tuple[int, in
     student, teacher = (
         torch.nn.functional.pad(torch.tensor(x), (0, 30), value=-INF).to(DEVICE) for x in LOGITS
     )
-    case = DivergenceCase(shape=(4, 33), dtype=torch.float32, kind=kind, tile=tile)
-    args = (student, teacher, None, *case.options)
+    case = OP.case(shape=(4, 33), dtype=torch.float32, kind=kind, tile=tile)
+    args = (student, teacher, None, *OP.options(case))
     outputs = op_checks.run_kernel(OP, folder, False, case, args)
     value = outputs[0]
     infinite = INFINITE.get(kind, [])
@@ -89,7 +84,7 @@ def test_classes_of_probability_zero(folder: str, kind: str, tile: tuple[int, in
     torch.testing.assert_close(value[finite], truth.float())
     if kind in ("jsd", "tvd"):
         assert value[3].item() == pytest.approx(1.0 if kind == "tvd" else 0.6931472)
-    back = (torch.ones_like(value), *args[:3], *outputs, *case.options, [True, True])
+    back = (torch.ones_like(value), *args[:3], *outputs, *OP.options(case), [True, True])
     found = op_checks.run_kernel(OP, folder, True, case, back)
     for a, b in zip(found, torch.autograd.grad(truth.sum(), leaves), strict=True):
         assert b.isfinite().all()
@@ -111,23 +106,15 @@ def test_nan_is_seen_unless_ignored(folder: str, kind: str, tile: tuple[int, int
     student[2] = teacher[3] = -INF
     student[4, 0] = INF
     target = torch.tensor([0, 0, 0, 0, 0, -100, -100], device=DEVICE)
-    case = DivergenceCase(shape=(7, 40), dtype=torch.float32, kind=kind, tile=tile)
-    args = (student, teacher, target, *case.options)
+    case = OP.case(shape=(7, 40), dtype=torch.float32, kind=kind, tile=tile)
+    args = (student, teacher, target, *OP.options(case))
     outputs = op_checks.run_kernel(OP, folder, False, case, args)
     assert outputs[0][:5].isnan().all()
     assert all(bool((values[5:] == 0).all()) for values in outputs)
     dy = torch.full((7,), INF, device=DEVICE)
-    back = (dy, *args[:3], *outputs, *case.options, [True, True])
+    back = (dy, *args[:3], *outputs, *OP.options(case), [True, True])
     for gradient in op_checks.run_kernel(OP, folder, True, case, back):
         assert bool((gradient[5:] == 0).all()) and gradient[:5].isnan().any(-1).all()
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_a_vocabulary_by_the_host_codes_own_plan(folder: str) -> None:
-    case = DivergenceCase(shape=(2, 151936), dtype=torch.bfloat16, temperature=0.7)
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +131,8 @@ def test_a_vocabulary_by_the_host_codes_own_plan(folder: str) -> None:
     ),
 )
 def test_rejects_options(change: dict[str, object], message: str) -> None:
-    case = DivergenceCase(shape=(2, 5), dtype=torch.float32, **change)
-    args = (torch.zeros(2, 5), torch.zeros(2, 5), None, *case.options)
+    case = OP.case(shape=(2, 5), dtype=torch.float32, **change)
+    args = (torch.zeros(2, 5), torch.zeros(2, 5), None, *OP.options(case))
     op_checks.assert_rejects(OP, args, f"divergence: {message}")
     with pytest.raises(ValueError, match=message):
         liger_ops.nn.Divergence(**change)

@@ -3,31 +3,21 @@ definition."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
-from divergence_cases import COSINE, DivergenceCase
+from divergence_cases import COSINE
 from liger_ops import library
-from linear_divergence_cases import TwoHeadsCase, backward_args, tensors
+from linear_divergence_cases import OPS, TwoHeadsCase, tensors
 from op_under_test import DEVICE, FOLDERS
 
-KERNELS = kernel_tests.every_folder(COSINE)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 EVERY_TILE = pytest.mark.parametrize("tile", (None, (1, 16), (2, 64)))
-CASES = strategies.divergences().map(lambda case: replace(case, kind="cosine"))
 NAN, INF = float("nan"), float("inf")
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
-test_properties = kernel_tests.properties(KERNELS, CASES)
 
 
 def test_the_definition_is_torchs_cosine_similarity() -> None:
@@ -67,8 +57,8 @@ def test_rows_of_zeros_and_of_what_is_not_finite(
     student[3, 5], teacher[4, 39], student[5, 0] = INF, NAN, 1e30
     student[6] = teacher[7] = NAN
     target = torch.tensor([0] * 6 + [-100] * 2, device=DEVICE)
-    case = DivergenceCase(shape=(8, 40), dtype=torch.float32, kind="cosine", tile=tile)
-    args = (student, teacher, target, *case.options)
+    case = COSINE.case(shape=(8, 40), dtype=torch.float32, kind="cosine", tile=tile)
+    args = (student, teacher, target, *COSINE.options(case))
     definitions = [library.OPS[f"divergence_{name}"].definition for name in ("forward", "backward")]
 
     def run(backward: bool, args: tuple[object, ...]) -> tuple[Tensor, ...]:
@@ -81,18 +71,10 @@ def test_rows_of_zeros_and_of_what_is_not_finite(
     assert all(bool((values[6:] == 0).all()) for values in outputs)
     dy = torch.ones(8, device=DEVICE)
     dy[6:] = INF
-    dstudent, dteacher = run(True, (dy, *args[:3], *outputs, *case.options, [True, True]))
+    dstudent, dteacher = run(True, (dy, *args[:3], *outputs, *COSINE.options(case), [True, True]))
     assert bool((dstudent[[0, 2, 6, 7]] == 0).all() and (dteacher[[1, 2, 6, 7]] == 0).all())
     assert bool((dstudent[1] == 0).all() and (dteacher[0] == 0).all())
     assert dstudent[3:6].isnan().any(-1).all()
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_a_vocabulary_by_the_host_codes_own_plan(folder: str) -> None:
-    case = DivergenceCase(shape=(2, 151936), dtype=torch.bfloat16, kind="cosine")
-    op_checks.assert_forward_matches_truth(COSINE, folder, case)
-    op_checks.assert_backward_matches_truth(COSINE, folder, case)
 
 
 @pytest.mark.device_kernels
@@ -144,7 +126,7 @@ def test_of_two_heads_by_words(folder: str, V: int, W: int) -> None:
         shape=(9,), V=V, W=W, D=5, dtype=torch.float32, kind="cosine", reduction="none",
         hard_weight=0.5, chunk_bytes=200,
     )  # fmt: skip
-    args = backward_args(case, tensors(case))
+    args = OPS[0].backward_args(case, tensors(case))
     backward = library.OPS["linear_divergence_backward"]
     truths = backward.definition(*op_checks.widened(args))
     for found, truth in zip(backward.kernels[folder](*args), truths, strict=True):

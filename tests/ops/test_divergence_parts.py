@@ -7,7 +7,6 @@ import torch
 
 import liger_ops
 import op_checks
-from divergence_cases import DivergenceCase
 from liger_ops.ops.losses.divergence import DISTRIBUTION_KINDS, KINDS
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
@@ -28,12 +27,12 @@ def test_the_parts_add_up_to_the_whole(
     student, teacher = (torch.randn(3, 150, generator=generator).to(DEVICE) for _ in range(2))
     student[:, 5:8] = teacher[:, 5:8] = -float("inf") if kind != "cosine" else 0.0
     target = torch.tensor([0, -100, 2], device=DEVICE)
-    case = DivergenceCase(
+    case = OP.case(
         shape=(3, 150), dtype=torch.float32, kind=kind, beta=0.3,
         temperature=0.8, teacher_temperature=1.3, tile=tile,
     )  # fmt: skip
     leaves = [x.double().requires_grad_() for x in (student, teacher)]
-    truth = liger_ops.divergence_forward(*leaves, target, *case.options)
+    truth = liger_ops.divergence_forward(*leaves, target, *OP.options(case))
     dy = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
     dtruth = torch.autograd.grad(truth[0], leaves, dy.double())
     known = [result.detach().float() for result in truth]
@@ -41,11 +40,11 @@ def test_the_parts_add_up_to_the_whole(
     for first, end in PARTS:
         part = (student[:, first:end], teacher[:, first:end], target)
         if kind in DISTRIBUTION_KINDS:
-            args = (*part, *case.options, *known[2:])
+            args = (*part, *OP.options(case), *known[2:])
             results = op_checks.run_kernel(OP, folder, False, case, args)
             total += torch.stack(results[:2])
             torch.testing.assert_close(results[2:], tuple(known[2:]), rtol=0, atol=0)
-        back = (dy, *part, *known, *case.options, [True, True])
+        back = (dy, *part, *known, *OP.options(case), [True, True])
         for found, whole in zip(
             op_checks.run_kernel(OP, folder, True, case, back), dtruth, strict=True
         ):

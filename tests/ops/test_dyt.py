@@ -6,25 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
-from dyt_cases import DytCase
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
 OP = OPS["dyt"]
-KERNELS = kernel_tests.every_folder(OP)
-CASES = strategies.dyts()
-BF16 = torch.bfloat16
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
-test_properties = kernel_tests.properties(KERNELS, CASES)
-test_wide_rows_by_the_host_codes_own_plan = kernel_tests.cases_match_truth(
-    KERNELS, {"17001": DytCase(shape=(3, 17001), dtype=BF16, beta_dtype=BF16, layout="sliced")}
-)
 
 
 @pytest.mark.device_kernels

@@ -6,23 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
-from embedding_cases import EmbeddingCase
 from liger_ops import library
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
 OP = OPS["embedding"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-KERNELS = kernel_tests.every_folder(OP)
-CASES = strategies.embeddings()
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
-test_properties = kernel_tests.properties(KERNELS, CASES)
 
 
 @pytest.mark.device_kernels
@@ -145,7 +136,7 @@ def test_rejects() -> None:
         op_checks.assert_rejects(OP, args, message)
     with pytest.raises(TypeError, match="^embedding: indices must be int64 or int32, got"):
         liger_ops.embedding(weight, indices.to(torch.int16))
-    case = EmbeddingCase(shape=(3, 2), dtype=torch.float32)
+    case = OP.case(shape=(3, 2), dtype=torch.float32)
     dy, *others = OP.backward_args(case, OP.tensors(case))
     with pytest.raises(ValueError, match="^embedding_backward: dy must have the shape of indices"):
         torch.ops.liger.embedding_backward(dy[:2], *others)

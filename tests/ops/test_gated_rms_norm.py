@@ -11,41 +11,11 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
-from gated_norm_cases import GatedNormCase
 from op_table import OPS
-from op_under_test import FOLDERS
 
 OP = OPS["gated_rms_norm"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-KERNELS = kernel_tests.every_folder(OP)
-CASES = strategies.gated_rms_norms()
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
-test_properties = kernel_tests.properties(KERNELS, CASES)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_wide_rows_by_the_host_codes_own_plan(folder: str) -> None:
-    dtype = torch.bfloat16
-    case = GatedNormCase(shape=(2, 17001), dtype=dtype, weight_dtype=dtype, layout="sliced")
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_zero_eps_with_rows_left_over(folder: str) -> None:
-    """A tile is padded with rows of zeros, whose 1 / rms is infinite without an eps."""
-    dtype = torch.float32
-    case = GatedNormCase(shape=(3, 13), dtype=dtype, weight_dtype=dtype, eps=0.0, tile=(4, 64))
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 class Sigmoid(Qwen3NextRMSNormGated):

@@ -9,22 +9,9 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 
 import activation_checks
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
 from op_table import OPS
-
-KERNELS = kernel_tests.every_form("geglu")
-pytestmark = activation_checks.INFINITIES_ARE_MEANT
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.activations())
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.activations())
-test_properties = kernel_tests.properties(KERNELS, strategies.activations())
-test_wide_rows_by_the_host_codes_own_plan = kernel_tests.cases_match_truth(
-    KERNELS, activation_checks.WIDE_ROWS
-)
-test_a_nan_stays_one = activation_checks.a_nan_stays_one(KERNELS)
 
 
 @pytest.mark.parametrize("approximate", ("tanh", "none"))

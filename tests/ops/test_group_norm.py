@@ -5,68 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
-from norm_cases import NormCase
 from op_table import OPS
-from op_under_test import FOLDERS
 
 OP = OPS["group_norm"]
-KERNELS = kernel_tests.every_folder(OP)
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.group_norms())
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.group_norms())
-test_properties = kernel_tests.properties(KERNELS, strategies.group_norms())
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@pytest.mark.parametrize(
-    ("shape", "num_groups"),
-    (
-        ((1, 64, 32, 33), 32),
-        ((1, 12, 130, 130), 2),
-        ((1, 4, 300, 301), 1),
-        ((2, 4100), 2),
-        ((3, 2, 70000), 2),
-    ),
-    ids=("narrow", "walked", "in-pieces", "no-positions", "channel-wide"),
-)
-def test_groups_by_the_host_codes_own_plan(
-    folder: str, shape: tuple[int, ...], num_groups: int
-) -> None:
-    dtype = torch.bfloat16
-    case = NormCase(
-        shape=shape,
-        dtype=dtype,
-        weight_dtype=dtype,
-        bias_dtype=dtype,
-        num_groups=num_groups,
-        shift=30.0,
-    )
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@pytest.mark.parametrize("tile", (None, (1, 16), (2, 8), (4, 8)))
-def test_mean_far_larger_than_deviation(folder: str, tile: tuple[int, int] | None) -> None:
-    dtype = torch.float32
-    case = NormCase(
-        shape=(2, 6, 50),
-        dtype=dtype,
-        weight_dtype=dtype,
-        bias_dtype=dtype,
-        num_groups=2,
-        shift=1e4,
-        tile=tile,
-    )
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))

@@ -207,7 +207,7 @@ def test_backward_of_what_the_forward_computed(
 @example(case=HeadCase(shape=(9,), dtype=torch.float16, rows=2))
 def test_backward_matches_truth(folder: str, case: HeadCase) -> None:
     tensors, options = tensors_of(case), chunked_options(case, folder)
-    outputs = FORWARD.definition(*tensors, *options, False, False, [False] * 3)
+    outputs = FORWARD.definition(*tensors, *options, False, False, [False] * 5)
     values = Values(case.seed + 1)
     upstream = [
         torch.randn(output.shape, generator=values.generator).to(DEVICE) if wanted else None

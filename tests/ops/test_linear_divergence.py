@@ -15,9 +15,10 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from graphs import Recorder, liger_ops_of
+from head_bounds import assert_no_further
 from head_calls import Calls
 from liger_ops import library
-from linear_divergence_bounds import Bounds, assert_no_further, logits_of, upstream
+from linear_divergence_bounds import Bounds, logits_of, upstream
 from linear_divergence_cases import INPUTS, TwoHeadsCase
 from op_table import OPS
 from op_under_test import FOLDERS, X_LAYOUTS, Tensors, max_abs
@@ -144,8 +145,8 @@ def test_the_definition_is_the_formula(case: TwoHeadsCase) -> None:
     }
     leaves = [tensors[name] for name in ("student_x", "student_weight", "student_bias")]
     leaves = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
-    accumulate = (*case.options[:-2], None, case.chunk_bytes)
-    ours = liger_ops.linear_divergence(*(tensors[name] for name in INPUTS), *accumulate)
+    options = OP.options(replace(case, accumulate_narrow=False))
+    ours = liger_ops.linear_divergence(*(tensors[name] for name in INPUTS), *options)
     z, teacher_z = logits_of(case, tensors)
     divergence = reduced(case, tensors, written(case, z, teacher_z))
     theirs = [case.soft_weight * divergence, divergence, None]

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import liger_ops
+from head_bounds import assert_no_further
 from liger_ops import library
-from linear_divergence_bounds import assert_no_further, logits_of
-from linear_divergence_cases import TwoHeadsCase, forward_args, tensors
+from linear_divergence_bounds import logits_of
+from linear_divergence_cases import OPS, TwoHeadsCase, tensors
 from op_under_test import FOLDERS, X_LAYOUTS, max_abs
 
 FORWARD = library.OPS["linear_divergence_forward"]
@@ -52,8 +53,8 @@ def cases(draw: st.DrawFn) -> TwoHeadsCase:
 @given(case=cases())
 def test_matches_truth_and_changes_nothing_else(folder: str, case: TwoHeadsCase) -> None:
     given = tensors(case)
-    *others, found = FORWARD.kernels[folder](*forward_args(case, given))
-    reference = FORWARD.definition(*forward_args(case, given))[-1]
+    *others, found = FORWARD.kernels[folder](*OPS[0].forward_args(case, given))
+    reference = FORWARD.definition(*OPS[0].forward_args(case, given))[-1]
     z, _ = logits_of(case, given)
     log_q = (z / case.temperature).log_softmax(-1)
     truth = -(log_q.exp() * log_q).sum(-1)
@@ -63,7 +64,8 @@ def test_matches_truth_and_changes_nothing_else(folder: str, case: TwoHeadsCase)
     size = max_abs(z) + (case.softcap or 0) + math.log(case.V)
     error = 2 * (eps + 16 * eps32) * size / case.temperature * (1 + math.log(case.V))
     assert_no_further(f"{folder} {case}", found, reference, truth, error)
-    without = FORWARD.kernels[folder](*forward_args(replace(case, return_entropy=False), given))
+    args = OPS[0].forward_args(replace(case, return_entropy=False), given)
+    without = FORWARD.kernels[folder](*args)
     assert without[-1] is None
     for a, b in zip(others, without, strict=False):
         assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import liger_ops
+from head_bounds import assert_no_further
 from head_calls import Calls
 from liger_ops import library
-from linear_divergence_bounds import Bounds, assert_no_further, side_by_side, upstream
-from linear_divergence_cases import HEAD, TwoHeadsCase, backward_args, forward_args
+from linear_divergence_bounds import Bounds, side_by_side, upstream
+from linear_divergence_cases import HEAD, OPS, TwoHeadsCase
 from linear_divergence_cases import tensors as tensors_of
 from op_checks import assert_own_memory, assert_unchanged, clones, poisoned_memory, widened
 from op_under_test import FOLDERS, X_LAYOUTS, Tensors
@@ -63,10 +64,10 @@ def results(
     forward, backward = (
         op.definition if where == "definition" else op.kernels[where] for op in (FORWARD, BACKWARD)
     )
-    outputs = forward(*forward_args(case, tensors))
+    outputs = forward(*OPS[0].forward_args(case, tensors))
     if case.reduction == "sum":
         return outputs[:4], outputs[4:9]
-    return outputs[:4], backward(*backward_args(case, tensors))
+    return outputs[:4], backward(*OPS[0].backward_args(case, tensors))
 
 
 @pytest.mark.device_kernels

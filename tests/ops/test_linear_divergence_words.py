@@ -8,7 +8,7 @@ import torch
 import liger_ops
 from head_calls import Calls
 from liger_ops import library
-from linear_divergence_cases import TwoHeadsCase, backward_args, tensors
+from linear_divergence_cases import OPS, TwoHeadsCase, tensors
 from op_under_test import FOLDERS, max_abs
 
 BACKWARD = library.OPS["linear_divergence_backward"]
@@ -29,7 +29,7 @@ def test_rows_of_the_weights_gradient_are_rounded_once(folder: str, by_logits: b
             by_logits=by_logits, kind="tvd", hard_weight=0.5, chunk_bytes=chunk_bytes,
             mask=(True, True, False),
         )  # fmt: skip
-        args = backward_args(case, tensors(case))
+        args = OPS[0].backward_args(case, tensors(case))
         with Calls() as calls:
             dx, dweight, *_ = BACKWARD.kernels[folder](*args)
         found.append((dx, dweight))
@@ -46,7 +46,7 @@ def test_a_frozen_weight_has_chunks_of_tokens(folder: str) -> None:
         shape=(32,), V=16, W=16, D=128, E=4, dtype=torch.bfloat16, reduction="none", bias=False,
         chunk_bytes=8 * 16 * 4, mask=(True, False, False),
     )  # fmt: skip
-    args = backward_args(case, tensors(case))
+    args = OPS[0].backward_args(case, tensors(case))
     with Calls() as calls:
         dx, *others = BACKWARD.kernels[folder](*args)
     assert dx is not None and others == [None] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from graphs import Recorder, liger_ops_of
 from head_bounds import assert_no_further, gradient_bounds, logits_of, rounding
 from head_calls import Calls
 from liger_ops import library
-from linear_log_prob_cases import UPSTREAM, LogProbHeadCase
+from linear_log_prob_cases import LogProbHeadCase
+from log_prob_cases import ASKED, UPSTREAM
 from op_table import OPS
 from op_under_test import FOLDERS, X_LAYOUTS, Tensors
 
@@ -66,7 +68,7 @@ def cases(draw: st.DrawFn) -> LogProbHeadCase:
 @example(case=EXAMPLES[2])
 def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
     tensors = OP.tensors(case)
-    args = (*OP.forward_args(case, tensors)[:-3], True, True, True)
+    args = OP.forward_args(replace(case, **dict.fromkeys(ASKED, True)), tensors)
     before = op_checks.clones(args)
     outputs = op_checks.as_tuple(FORWARD.kernels[folder](*args))
     op_checks.assert_unchanged(args, before)

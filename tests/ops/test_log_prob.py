@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-import kernel_tests
 import liger_ops
 import op_checks
 import strategies
 from graphs import Recorder, liger_ops_of
-from log_prob_cases import LogProbCase
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
 OP = OPS["log_prob_forward"]
-KERNELS = kernel_tests.every_folder(OP)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 NAN, INF = float("nan"), float("inf")
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.log_probs())
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.log_probs())
-test_properties = kernel_tests.properties(KERNELS, strategies.log_probs())
 
 
 def expected(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,15 +31,15 @@ def expected(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(kept, picked, 0.0), torch.where(kept, entropy, 0.0)
 
 
-@given(case=strategies.log_probs().filter(lambda case: case.ignore_index < 0))
-def test_the_definition_is_what_trainers_write(case: LogProbCase) -> None:
+@given(case=strategies.cases(OP).filter(lambda case: case.ignore_index < 0))
+def test_the_definition_is_what_trainers_write(case: Any) -> None:
     tensors = OP.tensors(case)
     logits, target = (tensors[name] for name in ("logits", "target"))
     logits = logits.double().requires_grad_()
     x = logits * case.logit_scale
     x = x if case.softcap is None else case.softcap * torch.tanh(x / case.softcap)
     theirs = expected(x / case.temperature, target)
-    ours = liger_ops.log_prob(logits, target, *case.options)
+    ours = liger_ops.log_prob(logits, target, *OP.options(case))
     weights = [torch.randn_like(value) for value in ours]
     grads = [torch.autograd.grad(values, logits, weights)[0] for values in (ours, theirs)]
     for a, b in zip((*ours, grads[0]), (*theirs, grads[1]), strict=True):
@@ -65,8 +59,10 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
     x[4, 5] = INF
     x[5, 39] = x[6] = NAN
     target = torch.tensor([39, 0, 0, 1, 2, 3, -100, -100], device=DEVICE)
-    case = LogProbCase(shape=(8, 40), dtype=dtype, tile=tile)
-    outputs = op_checks.run_kernel(OP, folder, False, case, (x, target, *case.options, True, True))
+    case = OP.case(shape=(8, 40), dtype=dtype, tile=tile)
+    outputs = op_checks.run_kernel(
+        OP, folder, False, case, (x, target, *OP.options(case), True, True)
+    )
     log_prob, entropy, lse, mean, squares, _, error = outputs
     assert mean.tolist()[:5] == [-INF] * 4 + [INF] and mean[5].isnan()
     assert squares[3:6].isnan().all() and bool((torch.stack((mean, squares))[:, 6:] == 0).all())
@@ -78,7 +74,7 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
         assert values[[3, 4, 5]].isnan().all()
     assert (log_prob[2], entropy[2]) == (0, 0)
     grads = [torch.full((8,), value, device=DEVICE) for value in (3.0, -5.0)]
-    args = (*grads, None, x, target, entropy, lse, error, *case.options)
+    args = (*grads, None, x, target, entropy, lse, error, *OP.options(case))
     (dx,) = op_checks.run_kernel(OP, folder, True, case, args)
     assert dx[[3, 4, 5]].isnan().all() and bool((dx[[6, 7]] == 0).all())
     good = x[:3].double().requires_grad_()
@@ -95,8 +91,8 @@ def test_infinities_and_nan(folder: str, tile: tuple[int, int] | None, dtype: to
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @settings(max_examples=settings().max_examples // 3)
-@given(case=strategies.log_probs())
-def test_predictions(folder: str, case: LogProbCase) -> None:
+@given(case=strategies.cases(OP))
+def test_predictions(folder: str, case: Any) -> None:
     case = replace(case, return_predicted=True)
     args = OP.forward_args(case, OP.tensors(case))
     *_, predicted, _ = op_checks.run_kernel(OP, folder, False, case, args)
@@ -106,21 +102,12 @@ def test_predictions(folder: str, case: LogProbCase) -> None:
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 3)
-@given(case=strategies.log_probs())
-def test_statistics_match_truth(folder: str, case: LogProbCase) -> None:
-    case = replace(case, return_mean_logits=True, return_log_sum_sq_probs=True)
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
 @pytest.mark.parametrize("V", (40, 70))
 def test_each_statistic_by_itself(folder: str, V: int) -> None:
     """What else is asked for changes no bit of a result."""
-    case = LogProbCase(shape=(3, V), dtype=torch.float32, tile=(1, 64))
+    case = OP.case(shape=(3, V), dtype=torch.float32, tile=(1, 64))
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    args = (logits, torch.tensor([V - 1, 0, -100], device=DEVICE), *case.options)
+    args = (logits, torch.tensor([V - 1, 0, -100], device=DEVICE), *OP.options(case))
     run = lambda *asked: op_checks.run_kernel(OP, folder, False, case, (*args, *asked))
     every = run(True, True, True)
     for asked in ((False, False, False), (True, False, False), (False, True, False)):
@@ -148,15 +135,6 @@ def test_a_target_out_of_range_is_an_index_error() -> None:
         liger_ops.log_prob(torch.zeros(3, 33), torch.tensor([1, 33, -100]))
 
 
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@pytest.mark.parametrize("V", (4096, 151936))
-def test_vocabularies_by_the_host_codes_own_plan(folder: str, V: int) -> None:
-    case = LogProbCase(shape=(3, V), dtype=torch.bfloat16, temperature=0.7)
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     (
@@ -167,8 +145,8 @@ def test_vocabularies_by_the_host_codes_own_plan(folder: str, V: int) -> None:
     ),
 )
 def test_rejects_options(change: dict[str, float], message: str) -> None:
-    case = LogProbCase(shape=(2, 5), dtype=torch.float32, **change)
-    args = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), *case.options)
+    case = OP.case(shape=(2, 5), dtype=torch.float32, **change)
+    args = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), *OP.options(case))
     op_checks.assert_rejects(OP, args, f"log_prob: {message}")
     with pytest.raises(ValueError, match=message):
         liger_ops.nn.LogProb(**change)

@@ -12,44 +12,24 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperConnection
 
-import kernel_tests
 import liger_ops
-import mhc_strategies
 import op_checks
 from liger_ops import library
 from liger_ops.lowering.common.hyper_connections import mhc_products
-from mhc_cases import INPUTS, RESULTS, MHCCase
+from mhc_cases import INPUTS, RESULTS
 from op_table import OPS
 from op_under_test import FOLDERS
 
 OP = OPS["mhc_coeffs_forward"]
-KERNELS = kernel_tests.every_folder(OP)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 BF16, FP32 = torch.bfloat16, torch.float32
-CASES = {
-    "wide": MHCCase(shape=(2, 4, 2501), dtype=BF16, layout="sliced", tmax=20),
-    # Some blocks of tokens, by the host code's own plan.
-    "tokens": MHCCase(shape=(70, 4, 16), dtype=FP32, tmax=20, other_dtype=BF16),
-    "16-streams": MHCCase(shape=(5, 16, 3), dtype=BF16, tmax=7),
-    "33-streams": MHCCase(shape=(3, 33, 2), dtype=FP32, tmax=3),
-    # Logits of which most softmaxes are 0 or 1.
-    "sharp": MHCCase(shape=(6, 4, 16), dtype=FP32, tmax=20, sharpness=50.0),
-    # Beside the logits of three streams, a tile has those of a fourth.
-    "logits-far-below-0": MHCCase(shape=(5, 3, 8), dtype=FP32, b_shift=-200.0),
-    "iterations": MHCCase(shape=(3, 3, 8), dtype=FP32, tmax=75, sharpness=2.0),
-    "no-tokens": MHCCase(shape=(0, 4, 16), dtype=FP32),
-}
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, mhc_strategies.mhc())
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, mhc_strategies.mhc())
-test_cases_match_truth = kernel_tests.cases_match_truth(KERNELS, CASES)
 
 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 def test_two_runs_and_other_tiles(folder: str) -> None:
     """The rows of x, whose products PyTorch computes, are not permuted."""
-    case = MHCCase(shape=(9, 3, 40), dtype=BF16, tile=(4, 16))
+    case = OP.case(shape=(9, 3, 40), dtype=BF16, tile=(4, 16))
     op_checks.assert_deterministic(OP, folder, case)
     op_checks.assert_tile_does_not_matter(OP, folder, case)
 
@@ -58,7 +38,7 @@ def test_two_runs_and_other_tiles(folder: str) -> None:
 @EVERY_FOLDER
 @pytest.mark.parametrize("given", range(3), ids=RESULTS)
 def test_a_gradient_that_is_none_is_zero(folder: str, given: int) -> None:
-    case = MHCCase(shape=(5, 3, 8), dtype=FP32)
+    case = OP.case(shape=(5, 3, 8), dtype=FP32)
     args = OP.backward_args(case, OP.tensors(case))
     grads = args[:3]
     zeros = [grad if i == given else torch.zeros_like(grad) for i, grad in enumerate(grads)]
@@ -76,7 +56,7 @@ def test_a_gradient_that_is_none_is_zero(folder: str, given: int) -> None:
 def test_chunks_of_rows(folder: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows of x at a time."""
     monkeypatch.setattr(mhc_products, "CHUNK_BYTES", 3 * 4 * 2 * 20)
-    case = MHCCase(shape=(10, 2, 20), dtype=dtype)
+    case = OP.case(shape=(10, 2, 20), dtype=dtype)
     assert len(list(mhc_products.row_chunks(torch.empty(10, 40)))) == 4
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
@@ -96,12 +76,12 @@ def test_bfloat16_parts_add_up(dtype: torch.dtype) -> None:
 
 def test_phi_in_float64_runs_the_definition() -> None:
     """Whose arithmetic is in x's dtype."""
-    case = MHCCase(shape=(2, 2, 4), dtype=FP32, other_dtype=torch.float64)
+    case = OP.case(shape=(2, 2, 4), dtype=FP32, other_dtype=torch.float64)
     args = OP.forward_args(case, OP.tensors(case))
     assert all(result.dtype is FP32 for result in OP.kernel(FOLDERS[0])(*args))
 
 
-def drawn(case: MHCCase, **changed: Any) -> tuple[Any, ...]:
+def drawn(case: Any, **changed: Any) -> tuple[Any, ...]:
     return OP.forward_args(case, {**OP.tensors(case), **changed})
 
 
@@ -127,7 +107,7 @@ def test_what_is_refused() -> None:
 
 
 def test_rows_and_columns_sum_to_one() -> None:
-    case = MHCCase(shape=(20, 4, 16), dtype=FP32, tmax=50)
+    case = OP.case(shape=(20, 4, 16), dtype=FP32, tmax=50)
     h_res = liger_ops.mhc_coeffs(*OP.forward_args(case, OP.tensors(case)))[2]
     ones = torch.ones(20, 4)
     for dim in (-1, -2):

@@ -8,33 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernel_tests
 import liger_ops
 import modulated_blocks as blocks
 import op_checks
-import strategies
-from modulated_norm_cases import ModulatedCase
 from op_table import OPS
-from op_under_test import FOLDERS
+from op_under_test import FOLDERS, SAME
 
 OP = OPS["modulated_layer_norm-sample"]
-FORMS = kernel_tests.every_form("modulated_layer_norm")
-CASES = strategies.modulated_norms(strategies.layer_norms())
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(FORMS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(FORMS, CASES)
-test_properties = kernel_tests.properties(kernel_tests.every_folder(OP), CASES)
-
-
-@pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_wide_rows_by_the_host_codes_own_plan(folder: str) -> None:
-    dtype = torch.bfloat16
-    case = ModulatedCase(
-        shape=(2, 2, 17001), dtype=dtype, weight_dtype=dtype, shift_dtype=dtype, layout="sliced"
-    )
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 BLOCKS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -91,9 +71,9 @@ def test_each_casting_mode_rounds_in_its_own_places() -> None:
 @pytest.mark.parametrize("wide", (False, True))
 @pytest.mark.device_kernels
 def test_kernels_round_where_the_definition_does(folder: str, mode: str, wide: bool) -> None:
-    case = ModulatedCase(
-        shape=(2, 3, 300), dtype=torch.bfloat16, scale_dtype=torch.float32 if wide else None,
-        shift_dtype=torch.bfloat16, casting_mode="llama" if mode == "torch" else mode,
+    case = OP.case(
+        shape=(2, 3, 300), dtype=torch.bfloat16, scale_dtype=torch.float32 if wide else SAME,
+        shift_dtype=torch.bfloat16, casting_mode=mode,
     )  # fmt: skip
     args = OP.forward_args(case, OP.tensors(case))
     (y,) = op_checks.run_kernel(OP, folder, False, case, args)

@@ -6,34 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-import kernel_tests
 import liger_ops
 import modulated_blocks as blocks
 import op_checks
-import strategies
-from modulated_norm_cases import ModulatedCase
 from op_table import OPS
 from op_under_test import FOLDERS
 
 OP = OPS["modulated_rms_norm-sample"]
-FORMS = kernel_tests.every_form("modulated_rms_norm")
-CASES = strategies.modulated_norms(strategies.rms_norms())
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(FORMS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(FORMS, CASES)
-test_properties = kernel_tests.properties(kernel_tests.every_folder(OP), CASES)
-
-
-@pytest.mark.device_kernels
-@pytest.mark.parametrize("folder", FOLDERS)
-@pytest.mark.parametrize("form", ("sample", "token"))
-def test_wide_rows_by_the_host_codes_own_plan(folder: str, form: str) -> None:
-    op, dtype = OPS[f"modulated_rms_norm-{form}"], torch.bfloat16
-    case = ModulatedCase(
-        shape=(2, 2, 17001), dtype=dtype, weight_dtype=dtype, shift_dtype=dtype, layout="sliced"
-    )
-    op_checks.assert_forward_matches_truth(op, folder, case)
-    op_checks.assert_backward_matches_truth(op, folder, case)
 
 
 @pytest.mark.parametrize("affine", (False, True))
@@ -53,7 +32,7 @@ def test_definition_is_the_blocks_code(dtype: torch.dtype, affine: bool) -> None
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("mode", ("llama", "gemma", "float32"))
 def test_kernels_round_where_the_definition_does(folder: str, mode: str) -> None:
-    case = ModulatedCase(
+    case = OP.case(
         shape=(2, 3, 300), dtype=torch.bfloat16, weight_dtype=torch.bfloat16,
         shift_dtype=torch.bfloat16, casting_mode=mode,
     )  # fmt: skip

@@ -14,23 +14,20 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-import kernel_tests
 import liger_ops
 import op_checks
 import strategies
 from liger_ops import library
 from liger_ops.lowering.common.attention import multi_token_attention as host
-from multi_token_cases import INPUTS, MultiTokenCase
+from multi_token_cases import INPUTS, convolution
 from op_checks import FLOAT32_ROUNDINGS
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS, Values
+from op_under_test import DEVICE, FOLDERS, drawn_for
 from plans import plan
 
 OP = OPS["multi_token_attention_forward"]
-KERNELS = kernel_tests.every_folder(OP)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 FORMS = pytest.mark.parametrize("sparse", (False, True), ids=("softmax", "sparsemax"))
-CASES = strategies.multi_token_attentions()
 FEWER = settings(max_examples=settings().max_examples // 2)
 
 
@@ -41,10 +38,6 @@ def without_tf32() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = False
     yield
     torch.backends.cudnn.allow_tf32 = before
-
-
-test_forward_matches_truth = FEWER(kernel_tests.forward_matches_truth(KERNELS, CASES))
-test_backward_matches_truth = FEWER(kernel_tests.backward_matches_truth(KERNELS, CASES))
 
 
 def written(
@@ -59,9 +52,7 @@ def written(
     return y.masked_fill(~mask, 0.0)
 
 
-def run_kernels(
-    folder: str, case: MultiTokenCase, scores: Tensor, dp: Tensor
-) -> tuple[Tensor, Tensor]:
+def run_kernels(folder: str, case: Any, scores: Tensor, dp: Tensor) -> tuple[Tensor, Tensor]:
     """p, and the gradient of scores, by the kernels alone; the latter is written over dp."""
     module = import_module(f"liger_ops.lowering.{folder}.attention.multi_token_attention")
     forward, backward = (plan_of(folder, case, way) for way in (False, True))
@@ -77,7 +68,7 @@ def run_kernels(
     return p, dscores
 
 
-def plan_of(folder: str, case: MultiTokenCase, backward: bool) -> Any:
+def plan_of(folder: str, case: Any, backward: bool) -> Any:
     if folder == "cuda" and case.tile is not None and case.tile[1] < case.shape[-1]:
         from liger_ops.lowering.cuda.launch import TwoPass
 
@@ -90,17 +81,17 @@ def plan_of(folder: str, case: MultiTokenCase, backward: bool) -> Any:
 @FORMS
 @pytest.mark.parametrize("tile", (None, (1, 16)), ids=("whole", "wide"))
 @settings(max_examples=settings().max_examples // 8)
-@given(case=CASES)
+@given(case=strategies.cases(OP))
 def test_the_kernels_match_truth(
-    folder: str, sparse: bool, tile: tuple[int, int] | None, case: MultiTokenCase
+    folder: str, sparse: bool, tile: tuple[int, int] | None, case: Any
 ) -> None:
     """p and the gradient of scores; scores where j > i are NaN, and so is dp."""
     L = 20 if tile else case.shape[-1]
     case = replace(case, shape=(1, 2, L, L), sparse=sparse, tile=tile)
-    values = Values(case.seed)
+    values = drawn_for(case)
     future = torch.ones(case.shape[-2:], dtype=torch.bool, device=DEVICE).triu(1)
     scores = values.draw(case.shape, case.dtype, case.layout, case.scale, case.shift)
-    dp = values.draw(case.shape, case.weight_dtype or case.dtype, case.layout)
+    dp = values.draw(case.shape, case.weight_dtype, case.layout)
     wide = scores.double().requires_grad_()
     truth = written(wide, torch.ones(case.shape[1], 1, 1, 1).double().to(DEVICE), None,
                     case.sparse, groups=case.shape[1])  # fmt: skip
@@ -124,13 +115,13 @@ def test_the_kernels_match_truth(
 
 
 @FEWER
-@given(case=CASES)
-def test_the_definition_is_the_code_of_models(case: MultiTokenCase) -> None:
+@given(case=strategies.cases(OP))
+def test_the_definition_is_the_code_of_models(case: Any) -> None:
     tensors = OP.tensors(case)
     leaves = [None if tensors[n] is None else tensors[n].double().requires_grad_() for n in INPUTS]
     names = ("stride", "padding", "dilation", "groups")
-    options = dict(zip(names, case.convolution, strict=True))
-    ours = liger_ops.multi_token_attention(*leaves, *case.options)
+    options = dict(zip(names, convolution(case), strict=True))
+    ours = liger_ops.multi_token_attention(*leaves, *OP.options(case))
     theirs = written(*leaves, case.sparse, **options)
     weight, given = torch.randn_like(ours), [leaf for leaf in leaves if leaf is not None]
     grads = [torch.autograd.grad(y, given, weight) for y in (ours, theirs)]
@@ -145,7 +136,7 @@ def test_gradcheck_of_a_mixture(sparse: bool) -> None:
     leaves = [tensors[name].requires_grad_() for name in INPUTS]
 
     def call(*tensors: Tensor) -> Tensor:
-        return liger_ops.multi_token_attention(*tensors, *case.options)
+        return liger_ops.multi_token_attention(*tensors, *OP.options(case))
 
     assert torch.autograd.gradcheck(call, leaves) and torch.autograd.gradgradcheck(call, leaves)
 
@@ -157,7 +148,7 @@ def test_a_part_of_the_batch_at_a_time(
     folder: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changes roundings alone, and weights' gradients are summed in float32."""
-    case = MultiTokenCase(shape=(12, 2, 5, 5), dtype=dtype, groups=2)
+    case = OP.case(shape=(12, 2, 5, 5), dtype=dtype, groups=2)
     args = OP.backward_args(case, OP.tensors(case))
     (whole, *_) = op_checks.run_kernel(OP, folder, True, case, args)
     truths = library.OPS[OP.backward_name].definition(*op_checks.widened(args))
@@ -188,7 +179,7 @@ def test_weights_gradients_are_summed_in_float32(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 each of the later samples' ones would be rounded away beside 512."""
-    case = MultiTokenCase(shape=(17, 1, 1, 1), dtype=torch.bfloat16, out=1, kernel=(1, 1))
+    case = OP.case(shape=(17, 1, 1, 1), dtype=torch.bfloat16, out=1, kernel=(1, 1))
     case = replace(case, padding=(0,))
     tensors = {name: torch.ones_like(given) for name, given in OP.tensors(case).items()}
     tensors["dy"][0] = 512
@@ -212,7 +203,7 @@ def test_infinities(folder: str, sparse: bool, tile: tuple[int, int] | None) -> 
     scores[..., 20, 7], scores[..., 21, 0], scores[..., 39, 1:] = torch.inf, torch.nan, -torch.inf
     scores[..., 5, 6:], scores[..., 6, 7], scores[..., 22, :22] = torch.inf, torch.nan, -torch.inf
     scores = scores.to(DEVICE)
-    case = MultiTokenCase(shape=(1, 1, 40, 40), dtype=torch.float32, sparse=sparse, tile=tile)
+    case = OP.case(shape=(1, 1, 40, 40), dtype=torch.float32, sparse=sparse, tile=tile)
     p, dscores = run_kernels(folder, case, scores, torch.ones_like(scores))
     one = torch.ones(1, 1, 1, 1, device=DEVICE)
     masked = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
@@ -226,7 +217,7 @@ def test_infinities(folder: str, sparse: bool, tile: tuple[int, int] | None) -> 
 
 def test_autocast_is_that_of_models() -> None:
     """Scores stay in float32, and the convolution runs in bfloat16."""
-    tensors = OP.tensors(MultiTokenCase(shape=(2, 2, 7, 7), dtype=torch.float32))
+    tensors = OP.tensors(OP.case(shape=(2, 2, 7, 7), dtype=torch.float32))
     leaves = [tensors[name].cpu().requires_grad_() for name in INPUTS]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = liger_ops.multi_token_attention(*leaves, padding=1)

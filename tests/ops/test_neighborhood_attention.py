@@ -13,55 +13,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernel_tests
 import liger_ops
 import op_checks
 import strategies
 from liger_ops import library
-from neighborhood_cases import INPUTS, NeighborhoodCase
+from neighborhood_cases import INPUTS
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
 OP = OPS["neighborhood_attention_forward-line"]
-KERNELS = kernel_tests.every_folder(OP)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-
-# The interpreter's time grows with the product of queries and keys, and is long for an example.
-CASES, FEWER = strategies.neighborhoods(), settings(max_examples=settings().max_examples // 2)
-
-test_forward_matches_truth = FEWER(kernel_tests.forward_matches_truth(KERNELS, CASES))
-test_backward_matches_truth = FEWER(kernel_tests.backward_matches_truth(KERNELS, CASES))
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@pytest.mark.parametrize(
-    "case",
-    (
-        NeighborhoodCase(
-            shape=(2, 2, 20, 8), dtype=torch.bfloat16, kernel_size=(5,), dilation=(2,), tile=(1, 16)
-        ),
-        NeighborhoodCase(
-            shape=(2, 1, 6, 5, 3), dtype=torch.float32, kernel_size=(3, 2), dilation=(2, 1),
-            is_causal=(False, True), border="shifted", tile=(4, 4),
-        ),
-    ),
-    ids=("line", "plane"),
-)  # fmt: skip
-def test_properties(folder: str, case: NeighborhoodCase) -> None:
-    op_checks.assert_deterministic(OP, folder, case)
-    op_checks.assert_tile_does_not_matter(OP, folder, case)
-    op_checks.assert_rows_are_independent(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_a_tile_of_keys_that_ends_at_the_shifted_border(folder: str) -> None:
-    """Every query from the 27th on attends to the last key of the second tile, the 32nd of 40."""
-    case = NeighborhoodCase(
-        shape=(1, 1, 40, 8), dtype=torch.float32, kernel_size=(9,), border="shifted", tile=(1, 16)
-    )
-    op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 def keys_of(i: int, length: int, size: int, dilation: int, causal: bool, border: str) -> set[int]:
@@ -79,7 +40,7 @@ def keys_of(i: int, length: int, size: int, dilation: int, causal: bool, border:
     return set(peers[min(first, len(peers) - size) :][:size])
 
 
-def mask_of(case: NeighborhoodCase) -> Tensor:
+def mask_of(case: Any) -> Tensor:
     """Which key each query attends to, of the flattened positions."""
     lengths = case.shape[2:-1]
     mask = torch.ones(1, 1, dtype=torch.bool)
@@ -93,12 +54,12 @@ def mask_of(case: NeighborhoodCase) -> Tensor:
     return mask
 
 
-@FEWER
-@given(case=strategies.neighborhoods())
-def test_the_definition_is_attention_with_a_mask(case: NeighborhoodCase) -> None:
+@settings(max_examples=settings().max_examples // 2)
+@given(case=strategies.cases(OP))
+def test_the_definition_is_attention_with_a_mask(case: Any) -> None:
     tensors = OP.tensors(case)
     leaves = [tensors[name].double().requires_grad_() for name in INPUTS]
-    ours = liger_ops.neighborhood_attention(*leaves, *case.options)
+    ours = liger_ops.neighborhood_attention(*leaves, *OP.options(case))
     query, key, value = (x.flatten(2, -2) for x in leaves)
     groups = case.shape[1] // case.key_heads
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -115,9 +76,7 @@ def test_the_definition_is_attention_with_a_mask(case: NeighborhoodCase) -> None
 @EVERY_FOLDER
 def test_a_wide_head_by_the_host_codes_own_plan(folder: str) -> None:
     """With windows of more than a tile."""
-    case = NeighborhoodCase(
-        shape=(1, 2, 80, 160), dtype=torch.bfloat16, kernel_size=(61,), border="shifted"
-    )
+    case = OP.case(shape=(1, 2, 80, 160), dtype=torch.bfloat16, kernel_size=(61,), border="shifted")
     op_checks.assert_forward_matches_truth(OP, folder, case)
     op_checks.assert_backward_matches_truth(OP, folder, case)
 

@@ -6,32 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
-from poly_norm_cases import PolyNormCase
 
 OP = OPS["poly_norm"]
-KERNELS = kernel_tests.every_folder(OP)
-CASES = strategies.poly_norms()
-BF16, FP32 = torch.bfloat16, torch.float32
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
-test_properties = kernel_tests.properties(KERNELS, CASES)
-test_cases_match_truth = kernel_tests.cases_match_truth(
-    KERNELS,
-    {
-        "wide": PolyNormCase(shape=(3, 17001), dtype=BF16, bias_dtype=BF16, layout="sliced"),
-        # A tile is padded with rows of zeros, whose 1 / rms is infinite without an eps.
-        "zero-eps": PolyNormCase(shape=(3, 13), dtype=FP32, bias_dtype=FP32, eps=0.0, tile=(4, 64)),
-        # x**6 is 1e30.
-        "large": PolyNormCase(shape=(3, 100), dtype=FP32, bias_dtype=FP32, scale=1e5),
-    },
-)
 
 
 class AuthorsPolyNorm(nn.Module):

@@ -6,24 +6,11 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-import activation_checks
-import kernel_tests
 import liger_ops
-import strategies
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
-KERNELS = kernel_tests.every_form("relu_squared")
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-pytestmark = activation_checks.INFINITIES_ARE_MEANT
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.activations())
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.activations())
-test_properties = kernel_tests.properties(KERNELS, strategies.activations())
-test_wide_rows_by_the_host_codes_own_plan = kernel_tests.cases_match_truth(
-    KERNELS, activation_checks.WIDE_ROWS
-)
-test_a_nan_stays_one = activation_checks.a_nan_stays_one(KERNELS)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

@@ -7,41 +7,11 @@ import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
-from norm_cases import NormCase
 from op_table import OPS
-from op_under_test import FOLDERS
 
 OP = OPS["rms_norm"]
-EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-KERNELS = kernel_tests.every_folder(OP)
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.rms_norms())
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.rms_norms())
-test_properties = kernel_tests.properties(KERNELS, strategies.rms_norms())
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@pytest.mark.parametrize("columns", (4096, 14336, 20001, 131072, 200003))
-def test_wide_rows_by_the_host_codes_own_plan(folder: str, columns: int) -> None:
-    dtype = torch.bfloat16
-    case = NormCase(shape=(3, columns), dtype=dtype, weight_dtype=dtype, layout="sliced")
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_zero_eps_with_rows_left_over(folder: str) -> None:
-    """A tile is padded with rows of zeros, whose 1 / rms is infinite without an eps."""
-    dtype = torch.float32
-    case = NormCase(shape=(3, 13), dtype=dtype, weight_dtype=dtype, eps=0.0, tile=(4, 64))
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

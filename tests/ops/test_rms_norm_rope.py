@@ -6,75 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor, nn
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.qwen3 import modeling_qwen3
 
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
-from rms_norm_rope_cases import RMSNormRopeCase
 
 OP = OPS["rms_norm_rope"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-KERNELS = kernel_tests.every_folder(OP)
-CASES = strategies.rms_norm_ropes()
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@settings(max_examples=settings().max_examples // 8)
-@given(case=strategies.rms_norm_ropes(tables=("none", "one")).filter(strategies.has_rows))
-def test_properties(folder: str, case: RMSNormRopeCase) -> None:
-    op_checks.assert_deterministic(OP, folder, case)
-    op_checks.assert_tile_does_not_matter(OP, folder, case)
-    op_checks.assert_rows_are_independent(OP, folder, case)
-
-
-BF16 = {"dtype": torch.bfloat16, "table_dtype": torch.bfloat16}
-WEIGHTS = {"q_weight_dtype": torch.bfloat16, "k_weight_dtype": torch.bfloat16}
-IN_MODELS = {"layout": "model", "k_layout": "model", "tables": "one"}
-SIZES: dict[str, dict[str, Any]] = {
-    "qwen3": {"shape": (2, 12, 5, 128), "k_heads": 2, "rotary": 128},
-    "gemma3": {
-        "shape": (1, 4, 9, 256),
-        "k_heads": 1,
-        "rotary": 256,
-        "offset": 1.0,
-        "casting_mode": "gemma",
-    },
-    "partial": {"shape": (1, 3, 5, 256), "k_heads": 2, "rotary": 64},
-    "interleaved": {"shape": (1, 3, 5, 96), "k_heads": 2, "rotary": 32, "interleaved": True},
-    # The kernels of rms_norm and rope, one after the other.
-    "wide": {"shape": (1, 2, 2, 2100), "k_heads": 1, "rotary": 2098},
-}
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-@pytest.mark.parametrize("name", SIZES)
-def test_by_the_host_codes_own_plan(folder: str, name: str) -> None:
-    case = RMSNormRopeCase(**BF16, **WEIGHTS, **IN_MODELS, **SIZES[name])
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
-
-
-@pytest.mark.device_kernels
-@EVERY_FOLDER
-def test_zero_eps_with_rows_left_over(folder: str) -> None:
-    """A tile is padded with rows of zeros, whose 1 / rms is infinite without an eps."""
-    weights = {"q_weight_dtype": torch.float32, "k_weight_dtype": torch.float32}
-    shape = {"shape": (1, 3, 3, 20), "k_heads": 1, "rotary": 12, "tile": (2, 16)}
-    case = RMSNormRopeCase(dtype=torch.float32, eps=0.0, **weights, **shape)
-    op_checks.assert_forward_matches_truth(OP, folder, case)
-    op_checks.assert_backward_matches_truth(OP, folder, case)
 
 
 def packed_heads(dtype: torch.dtype, heads: int, heads_of_k: int, D: int) -> tuple[Tensor, Tensor]:

@@ -9,13 +9,12 @@ import torch
 
 import liger_ops
 from op_table import OPS
-from rope_cases import RopeCase
 from rotary_inputs import heads, rotary_tables
 
 OP = OPS["rope"]
 
 
-LEARNED = RopeCase(
+LEARNED = OP.case(
     shape=(2, 3, 2, 6),
     dtype=torch.float64,
     k_heads=2,
@@ -45,7 +44,7 @@ def test_gradients_of_learned_complex_frequencies(
     tables: str, sections: tuple[int, ...] | None
 ) -> None:
     """They follow PyTorch's convention, and agree with those of the equivalent real tables."""
-    case = replace(LEARNED, tables=tables, is_complex=True, sections=sections)
+    case = replace(LEARNED, tables=tables, kind="complex", sections=sections)
     q, k, freqs_cis, _, *options = OP.forward_args(case, OP.tensors(case))
     leaves = [tensor.requires_grad_() for tensor in (q, k, freqs_cis)]
     assert torch.autograd.gradcheck(lambda *t: liger_ops.rope(*t, None, *options), leaves)
@@ -65,7 +64,7 @@ def test_gradients_of_learned_complex_frequencies(
 @pytest.mark.parametrize("deinterleave", (False, True))
 def test_gradients_of_learned_matrices(tables: str, deinterleave: bool) -> None:
     """The numbers of a matrix are independent, though those of a rotation are not."""
-    case = replace(LEARNED, tables=tables, of_matrices=True, deinterleave=deinterleave)
+    case = replace(LEARNED, tables=tables, kind="matrices", deinterleave=deinterleave)
     q, k, matrices, _, *options = OP.forward_args(case, OP.tensors(case))
     leaves = [tensor.requires_grad_() for tensor in (q, k, matrices)]
     assert torch.autograd.gradcheck(lambda *t: liger_ops.rope(*t, None, *options), leaves)

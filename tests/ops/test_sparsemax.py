@@ -8,30 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernel_tests
 import liger_ops
 import op_checks
-import softmax_checks
-import strategies
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS, Case
+from op_under_test import DEVICE, FOLDERS
 
 OP = OPS["sparsemax_forward"]
-KERNELS = kernel_tests.every_folder(OP)
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-CASES = strategies.softmaxes()
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, CASES)
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, CASES)
-test_properties = kernel_tests.properties(KERNELS, CASES)
-test_wide_rows_by_the_host_codes_own_plan = kernel_tests.cases_match_truth(
-    KERNELS,
-    {
-        **{columns: softmax_checks.WIDE_ROWS[columns] for columns in ("4096", "65536")},
-        # All elements are in the support.
-        "flat": Case(shape=(2, 40000), dtype=torch.float32, scale=1e-6),
-    },
-)
 
 
 def assert_projects(x: Tensor, y: Tensor, dim: int, roundings: float) -> None:
@@ -74,7 +57,7 @@ def test_slow_and_tied_rows(folder: str, tile: tuple[int, int] | None) -> None:
     slow = slow_row()
     tied = -torch.linspace(0, 1.2, 5).square().repeat(2)
     x = torch.stack((slow, 1e4 + slow, tied, torch.full((10,), -7.5)))
-    case = Case(shape=tuple(x.shape), dtype=torch.float32, tile=tile)
+    case = OP.case(shape=tuple(x.shape), dtype=torch.float32, tile=tile)
     (y,) = op_checks.run_kernel(OP, folder, False, case, (x.to(DEVICE),))
     assert y is not None
     assert_projects(x, y.cpu(), -1, 8)
@@ -85,7 +68,7 @@ def test_slow_and_tied_rows(folder: str, tile: tuple[int, int] | None) -> None:
 @EVERY_FOLDER
 def test_a_wide_flat_row_sums_to_one(folder: str) -> None:
     """The first steps add up 30000 elements; the last corrects what they have rounded."""
-    case = Case(shape=(1, 30000), dtype=torch.float32)
+    case = OP.case(shape=(1, 30000), dtype=torch.float32)
     x = 1e-6 * torch.randn(1, 30000, generator=torch.Generator().manual_seed(0))
     for tile in (None, (1, 1024)):
         (y,) = op_checks.run_kernel(OP, folder, False, replace(case, tile=tile), (x.to(DEVICE),))
@@ -104,7 +87,7 @@ def test_infinities(folder: str, tile: tuple[int, int] | None, dtype: torch.dtyp
     x[0, :33] = x[1, 20:] = x[2, 1:] = x[3] = -inf
     x[4, 5], x[5, 39] = inf, torch.nan
     x[6, :39] = torch.finfo(dtype).min
-    case = Case(shape=(7, 40), dtype=dtype, tile=tile)
+    case = OP.case(shape=(7, 40), dtype=dtype, tile=tile)
     (y,) = op_checks.run_kernel(OP, folder, False, case, (x.to(DEVICE),))
     assert y is not None
     torch.testing.assert_close(y.cpu(), OP.definition(x), equal_nan=True)

@@ -10,24 +10,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import activation_checks
-import kernel_tests
 import liger_ops
 import op_checks
-import strategies
 from liger_ops import library
 from op_table import OPS
-
-KERNELS = kernel_tests.every_form("swiglu")
-pytestmark = activation_checks.INFINITIES_ARE_MEANT
-
-test_forward_matches_truth = kernel_tests.forward_matches_truth(KERNELS, strategies.activations())
-test_backward_matches_truth = kernel_tests.backward_matches_truth(KERNELS, strategies.activations())
-test_properties = kernel_tests.properties(KERNELS, strategies.activations())
-test_wide_rows_by_the_host_codes_own_plan = kernel_tests.cases_match_truth(
-    KERNELS, activation_checks.WIDE_ROWS
-)
-test_a_nan_stays_one = activation_checks.a_nan_stays_one(KERNELS)
-
 
 SIZES = {"hidden_size": 16, "intermediate_size": 40}
 

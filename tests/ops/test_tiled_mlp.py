@@ -9,17 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import liger_ops
 import op_checks
+import strategies
 from liger_ops import library
 from op_checks import as_tuple, run_kernel, widened
 from op_table import OPS
-from op_under_test import DY_LAYOUTS, FOLDERS, X_LAYOUTS
-from strategies import DTYPES
-from tiled_mlp_cases import INPUTS, TiledMLPCase
+from op_under_test import FOLDERS
 
 OP = OPS["tiled_mlp_forward"]
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
@@ -28,25 +26,6 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> TiledMLPCase:
-    rows = draw(st.sampled_from(((0,), (1,), (7,), (2, 5), (130,))))
-    sizes = st.sampled_from((1, 5, 16, 33))
-    return TiledMLPCase(
-        shape=(*rows, draw(sizes)),
-        intermediate=draw(sizes),
-        out=draw(sizes),
-        dtype=draw(st.sampled_from(DTYPES)),
-        bias=draw(st.booleans()),
-        activation=draw(st.sampled_from(tuple(ACTIVATIONS))),
-        tile_rows=draw(st.sampled_from((None, 1, 4, 128) if rows != (130,) else (None, 50, 128))),
-        layout=draw(st.sampled_from(X_LAYOUTS)),
-        dy_layout=draw(st.sampled_from(DY_LAYOUTS)),
-        output_mask=tuple(draw(st.booleans()) for _ in range(7)),
-        seed=draw(st.integers(0, 2**31)),
-    )
 
 
 def assert_close(found: Tensor, truth: Tensor, terms: float, roundings: int) -> None:
@@ -59,8 +38,8 @@ def assert_close(found: Tensor, truth: Tensor, terms: float, roundings: int) -> 
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 @settings(max_examples=settings().max_examples // 2)
-@given(case=cases())
-def test_kernels_match_float64(folder: str, case: TiledMLPCase) -> None:
+@given(case=strategies.cases(OP))
+def test_kernels_match_float64(folder: str, case: Any) -> None:
     """Every intermediate and, on a CPU, every tile's product is rounded to the dtype."""
     tensors = OP.tensors(case)
     for backward, arguments in ((False, OP.forward_args), (True, OP.backward_args)):
@@ -78,7 +57,7 @@ def test_kernels_match_float64(folder: str, case: TiledMLPCase) -> None:
                 assert_close(value, truth, terms, 16)
 
 
-def absolute(case: TiledMLPCase, tensors: dict[str, Any], backward: bool) -> list[float]:
+def absolute(case: Any, tensors: dict[str, Any], backward: bool) -> list[float]:
     """The largest of each result of the same sums without signs; |silu| and |gelu|, and their
     slopes, are at most |z| + 1."""
     given = {n: None if t is None else t.double().abs() for n, t in tensors.items()}
@@ -101,7 +80,7 @@ def absolute(case: TiledMLPCase, tensors: dict[str, Any], backward: bool) -> lis
 @pytest.mark.device_kernels
 @EVERY_FOLDER
 def test_the_number_of_tiles_changes_only_roundings(folder: str) -> None:
-    case = TiledMLPCase(shape=(300, 20), intermediate=33, dtype=torch.float32, tile_rows=None)
+    case = OP.case(shape=(300, 20), intermediate=33, dtype=torch.float32, tile_rows=None)
     tensors = OP.tensors(case)
     for backward, arguments in ((False, OP.forward_args), (True, OP.backward_args)):
         one, several = (
@@ -115,7 +94,7 @@ def test_the_number_of_tiles_changes_only_roundings(folder: str) -> None:
 @EVERY_FOLDER
 def test_weights_gradients_are_summed_in_float32(folder: str) -> None:
     """In bfloat16 each of the later tiles' ones would be rounded away beside 512."""
-    case = TiledMLPCase(
+    case = OP.case(
         shape=(17, 1), intermediate=1, out=1, dtype=torch.bfloat16, bias=False, tile_rows=1
     )
     tensors = OP.tensors(case)
@@ -262,4 +241,4 @@ def test_rejects() -> None:
 
 def test_every_input_is_listed() -> None:
     names = [argument.name for argument in OP.overload()._schema.arguments]
-    assert tuple(names[: len(INPUTS)]) == INPUTS
+    assert tuple(names[: len(OP.tensor_arguments)]) == OP.tensor_arguments

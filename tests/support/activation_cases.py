@@ -3,53 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from op_under_test import Case, OpUnderTest, Tensors, Values, laid_out
+from launch_forms import BF16, COUNTED_ROWS, FP32, ROWS, WIDTHS, Fields, Forms, masks, shapes, tiled
+from op_under_test import (
+    SAME,
+    OpUnderTest,
+    Pick,
+    Tensors,
+    Values,
+    drawn_for,
+    drawn_rows,
+    laid_out,
+)
 
 # Below this, float32 exp and products underflow.
 TINY = torch.finfo(torch.float32).tiny
-
-Options = Callable[["ActivationCase"], tuple[Any, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationCase(Case):
-    up_dtype: torch.dtype | None = None
-    # The first elements of gate, or of x: values that a normal distribution does not produce.
-    special: tuple[float, ...] = ()
-    gate_multiplier: float = 1.0
-    down_multiplier: float = 1.0
-    approximate: str = "tanh"
-    alpha: float = 1.702
-    limit: float = 7.0
-    up_offset: float = 1.0
+# Values beyond which exp or its square leaves float32's range, and where an activation is flat or
+# linear; NaN and 0 stay what they are.
+SPECIAL = (1e4, -1e4, 88.0, -88.0, -104.0, 20.0, -20.0, -1.278, 0.0, 1e-7, -1e-30)
+HUGE = (3e38, -3e38, 1e20, -1e20)
 
 
-def gate_like(case: ActivationCase, values: Values, shape: tuple[int, ...]) -> Tensor:
-    gate = values.draw(shape, case.dtype, case.layout, case.scale, case.shift)
+def gate_like(case: Any, values: Values, shape: tuple[int, ...]) -> Tensor:
+    gate = values.draw(shape, SAME, case.layout, case.scale)
     if gate.numel() > 0:
         for i, special in enumerate(case.special[: shape[-1]]):
             gate[..., i] = special
     return gate
 
 
-def gated_tensors(case: ActivationCase, form: str) -> Tensors:
+def gated_tensors(case: Any, form: str) -> Tensors:
     """gate, up and dy; if up is None, gate holds both."""
-    values = Values(case.seed)
-    up_dtype = case.up_dtype if not form and case.up_dtype else case.dtype
-    gate, up = (
-        gate_like(case, values, case.shape),
-        values.draw(case.shape, up_dtype, case.layout, case.scale),
-    )
-    dy_dtype = torch.promote_types(case.dtype, up_dtype)
-    dy = values.draw(case.shape, dy_dtype, case.dy_layout)
+    values, up_dtype = drawn_for(case), SAME if form else case.up_dtype
+    gate = gate_like(case, values, case.shape)
+    up = values.draw(case.shape, up_dtype, case.layout, case.scale)
+    dy = values.draw(case.shape, torch.promote_types(gate.dtype, up.dtype), case.dy_layout)
     if not form:
         return {"gate": gate, "up": up, "dy": dy}
     packed = torch.stack((gate, up), -1 if form == "interleaved" else -2).flatten(-2)
@@ -70,7 +63,7 @@ def together(dgate: Tensor, dup: Tensor, form: str) -> list[Tensor]:
     return [dgate, dup]
 
 
-def terms(op: str, case: ActivationCase, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+def terms(op: str, case: Any, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
     """Magnitudes of the terms of the activation and of its slope, and of their factors from up.
 
     The relative error of exp(z) is z times that of z, hence the factors 1 + |z|.
@@ -99,17 +92,13 @@ def terms(op: str, case: ActivationCase, gate: Tensor, up: Tensor) -> tuple[Tens
     return activation, slope + TINY, factor.abs(), factor / up
 
 
-def gated_output_magnitudes(
-    op: str, form: str, case: ActivationCase, tensors: Tensors
-) -> list[Tensor]:
+def gated_output_magnitudes(op: str, form: str, case: Any, tensors: Tensors) -> list[Tensor]:
     gate, up = apart(tensors["gate"], tensors["up"], form)
     activation, _, factor, _ = terms(op, case, gate, up)
     return [activation * factor + TINY]
 
 
-def gated_gradient_magnitudes(
-    op: str, form: str, case: ActivationCase, tensors: Tensors
-) -> list[Tensor]:
+def gated_gradient_magnitudes(op: str, form: str, case: Any, tensors: Tensors) -> list[Tensor]:
     gate, up = apart(tensors["gate"], tensors["up"], form)
     activation, slope, factor, _ = terms(op, case, gate, up)
     dy = tensors["dy"].double().abs()
@@ -117,78 +106,103 @@ def gated_gradient_magnitudes(
     return together(dy * slope * factor + TINY, dy * activation * scale + TINY, form)
 
 
-def sample(
-    dtype: torch.dtype = torch.float64, rows: int = 3, limit: float = 0.8, **form: Any
-) -> ActivationCase:
-    return ActivationCase(
-        shape=(rows, 2, 6),
-        dtype=dtype,
-        gate_multiplier=0.7,
-        down_multiplier=1.3,
-        limit=limit,
-        **form,
-    )
+def unary_tensors(case: Any) -> Tensors:
+    values = drawn_for(case)
+    x = gate_like(case, values, case.shape)
+    return {"x": x, "dy": values.draw(case.shape, SAME, case.dy_layout)}
 
 
-def gated(name: str, options: Options, form: str = "") -> OpUnderTest:
-    mask = lambda case: [case.output_mask[0], case.output_mask[1] and not form]
+def special_rows(pick: Pick, fields: Fields) -> Fields:
+    """Rows whose first elements are values that a normal distribution does not produce."""
+    special = SPECIAL if fields["dtype"] is torch.float16 else SPECIAL + HUGE
+    drawn = tuple(pick(special) for _ in range(pick(range(5))))
+    return {**drawn_rows(pick, fields), "special": drawn}
+
+
+# 5 x 4096 x 131072 elements exceed int32. In the second, rows start at any address.
+SHAPES = shapes(*((ROWS, N) for N in WIDTHS), (5 * ROWS, 131072))
+SLICED = {"layout": "sliced", "dy_layout": "sliced"}
+
+
+def described(name: str, form: str, choices: Fields, *options: Fields, **more: Any) -> OpUnderTest:
     return OpUnderTest(
         name=name,
         form=form,
-        tensors=partial(gated_tensors, form=form),
-        forward_args=lambda c, t: (t["gate"], t["up"], *options(c)),
-        backward_args=lambda c, t: (t["dy"], t["gate"], t["up"], *options(c), mask(c)),
-        gradients_of=("gate", "up"),
-        output_magnitudes=partial(gated_output_magnitudes, name, form),
-        gradient_magnitudes=partial(gated_gradient_magnitudes, name, form),
+        choices={"special": ((),), "scale": (1.0, 1e-3, 10.0), **choices},
+        coupled=special_rows,
         elementwise=True,
-        sample=sample,
-        per_row=("gate", "up", "dy"),
-        leading=("gate",),
-        autocast_as="gelu" if name == "geglu" else "silu",
+        sample_shape=lambda rows: (rows, 2, 6),
+        cases={
+            f"{N}-{layout}": {"shape": (3, N), "dtype": BF16, "layout": layout}
+            for N, layout in ((14336, "contiguous"), (20011, "sliced"))
+        },
+        forms=Forms(
+            shapes=SHAPES,
+            options=(SLICED, *options),
+            backward_options=masks(2) if choices and not form else (),
+            # The widths 1023 and 4096.
+            optional_at=(3, 4),
+            counted=COUNTED_ROWS,
+            executed=tiled(),
+        ),
+        **more,
     )
 
 
-def swiglu_options(case: ActivationCase) -> tuple[Any, ...]:
-    return case.gate_multiplier, case.down_multiplier
-
-
-def geglu_options(case: ActivationCase) -> tuple[Any, ...]:
-    return (case.approximate,)
-
-
-def clamped_options(interleaved: bool, case: ActivationCase) -> tuple[Any, ...]:
-    return case.alpha, case.limit, case.up_offset, interleaved
-
-
-def unary_tensors(case: ActivationCase) -> Tensors:
-    values = Values(case.seed)
-    return {
-        "x": gate_like(case, values, case.shape),
-        "dy": values.draw(case.shape, case.dtype, case.dy_layout),
-    }
+def gated(name: str, choices: Fields, sampled: Fields, *options: Fields) -> list[OpUnderTest]:
+    """An activation of separate tensors, of halves and, if it can be, of interleaved columns."""
+    forms = ("", "packed", "interleaved")[: 2 + (name == "clamped_swiglu")]
+    return [
+        described(
+            name,
+            form,
+            {"up_dtype": (SAME, FP32), **choices},
+            *(option for option in options if not (form and "up_dtype" in option)),
+            tensors=partial(gated_tensors, form=form),
+            computed={
+                "interleaved": lambda c, t, form=form: form == "interleaved",
+                "output_mask": lambda c, t, form=form: [
+                    c.output_mask[0], c.output_mask[1] and not form,
+                ],
+            },
+            output_magnitudes=partial(gated_output_magnitudes, name, form),
+            gradient_magnitudes=partial(gated_gradient_magnitudes, name, form),
+            sampled=sampled,
+            compiled=[
+                {**shape, **option}
+                for shape in shapes((4, 100), (4, 4096))
+                for option in ({}, *options)
+                if "up_dtype" not in option
+            ],
+            autocast_as="gelu" if name == "geglu" else "silu",
+        )
+        for form in forms
+    ]  # fmt: skip
 
 
 OPS = (
-    gated("swiglu", swiglu_options),
-    gated("swiglu", swiglu_options, "packed"),
-    gated("geglu", geglu_options),
-    gated("geglu", geglu_options, "packed"),
-    gated("clamped_swiglu", partial(clamped_options, False)),
-    gated("clamped_swiglu", partial(clamped_options, False), "packed"),
-    gated("clamped_swiglu", partial(clamped_options, True), "interleaved"),
-    OpUnderTest(
-        name="relu_squared",
+    *gated(
+        "swiglu",
+        {"gate_multiplier": (1.0, 0.5, -0.3), "down_multiplier": (1.0, 0.088)},
+        {"gate_multiplier": 0.7, "down_multiplier": 1.3},
+        {"up_dtype": FP32},
+    ),
+    *gated("geglu", {"approximate": ("tanh", "none")}, {}, {"approximate": "none"}),
+    *gated(
+        "clamped_swiglu",
+        {
+            "alpha": (1.702, 1.0), "limit": (7.0, 0.5, float("inf")), "up_offset": (1.0, 0.0),
+        },
+        {"limit": 0.8},
+    ),
+    described(
+        "relu_squared",
+        "",
+        {},
         tensors=unary_tensors,
-        forward_args=lambda c, t: (t["x"],),
-        backward_args=lambda c, t: (t["dy"], t["x"]),
-        gradients_of=("x",),
         output_magnitudes=lambda c, t: [t["x"].double().square() + TINY],
         gradient_magnitudes=lambda c, t: [(t["x"].double() * t["dy"].double()).abs() + TINY],
-        elementwise=True,
-        sample=sample,
-        per_row=("x", "dy"),
-        leading=("x",),
+        compiled=shapes((4, 100), (4, 4096)),
         autocast_as="relu",
     ),
-)
+)  # fmt: skip

@@ -4,43 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
-
-from activation_cases import ActivationCase
-from kernel_tests import Test
-from op_checks import run_kernel
-from op_under_test import OpUnderTest
-
-# The interpreter is NumPy, which warns of the infinities that these tests produce on purpose.
-INFINITIES_ARE_MEANT = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-WIDE_ROWS = {
-    f"{columns}-{layout}": ActivationCase(shape=(3, columns), dtype=torch.bfloat16, layout=layout)
-    for columns, layout in ((14336, "contiguous"), (20011, "sliced"))
-}
-
-
-def a_nan_stays_one(kernels: pytest.MarkDecorator) -> Test:
-    @pytest.mark.device_kernels
-    @kernels
-    def test_a_nan_stays_one(op: OpUnderTest, folder: str) -> None:
-        """Every result and gradient that depends on a NaN is NaN."""
-        case = op.sample(torch.float32, rows=1)
-        for name in op.gradients_of:
-            tensors = op.tensors(case)
-            if tensors[name] is None:
-                continue
-            tensors[name].fill_(float("nan"))
-            outputs = run_kernel(op, folder, False, case, op.forward_args(case, tensors))
-            gradients = run_kernel(op, folder, True, case, op.backward_args(case, tensors))
-            for output in outputs + gradients:
-                # The gradient of up depends on gate alone.
-                if output is not None and not (name == "up" and output is gradients[1]):
-                    assert bool(output.isnan().all()), (op.id, name)
-
-    return test_a_nan_stays_one
 
 
 def assert_model_may_be_replaced(

@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from launch_forms import FP32, Fields, loss_forms, shapes
 from liger_ops import library
-from op_under_test import DEVICE, Case, Magnitude, OpUnderTest, Tensors, Values
+from op_under_test import (
+    DEVICE,
+    SAME,
+    Magnitude,
+    OpUnderTest,
+    Pick,
+    Tensors,
+    drawn_for,
+    drawn_rows,
+)
+
+UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
+OPTIONS = (
+    "ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale",
+)  # fmt: skip
+# What a target has, in all losses: one token in so many is ignored, 0 for none and 1 for all. One
+# ignored index is also a class, one is not.
+TARGETS: Fields = {
+    "target_dtype": (torch.int64, torch.int32), "ignored": (3, 0, 1, 2),
+    "ignore_index": (-100, 0),
+}  # fmt: skip
+LOGITS: Fields = {"softcap": (None, 3.0, 30.0), "logit_scale": (1.0, 0.0625, 2.0)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossCase(Case):
-    """A drawn use of cross_entropy. shape is the shape of the logits."""
-
-    target_dtype: torch.dtype = torch.int64
-    # One token in this many is ignored; 0 for none, 1 for all.
-    ignored: int = 3
-    ignore_index: int = -100
-    weight_dtype: torch.dtype | None = None
-    token_weight_dtype: torch.dtype | None = None
-    # Whether the mean divides by a given number.
-    has_items: bool = False
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    return_predicted: bool = False
-    return_entropy: bool = False
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return (
-            self.ignore_index,
-            self.reduction,
-            self.label_smoothing,
-            self.lse_square_scale,
-            self.softcap,
-            self.logit_scale,
-        )
-
-
-def targets(case: LossCase) -> Tensor:
+def targets(case: Any) -> Tensor:
     *leading, V = case.shape
     generator = torch.Generator().manual_seed(case.seed)
     target = torch.randint(0, V, leading, generator=generator)
@@ -54,20 +42,20 @@ def targets(case: LossCase) -> Tensor:
     return target.to(DEVICE, case.target_dtype)
 
 
-def tensors(case: LossCase) -> Tensors:
-    values = Values(case.seed)
+def tensors(case: Any) -> Tensors:
+    values = drawn_for(case)
     *leading, V = case.shape
     positive = {"scale": 0.2, "shift": 5.0}
     given: Tensors = {
-        "logits": values.draw(case.shape, case.dtype, case.layout, case.scale),
+        "logits": values.draw(case.shape, SAME, case.layout, case.scale),
         "target": targets(case),
         "weight": values.draw((V,), case.weight_dtype, **positive),
         "token_weight": values.draw(tuple(leading), case.token_weight_dtype, **positive),
         "num_items_in_batch": torch.tensor(7, device=DEVICE) if case.has_items else None,
     }
     forward = library.OPS["cross_entropy_forward"].definition
-    loss, _, given["lse"], _, given["total_weight"], *_, error = forward(*forward_args(case, given))
-    given["lse_error"] = error
+    results = forward(*given.values(), *(getattr(case, name) for name in OPTIONS))
+    loss, _, given["lse"], _, given["total_weight"], *_, given["lse_error"] = results
     dtype = loss.dtype
     layout = case.dy_layout if loss.dim() else "contiguous"
     given["dloss"] = values.draw(tuple(loss.shape), dtype, layout)
@@ -78,21 +66,7 @@ def tensors(case: LossCase) -> Tensors:
     return given
 
 
-INPUTS = ("logits", "target", "weight", "token_weight", "num_items_in_batch")
-UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
-
-
-def forward_args(case: LossCase, tensors: Tensors) -> tuple[Any, ...]:
-    inputs = (tensors[name] for name in INPUTS)
-    return (*inputs, *case.options, case.return_predicted, case.return_entropy)
-
-
-def backward_args(case: LossCase, tensors: Tensors) -> tuple[Any, ...]:
-    names = (*UPSTREAM, *INPUTS, "lse", "lse_error", "total_weight")
-    return (*(tensors[name] for name in names), *case.options)
-
-
-def scaled(case: LossCase, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+def scaled(case: Any, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """The magnitudes of the effective logits, and of the weights of tokens and classes."""
     x = tensors["logits"].double().abs() * case.logit_scale
     if case.softcap is not None:
@@ -105,7 +79,7 @@ def scaled(case: LossCase, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     return x, tokens.expand(x.shape[:-1]), classes.expand(x.shape[-1:])
 
 
-def output_magnitudes(case: LossCase, tensors: Tensors) -> list[Magnitude]:
+def output_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     x, tokens, classes = scaled(case, tensors)
     if x.numel() == 0:
         return [0.0] * 5
@@ -127,7 +101,7 @@ def output_magnitudes(case: LossCase, tensors: Tensors) -> list[Magnitude]:
     return [*per_token, float(lse.max()), float(x.max()), float(counts.sum())]
 
 
-def gradient_magnitudes(case: LossCase, tensors: Tensors) -> list[Magnitude]:
+def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     x, tokens, classes = scaled(case, tensors)
     if x.numel() == 0:
         return [0.0]
@@ -148,44 +122,68 @@ def gradient_magnitudes(case: LossCase, tensors: Tensors) -> list[Magnitude]:
     return [(upstream_size + dlse + dtarget_logit) * (1 + lse) * case.logit_scale]
 
 
-def sample(
-    reduction: str, dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any
-) -> LossCase:
-    """Every option in use; a few of the rows are ignored."""
-    return LossCase(
-        shape=(rows, 2, 7),
-        dtype=dtype,
-        weight_dtype=dtype,
-        token_weight_dtype=dtype,
-        has_items=reduction == "mean",
-        reduction=reduction,
-        label_smoothing=0.1,
-        lse_square_scale=0.01,
-        softcap=3.0,
-        logit_scale=0.7,
-        return_predicted=True,
-        return_entropy=True,
-        **form,
-    )
+def vocabularies(*sizes: int, rows: int = 3, **fields: Any) -> dict[str, Fields]:
+    """By the host code's own plan."""
+    return {str(V): {"shape": (rows, V), "dtype": torch.bfloat16, **fields} for V in sizes}
+
+
+def rows_and_items(pick: Pick, fields: Fields) -> Fields:
+    """Whether the mean divides by a given number."""
+    items = fields["reduction"] == "mean" and fields["has_items"]
+    return {**drawn_rows(pick, fields), "has_items": items}
+
+
+# Every option in use, and none; a few of the rows are ignored.
+USED = {
+    "label_smoothing": 0.1, "lse_square_scale": 0.01, "softcap": 3.0, "logit_scale": 0.7,
+    "weight_dtype": SAME, "token_weight_dtype": SAME, "return_predicted": True,
+    "return_entropy": True,
+}  # fmt: skip
+SMOOTHED = {"label_smoothing": 0.1, "lse_square_scale": 0.01}
+UNUSED = {
+    **dict.fromkeys(USED), "label_smoothing": 0.0, "lse_square_scale": 0.0, "logit_scale": 1.0,
+    "return_predicted": False, "return_entropy": False, "has_items": False,
+}  # fmt: skip
+ALL = {
+    **SMOOTHED, "weight_dtype": FP32, "token_weight_dtype": FP32, "softcap": 30.0,
+    "logit_scale": 0.5, "return_predicted": True, "return_entropy": True,
+}  # fmt: skip
 
 
 def cross_entropy(reduction: str) -> OpUnderTest:
     return OpUnderTest(
         name="cross_entropy_forward",
         form=reduction,
+        choices={
+            **TARGETS, **LOGITS, "weight_dtype": (None, None, FP32, SAME),
+            "token_weight_dtype": (None, None, FP32, SAME), "has_items": (False, True),
+            "reduction": ("mean", "sum", "none"), "label_smoothing": (0.0, 0.1, 1.0),
+            "lse_square_scale": (0.0, 1e-4, 0.1), "return_predicted": (False, True),
+            "return_entropy": (False, True),
+        },
+        coupled=rows_and_items,
         tensors=tensors,
-        forward_args=forward_args,
-        backward_args=backward_args,
-        gradients_of=("logits",),
-        gradients_from=UPSTREAM,
-        no_gradient=INPUTS[1:],
+        no_gradient=("target", "weight", "token_weight", "num_items_in_batch"),
         output_magnitudes=output_magnitudes,
         gradient_magnitudes=gradient_magnitudes,
-        sample=partial(sample, reduction),
-        per_row=(*INPUTS[:2], "token_weight", "lse", "lse_error", *UPSTREAM),
-        leading=(),
+        cases=vocabularies(4096, 32000, 50257, 128256, 151936, output_mask=(False,) * 3),
+        sampled={**USED, "reduction": reduction, "has_items": reduction == "mean"},
+        forms=loss_forms(
+            SMOOTHED, {**SMOOTHED, "weight_dtype": FP32}, {"softcap": 30.0}, {"logit_scale": 0.5},
+            {"return_predicted": True}, {"return_entropy": True}, ALL,
+            common=UNUSED, optional_at=(1, 2, 3, 5),
+        ),
+        compiled=[
+            {**form, **more}
+            for form in shapes((4, 100), (4, 4096), (4, 32768), (4, 128256))
+            for more in ({"output_mask": (False,) * 3}, {**ALL, "has_items": True})
+            if reduction == "mean"
+        ],
+        # The total weight is the sum of the rows.
+        rows_permute=lambda case: False,
+        shaping=(),
         autocast_as="mul.Tensor",
-    )
+    )  # fmt: skip
 
 
 OPS = tuple(cross_entropy(reduction) for reduction in ("mean", "none"))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import liger_ops
 import op_checks
-from distribution_cases import DistributionCase, names, sample, written
+from distribution_cases import names, options, written
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 
 
-def assert_is_what_trainers_write(case: DistributionCase) -> None:
+def assert_is_what_trainers_write(case: Any) -> None:
     """Values and gradients in float64, of tokens (M, V) of which some count."""
     op = OPS[case.op]
     tensors = op.tensors(case)
@@ -24,7 +26,7 @@ def assert_is_what_trainers_write(case: DistributionCase) -> None:
     labels = tensors.get("shift_labels")
     labels = None if labels is None else labels.reshape(-1)
     given = leaves if case.op == "kl_div" else [*leaves, labels]
-    ours = getattr(liger_ops, case.op)(*given, *case.options)
+    ours = getattr(liger_ops, case.op)(*given, *options(case))
     theirs = written(case, *leaves, labels)
     weight = torch.randn_like(ours)
     grads = [torch.autograd.grad(loss, leaves, weight) for loss in (ours, theirs)]
@@ -33,11 +35,11 @@ def assert_is_what_trainers_write(case: DistributionCase) -> None:
 
 
 def run(
-    folder: str, case: DistributionCase, *tensors: Tensor | None, dloss: Tensor | None = None
+    folder: str, case: Any, *tensors: Tensor | None, dloss: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and both gradients of a device's kernels."""
     op = OPS[case.op]
-    args = (*tensors, *case.options)
+    args = (*tensors, *options(case))
     (loss,) = op_checks.run_kernel(op, folder, False, case, args)
     dloss = torch.ones_like(loss) if dloss is None else dloss
     back = (dloss, *args, [True, True])
@@ -48,7 +50,7 @@ def run(
 def assert_ignored_rows_are_not_seen(folder: str, op: str, reduction: str) -> None:
     """NaN in ignored rows gives what the other rows alone give, and gradients of 0; with every row
     ignored, the loss is 0, and has a gradient."""
-    case = sample(op, torch.float32, reduction=reduction, tile=(2, 16))
+    case = OPS[op].sample(torch.float32, reduction=reduction, tile=(2, 16))
     first, second = (torch.rand(5, 40, device=DEVICE).log_softmax(-1) for _ in range(2))
     kept = torch.tensor([0, 2, 3], device=DEVICE)
     alone = run(folder, case, first[kept], second[kept], None)
@@ -66,6 +68,6 @@ def assert_ignored_rows_are_not_seen(folder: str, op: str, reduction: str) -> No
     for values in run(folder, case, first, second, torch.full_like(labels, -100)):
         assert bool((values == 0).all())
     leaf = first.clone().requires_grad_()
-    loss = getattr(liger_ops, op)(leaf, second, torch.full_like(labels, -100), *case.options)
+    loss = getattr(liger_ops, op)(leaf, second, torch.full_like(labels, -100), *options(case))
     loss.sum().backward()
     assert bool((loss == 0).all()) and bool((leaf.grad == 0).all())

@@ -37,8 +37,9 @@ def assert_no_further(
     assert (output.shape, output.dtype) == (reference.shape, reference.dtype), label
     if truth.numel() == 0:
         return
-    own = max_abs(reference.double() - truth)
-    error = max_abs(output.double() - truth)
+    assert torch.equal(output.isnan(), truth.isnan()), label
+    own = max_abs((reference.double() - truth).nan_to_num())
+    error = max_abs((output.double() - truth).nan_to_num())
     assert error <= 2 * own + roundings, f"{label}: {error} of at most 2 * {own} + {roundings}"
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from launch_forms import Fields, head_forms
 from liger_ops import library
 from op_under_test import DEVICE, OpUnderTest, Tensors, Values, laid_out
 
@@ -123,7 +123,9 @@ UPSTREAM = ("dloss", "dz_loss", "dlse", "dtarget_logit")
 
 def tensors(case: HeadCase) -> Tensors:
     given: Tensors = dict(zip((*INPUTS, *LORA), (*tensors_of(case), *lora_of(case)), strict=True))
-    outputs = library.OPS["linear_cross_entropy_forward"].definition(*forward_args(case, given))
+    values, lora = list(given.values())[: len(INPUTS)], {name: given[name] for name in LORA}
+    forward = library.OPS["linear_cross_entropy_forward"].definition
+    outputs = forward(*values, *options_of(case), gradient_mask=gradient_mask(case, given), **lora)
     given["lse"], given["total_weight"], given["lse_error"] = outputs[2], outputs[4], outputs[7]
     values = Values(case.seed + 1)
     for name, output in zip(UPSTREAM, outputs, strict=False):
@@ -133,61 +135,62 @@ def tensors(case: HeadCase) -> Tensors:
     return given
 
 
-def forward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
-    mask = [wanted and case.reduction != "none" for wanted in case.mask]
-    lora = (tensors[name] for name in LORA)
-    return (*(tensors[name] for name in INPUTS), *options_of(case), True, True, mask, *lora)
+# Every option in use, in several chunks. All sizes differ, because tracing would treat equal ones
+# as one size.
+USED: Fields = {
+    "D": 4, "V": 7, "class_weight": True, "token_weight": True, "label_smoothing": 0.1,
+    "lse_square_scale": 0.01, "softcap": 3.0, "logit_scale": 0.7, "rank": 5,
+}  # fmt: skip
+UNUSED = {
+    "class_weight": False, "token_weight": False, "num_items": False, "rows": None,
+    "label_smoothing": 0.0, "lse_square_scale": 0.0, "softcap": None, "logit_scale": 1.0,
+}  # fmt: skip
 
 
-def backward_args(case: HeadCase, tensors: Tensors) -> tuple[Any, ...]:
-    names = (*UPSTREAM, *INPUTS, "lse", "lse_error", "total_weight")
-    values = (tensors[name] for name in names)
-    lora = (tensors[name] for name in LORA)
-    return (*values, *NOT_COMPUTED, *options_of(case), list(case.mask), *lora, None, None)
+def gradient_mask(case: HeadCase, tensors: Tensors) -> list[bool]:
+    return [wanted and case.reduction != "none" for wanted in case.mask]
 
 
-def sample(
-    reduction: str, dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any
-) -> HeadCase:
-    """Every option in use, in several chunks. All sizes differ, because tracing would treat equal
-    ones as one size."""
-    return HeadCase(
-        shape=(rows, 2),
-        D=4,
-        V=7,
-        dtype=dtype,
-        class_weight=True,
-        token_weight=True,
-        num_items=reduction == "mean",
-        reduction=reduction,
-        label_smoothing=0.1,
-        lse_square_scale=0.01,
-        softcap=3.0,
-        logit_scale=0.7,
-        rank=5,
-        **form,
-    )
+def head(name: str, **fields: Any) -> OpUnderTest:
+    """An op of hidden states and a head, whose own tests check its kernels with their bounds."""
+    given: Fields = {
+        "computed": {
+            "accum_dtype": lambda case, tensors: case.dtype if case.accumulate_narrow else None,
+            "gradient_mask": gradient_mask,
+            "output_mask": lambda case, tensors: list(case.mask),
+            "ignore_index": lambda case, tensors: -100,
+            # A forward computes no gradients here.
+            **dict.fromkeys(("dx", "dweight", "dbias", "dlora_x", "dlora_b"), lambda c, t: None),
+            **fields.pop("computed", {}),
+        },
+        "sample_shape": lambda rows: (rows, 2),
+    }
+    return OpUnderTest(name=name, multiplies=True, autocast_as="linear", **given | fields)
 
 
 def linear_cross_entropy(reduction: str) -> OpUnderTest:
-    # tests/ops/test_linear_cross_entropy.py checks its kernels with bounds of their own.
-    return OpUnderTest(
-        name="linear_cross_entropy_forward",
+    always = lambda case, tensors: True
+    return head(
+        "linear_cross_entropy_forward",
         form=reduction,
+        case_type=HeadCase,
         tensors=tensors,
-        forward_args=forward_args,
-        backward_args=backward_args,
-        gradients_of=("x", "weight", "bias", *LORA),
-        gradients_from=UPSTREAM,
+        computed={
+            "return_predicted": always,
+            "return_entropy": always,
+            "chunk_bytes": lambda case, tensors: options_of(case)[-1],
+        },
         no_gradient=("target", *INPUTS[4:]),
-        output_magnitudes=lambda case, tensors: [],
-        gradient_magnitudes=lambda case, tensors: [],
-        sample=partial(sample, reduction),
-        per_row=("x", "target", "token_weight", "lse", "lse_error", "lora_x", *UPSTREAM),
-        leading=("x",),
-        multiplies=True,
-        autocast_as="linear",
-    )
+        sampled={**USED, "reduction": reduction, "num_items": reduction == "mean"},
+        forms=head_forms(
+            {
+                "label_smoothing": 0.1, "lse_square_scale": 0.01, "class_weight": True,
+                "softcap": 30.0, "logit_scale": 0.5,
+            },
+            sizes=({"D": 512, "V": 1023}, {"D": 4096, "V": 128256}),
+            common=UNUSED,
+        ),
+    )  # fmt: skip
 
 
 OPS = tuple(linear_cross_entropy(reduction) for reduction in ("mean", "none"))

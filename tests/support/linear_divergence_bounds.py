@@ -134,16 +134,3 @@ def upstream(case: TwoHeadsCase, tensors: Tensors, in_forward: bool) -> tuple[Te
     pairs = zip((case.soft_weight, case.hard_weight), others, strict=True)
     soft, hard = ((weight * dloss + other) * weights / items for weight, other in pairs)
     return soft, hard
-
-
-def assert_no_further(
-    label: str, output: Tensor, reference: Tensor, truth: Tensor, roundings: float
-) -> None:
-    """No further from truth than twice the definition in the same dtypes, and a few roundings."""
-    assert (output.shape, output.dtype) == (reference.shape, reference.dtype), label
-    if truth.numel() == 0:
-        return
-    assert torch.equal(output.isnan(), truth.isnan()), label
-    own = max_abs((reference.double() - truth).nan_to_num())
-    error = max_abs((output.double() - truth).nan_to_num())
-    assert error <= 2 * own + roundings, f"{label}: {error} of at most 2 * {own} + {roundings}"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from liger_ops import library
-from linear_cross_entropy_cases import NOT_COMPUTED, HeadCase, lora_of, tensors_of
+from divergence_cases import PLAIN
+from launch_forms import Fields, head_forms
+from linear_cross_entropy_cases import HeadCase, head, lora_of, tensors_of
+from linear_log_prob_cases import COMPILED, SIZES
 from op_under_test import OpUnderTest, Tensors, Values, laid_out
 
 
@@ -39,15 +39,6 @@ class TwoHeadsCase(HeadCase):
     chunk_bytes: int | None = 200
     upstream: tuple[bool, ...] = (True, True, True)
     return_entropy: bool = False
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return (
-            self.kind, self.beta, self.temperature, self.teacher_temperature,
-            self.softcap, self.teacher_softcap, self.logit_scale, self.teacher_logit_scale,
-            self.soft_weight, self.hard_weight, -100, self.reduction,
-            self.dtype if self.accumulate_narrow else None, self.chunk_bytes,
-        )  # fmt: skip
 
 
 INPUTS = (
@@ -87,9 +78,8 @@ def tensors(case: TwoHeadsCase) -> Tensors:
     for name in ("teacher_x", "teacher_logits", "teacher_lora_x"):
         if case.shape and given[name] is not None:
             given[name] = laid_out(given[name], case.layout)
-    forward = library.OPS["linear_divergence_forward"].definition
-    lora = {name: given[name] for name in (*LORA, *TEACHER_LORA)}
-    outputs = forward(*(given[name] for name in INPUTS), *case.options, **lora)
+    op = OPS[0]
+    outputs = op.definition(*op.forward_args(replace(case, mask=(False,) * 5), given))
     given["statistics"] = outputs[3]
     for name, wanted, output in zip(UPSTREAM, case.upstream, outputs, strict=False):
         given[name] = None
@@ -100,58 +90,58 @@ def tensors(case: TwoHeadsCase) -> Tensors:
     return given
 
 
-def forward_args(case: TwoHeadsCase, tensors: Tensors) -> tuple[Any, ...]:
-    mask = [wanted and case.reduction != "none" for wanted in case.mask]
-    lora = (tensors[name] for name in (*LORA, *TEACHER_LORA))
-    return (*(tensors[name] for name in INPUTS), *case.options, case.return_entropy, mask, *lora)
+HARD = {"hard_weight": 0.5, "temperature": 0.7}
+CAPPED = {**HARD, "softcap": 30.0, "teacher_softcap": 20.0}
+COMMON = {
+    **PLAIN, "ignored": "some", "bias": False, "teacher_bias": False,
+    "mask": (True, True, False), "token_weight": False, "chunk_bytes": None,
+    "softcap": None, "teacher_softcap": None, "logit_scale": 1.0, "teacher_logit_scale": 1.0,
+    "soft_weight": 1.0, "hard_weight": 0.0, "rank": None, "teacher_rank": None,
+    "return_entropy": False,
+}  # fmt: skip
 
 
-def backward_args(case: TwoHeadsCase, tensors: Tensors) -> tuple[Any, ...]:
-    values = (tensors[name] for name in (*UPSTREAM, *INPUTS, "statistics"))
-    lora = (tensors[name] for name in (*LORA, *TEACHER_LORA))
-    return (*values, *NOT_COMPUTED, *case.options, list(case.mask), *lora, None, None)
-
-
-def sample(
-    form: dict[str, Any], dtype: torch.dtype = torch.float64, rows: int = 3, **more: Any
-) -> TwoHeadsCase:
-    """Every option in use, in several chunks. All sizes differ, because tracing would treat equal
-    ones as one size."""
-    options = {
-        "temperature": 0.8, "teacher_temperature": 1.3, "softcap": 3.0, "teacher_softcap": 4.0,
-        "logit_scale": 0.7, "teacher_logit_scale": 1.2, "soft_weight": 0.6, "hard_weight": 0.4,
-    }  # fmt: skip
-    chunk_bytes = 4 * 7 * dtype.itemsize
-    return TwoHeadsCase(
-        shape=(rows, 2), D=4, V=7, E=6, dtype=dtype, chunk_bytes=chunk_bytes,
-        token_weight=True, rank=5, return_entropy=True, **options, **form, **more,
+def described(form: str, sampled: Fields, needed: int) -> OpUnderTest:
+    """Every option in use, in several chunks."""
+    return head(
+        "linear_divergence_forward",
+        form=form,
+        case_type=TwoHeadsCase,
+        tensors=tensors,
+        needed=needed,
+        computed={
+            "student_softcap": lambda case, tensors: case.softcap,
+            "student_logit_scale": lambda case, tensors: case.logit_scale,
+        },
+        gradients=HEAD,
+        no_gradient=(*INPUTS[2:4], *INPUTS[5:], *TEACHER_LORA),
+        sampled={
+            **SIZES, "E": 6, "temperature": 0.8, "teacher_temperature": 1.3, "softcap": 3.0,
+            "teacher_softcap": 4.0, "logit_scale": 0.7, "teacher_logit_scale": 1.2,
+            "soft_weight": 0.6, "hard_weight": 0.4, "token_weight": True, "return_entropy": True,
+            "reduction": form, **sampled,
+        },
+        forms=head_forms(
+            HARD, CAPPED, {**CAPPED, "W": 1500}, {**CAPPED, "kind": "tvd"},
+            {**CAPPED, "W": 1500, "kind": "cosine"},
+            sizes=[
+                {"D": D, "V": V, "E": E, "W": V}
+                for D, E, V in ((512, 256, 100), (512, 256, 1023), (3584, 5120, 151936))
+            ],
+            common=COMMON,
+        ),
+        # A whole row of each head, and two passes, with another length.
+        compiled=[
+            {**COMPILED, **CAPPED, "V": V, "W": V + 32, "soft_weight": 0.5, "logit_scale": 0.5,
+             "by_logits": True}
+            for V in (100, 9000)
+            if form == "mean"
+        ],
+        rowwise=(),
     )  # fmt: skip
 
 
-HIDDEN = {"W": 9, "teacher_rank": 8, "reduction": "mean", "beta": 0.3, "num_items": True}
-LOGITS = {"W": 8, "reduction": "none", "kind": "reverse_kl", "by_logits": True}
-
-
-def described(name: str, form: dict[str, Any], needed: int) -> OpUnderTest:
-    # tests/ops/test_linear_divergence.py checks its kernels with bounds of their own.
-    return OpUnderTest(
-        name="linear_divergence_forward",
-        form=name,
-        tensors=tensors,
-        forward_args=forward_args,
-        backward_args=backward_args,
-        gradients_of=HEAD,
-        needed=needed,
-        gradients_from=UPSTREAM,
-        no_gradient=(*INPUTS[2:4], *INPUTS[5:], *TEACHER_LORA),
-        output_magnitudes=lambda case, tensors: [],
-        gradient_magnitudes=lambda case, tensors: [],
-        sample=partial(sample, form),
-        per_row=(),
-        leading=("student_x",),
-        multiplies=True,
-        autocast_as="linear",
-    )
-
-
-OPS = (described("mean", HIDDEN, 4), described("none", LOGITS, 8))
+OPS = (
+    described("mean", {"W": 9, "teacher_rank": 8, "beta": 0.3, "num_items": True}, 4),
+    described("none", {"W": 8, "kind": "reverse_kl", "by_logits": True}, 8),
+)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from liger_ops import library
-from linear_cross_entropy_cases import LORA, HeadCase, lora_of, tensors_of
-from op_under_test import DEVICE, OpUnderTest, Tensors, Values, laid_out
+from linear_cross_entropy_cases import LORA, HeadCase, head, lora_of, tensors_of
+from linear_log_prob_cases import COMPILED, SIZES, in_words
+from op_under_test import DEVICE, Tensors, Values, laid_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +22,6 @@ class TopKCase(HeadCase):
     temperature: float = 1.0
     upstream: tuple[bool, ...] = (True, True)
     chunk_bytes: int | None = 100
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        dtype = self.dtype if self.accumulate_narrow else None
-        return (self.temperature, self.softcap, self.logit_scale, dtype, self.chunk_bytes)
 
 
 INPUTS = ("x", "weight", "teacher_ids", "bias")
@@ -52,8 +46,8 @@ def tensors(case: TopKCase) -> Tensors:
     x, weight, _, bias, *_ = tensors_of(case)
     given: Tensors = dict(zip(INPUTS, (x, weight, ids_of(case), bias), strict=True))
     given.update(zip(LORA, lora_of(case), strict=True))
-    forward = library.OPS["linear_top_k_divergence_forward"].definition
-    given.update(zip(RESULTS, forward(*forward_args(case, given)), strict=True))
+    op = OPS[0]
+    given.update(zip(RESULTS, op.definition(*op.forward_args(case, given)), strict=True))
     values = Values(case.seed + 1)
     for name, result, wanted in zip(UPSTREAM, RESULTS, case.upstream, strict=False):
         shape, dtype = tuple(given[result].shape), given[result].dtype
@@ -63,41 +57,18 @@ def tensors(case: TopKCase) -> Tensors:
     return given
 
 
-def forward_args(case: TopKCase, tensors: Tensors) -> tuple[Any, ...]:
-    lora = [tensors[name] for name in LORA if case.rank is not None]
-    return (*(tensors[name] for name in INPUTS), *case.options, *lora)
-
-
-def backward_args(case: TopKCase, tensors: Tensors) -> tuple[Any, ...]:
-    values = (tensors[name] for name in (*UPSTREAM, *INPUTS, *RESULTS))
-    return (*values, *case.options, list(case.mask), *(tensors[name] for name in LORA))
-
-
-def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> TopKCase:
-    """Every option in use, in several chunks of tokens and of words, with finite results. All sizes
-    differ, because tracing would treat equal ones as one size."""
-    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, "ignored": "none"}
-    chunk_bytes = 4 * 7 * dtype.itemsize
-    sizes = {"shape": (rows, 2), "D": 4, "V": 7, "K": 6, "rank": 5}
-    return TopKCase(**sizes, dtype=dtype, chunk_bytes=chunk_bytes, **{**options, **form})
-
-
 OPS = (
-    # tests/ops/test_linear_top_k_divergence.py checks its kernels with bounds of their own.
-    OpUnderTest(
-        name="linear_top_k_divergence_forward",
+    head(
+        "linear_top_k_divergence_forward",
+        case_type=TopKCase,
         tensors=tensors,
-        forward_args=forward_args,
-        backward_args=backward_args,
-        gradients_of=("x", "weight", "bias", *LORA),
-        gradients_from=UPSTREAM,
         no_gradient=("teacher_ids",),
-        output_magnitudes=lambda case, tensors: [],
-        gradient_magnitudes=lambda case, tensors: [],
-        sample=sample,
-        per_row=("x", "teacher_ids", "lora_x", *RESULTS, *UPSTREAM),
-        leading=("x",),
-        multiplies=True,
-        autocast_as="linear",
+        # Every option in use, with finite results.
+        sampled={
+            **SIZES, "K": 6, "temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7,
+            "ignored": "none",
+        },
+        forms=in_words(K=64, temperature=1.0, softcap=None),
+        compiled=[{**COMPILED, "K": 2, "temperature": 0.7, "logit_scale": 1.0}],
     ),
-)
+)  # fmt: skip

@@ -3,53 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cross_entropy_cases import targets
+from cross_entropy_cases import LOGITS, TARGETS, targets, vocabularies
+from launch_forms import loss_forms, shapes
 from liger_ops import library
-from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, max_abs
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogProbCase(Case):
-    """A drawn use of log_prob. shape is the shape of the logits; output_mask says which results
-    have a gradient."""
-
-    target_dtype: torch.dtype = torch.int64
-    # One token in this many is ignored; 0 for none, 1 for all.
-    ignored: int = 3
-    ignore_index: int = -100
-    temperature: float = 1.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    return_mean_logits: bool = False
-    return_log_sum_sq_probs: bool = False
-    return_predicted: bool = False
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return (self.temperature, self.softcap, self.logit_scale, self.ignore_index)
-
-    @property
-    def asked(self) -> tuple[bool, ...]:
-        return tuple(getattr(self, name) for name in ASKED)
-
+from op_under_test import SAME, Magnitude, OpUnderTest, Tensors, Values, drawn_for, max_abs
 
 ASKED = ("return_mean_logits", "return_log_sum_sq_probs", "return_predicted")
 UPSTREAM = ("dlog_prob", "dentropy", "dlse")
 
 
-def tensors(case: LogProbCase) -> Tensors:
-    values = Values(case.seed)
+def tensors(case: Any) -> Tensors:
+    values = drawn_for(case)
     given: Tensors = {
-        "logits": values.draw(case.shape, case.dtype, case.layout, case.scale),
+        "logits": values.draw(case.shape, SAME, case.layout, case.scale),
         "target": targets(case),
     }
     forward = library.OPS["log_prob_forward"].definition
-    _, given["entropy"], given["lse"], *_, given["lse_error"] = forward(*forward_args(case, given))
+    options = (case.temperature, case.softcap, case.logit_scale, case.ignore_index)
+    _, given["entropy"], given["lse"], *_, given["lse_error"] = forward(*given.values(), *options)
+    # output_mask says which results have a gradient.
     given.update(upstream(case.output_mask, given["lse"], values, case.dy_layout))
     return given
 
@@ -64,16 +40,7 @@ def upstream(mask: tuple[bool, ...], lse: torch.Tensor, values: Values, layout: 
     }
 
 
-def forward_args(case: LogProbCase, tensors: Tensors) -> tuple[Any, ...]:
-    return (tensors["logits"], tensors["target"], *case.options, *case.asked)
-
-
-def backward_args(case: LogProbCase, tensors: Tensors) -> tuple[Any, ...]:
-    names = (*UPSTREAM, "logits", "target", "entropy", "lse", "lse_error")
-    return (*(tensors[name] for name in names), *case.options)
-
-
-def sizes(case: LogProbCase, tensors: Tensors) -> tuple[float, float]:
+def sizes(case: Any, tensors: Tensors) -> tuple[float, float]:
     """The magnitudes of lse, and of the entropy."""
     x = max_abs(tensors["logits"]) * case.logit_scale
     if case.softcap is not None:
@@ -83,13 +50,16 @@ def sizes(case: LogProbCase, tensors: Tensors) -> tuple[float, float]:
     return x / case.temperature + entropy, entropy
 
 
-def output_magnitudes(case: LogProbCase, tensors: Tensors) -> list[Magnitude]:
+def output_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude | None]:
     lse, entropy = sizes(case, tensors)
     # The terms of the entropy cancel, and each has the rounding error of its probability.
-    return [2 * lse, lse * (2 + entropy), lse, *([lse, 4 * lse] if all(case.asked[:2]) else [])]
+    return [
+        2 * lse, lse * (2 + entropy), lse, lse if case.return_mean_logits else None,
+        4 * lse if case.return_log_sum_sq_probs else None,
+    ]  # fmt: skip
 
 
-def gradient_magnitudes(case: LogProbCase, tensors: Tensors) -> list[Magnitude]:
+def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     lse, entropy = sizes(case, tensors)
     log_prob, dentropy, dlse = (max_abs(tensors[name]) for name in UPSTREAM)
     # A rounding error of the exponent is a relative error of the probability.
@@ -97,26 +67,35 @@ def gradient_magnitudes(case: LogProbCase, tensors: Tensors) -> list[Magnitude]:
     return [upstream * (1 + lse) * case.logit_scale / case.temperature]
 
 
-def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> LogProbCase:
-    """Every option in use; a few of the rows are ignored."""
-    options = {"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, **dict.fromkeys(ASKED, True)}
-    return LogProbCase(shape=(rows, 2, 7), dtype=dtype, **options, **form)
-
+EVERYTHING = dict.fromkeys(ASKED, True)
+NOTHING = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0, **dict.fromkeys(ASKED, False)}
 
 OPS = (
     OpUnderTest(
         name="log_prob_forward",
+        choices={
+            **TARGETS, **LOGITS, "temperature": (1.0, 0.6, 2.5),
+            **dict.fromkeys(ASKED, (False, True)),
+        },
         tensors=tensors,
-        forward_args=forward_args,
-        backward_args=backward_args,
-        gradients_of=("logits",),
-        gradients_from=UPSTREAM,
         no_gradient=("target",),
         output_magnitudes=output_magnitudes,
         gradient_magnitudes=gradient_magnitudes,
-        sample=sample,
-        per_row=("logits", "target", "entropy", "lse", "lse_error", *UPSTREAM),
-        leading=(),
+        # Every option in use; a few of the rows are ignored.
+        cases=vocabularies(4096, 50257, 151936, temperature=0.7),
+        sampled={"temperature": 0.8, "softcap": 3.0, "logit_scale": 0.7, **EVERYTHING},
+        forms=loss_forms(
+            {"temperature": 0.7}, {"temperature": 0.7, "softcap": 30.0}, {"return_predicted": True},
+            {"temperature": 0.7, "softcap": 30.0, **EVERYTHING},
+            # The logits of ignored tokens are not read.
+            common=NOTHING, optional_at=(1, 2, 3, 5), backward=True, counted={"ignored": 0},
+        ),
+        compiled=[
+            {**form, "temperature": 0.7, "output_mask": (True, True, False), **more}
+            for form in shapes((4, 100), (4, 4096), (4, 32768), (4, 128256))
+            for more in ({}, {"softcap": 30.0, "logit_scale": 0.5, **EVERYTHING})
+        ],
+        shaping=(),
         autocast_as="mul.Tensor",
     ),
-)
+)  # fmt: skip

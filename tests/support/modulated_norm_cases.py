@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-import torch
-
 import norm_cases
-from norm_cases import NormCase
-from op_under_test import OpUnderTest, Tensors, Values, max_abs
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModulatedCase(NormCase):
-    scale_dtype: torch.dtype | None = None
-    shift_dtype: torch.dtype | None = None
-    output_mask: tuple[bool, ...] = (True,) * 5
-
+from launch_forms import BF16, FP32, Fields, Forms, shapes
+from norm_cases import AFFINE, MODE_FORMS, MODES, PLAIN, RMS_OPTIONS, SHIFTED, WEIGHTED, WEIGHTLESS
+from op_under_test import SAME, OpUnderTest, Tensors, drawn_for, drawn_rows, max_abs
 
 # The shape of scale, by the form of the op and x's shape.
 SCALES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
@@ -29,18 +19,18 @@ SCALES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
 }
 
 
-def tensors(form: str, case: ModulatedCase) -> Tensors:
-    values = Values(case.seed + 1)
+def tensors(form: str, case: Any) -> Tensors:
+    values = drawn_for(case, 1)
     shape = SCALES[form](case.shape)
     layout = case.layout if form == "token" else "contiguous"
     return {
         **norm_cases.tensors(case),
-        "scale": values.draw(shape, case.scale_dtype or case.dtype, layout, 0.5),
+        "scale": values.draw(shape, case.scale_dtype, layout, 0.5),
         "shift": values.draw(shape, case.shift_dtype, layout),
     }
 
 
-def magnitudes(name: str, case: ModulatedCase, tensors: Tensors) -> tuple[float, float, float]:
+def magnitudes(name: str, case: Any, tensors: Tensors) -> tuple[float, float, float]:
     """The magnitudes of norm(x), y and dx."""
     plain = name.removeprefix("modulated_")
     normalised, gradient = norm_cases.magnitudes(plain, case, tensors)
@@ -49,7 +39,7 @@ def magnitudes(name: str, case: ModulatedCase, tensors: Tensors) -> tuple[float,
     return normalised, normalised * factor + max_abs(tensors["shift"]), gradient * factor
 
 
-def gradient_magnitudes(name: str, case: ModulatedCase, tensors: Tensors) -> list[float]:
+def gradient_magnitudes(name: str, case: Any, tensors: Tensors) -> list[float]:
     normalised, _, gradient = magnitudes(name, case, tensors)
     dy, scale = tensors["dy"], tensors["scale"]
     if dy.numel() == 0:
@@ -71,48 +61,59 @@ def gradient_magnitudes(name: str, case: ModulatedCase, tensors: Tensors) -> lis
     ]
 
 
-def sample(
-    has_bias: bool, dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any
-) -> ModulatedCase:
-    return ModulatedCase(
-        shape=(rows, 2, 7),
-        dtype=dtype,
-        weight_dtype=dtype,
-        bias_dtype=dtype if has_bias else None,
-        scale_dtype=dtype,
-        shift_dtype=dtype,
-        **form,
-    )
+def forms(plain: Fields, options: tuple[Fields, ...], gradients: int, form: str) -> Forms:
+    """Rows of three samples: narrow, as in DiT, Flux and Wan, and that fit no tile."""
+    # The gradient of each token's shift is dy, without a launch.
+    alone = ((0,), (1,)) if form == "token" else ((0,), (1,), (2,))
+    subsets = (*alone, tuple(range(1, gradients)))
+    return Forms(
+        shapes=shapes(*((3, 1024, N) for N in (100, 1152, 3072, 5120, 131072))),
+        options=({**plain, "casting_mode": "float32", "scale_dtype": FP32}, plain, *options),
+        backward_options=tuple(
+            {**plain, "output_mask": tuple(i in subset for i in range(5))} for subset in subsets
+        ),
+        optional_at=(1, 2, 3),
+        counted={} if form else {2: {"shape": (1, 3, 3072)}, 3: {"shape": (1, 2, 5120)}},
+        executed=(
+            {"shape": (3, 2, 300), "tile": (4, 64)}, {"shape": (2, 3, 100), "tile": (2, 128)},
+            {"shape": (2, 3, 5000)},
+        ),
+    )  # fmt: skip
 
 
 def described(name: str, form: str) -> OpUnderTest:
     is_rms = name == "modulated_rms_norm"
-    inputs = ("x", "scale", "shift", "weight", *(() if is_rms else ("bias",)))
-    modes = {} if is_rms else {"llama": "torch"}
-
-    def options(case: ModulatedCase) -> tuple[float, ...]:
-        return (case.eps, case.offset) if is_rms else (case.eps,)
-
+    weighted = WEIGHTED if is_rms else AFFINE
+    options = RMS_OPTIONS if is_rms else SHIFTED
+    modes = MODES if is_rms else ("torch",)
+    both = {"scale_dtype": SAME, "shift_dtype": SAME}
+    bare = {**(WEIGHTLESS if is_rms else PLAIN), "shift_dtype": None, "output_mask": (False,) * 5}
+    wide = {"shape": (2, 2, 17001), "dtype": BF16, "shift_dtype": SAME, "layout": "sliced"}
     return OpUnderTest(
         name=name,
         form=form,
+        choices={
+            **options,
+            "casting_mode": (*modes, "float32"),
+            "scale_dtype": (SAME, FP32),
+            "shift_dtype": (None, SAME, FP32),
+        },
+        coupled=norm_cases.with_weight if is_rms else drawn_rows,
         tensors=partial(tensors, form),
-        forward_args=lambda c, t: (
-            *(t[one] for one in inputs),
-            *options(c),
-            modes.get(c.casting_mode, c.casting_mode),
-        ),
-        backward_args=lambda c, t: (
-            *(t[one] for one in ("dy", *inputs)),
-            *options(c),
-            list(c.output_mask[: len(inputs)]),
-        ),
-        gradients_of=inputs,
         output_magnitudes=lambda c, t: [magnitudes(name, c, t)[1]],
         gradient_magnitudes=partial(gradient_magnitudes, name),
-        sample=partial(sample, not is_rms),
-        per_row=("x", "dy", *(("scale", "shift") if form else ())),
-        leading=("x", "scale"),
+        sampled={**weighted, **both},
+        cases={"17001-columns": {**wide, **(WEIGHTED if is_rms else {})}} if form else {},
+        forms=forms(
+            WEIGHTLESS if is_rms else PLAIN, MODE_FORMS if is_rms else (), 4 + (not is_rms), form
+        ),
+        compiled=[
+            {"shape": (4, N) if form == "token" else (2, 2, N), **more}
+            for N in (4096, 32768)
+            for more in ({}, bare)
+            if form
+        ],
+        shaping=("x", "scale"),
         autocast_as="rms_norm" if is_rms else "layer_norm",
         autocast_keeps=("scale", "shift"),
     )
@@ -123,8 +124,3 @@ OPS = tuple(
     for name in ("modulated_rms_norm", "modulated_layer_norm")
     for form in SCALES
 )
-
-
-def modulated(case: NormCase, **more: Any) -> ModulatedCase:
-    """A case of a norm, with a modulation."""
-    return ModulatedCase(**{**{f.name: getattr(case, f.name) for f in fields(case)}, **more})

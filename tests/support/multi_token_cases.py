@@ -2,68 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, max_abs
+from launch_forms import BF16, FP32, Fields, Forms, shapes
+from op_under_test import SAME, Magnitude, OpUnderTest, Pick, Tensors, drawn_for, max_abs
 
 
-@dataclass(frozen=True, kw_only=True)
-class MultiTokenCase(Case):
-    """shape is that of scores."""
-
-    # None is that of scores.
-    weight_dtype: torch.dtype | None = None
-    out: int = 4
-    kernel: tuple[int, int] = (3, 3)
-    stride: tuple[int, ...] = (1,)
-    padding: tuple[int, ...] = (1,)
-    dilation: tuple[int, ...] = (1,)
-    groups: int = 1
-    bias: bool = True
-    sparse: bool = False
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        return (*map(list, (self.stride, self.padding, self.dilation)), self.groups, self.sparse)
-
-    @property
-    def convolution(self) -> tuple[Any, ...]:
-        return (*(list(v) * (2 // len(v)) for v in self.options[:3]), self.groups)
+def convolution(case: Any) -> tuple[Any, ...]:
+    numbers = (case.stride, case.padding, case.dilation)
+    return (*(list(v) * (2 // len(v)) for v in numbers), case.groups)
 
 
 INPUTS = ("scores", "weight", "bias")
 
 
-def tensors(case: MultiTokenCase) -> Tensors:
-    values = Values(case.seed)
-    dtype = case.weight_dtype or case.dtype
+def tensors(case: Any) -> Tensors:
+    values, dtype = drawn_for(case), case.weight_dtype
     channels = case.shape[1] // case.groups
     terms = channels * case.kernel[0] * case.kernel[1]
     given = {
-        "scores": values.draw(case.shape, case.dtype, case.layout, case.scale, case.shift),
+        "scores": values.draw(case.shape, SAME, case.layout, case.scale, case.shift),
         "weight": values.draw((case.out, channels, *case.kernel), dtype, scale=terms**-0.5),
         "bias": values.draw((case.out,), dtype if case.bias else None),
     }
     form = torch.empty(case.shape, device="meta")
     weight = torch.empty(given["weight"].shape, device="meta")
-    shape = tuple(F.conv2d(form, weight, None, *case.convolution).shape)
+    shape = tuple(F.conv2d(form, weight, None, *convolution(case)).shape)
     return {**given, "dy": values.draw(shape, dtype, case.dy_layout)}
 
 
-def forward_args(case: MultiTokenCase, tensors: Tensors) -> tuple[Any, ...]:
-    return (*(tensors[name] for name in INPUTS), *case.options)
-
-
-def backward_args(case: MultiTokenCase, tensors: Tensors) -> tuple[Any, ...]:
-    return (tensors["dy"], *forward_args(case, tensors), list(case.output_mask))
-
-
-def probabilities(case: MultiTokenCase, tensors: Tensors) -> tuple[Tensor, float]:
+def probabilities(case: Any, tensors: Tensors) -> tuple[Tensor, float]:
     """p, and its largest relative error in units of the float32 rounding errors that the checks
     allow: a score's difference to the maximum is rounded, which is a relative error of its
     exponential; and p is rounded to weight's dtype."""
@@ -77,49 +49,87 @@ def probabilities(case: MultiTokenCase, tensors: Tensors) -> tuple[Tensor, float
     return torch.softmax(below, -1), 2 + spread + stored
 
 
-def output_magnitudes(case: MultiTokenCase, tensors: Tensors) -> list[Magnitude]:
+def output_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     if case.shape[0] == 0:
         return [0.0]
     p, roundings = probabilities(case, tensors)
     p = torch.ones_like(p).tril() if case.sparse else p
-    sums = F.conv2d(p, tensors["weight"].double().abs(), None, *case.convolution)
+    sums = F.conv2d(p, tensors["weight"].double().abs(), None, *convolution(case))
     return [max_abs(sums) * roundings + max_abs(tensors["bias"])]
 
 
-def gradient_magnitudes(case: MultiTokenCase, tensors: Tensors) -> list[Magnitude]:
+def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     if case.shape[0] == 0:
         return [0.0] * 3
     p, roundings = probabilities(case, tensors)
     p = torch.ones_like(p).tril() if case.sparse else p
     dc = tensors["dy"].double().tril().abs()
     dp, dweight, dbias = torch.ops.aten.convolution_backward(
-        dc, p, tensors["weight"].double().abs(), [case.out], *case.convolution[:3], False,
+        dc, p, tensors["weight"].double().abs(), [case.out], *convolution(case)[:3], False,
         [0, 0], case.groups, [True] * 3,
     )  # fmt: skip
     return [2 * max_abs(dp) * roundings, max_abs(dweight) * roundings, max_abs(dbias)]
 
 
-def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **options: Any) -> MultiTokenCase:
-    """No size is `rows` or a number of rows that the tests use."""
-    form = {"shape": (rows, 2, 4, 4), "kernel": (2, 2), "dilation": (2,), "groups": 2}
-    return MultiTokenCase(dtype=dtype, **{**form, **options})
+def convolutions(pick: Pick, fields: Fields) -> Fields:
+    # The interpreter's time grows with the rows.
+    L, groups = pick((1, 2, 7, 16, 37)), pick((1, 2))
+    kernel, dilation = (pick(((1, 1), (3, 3), (3, 1), (2, 4))) for _ in range(2))
+    # What each dimension loses without padding. The result must be square: its size is L less
+    # `smaller` or, for an even kernel, more than L.
+    lost = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    if sum(lost) % 2:
+        kernel, dilation, lost = (3, 3), (1, 1), [2, 2]
+    whole = 0 if all(n % 2 == 0 for n in lost) else max(lost)
+    smaller = pick((0, 0, 1)) if min(lost) > 1 and L > 2 else 0
+    return {
+        "shape": (pick((0, 1, 2, 3)), groups * pick((1, 3)), L, L),
+        "out": groups * pick((1, 2)), "kernel": kernel, "dilation": dilation, "groups": groups,
+        "padding": tuple((whole + n) // 2 - smaller for n in lost),
+    }  # fmt: skip
 
 
 OPS = (
     OpUnderTest(
         name="multi_token_attention_forward",
+        # A call takes no tile.
+        choices={
+            "tile": (None,), "weight_dtype": (SAME, SAME, FP32, BF16), "out": (4,),
+            "kernel": ((3, 3),), "stride": ((1,), (1,), (2,)), "padding": ((1,),),
+            "dilation": ((1,),), "groups": (1,), "bias": (True, False), "sparse": (False, True),
+            "shift": (0.0, 30.0),
+        },
+        coupled=convolutions,
         tensors=tensors,
-        forward_args=forward_args,
-        backward_args=backward_args,
-        gradients_of=INPUTS,
         # The default of groups is not the sample's.
         needed=7,
         output_magnitudes=output_magnitudes,
         gradient_magnitudes=gradient_magnitudes,
-        sample=sample,
-        per_row=("scores", "dy"),
-        leading=("scores",),
+        # No size is `rows` or a number of rows that the tests use.
+        sample_shape=lambda rows: (rows, 2, 4, 4),
+        sampled={"kernel": (2, 2), "dilation": (2,), "groups": 2},
+        cost=2,
+        # Rows that fit a tile, and rows that do not, which a test of their own runs. The
+        # convolution is not Triton's, and so the gradient of bias alone has no launch.
+        forms=Forms(
+            shapes=shapes(*((2, 2, L, L) for L in (1, 100, 1023, 2048, 4096, 8192, 16384))),
+            options=({"sparse": True}, {"weight_dtype": FP32}, {"layout": "sliced"}),
+            backward_options=(
+                {"sparse": True, "weight_dtype": BF16},
+                {"output_mask": (True, False, False)},
+                {"output_mask": (False, True, False)},
+            ),
+            optional_at=(2, 3, 4, 6),
+            executed=({"shape": (2, 2, 70, 70)}, {"shape": (1, 4, 33, 33), "bias": False}),
+        ),
+        compiled=[
+            {
+                "shape": (1, C, 16, 16), "out": C, "kernel": (3, 3), "dilation": (1,),
+                "groups": groups,
+            }
+            for C, groups in ((16, 1), (32, 1), (128, 2))
+        ],
         multiplies=True,
         autocast_as="conv2d",
     ),
-)
+)  # fmt: skip

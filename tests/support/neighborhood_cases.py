@@ -3,78 +3,58 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from launch_forms import FP32, Fields, Forms, masks
 from liger_ops import library
-from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, max_abs
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeighborhoodCase(Case):
-    """A drawn use of neighborhood_attention. shape is query's; a tile is of positions, in two
-    dimensions."""
-
-    key_heads: int = 1
-    # The layout of key and value.
-    key_layout: str = "contiguous"
-    kernel_size: tuple[int, ...] = (3,)
-    dilation: tuple[int, ...] = (1,)
-    is_causal: tuple[bool, ...] = (False,)
-    border: str = "clipped"
-    softmax_scale: float | None = None
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        lists = (self.kernel_size, self.dilation, self.is_causal)
-        return (*map(list, lists), self.border, self.softmax_scale)
-
-    @property
-    def keys(self) -> int:
-        """The keys of a window."""
-        return math.prod(self.kernel_size)
-
+from op_under_test import (
+    DY_LAYOUTS,
+    SAME,
+    X_LAYOUTS,
+    Magnitude,
+    OpUnderTest,
+    Pick,
+    Tensors,
+    drawn_for,
+    max_abs,
+)
 
 INPUTS = ("query", "key", "value")
 
 
-def tensors(case: NeighborhoodCase) -> Tensors:
-    values = Values(case.seed)
+def tensors(case: Any) -> Tensors:
+    values = drawn_for(case)
     shape = (case.shape[0], case.key_heads, *case.shape[2:])
     given: Tensors = {
-        "query": values.draw(case.shape, case.dtype, case.layout, case.scale),
-        "key": values.draw(shape, case.dtype, case.key_layout),
-        "value": values.draw(shape, case.dtype, case.key_layout),
+        "query": values.draw(case.shape, SAME, case.layout, case.scale),
+        "key": values.draw(shape, SAME, case.key_layout),
+        "value": values.draw(shape, SAME, case.key_layout),
     }
     forward = library.OPS["neighborhood_attention_forward"].definition
-    given["y"], given["lse"] = forward(*forward_args(case, given))
-    given["dy"] = values.draw(case.shape, case.dtype, case.dy_layout)
+    given["y"], given["lse"] = forward(*(given[name] for name in INPUTS), *options(case))
+    given["dy"] = values.draw(case.shape, SAME, case.dy_layout)
     statistics = "transposed" if case.dy_layout == "model" else case.dy_layout
     given["dlse"] = values.draw(case.shape[:-1], given["lse"].dtype, statistics)
     return given
 
 
-def forward_args(case: NeighborhoodCase, tensors: Tensors) -> tuple[Any, ...]:
-    return (*(tensors[name] for name in INPUTS), *case.options)
-
-
-def backward_args(case: NeighborhoodCase, tensors: Tensors) -> tuple[Any, ...]:
-    names = ("dy", "dlse", *INPUTS, "y", "lse")
-    return (*(tensors[name] for name in names), *case.options, list(case.output_mask))
+def options(case: Any) -> tuple[Any, ...]:
+    lists = (case.kernel_size, case.dilation, case.is_causal)
+    return (*map(list, lists), case.border, case.softmax_scale)
 
 
 def largest_norm(tensor: Tensor | None) -> float:
     return max_abs(tensor.double().norm(dim=-1))
 
 
-def factor(case: NeighborhoodCase) -> float:
+def factor(case: Any) -> float:
     return case.shape[-1] ** -0.5 if case.softmax_scale is None else abs(case.softmax_scale)
 
 
-def roundings(case: NeighborhoodCase, tensors: Tensors) -> float:
+def roundings(case: Any, tensors: Tensors) -> float:
     """The relative error of a weight of the softmax, in units of the float32 rounding errors that
     the checks allow. A score is off by a rounding of its terms, which is a relative error of its
     exponential; a product's operand is rounded once more, to the dtype of the inputs."""
@@ -82,21 +62,23 @@ def roundings(case: NeighborhoodCase, tensors: Tensors) -> float:
     stored = 0.0
     if case.dtype.itemsize == 2:
         stored = torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps / 8
-    return 2 + 2 * scores + math.log(case.keys) + stored
+    return 2 + 2 * scores + math.log(math.prod(case.kernel_size)) + stored
 
 
-def output_magnitudes(case: NeighborhoodCase, tensors: Tensors) -> list[Magnitude]:
+def output_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     scores = factor(case) * largest_norm(tensors["query"]) * largest_norm(tensors["key"])
     largest = max_abs(tensors["value"])
-    return [largest * roundings(case, tensors), 1 + scores + math.log(case.keys)]
+    return [largest * roundings(case, tensors), 1 + scores + math.log(math.prod(case.kernel_size))]
 
 
-def gradient_magnitudes(case: NeighborhoodCase, tensors: Tensors) -> list[Magnitude]:
+def gradient_magnitudes(case: Any, tensors: Tensors) -> list[Magnitude]:
     # The gradient of a score is at most this, for each unit of its weight in the softmax.
     upstream = 2 * largest_norm(tensors["dy"]) * largest_norm(tensors["value"])
     upstream = (upstream + max_abs(tensors["dlse"])) * factor(case) * roundings(case, tensors)
     # The queries of a key, in each head that shares it.
-    queries = min(2 ** len(case.kernel_size) * case.keys, math.prod(case.shape[2:-1]))
+    queries = min(
+        2 ** len(case.kernel_size) * math.prod(case.kernel_size), math.prod(case.shape[2:-1])
+    )
     queries *= case.shape[1] // case.key_heads
     return [
         upstream * max_abs(tensors["key"]),
@@ -105,44 +87,113 @@ def gradient_magnitudes(case: NeighborhoodCase, tensors: Tensors) -> list[Magnit
     ]
 
 
-def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **options: Any) -> NeighborhoodCase:
-    """Two heads share one of key; the windows of the ends are cut."""
-    options = {"dilation": (2,), "softmax_scale": 0.7, **options}
-    return NeighborhoodCase(shape=(rows, 2, 4, 1), dtype=dtype, **options)
+def windows(pick: Pick, fields: Fields) -> Fields:
+    # The interpreter's time grows with the number of tiles, by a few milliseconds each.
+    line, border = pick((True, False)), pick(("clipped", "shifted"))
+    side = (1, 2, 3, 6)
+    lengths = (pick((1, 2, 5, 17, 40)),) if line else (pick(side), pick(side))
+    windows = []
+    for length in lengths:
+        is_causal = pick((False, True))
+        size = pick((1, 2, 3, 4, 9, 33) if line else (1, 2, 3, 4))
+        dilation = pick((1, 1, 2, 3, 50))
+        if not is_causal and border == "clipped":
+            size -= 1 - size % 2
+        if not is_causal and border == "shifted":
+            size = min(size, length)
+            dilation = min(dilation, length // size)
+        windows.append((size, dilation, is_causal))
+    kernel_size, dilation, is_causal = zip(*windows, strict=True)
+    batch, key_heads, group = pick(
+        ((1, 1, 1), (1, 1, 3), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 1, 2), (0, 1, 1))
+    )
+    return {
+        "shape": (batch, key_heads * group, *lengths, pick((1, 3, 8, 16, 20, 33))),
+        "key_heads": key_heads, "kernel_size": kernel_size, "dilation": dilation,
+        "is_causal": is_causal, "border": border,
+        # A tile is of positions, in two dimensions.
+        "tile": pick((None, (1, 16) if line else (2, 8), (4, 4))),
+    }  # fmt: skip
 
 
-PLANE: dict[str, Any] = {
-    "kernel_size": (3, 3),
-    "dilation": (1, 1),
-    "is_causal": (False, True),
-    "border": "shifted",
-    "softmax_scale": None,
-}
+LAYOUTS = (*X_LAYOUTS, "model")
+CHOICES = {
+    "key_heads": (1,), "key_layout": LAYOUTS, "layout": LAYOUTS,
+    "dy_layout": (*DY_LAYOUTS, "model"),
+    "kernel_size": ((3,),), "dilation": ((1,),), "is_causal": ((False,),),
+    "border": ("clipped", "shifted"), "softmax_scale": (None, 1.0, -0.3), "tile": (None,),
+}  # fmt: skip
 
 
-def sample_of_plane(
-    dtype: torch.dtype = torch.float64, rows: int = 3, **options: Any
-) -> NeighborhoodCase:
-    return NeighborhoodCase(shape=(rows, 1, 4, 2, 1), dtype=dtype, **{**PLANE, **options})
-
-
-def described(form: str, sample: Any) -> OpUnderTest:
+def described(form: str, **more: Any) -> OpUnderTest:
     return OpUnderTest(
         name="neighborhood_attention_forward",
         form=form,
+        choices=CHOICES,
+        coupled=windows,
         tensors=tensors,
-        forward_args=forward_args,
-        backward_args=backward_args,
-        gradients_of=INPUTS,
-        gradients_from=("dy", "dlse"),
+        computed={"scale": lambda case, tensors: case.softmax_scale},
         output_magnitudes=output_magnitudes,
         gradient_magnitudes=gradient_magnitudes,
-        sample=sample,
-        per_row=(*INPUTS, "dy", "dlse", "y", "lse"),
-        leading=("query",),
+        # The interpreter's time grows with the product of queries and keys.
+        cost=2,
         multiplies=True,
         autocast_as="scaled_dot_product_attention",
+        **more,
     )
 
 
-OPS = (described("line", sample), described("plane", sample_of_plane))
+ON_LINE = {"shape": (1, 8, 32768, 64), "key_heads": 2, "layout": "model", "key_layout": "model"}
+COMPILED_LINE = {"kernel_size": (129,), "dilation": (1,), "key_heads": 2}
+OPS = (
+    described(
+        "line",
+        # Two heads share one of key; the windows of the ends are cut.
+        sample_shape=lambda rows: (rows, 2, 4, 1),
+        sampled={"dilation": (2,), "softmax_scale": 0.7},
+        cases={
+            # Every query from the 27th on attends to the last key of the second tile, the 32nd.
+            "tile-at-the-shifted-border": {
+                "shape": (1, 1, 40, 8), "dtype": FP32, "kernel_size": (9,), "border": "shifted",
+                "tile": (1, 16),
+            },
+        },
+        forms=Forms(
+            shapes=[{**ON_LINE, "shape": (1, 8, 32768, D)} for D in (64, 80, 128, 256)],
+            options=({"border": "shifted"},),
+            backward_options=masks(3),
+            executed=(
+                {"shape": (1, 4, 70, 20), "key_heads": 2, "kernel_size": (9,)},
+                {
+                    "shape": (1, 2, 40, 16), "kernel_size": (5,), "dilation": (3,), "tile": (1, 16),
+                },
+            ),
+            common={"softmax_scale": None, "kernel_size": (129,), "dilation": (1,)},
+        ),
+        compiled=(
+            {"shape": (1, 4, 512, 64), **COMPILED_LINE},
+            {"shape": (1, 4, 512, 256), **COMPILED_LINE, "border": "shifted"},
+        ),
+    ),
+    described(
+        "plane",
+        sample_shape=lambda rows: (rows, 1, 4, 2, 1),
+        sampled={
+            "kernel_size": (3, 3), "dilation": (1, 1), "is_causal": (False, True),
+            "border": "shifted",
+        },
+        forms=Forms(
+            shapes=[
+                {"shape": (2, 4, 56, 56, 64), "key_heads": 4},
+                {"shape": (2, 4, 56, 56, 64), "key_heads": 4, "dilation": (2, 4)},
+            ],
+            options=({"border": "clipped"},),
+            backward_options=masks(3),
+            executed=(
+                {"shape": (1, 2, 9, 20, 16), "kernel_size": (3, 5), "dilation": (2, 1)},
+            ),
+            common={"kernel_size": (7, 7), "is_causal": (False, False)},
+        ),
+        compiled=({"shape": (1, 4, 32, 32, 80), "key_heads": 2, "is_causal": (False, True)},),
+    ),
+)  # fmt: skip

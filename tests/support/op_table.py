@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import activation_cases
-import attn_res_cases
 import cross_entropy_cases
 import distribution_cases
 import divergence_cases
 import dyt_cases
-import embedding_cases
 import gated_norm_cases
+import layer_cases
 import linear_cross_entropy_cases
 import linear_divergence_cases
 import linear_log_prob_cases
@@ -20,11 +19,8 @@ import modulated_norm_cases
 import multi_token_cases
 import neighborhood_cases
 import norm_cases
-import poly_norm_cases
-import rms_norm_rope_cases
 import rope_cases
 import softmax_cases
-import tiled_mlp_cases
 from op_under_test import OpUnderTest
 
 OPS: dict[str, OpUnderTest] = {
@@ -34,14 +30,10 @@ OPS: dict[str, OpUnderTest] = {
         *gated_norm_cases.OPS,
         *modulated_norm_cases.OPS,
         *dyt_cases.OPS,
-        *poly_norm_cases.OPS,
         *activation_cases.OPS,
         *softmax_cases.OPS,
         *rope_cases.OPS,
-        *rms_norm_rope_cases.OPS,
-        *embedding_cases.OPS,
-        *attn_res_cases.OPS,
-        *tiled_mlp_cases.OPS,
+        *layer_cases.OPS,
         *neighborhood_cases.OPS,
         *multi_token_cases.OPS,
         *cross_entropy_cases.OPS,

@@ -5,23 +5,39 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
+from launch_forms import COUNTED_ROWS, FP32, KEPT, Fields, rows, shapes
 from liger_ops import library
-from op_under_test import Case, Magnitude, OpUnderTest, Tensors, Values, laid_out
+from norm_cases import wide
+from op_under_test import (
+    SAME,
+    Magnitude,
+    OpUnderTest,
+    Pick,
+    Tensors,
+    drawn_for,
+    laid_out,
+    leading_shape,
+    sizes,
+)
 
 
-def tensors(op: str, case: Case) -> Tensors:
-    values = Values(case.seed)
-    x = values.draw(case.shape, case.dtype, "contiguous", case.scale, case.shift)
+def tensors(op: str, case: Any) -> Tensors:
+    values = drawn_for(case)
+    x = values.draw(case.shape, SAME, "contiguous", case.scale, case.shift)
     return {
         "x": laid_out(x, case.layout),
         "y": laid_out(library.OPS[op].definition(x), case.layout),
-        "dy": values.draw(case.shape, case.dtype, case.dy_layout),
+        "dy": values.draw(case.shape, SAME, case.dy_layout),
     }
 
 
-def output_magnitudes(op: str, case: Case, tensors: Tensors) -> list[Magnitude]:
+def shifted_rows(pick: Pick, fields: Fields) -> Fields:
+    """Rows of any size, and of none. float16 can hold 5 times the largest scale."""
+    shape = (*leading_shape(pick), pick((0, *sizes(fields["tile"]))))
+    return {"shape": shape, "shift": fields["shift"] if fields["scale"] <= 10 else 0.0}
+
+
+def output_magnitudes(op: str, case: Any, tensors: Tensors) -> list[Magnitude]:
     x, y = tensors["x"].double(), tensors["y"].double()
     if x.numel() == 0:
         return [0.0]
@@ -34,7 +50,7 @@ def output_magnitudes(op: str, case: Case, tensors: Tensors) -> list[Magnitude]:
     return [float(terms.max())]
 
 
-def gradient_magnitudes(op: str, case: Case, tensors: Tensors) -> list[float]:
+def gradient_magnitudes(op: str, case: Any, tensors: Tensors) -> list[float]:
     y, dy = tensors["y"].double(), tensors["dy"].double().abs()
     if y.numel() == 0:
         return [0.0]
@@ -47,23 +63,27 @@ def gradient_magnitudes(op: str, case: Case, tensors: Tensors) -> list[float]:
     return [float(terms.max())]
 
 
-def sample(dtype: torch.dtype = torch.float64, rows: int = 3, **form: Any) -> Case:
-    return Case(shape=(rows, 2, 7), dtype=dtype, **form)
-
-
 def softmax(name: str, autocast_as: str) -> OpUnderTest:
+    sparse = name == "sparsemax_forward"
     return OpUnderTest(
         name=name,
+        choices={"scale": (1.0, 0.05, 10.0, 1e4), "shift": (0.0, 30.0)},
+        coupled=shifted_rows,
         tensors=partial(tensors, name),
-        forward_args=lambda c, t: (t["x"],),
-        backward_args=lambda c, t: (t["dy"], t["y"]),
-        gradients_of=("x",),
-        backward_from_output=True,
         output_magnitudes=partial(output_magnitudes, name),
         gradient_magnitudes=partial(gradient_magnitudes, name),
-        sample=sample,
-        per_row=("x", "y", "dy"),
-        leading=("x", "y"),
+        cases={
+            # All elements are in the support.
+            "flat": {"shape": (2, 40000), "dtype": FP32, "scale": 1e-6},
+            **wide(*((4096, 65536) if sparse else (4096, 32000, 65536, 128256, 200003))),
+        },
+        # Rows that fit nowhere are read with every step of sparsemax's iteration: not counted.
+        forms=rows(
+            counted={i: COUNTED_ROWS[i] for i in COUNTED_ROWS if i < 7 or not sparse},
+            executed=(KEPT,),
+        ),
+        compiled=shapes((4, 100), (4, 4096), (4, 32768), (4, 65536)),
+        shaping=("x", "y"),
         autocast_as=autocast_as,
     )
 

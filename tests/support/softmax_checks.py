@@ -9,27 +9,21 @@ import torch
 from torch import Tensor, nn
 
 import op_checks
-from kernel_tests import Test
-from op_under_test import DEVICE, Case, OpUnderTest
+from op_under_test import DEVICE, FOLDERS, OpUnderTest
 
-WIDE_ROWS = {
-    str(columns): Case(shape=(3, columns), dtype=torch.bfloat16, layout="sliced")
-    for columns in (4096, 32000, 65536, 128256, 200003)
-}
+Test = Callable[..., None]
 
 
 def infinities(
-    kernels: pytest.MarkDecorator,
+    op: OpUnderTest,
     theirs: Callable[[Tensor, int], Tensor],
     theirs_backward: Callable[[Tensor, Tensor, int, torch.dtype], Tensor],
 ) -> Test:
     @pytest.mark.device_kernels
-    @kernels
+    @pytest.mark.parametrize("folder", FOLDERS)
     @pytest.mark.parametrize("tile", (None, (2, 64), (2, 16), (1, 16)))
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-    def test_infinities(
-        op: OpUnderTest, folder: str, tile: tuple[int, int] | None, dtype: torch.dtype
-    ) -> None:
+    def test_infinities(folder: str, tile: tuple[int, int] | None, dtype: torch.dtype) -> None:
         """Same results as PyTorch. Elements of -inf have probability 0: at the start or the end of
         a row, or all but one. Rows of only -inf, or with inf or NaN, are NaN. The lowest finite
         number is an ordinary value."""
@@ -40,7 +34,7 @@ def infinities(
         x[5, 39] = torch.nan
         x[6, :] = torch.finfo(dtype).min
         x[7, :39] = torch.finfo(dtype).min
-        case = Case(shape=(9, 40), dtype=dtype, tile=tile)
+        case = op.case(shape=(9, 40), dtype=dtype, tile=tile)
         (y,) = op_checks.run_kernel(op, folder, False, case, (x,))
         expected = theirs(x, -1)
         assert y is not None, op.id

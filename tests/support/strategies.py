@@ -1,49 +1,40 @@
-"""Hypothesis strategies: they draw shapes, strides and options; the values come from a seed."""
+"""Hypothesis draws an op's cases: shapes, strides and options; the values come from a seed."""
 
 from __future__ import annotations
 
-from attention_strategies import multi_token_attentions, neighborhoods, rms_norm_ropes, ropes
-from layer_strategies import activations, attention_residuals, embeddings, softmaxes
-from loss_strategies import distribution_losses, divergences, log_probs, losses
-from norm_strategies import (
-    dyts,
-    fused_add_rms_norms,
-    gated_rms_norms,
-    group_norms,
-    layer_norms,
-    modulated_norms,
-    poly_norms,
-    rms_norms,
-    row_norms,
-)
-from strategy_parts import DTYPES, ROWS, SIZES, TILES, has_rows, leading_shapes
+from collections.abc import Callable, Sequence
+from typing import Any
 
-__all__ = [
-    "DTYPES",
-    "ROWS",
-    "SIZES",
-    "TILES",
-    "activations",
-    "attention_residuals",
-    "distribution_losses",
-    "divergences",
-    "dyts",
-    "embeddings",
-    "fused_add_rms_norms",
-    "gated_rms_norms",
-    "group_norms",
-    "has_rows",
-    "layer_norms",
-    "leading_shapes",
-    "log_probs",
-    "losses",
-    "modulated_norms",
-    "multi_token_attentions",
-    "neighborhoods",
-    "poly_norms",
-    "rms_norm_ropes",
-    "rms_norms",
-    "ropes",
-    "row_norms",
-    "softmaxes",
-]
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from op_under_test import CHOICES, Case, OpUnderTest
+
+
+@st.composite
+def cases(draw: st.DrawFn, op: OpUnderTest, **choices: Sequence[Any]) -> Any:
+    """A case of an op. `choices` replaces the values of some fields."""
+
+    def pick(values: Sequence[Any]) -> Any:
+        return draw(st.sampled_from(values))
+
+    fields = {name: pick(v) for name, v in {**CHOICES, **op.choices, **choices}.items()}
+    fields["output_mask"] = tuple(
+        draw(st.booleans()) for _ in op.case(**fields, shape=()).output_mask
+    )
+    fields["seed"] = draw(st.integers(0, 2**31))
+    return op.case(**fields | op.coupled(pick, fields))
+
+
+def has_rows(case: Case) -> bool:
+    """Whether the first dimension has several rows."""
+    return len(case.shape) > 1 and case.shape[0] > 1
+
+
+def for_cases(
+    op: OpUnderTest, check: Callable[[Any], None], fewer: int = 1, **options: Any
+) -> None:
+    """Call `check` with each case that Hypothesis draws, with so many times fewer than usual."""
+    drawn = options.pop("drawn", None) or cases(op, **options)
+    most = settings().max_examples // (fewer * op.cost)
+    settings(max_examples=most)(given(drawn)(check))()

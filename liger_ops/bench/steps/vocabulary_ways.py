@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -90,44 +91,37 @@ def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
 def ways_of_others(group: Any, words: int) -> dict[str, Loss]:
     """The losses of other packages, which are imported when they are called."""
 
-    def liger_kernel(logits: Tensor, target: Tensor) -> Tensor:
-        from liger_kernel.transformers.vocab_parallel_cross_entropy import (
-            LigerVocabParallelCrossEntropy as Function,
-        )
+    def of(owner: str, path: str, x: Tensor, on_gpus: bool = False) -> Any:
+        function = resolve_name(path)
+        if on_gpus and not x.is_cuda:
+            raise NotImplementedError(f"{owner} computes it on GPUs alone")
+        if owner and words % dist.get_world_size(group):
+            raise NotImplementedError(f"{owner} takes the same number of words on every rank")
+        return function
 
-        fits("Liger-Kernel", logits, on_gpus=True)
-        return Function()(logits.unsqueeze(1), target.unsqueeze(1), tp_group=group).squeeze(1)
+    def liger_kernel(logits: Tensor, target: Tensor) -> Tensor:
+        path = "liger_kernel.transformers.vocab_parallel_cross_entropy"
+        function = of("Liger-Kernel", f"{path}:LigerVocabParallelCrossEntropy", logits, True)
+        return function()(logits.unsqueeze(1), target.unsqueeze(1), tp_group=group).squeeze(1)
 
     # verl's log-probabilities of sharded logits are this function's too.
     def megatron(logits: Tensor, target: Tensor) -> Tensor:
-        from megatron.core.tensor_parallel import cross_entropy
-
-        fits("Megatron Core", logits)
-        return cross_entropy.vocab_parallel_cross_entropy(logits, target, tp_group=group)
+        path = "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
+        return of("Megatron Core", path, logits)(logits, target, tp_group=group)
 
     def megatron_fused(logits: Tensor, target: Tensor) -> Tensor:
-        from megatron.core.fusions import fused_cross_entropy
-
-        fits("Megatron Core", logits)
-        return fused_cross_entropy.fused_vocab_parallel_cross_entropy(logits, target, group)
+        path = "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy"
+        return of("Megatron Core", path, logits)(logits, target, group)
 
     def torchtitan(logits: Tensor, target: Tensor) -> Tensor:
-        from torchtitan.components.loss import _LossParallelCrossEntropy as Function
-
-        return Function.apply(logits.float(), target, group, words, "none")
+        function = of("", "torchtitan.components.loss:_LossParallelCrossEntropy", logits)
+        return function.apply(logits.float(), target, group, words, "none")
 
     def of_verl(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-        fits("verl", x, on_gpus=True)
-        found, _ = linear_cross_entropy(Whole.apply(x, group), weight, target, 1.0, "none", group)
+        path = "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"
+        function = of("verl", path, x, True)
+        found, _ = function(Whole.apply(x, group), weight, target, 1.0, "none", group)
         return mean(-found, target)
-
-    def fits(owner: str, x: Tensor, on_gpus: bool = False) -> None:
-        if on_gpus and not x.is_cuda:
-            raise NotImplementedError(f"{owner} computes it on GPUs alone")
-        if words % dist.get_world_size(group):
-            raise NotImplementedError(f"{owner} takes the same number of words on every rank")
 
     def mean(losses: Tensor, target: Tensor) -> Tensor:
         kept = target != IGNORED

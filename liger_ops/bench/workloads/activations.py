@@ -23,7 +23,6 @@ def gpt_oss_activation(gate_and_up: Tensor) -> Tensor:
 ENTRIES = (
     Entry(
         op="swiglu",
-        ours=liger_ops.swiglu,
         eager=lambda gate, up: F.silu(gate) * up,
         peers={"liger-kernel": "liger_swiglu"},
         inputs=leaves(2),
@@ -34,7 +33,6 @@ ENTRIES = (
     ),
     Entry(
         op="geglu",
-        ours=liger_ops.geglu,
         eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
         peers={"liger-kernel": "liger_geglu"},
         inputs=leaves(2),
@@ -54,7 +52,6 @@ ENTRIES = (
     ),
     Entry(
         op="relu_squared",
-        ours=liger_ops.relu_squared,
         eager=lambda x: F.relu(x).square(),
         peers={"liger-kernel": "liger_relu_squared"},
         models=intermediate("relu_squared"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, moved
+from .entry import Draw, Entry, Function, Shape, moved, peer
 
 # The window of the figures. Every model here has one dimension.
 WINDOW = 129
@@ -93,13 +93,7 @@ ENTRIES = (
         op="multi_token_attention",
         ours=lambda scores, weight: liger_ops.multi_token_attention(scores, weight, padding=1),
         eager=model_multi_token,
-        peers={
-            "liger-kernel": lambda package: (
-                lambda scores, weight: package.liger_multi_token_attention(
-                    scores, weight, padding=1
-                )
-            )
-        },
+        peers={"liger-kernel": peer("liger_multi_token_attention", padding=1)},
         dims=("batch", "heads", "L"),
         inputs=_scores,
         counts=_moved_scores,

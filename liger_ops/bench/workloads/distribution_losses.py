@@ -7,11 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-import liger_ops
-
-from .entry import Draw, Entry, Function, Shape, moved, wide
-from .losses import model_jsd, truth_by_rows
-from .models import VOCABULARY
+from .entry import Draw, Entry, Shape, moved, peer, wide
+from .losses import OF_LOGITS, model_jsd
 
 
 def model_kl_div(input: Tensor, target: Tensor) -> Tensor:
@@ -20,16 +17,6 @@ def model_kl_div(input: Tensor, target: Tensor) -> Tensor:
 
 def model_tvd(p: Tensor, q: Tensor) -> Tensor:
     return (wide(p) - q.to(wide(p).dtype)).abs().sum() / (2 * len(p))
-
-
-def _with_batchmean(name: str) -> Any:
-    """A function of Liger-Kernel, whose default reduction is the mean."""
-
-    def made(package: Any) -> Function:
-        function = getattr(package, name)
-        return lambda first, second: function(first, second, reduction="batchmean")
-
-    return made
 
 
 def _distributions(draw: Draw, shape: Shape, logarithms: tuple[bool, bool]) -> list[Tensor]:
@@ -42,45 +29,25 @@ def _distributions(draw: Draw, shape: Shape, logarithms: tuple[bool, bool]) -> l
     return found
 
 
+def _loss(op: str, liger: Any, logarithms: tuple[bool, bool], **more: Any) -> Entry:
+    return Entry(
+        op=op,
+        peers={"liger-kernel": liger},
+        inputs=lambda draw, shape: _distributions(draw, shape, logarithms),
+        **{**OF_LOGITS, **more},
+    )
+
+
+# Its functions' default reduction is the mean.
+BATCHMEAN = {"reduction": "batchmean"}
 ENTRIES = (
-    Entry(
-        op="kl_div",
-        ours=liger_ops.kl_div,
-        eager=model_kl_div,
-        peers={"liger-kernel": _with_batchmean("liger_kl_div")},
-        dims=("M", "V"),
-        inputs=lambda draw, shape: _distributions(draw, shape, (True, False)),
-        # The backward reads the target and writes input's gradient.
+    # The backward of kl_div reads the target and writes input's gradient.
+    _loss(
+        "kl_div", peer("liger_kl_div", **BATCHMEAN), (True, False), eager=model_kl_div,
         passes=moved(2, 2),
-        figures=((8192, 32768), (8192, 151936)),
-        models=VOCABULARY,
-        small=(256, 32768),
-        truth=truth_by_rows,
     ),
-    Entry(
-        op="jsd",
-        ours=liger_ops.jsd,
-        eager=model_jsd,
-        peers={"liger-kernel": "liger_jsd"},
-        dims=("M", "V"),
-        inputs=lambda draw, shape: _distributions(draw, shape, (True, True)),
-        passes=moved(2, 3),
-        figures=((8192, 32768), (8192, 151936)),
-        models=VOCABULARY,
-        small=(256, 32768),
-        truth=truth_by_rows,
+    _loss("jsd", "liger_jsd", (True, True), eager=model_jsd, passes=moved(2, 3)),
+    _loss(
+        "tvd", peer("liger_tvd", **BATCHMEAN), (False, False), eager=model_tvd, passes=moved(2, 3)
     ),
-    Entry(
-        op="tvd",
-        ours=liger_ops.tvd,
-        eager=model_tvd,
-        peers={"liger-kernel": _with_batchmean("liger_tvd")},
-        dims=("M", "V"),
-        inputs=lambda draw, shape: _distributions(draw, shape, (False, False)),
-        passes=moved(2, 3),
-        figures=((8192, 32768), (8192, 151936)),
-        models=VOCABULARY,
-        small=(256, 32768),
-        truth=truth_by_rows,
-    ),
-)
+)  # fmt: skip

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+import liger_ops
 
 Shape = tuple[int, ...]
 Function = Callable[..., Any]
@@ -62,6 +64,23 @@ def leaves(tensors: int, vectors: int = 0) -> Callable[[Draw, Shape], list[Tenso
     return inputs
 
 
+def peer(
+    name: str, *options: Any, order: Sequence[int] | None = None, **more: Any
+) -> Callable[[Any], Function]:
+    """The function `name` of a package, given the tensors, in this order, and then the options."""
+
+    def made(package: Any) -> Function:
+        function = getattr(package, name)
+
+        def call(*tensors: Tensor) -> Any:
+            given = tensors if order is None else [tensors[i] for i in order]
+            return function(*given, *options, **more)
+
+        return call
+
+    return made
+
+
 def moved(forward: int, backward: int) -> dict[str, int]:
     """How many times each mode moves as many elements as the op's shape has."""
     return {"forward": forward, "backward": backward, "full": forward + backward}
@@ -72,7 +91,8 @@ class Entry:
     """An op in the bench."""
 
     op: str
-    ours: Function
+    # The public op, if nothing else is given.
+    ours: Function = cast(Function, None)
     # The op with its options for less memory, if it has any.
     low_memory: Function | None = None
     # The code in models. If that is a call of ATen's fused op, only `aten` is set.
@@ -97,6 +117,10 @@ class Entry:
     # A host-bound shape, at which the host's time is measured.
     small: Shape = (2048, 4096)
     truth: Truth = truth_at_once
+
+    def __post_init__(self) -> None:
+        if self.ours is None:
+            object.__setattr__(self, "ours", getattr(liger_ops, self.op))
 
     @property
     def definition(self) -> Function:

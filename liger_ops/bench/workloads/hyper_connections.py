@@ -10,7 +10,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, moved, wide
+from .entry import Draw, Entry, Shape, moved, peer, wide
 from .models import TOKENS
 
 EPS = 1e-6
@@ -18,8 +18,6 @@ ITERATIONS = 20
 
 # DeepSeek-V4-Flash and DeepSeek-V4-Pro. The passes below are for their 4 streams.
 MODELS = {"deepseek-v4-flash": (TOKENS, 4, 4096), "deepseek-v4-pro": (TOKENS, 4, 7168)}
-DIMS = ("M", "hc", "C")
-SMALL = (512, 4, 1024)
 
 
 def deepseek_coeffs(
@@ -53,10 +51,6 @@ def deepseek_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -
     return added + torch.matmul(h_res.to(x.dtype), x)
 
 
-def _liger_coeffs(package: Any) -> Function:
-    return lambda *tensors: package.liger_mhc_coeffs(*tensors, allow_fp32=True, pre_eps=EPS)
-
-
 def _coeffs_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     """phi has x's dtype, and what is small is float32."""
     M, hc, C = shape
@@ -81,49 +75,35 @@ def _post_res_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     return [draw.leaf(*shape), draw.leaf(M, C), h_post, h_res]
 
 
-def _channels(shape: Shape) -> int:
-    return shape[0] * shape[2]
-
-
+COMMON: dict[str, Any] = {
+    "dims": ("M", "hc", "C"), "elements": lambda shape: shape[0] * shape[2],
+    "figures": tuple(MODELS.values()), "models": MODELS, "small": (512, 4, 1024),
+}  # fmt: skip
 ENTRIES = (
     Entry(
         op="mhc_coeffs",
         ours=lambda *tensors: liger_ops.mhc_coeffs(*(*tensors, ITERATIONS, EPS, EPS)),
         eager=deepseek_coeffs,
-        peers={"liger-kernel": _liger_coeffs},
-        dims=DIMS,
+        peers={"liger-kernel": peer("liger_mhc_coeffs", allow_fp32=True, pre_eps=EPS)},
         inputs=_coeffs_inputs,
         # x, and in the backward dx too.
         passes=moved(4, 8),
-        elements=_channels,
-        figures=tuple(MODELS.values()),
-        models=MODELS,
-        small=SMALL,
+        **COMMON,
     ),
     Entry(
         op="mhc_pre",
-        ours=liger_ops.mhc_pre,
         eager=deepseek_pre,
         peers={"liger-kernel": "liger_mhc_pre"},
-        dims=DIMS,
         inputs=_pre_inputs,
         passes=moved(5, 9),
-        elements=_channels,
-        figures=tuple(MODELS.values()),
-        models=MODELS,
-        small=SMALL,
+        **COMMON,
     ),
     Entry(
         op="mhc_post_res",
-        ours=liger_ops.mhc_post_res,
         eager=deepseek_post_res,
         peers={"liger-kernel": "liger_mhc_post_res"},
-        dims=DIMS,
         inputs=_post_res_inputs,
         passes=moved(9, 14),
-        elements=_channels,
-        figures=tuple(MODELS.values()),
-        models=MODELS,
-        small=SMALL,
+        **COMMON,
     ),
 )

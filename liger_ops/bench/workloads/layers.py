@@ -11,7 +11,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, wide
+from .entry import Draw, Entry, Function, Shape, peer, wide
 from .models import MODELS, TOKENS
 
 EPS = 1e-6
@@ -64,14 +64,9 @@ def model_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-def _liger_attn_res(liger: Any) -> Function:
-    return lambda x, query, weight: liger.liger_attn_res(x, query, weight, eps=EPS)
-
-
 ENTRIES = (
     Entry(
         op="embedding",
-        ours=liger_ops.embedding,
         aten=torchs_embedding,
         peers={"liger-kernel": _liger_embedding},
         dims=("M", "V", "D"),
@@ -85,7 +80,7 @@ ENTRIES = (
         op="attn_res",
         ours=lambda x, query, weight: liger_ops.attn_res(x, query, weight, EPS),
         eager=model_attn_res,
-        peers={"liger-kernel": _liger_attn_res},
+        peers={"liger-kernel": peer("liger_attn_res", eps=EPS)},
         dims=("N", "M", "D"),
         inputs=lambda draw, shape: [
             draw.leaf(*shape),
@@ -99,7 +94,6 @@ ENTRIES = (
     ),
     Entry(
         op="tiled_mlp",
-        ours=liger_ops.tiled_mlp,
         eager=model_mlp,
         dims=("M", "D", "I"),
         inputs=_mlp,

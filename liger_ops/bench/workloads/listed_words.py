@@ -11,8 +11,7 @@ from torch import Tensor
 import liger_ops
 
 from .entry import Draw, Entry, Function, Shape, wide
-from .losses import model_jsd, truth_by_rows, x_weight_and_target
-from .models import HEAD
+from .losses import OF_HEADS, model_jsd, x_weight_and_target
 
 # Words of a token.
 K = 16
@@ -70,14 +69,6 @@ ENTRIES = (
         low_memory=_summed_in_its_dtype,
         eager=model_head_and_listed_words,
         peers={"trl": _trl},
-        dims=("M", "D", "V"),
-        inputs=_inputs,
-        # Three products, as with the logits in memory; computing them again takes a fourth.
-        passes={"full": 6},
-        is_matrix_product=True,
-        figures=((8192, 2048, 151936), (8192, 4096, 151936)),
-        models=HEAD,
-        small=(256, 512, 8192),
-        truth=truth_by_rows,
+        **{**OF_HEADS, "inputs": _inputs},
     ),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, as_tuple, wide
+from .entry import Draw, Entry, Function, Shape, as_tuple, peer, wide
 from .models import HEAD, VOCABULARY
 
 # The truth has at most this many logits in float64 at a time: a gigabyte.
@@ -149,12 +149,6 @@ def _liger_jsd(package: Any) -> Function:
     )
 
 
-def _liger_linear_jsd(package: Any) -> Function:
-    return lambda x, weight, teacher_weight, teacher_x: package.liger_fused_linear_jsd(
-        x, weight, teacher_x, teacher_weight
-    )
-
-
 def _trl_divergence(package: Any) -> Function:
     function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
 
@@ -169,97 +163,82 @@ def _quack_linear(package: Any) -> Function:
     return module.chunked_linear_cross_entropy
 
 
+# What the losses of logits have in common, and those of a head.
+OF_LOGITS: dict[str, Any] = {
+    "dims": ("M", "V"), "figures": ((8192, 32768), (8192, 151936)), "models": VOCABULARY,
+    "small": (256, 32768), "truth": truth_by_rows,
+}  # fmt: skip
+OF_HEADS: dict[str, Any] = {
+    "dims": ("M", "D", "V"), "inputs": x_weight_and_target, "is_matrix_product": True,
+    # Three products: the logits, and the gradients of x and of the weight. Computing the logits
+    # again takes a fourth.
+    "passes": {"full": 6}, "figures": ((8192, 2048, 151936), (8192, 4096, 151936)), "models": HEAD,
+    "small": (256, 512, 8192), "truth": truth_by_rows,
+}  # fmt: skip
+
+
+def _logits_and_classes(draw: Draw, shape: Shape) -> list[Tensor]:
+    return [draw.leaf(*shape), draw.classes(*shape)]
+
+
 ENTRIES = (
     Entry(
         op="cross_entropy",
-        ours=liger_ops.cross_entropy,
         eager=model_loss,
         aten=F.cross_entropy,
         peers={"liger-kernel": "liger_cross_entropy", "quack": "cross_entropy"},
-        dims=("M", "V"),
-        inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
+        inputs=_logits_and_classes,
         # "full" reads the logits again, because the gradient needs the forward's sums.
         passes={"forward": 1, "full": 3},
-        figures=((8192, 32768), (8192, 128256)),
-        models=VOCABULARY,
-        small=(256, 32768),
-        truth=truth_by_rows,
+        **{**OF_LOGITS, "figures": ((8192, 32768), (8192, 128256))},
     ),
     Entry(
         op="log_prob",
-        ours=liger_ops.log_prob,
         eager=model_log_prob,
         peers={"trl": "selective_log_softmax_and_entropy"},
-        dims=("M", "V"),
-        inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
+        inputs=_logits_and_classes,
         # The backward reads the logits again and writes their gradient.
         passes={"forward": 1, "backward": 2, "full": 3},
-        figures=((8192, 32768), (8192, 151936)),
-        models=VOCABULARY,
-        small=(256, 32768),
-        truth=truth_by_rows,
+        **OF_LOGITS,
     ),
     Entry(
         op="divergence",
         ours=_mean_divergence,
         eager=model_divergence,
         peers={"liger-kernel": _liger_jsd},
-        dims=("M", "V"),
         # The teacher is not trained.
         inputs=lambda draw, shape: [draw.leaf(*shape), draw.normal(*shape)],
         # The backward reads both logits again and writes the student's gradient.
         passes={"forward": 2, "backward": 3, "full": 5},
-        figures=((8192, 32768), (8192, 151936)),
-        models=VOCABULARY,
-        small=(256, 32768),
-        truth=truth_by_rows,
+        **OF_LOGITS,
     ),
     Entry(
         op="linear_cross_entropy",
-        ours=liger_ops.linear_cross_entropy,
         low_memory=_summed_in_its_dtype,
         eager=model_head_and_loss,
         peers={"liger-kernel": "liger_fused_linear_cross_entropy", "quack": _quack_linear},
-        dims=("M", "D", "V"),
-        inputs=x_weight_and_target,
-        # Three products: the logits, and the gradients of x and of the weight.
-        passes={"full": 6},
-        is_matrix_product=True,
-        figures=((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),
-        models=HEAD,
-        small=(256, 512, 8192),
-        truth=truth_by_rows,
+        **{
+            **OF_HEADS,
+            "figures": ((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),
+        },
     ),
     Entry(
         op="linear_log_prob",
-        ours=liger_ops.linear_log_prob,
         low_memory=_log_prob_summed_in_its_dtype,
         eager=model_head_and_log_prob,
         peers={"trl": _trl_linear},
-        dims=("M", "D", "V"),
-        inputs=x_weight_and_target,
-        # Three products, as with the logits in memory; computing them again takes a fourth.
-        passes={"full": 6},
-        is_matrix_product=True,
-        figures=((8192, 2048, 151936), (8192, 4096, 151936), (32768, 4096, 128256)),
-        models=HEAD,
-        small=(256, 512, 8192),
-        truth=truth_by_rows,
+        **{**OF_HEADS, "figures": (*OF_HEADS["figures"], (32768, 4096, 128256))},
     ),
     Entry(
         op="linear_divergence",
         ours=_mean_linear_divergence,
         low_memory=_divergence_summed_in_its_dtype,
         eager=model_heads_and_divergence,
-        peers={"liger-kernel": _liger_linear_jsd, "trl": _trl_divergence},
-        dims=("M", "D", "V"),
-        inputs=_both_heads,
+        peers={
+            "liger-kernel": peer("liger_fused_linear_jsd", order=(0, 1, 3, 2)),
+            "trl": _trl_divergence,
+        },
         # Three products of the student, and the teacher's logits.
-        passes={"full": 8},
-        is_matrix_product=True,
-        figures=((8192, 2048, 151936), (8192, 4096, 151936)),
-        models=HEAD,
-        small=(256, 512, 8192),
-        truth=truth_by_rows,
+        **{**OF_HEADS, "inputs": _both_heads, "passes": {"full": 8}},
     ),
 )

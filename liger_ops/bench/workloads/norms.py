@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, leaves, moved, wide
+from .entry import Draw, Entry, Shape, leaves, moved, peer, wide
 from .models import HIDDEN, TOKENS
 
 EPS = 1e-6
@@ -60,13 +59,6 @@ DIFFUSION = {
 }
 
 
-def _liger_modulated_rms_norm(liger: Any) -> Function:
-    function = liger.liger_modulated_rms_norm
-    return lambda x, scale, shift, weight: function(
-        x, weight, scale, shift, EPS, 0.0, "llama", False
-    )
-
-
 def model_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return torch.tanh(alpha * x) * gamma + beta
 
@@ -78,26 +70,6 @@ def motif_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
 
 
-def _dyt_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
-    return [draw.leaf(*size) for size in (shape, (1,), shape[1:], shape[1:])]
-
-
-def _liger_rms_norm(liger: Any) -> Function:
-    # Not in place: by default it writes dx over dy, which the other providers use too.
-    return lambda x, weight: liger.liger_rms_norm(x, weight, EPS, 0.0, "llama", False)
-
-
-def _liger_add_rms_norm(liger: Any) -> Function:
-    function = liger.liger_fused_add_rms_norm
-    return lambda x, residual, weight: function(x, residual, weight, EPS, 0.0, "llama", False)
-
-
-def _quack_add_rms_norm(quack: Any) -> Function:
-    return lambda x, residual, weight: quack.rmsnorm(
-        x, weight, residual=residual, eps=EPS, prenorm=True
-    )
-
-
 ENTRIES = (
     Entry(
         op="rms_norm",
@@ -105,8 +77,9 @@ ENTRIES = (
         eager=llama_norm,
         aten=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
         peers={
-            "liger-kernel": _liger_rms_norm,
-            "quack": lambda quack: lambda x, weight: quack.rmsnorm(x, weight, eps=EPS),
+            # Not in place: by default it writes dx over dy, which the other providers use too.
+            "liger-kernel": peer("liger_rms_norm", EPS, 0.0, "llama", False),
+            "quack": peer("rmsnorm", eps=EPS),
         },
         inputs=leaves(1, 1),
         figures=(
@@ -119,7 +92,14 @@ ENTRIES = (
         op="fused_add_rms_norm",
         ours=lambda x, residual, weight: liger_ops.fused_add_rms_norm(x, residual, weight, EPS),
         eager=llama_add_and_norm,
-        peers={"liger-kernel": _liger_add_rms_norm, "quack": _quack_add_rms_norm},
+        peers={
+            "liger-kernel": peer("liger_fused_add_rms_norm", EPS, 0.0, "llama", False),
+            "quack": lambda quack: (
+                lambda x, residual, weight: quack.rmsnorm(
+                    x, weight, residual=residual, eps=EPS, prenorm=True
+                )
+            ),
+        },
         inputs=leaves(2, 1),
         passes=moved(4, 4),
         figures=((32768, 4096), (8192, 16384)),
@@ -141,7 +121,11 @@ ENTRIES = (
             x, scale, shift, weight, EPS
         ),
         eager=adaptive_rms_norm,
-        peers={"liger-kernel": _liger_modulated_rms_norm},
+        peers={
+            "liger-kernel": peer(
+                "liger_modulated_rms_norm", EPS, 0.0, "llama", False, order=(0, 3, 1, 2)
+            )
+        },
         dims=("batch", "T", "N"),
         inputs=_samples(1),
         figures=((8, 4096, 1536), (4, 4608, 3072)),
@@ -160,24 +144,18 @@ ENTRIES = (
     ),
     Entry(
         op="dyt",
-        ours=liger_ops.dyt,
         eager=model_dyt,
         peers={"liger-kernel": "liger_dyt"},
-        inputs=_dyt_inputs,
+        inputs=lambda draw, shape: [draw.leaf(*n) for n in (shape, (1,), shape[1:], shape[1:])],
         figures=((32768, 4096), (8192, 16384)),
         # The widths of ViT-B and ViT-L, in which its authors use it, and of their LLaMA.
         models={"vit-b": (TOKENS, 768), "vit-l": (TOKENS, 1024), "llama-7b": (TOKENS, 4096)},
     ),
     Entry(
         op="poly_norm",
-        ours=liger_ops.poly_norm,
         eager=motif_poly_norm,
-        # Not in place: by default it writes dx over dy, which the other providers use too.
-        peers={
-            "liger-kernel": lambda liger: (
-                lambda x, weight, bias: liger.liger_poly_norm(x, weight, bias, EPS, False)
-            )
-        },
+        # Not in place, as rms_norm.
+        peers={"liger-kernel": peer("liger_poly_norm", EPS, False)},
         inputs=lambda draw, shape: [draw.leaf(*size) for size in (shape, (3,), (1,))],
         figures=((32768, 4096), (8192, 16384)),
         models={"motif-2.6b": (TOKENS, 8192)},
@@ -186,11 +164,7 @@ ENTRIES = (
         op="layer_norm",
         ours=lambda x, weight, bias: liger_ops.layer_norm(x, weight, bias, 1e-5),
         aten=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, 1e-5),
-        peers={
-            "liger-kernel": lambda liger: (
-                lambda x, weight, bias: liger.liger_layer_norm(x, weight, bias, 1e-5)
-            )
-        },
+        peers={"liger-kernel": peer("liger_layer_norm", 1e-5)},
         inputs=leaves(1, 2),
         figures=((32768, 4096), (8192, 16384)),
         models=HIDDEN,

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import liger_ops
-
-from .entry import Draw, Entry, Function, Shape, moved, wide
+from .entry import Draw, Entry, Function, Shape, moved
 from .models import ROPE
+from .norms import llama_norm
 
 THETA = 10000.0
-EPS = 1e-6
 
 
 def _half_turn(x: Tensor) -> Tensor:
@@ -27,16 +25,10 @@ def llama_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return q * cos + _half_turn(q) * sin, k * cos + _half_turn(k) * sin
 
 
-def _head_norm(x: Tensor, weight: Tensor) -> Tensor:
-    values = wide(x)
-    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * values.to(x.dtype)
-
-
 def qwen3_heads(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return llama_rope(_head_norm(q, q_weight), _head_norm(k, k_weight), cos, sin)
+    return llama_rope(llama_norm(q, q_weight), llama_norm(k, k_weight), cos, sin)
 
 
 def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
@@ -77,7 +69,6 @@ def _quack(package: Any) -> Function:
 ENTRIES = (
     Entry(
         op="rope",
-        ours=liger_ops.rope,
         eager=llama_rope,
         peers={"liger-kernel": "liger_rope", "quack": _quack},
         dims=("batch", "S", "heads", "heads of k", "D"),
@@ -90,7 +81,6 @@ ENTRIES = (
     ),
     Entry(
         op="rms_norm_rope",
-        ours=liger_ops.rms_norm_rope,
         eager=qwen3_heads,
         dims=("batch", "S", "heads", "heads of k", "D"),
         inputs=_normed_inputs,

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import liger_ops
-
 from .entry import Entry
 from .models import VOCABULARY
 
@@ -24,7 +22,6 @@ def model_sparsemax(x: Tensor) -> Tensor:
 ENTRIES = (
     Entry(
         op="softmax",
-        ours=liger_ops.softmax,
         aten=lambda x: F.softmax(x, -1),
         peers={"liger-kernel": "liger_softmax", "quack": "softmax"},
         figures=((8192, 4096), (8192, 32768)),
@@ -32,13 +29,11 @@ ENTRIES = (
     ),
     Entry(
         op="log_softmax",
-        ours=liger_ops.log_softmax,
         aten=lambda x: F.log_softmax(x, -1),
         models=VOCABULARY,
     ),
     Entry(
         op="sparsemax",
-        ours=liger_ops.sparsemax,
         eager=model_sparsemax,
         peers={"liger-kernel": "liger_sparsemax"},
         figures=((8192, 4096), (8192, 32768)),

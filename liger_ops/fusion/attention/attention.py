@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...rewrites.attention.masked_attention import FLASH_HEAD_DIM, LEAST_HEAD_DIM
 from .. import classes
 from ..layers.rebinding import global_names
 from ..planning import Plan
@@ -39,7 +40,7 @@ NAME = "liger"
 EAGER_FUNCTION = "eager_attention_forward"
 
 # Sizes of heads that flex_attention takes on a GPU.
-HEAD_DIMS = range(16, 257)
+HEAD_DIMS = range(LEAST_HEAD_DIM, FLASH_HEAD_DIM + 1)
 
 SOFTCAP = "attn_logit_softcapping"
 # Numbers of a configuration with which its attention is left.

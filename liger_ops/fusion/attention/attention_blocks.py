@@ -20,6 +20,7 @@ from ...rewrites.attention.mask.blocks import (
     KEYS,
     QUERIES,
     block_lists,
+    called,
     unseen_queries,
 )
 
@@ -54,7 +55,7 @@ def block_mask(
     """
     sizes = {BATCH: batch, HEADS: 1, QUERIES: queries, KEYS: keys}
     rows = _rows(batch * (keys + BLOCK) * BLOCK)
-    lists: Any = block_lists(_call, visible, sizes, device, rows)
+    lists: Any = block_lists(called, visible, sizes, device, rows)
     return Blocks(seq_lengths=(queries, keys), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible, **lists)
 
 
@@ -64,7 +65,7 @@ def showing_unseen(
     """The block mask of a mask function, for attention that gives a query that sees no key the mean
     of all values."""
     sizes = {BATCH: batch, HEADS: 1, QUERIES: queries, KEYS: keys}
-    found = unseen_queries(_call, visible, sizes, device, _rows(batch * keys))
+    found = unseen_queries(called, visible, sizes, device, _rows(batch * keys))
     unseen = found[:, 0].expand(batch, queries)
 
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -78,10 +79,6 @@ def showing_unseen(
 def _rows(elements: int) -> int | None:
     """How many rows of so many elements exist at a time; None for all, while they are compiled."""
     return None if torch.compiler.is_compiling() else max(1, ELEMENTS // elements)
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def dense(mask: BlockMask) -> Tensor:

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from ...rewrites.attention.flash_attention import is_faster
+from ...rewrites.attention import flash_attention
 from ...rewrites.attention.flex_attention import capped, kernel_options
+from ...rewrites.attention.grouped_attention import FLASH_DTYPES
+from ...rewrites.attention.mask.blocks import called
 from ...rewrites.attention.mask.unseen import rounded
 from ...torch_private import native_attention
 from .attention_blocks import Blocks, dense
-from .attention_mask import HALF
 
 # PyTorch's own function, in whose place context_parallel puts another.
 SDPA = native_attention
@@ -56,17 +57,12 @@ def attention_function(
                 return _attention(*given), None
             attention_mask = dense(attention_mask)
             if adds:
-                attention_mask = torch.where(
-                    attention_mask, torch.zeros_like(query[:1, :1, :1, :1]), _lowest(query)
-                )
+                zero, low = torch.zeros_like(query[:1, :1, :1, :1]), torch.finfo(query.dtype).min
+                attention_mask = torch.where(attention_mask, zero, low)
         arguments = {"dropout": dropout, "scaling": scaling, **others}
         return now(module, query, key, value, attention_mask, **arguments)
 
     return attention
-
-
-def _lowest(x: Tensor) -> float:
-    return torch.finfo(x.dtype).min
 
 
 def _attention(
@@ -88,31 +84,13 @@ def _attention(
         # SDPA and matrix products cast; flex_attention and the operator of flash attention do not.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    has_flash = query.dtype in HALF and is_faster(query, key, value)
+    operands, tokens = (query, key, value), (query.shape[2], key.shape[2])
+    has_flash = query.dtype in FLASH_DTYPES and flash_attention.is_faster(*operands)
     if mask.window is not None and sinks is None and softcap is None and has_flash:
-        return _flash(query, key, value, mask.window, scale).contiguous()
-    y = _flex(query, key, value, mask, scale, sinks, softcap)
+        y = flash_attention.attend(called, operands, tokens, scale, mask.window)
+    else:
+        y = _flex(*operands, mask, scale, sinks, softcap)
     return y.transpose(1, 2).contiguous()
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None) -> Tensor:
-    """Causal attention to the last `window` keys, in (batch, length, heads, D)."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=window - 1,
-        window_size_right=0,
-    )[0]
 
 
 def _flex(

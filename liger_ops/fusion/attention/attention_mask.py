@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...rewrites.attention import flex_attention
+from ...rewrites.attention.grouped_attention import FLASH_DTYPES
 from ...torch_private import has_triton
 from .attention_blocks import Blocks, MaskFunction, block_mask, showing_unseen
-
-HALF = (torch.float16, torch.bfloat16)
 
 # Makes block masks on any device and in any dtype, for tests.
 EVERYWHERE = False
@@ -93,14 +93,12 @@ def has_engine(device: Any = "cpu", dtype: torch.dtype | None = None, **_: Any) 
         return False
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    return dtype in HALF and _runs_on_gpus()
+    return dtype in FLASH_DTYPES and _runs_on_gpus()
 
 
 @torch.compiler.assume_constant_result
 def _runs_on_gpus() -> bool:
-    if torch.version.hip is not None or not has_triton():
-        return False
-    return torch.cuda.get_device_capability() >= (8, 0)
+    return has_triton() and flex_attention.obstacle() is None
 
 
 def _blocks(given: dict[str, Any], visible: MaskFunction) -> Blocks:

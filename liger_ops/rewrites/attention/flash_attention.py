@@ -1,4 +1,4 @@
-"""Calls of flash attention with a sliding window in a graph.
+"""Flash attention with a sliding window.
 
 The kernel skips what is outside of the window, takes grouped heads, and needs no compilation. It is
 the faster one for heads of more than 128 numbers. Forward and backward on an H100, ms by flash
@@ -14,13 +14,14 @@ attention and by flex_attention:
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..engine.canonical import same
-from ..engine.emitter import Emitter
+from .mask.blocks import Call
 
 # Sizes of heads for which it is the faster one; it takes multiples of 8.
 HEAD_DIMS = range(136, 257, 8)
@@ -50,11 +51,16 @@ def _largest_head_dim(device: int | None) -> int:
     return HEAD_DIMS[-1] if large else LARGE_HEAD_DIM
 
 
-def attend(emit: Emitter, operands: tuple[Any, Any, Any], scale: float, size: int) -> fx.Node:
-    """Insert causal attention in which a query sees the last `size` keys up to itself."""
-    tokens = [emit.size(operand, -2) for operand in operands[:2]]
-    by_token = [emit(torch.transpose, operand, 1, 2) for operand in operands]
+def attend(
+    call: Call, operands: tuple[Any, Any, Any], tokens: Sequence[Any], scale: float | None,
+    size: int,
+) -> Any:  # fmt: skip
+    """Causal attention in which a query sees the last `size` keys up to itself.
+
+    `call` calls or inserts a function; `tokens` are the numbers of queries and of keys.
+    """
+    by_token = [call(torch.transpose, operand, 1, 2) for operand in operands]
     flash = torch.ops.aten._flash_attention_forward.default
     window = {"window_size_left": size - 1, "window_size_right": 0}
-    result = emit(flash, *by_token, None, None, *tokens, 0.0, True, False, scale=scale, **window)
-    return emit(torch.transpose, emit(operator.getitem, result, 0), 1, 2)
+    result = call(flash, *by_token, None, None, *tokens, 0.0, True, False, scale=scale, **window)
+    return call(torch.transpose, call(operator.getitem, result, 0), 1, 2)

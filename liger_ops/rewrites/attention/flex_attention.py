@@ -93,6 +93,15 @@ def _submodule(emit: Emitter, name: str, module: fx.GraphModule) -> fx.Node:
         return emit.before.graph.get_attr(f"{name}_{count}")
 
 
+def obstacle(device: torch.device | None = None) -> str | None:
+    """Why a GPU does not run flex_attention fast, or None."""
+    if torch.version.hip is not None:
+        return "flex_attention has not been measured on AMD's GPUs"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "flex_attention needs compute capability 8.0"
+    return None
+
+
 def kernel_options(query: Tensor) -> dict[str, Any]:
     """Options of flex_attention's kernels that are faster than its defaults.
 

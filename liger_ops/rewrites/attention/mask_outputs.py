@@ -57,15 +57,6 @@ class Known:
     state: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class _Returned:
-    """The output at `place` is computed by `recipe` from the outputs at `data`."""
-
-    place: int
-    recipe: Recipe
-    data: tuple[int, ...]
-
-
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # For the copies of data, which nothing writes: whether they are 1 everywhere.
 _ones: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -73,10 +64,14 @@ _ones: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def known(mask: Any) -> Known | None:
     """What `mask` was computed from; None if that is unknown, or the mask was written since."""
-    if not isinstance(mask, Tensor) or isinstance(mask, FakeTensor) or mask.is_inference():
-        return None
-    found = _known.get(mask)
+    found = _known.get(mask) if _is_real(mask) else None
     return found if found is not None and found.state == _state(mask) else None
+
+
+def _is_real(mask: Any) -> bool:
+    """Whether a value is a tensor with data and a version."""
+    is_tensor = isinstance(mask, Tensor) and not isinstance(mask, FakeTensor)
+    return is_tensor and not mask.is_inference()
 
 
 def is_ones(tensor: Tensor) -> bool:
@@ -94,14 +89,6 @@ def _state(mask: Tensor) -> tuple[Any, ...]:
     return mask._version, mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, mask.device
 
 
-def _register(mask: Tensor, recipe: Recipe, data: tuple[Tensor, ...]) -> None:
-    if mask.is_inference():
-        return
-    _known[mask] = Known(recipe, data, _state(mask))
-    for one in data:
-        _ones[one] = None
-
-
 def with_data(module: fx.GraphModule, strict: bool | None = None) -> Wrap | None:
     """Let the graph also return the data of the masks that it returns.
 
@@ -115,8 +102,7 @@ def with_data(module: fx.GraphModule, strict: bool | None = None) -> Wrap | None
     results: Any = output.args[0]
     extended, masks = list(results), []
     for place, recipe, data in found:
-        places = tuple(range(len(extended), len(extended) + len(data)))
-        masks.append(_Returned(place, recipe, places))
+        masks.append((place, recipe, slice(len(extended), len(extended) + len(data))))
         extended += [
             derive(output, torch.clone, one, memory_format=torch.contiguous_format) for one in data
         ]
@@ -126,16 +112,21 @@ def with_data(module: fx.GraphModule, strict: bool | None = None) -> Wrap | None
 
 
 def _recording(
-    compiled: Callable[..., Any], outputs: int, masks: Sequence[_Returned]
+    compiled: Callable[..., Any], outputs: int, masks: Sequence[tuple[int, Recipe, slice]]
 ) -> Callable[..., Any]:
-    """Run a compiled graph, register the masks that it returns, and drop its further outputs."""
+    """Run a compiled graph, register the masks that it returns, and drop its further outputs.
+
+    The output at a place is computed by a recipe from the outputs in a slice.
+    """
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
-        for returned in masks:
-            mask, data = results[returned.place], tuple(results[one] for one in returned.data)
-            if isinstance(mask, Tensor) and not isinstance(mask, FakeTensor):
-                _register(mask, returned.recipe, data)
+        for place, recipe, where in masks:
+            if _is_real(mask := results[place]):
+                data = tuple(results[where])
+                _known[mask] = Known(recipe, data, _state(mask))
+                for one in data:
+                    _ones[one] = None
         return tuple(results[:outputs])
 
     return run

@@ -84,7 +84,8 @@ def _lowered(
     scale = _scale(arguments)
     size = None if data_of(condition) else window(condition, scores(arguments))
     if size is not None and flash_attention.is_faster(*map(value, operands)):
-        new = flash_attention.attend(emit, operands, scale, size)
+        tokens = [emit.size(operand, -2) for operand in operands[:2]]
+        new = flash_attention.attend(emit, operands, tokens, scale, size)
     else:
         block_mask = made.of(condition, mask, scope, scores(arguments))
         result = flex_attention.attend(emit, node, operands, scale, block_mask)
@@ -155,11 +156,8 @@ def unsupported(node: fx.Node, arguments: dict[str, Any]) -> str | None:
             return f"flex_attention takes heads of {LEAST_HEAD_DIM} to {FLASH_HEAD_DIM} numbers"
     if not all(isinstance(tensor.shape[HEADS], int) for tensor in (query, key, values)):
         return "its number of heads is not fixed"
-    if query.device.type == "cuda":
-        if torch.version.hip is not None:
-            return "flex_attention has not been measured on AMD's GPUs"
-        if torch.cuda.get_device_capability(query.device) < (8, 0):
-            return "flex_attention needs compute capability 8.0"
+    if query.is_cuda and (reason := flex_attention.obstacle(query.device)):
+        return reason
     for size in (query.shape[-2], key.shape[-2]):
         if _expected(size) < LEAST_KEYS:
             return f"below {LEAST_KEYS} tokens scaled_dot_product_attention is as fast"

@@ -14,15 +14,17 @@ everything, casts included. A match of the first step that fails the second almo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
+from ...torch_private import native_linear
 from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, same, value
 from .replay import fake_mode_of
-from .torch_functions import torch_linear
 
 # With more different constants than this, the code is another computation, not a near miss.
 MOST_DIFFERENCES = 1
@@ -349,3 +351,15 @@ def _text(constant: Any) -> str:
     if isinstance(constant, tuple):
         return ", ".join(str(part) for part in constant)
     return str(constant)
+
+
+@contextmanager
+def torch_linear() -> Iterator[None]:
+    """Within it, torch.nn.functional.linear is PyTorch's. DeepSpeed's `zero.Init` sets an autograd
+    function there for the rest of the process, in which nothing is recognised."""
+    current = functional.linear
+    functional.linear = native_linear
+    try:
+        yield
+    finally:
+        functional.linear = current

@@ -14,17 +14,12 @@ from ...torch_private import functorch_config
 # Their forward may also compute the gradients; recomputing it would recompute all logits, to save a
 # few numbers per token.
 SAVED = {
-    "linear_cross_entropy",
-    "linear_cross_entropy_forward",
-    "cross_entropy",
-    "cross_entropy_forward",
-    "linear_divergence",
-    "linear_divergence_forward",
-    "linear_log_prob",
-    "linear_log_prob_forward",
-    "log_prob",
-    "log_prob_forward",
-}
+    name + suffix
+    for name in (
+        "linear_cross_entropy", "cross_entropy", "linear_divergence", "linear_log_prob", "log_prob",
+    )
+    for suffix in ("", "_forward")
+}  # fmt: skip
 
 
 def mark(graph: fx.Graph) -> None:

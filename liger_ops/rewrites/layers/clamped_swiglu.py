@@ -34,10 +34,6 @@ def quick_gelu(gate: Tensor, up: Tensor, alpha: float) -> Tensor:
     return gate * torch.sigmoid(gate * alpha) * up
 
 
-def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "clamped_swiglu", SPELLINGS)
-
-
 def rewrite_unlimited(graph: fx.Graph, report: Report) -> None:
     """The same without a limit, which the backend leaves to Inductor and `fuse` does not."""
     replace_all(graph, report, "clamped_swiglu", UNLIMITED)

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..engine.canonical import is_tensor, same, value
 from ..engine.pattern import Match, Pattern
-from ..engine.report import Report
-from ..engine.rewrite import Refused, before_widening, number, replace_all
+from ..engine.rewrite import Refused, before_widening, number
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -79,10 +78,6 @@ def falcon_h1_after(activation: Activation) -> Callable[..., Tensor]:
 
 def _norm(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "gated_rms_norm", SPELLINGS)
 
 
 def _op(norm_before_gate: bool, activation: str, casting_mode: str) -> Any:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..engine.pattern import Match, Pattern
-from ..engine.report import Report
-from ..engine.rewrite import Refused, of_one_shape, replace_all
+from ..engine.rewrite import Refused, of_one_shape
 
 
 def gemma(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
@@ -21,10 +20,6 @@ def gemma(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
 def new_gelu(gate: Tensor, up: Tensor) -> Tensor:
     inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * torch.pow(gate, 3.0))
     return 0.5 * gate * (1.0 + torch.tanh(inner)) * up
-
-
-def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "geglu", SPELLINGS)
 
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:

@@ -6,21 +6,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..engine.pattern import Match, Pattern
-from ..engine.report import Report
-from ..engine.rewrite import number, replace_all
+from ..engine.rewrite import number
 
 
 def torch_group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     return F.group_norm(x, num_groups, weight, bias, eps)
-
-
-def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "group_norm", SPELLINGS)
 
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..engine.canonical import is_tensor, value
 from ..engine.pattern import Match, Pattern
-from ..engine.report import Report
-from ..engine.rewrite import InDtypesOfInputs, Refused, Replacement, number, replace_all
+from ..engine.rewrite import InDtypesOfInputs, Refused, Replacement, number
 
 
 def torch_layer_norm(
@@ -36,10 +35,6 @@ def cohere(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     variance = (wide - mean).pow(2).mean(-1, keepdim=True)
     wide = (wide - mean) * torch.rsqrt(variance + eps)
     return (weight.to(torch.float32) * wide).to(x.dtype)
-
-
-def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "layer_norm", SPELLINGS, by_rows=True)
 
 
 def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:

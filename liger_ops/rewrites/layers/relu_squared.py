@@ -6,20 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..engine.canonical import value
 from ..engine.pattern import Match, Pattern
-from ..engine.report import Report
-from ..engine.rewrite import Refused, replace_all
+from ..engine.rewrite import Refused
 
 
 def nemotron(x: Tensor) -> Tensor:
     return torch.square(F.relu(x))
-
-
-def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "relu_squared", SPELLINGS)
 
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..engine.canonical import is_tensor, value
 from ..engine.pattern import Match, Pattern
-from ..engine.report import Report
-from ..engine.rewrite import InDtypesOfInputs, Refused, derive, number, replace_all
+from ..engine.rewrite import InDtypesOfInputs, Refused, derive, number
 
 
 def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,10 +79,6 @@ def unweighted_unwidened(x: Tensor, eps: float) -> Tensor:
 
 def torch_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
     return F.rms_norm(x, shape, weight, eps)
-
-
-def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "rms_norm", SPELLINGS, by_rows=True)
 
 
 def _op(casting_mode: str, weighted: bool = True, offset: float = 0.0) -> Any:

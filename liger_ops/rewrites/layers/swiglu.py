@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..engine.canonical import value
 from ..engine.pattern import Match, Pattern
-from ..engine.report import Report
-from ..engine.rewrite import before_widening, number, of_one_shape, replace_all
+from ..engine.rewrite import before_widening, number, of_one_shape
 
 
 def llama(gate: Tensor, up: Tensor) -> Tensor:
@@ -32,10 +31,6 @@ def lumina(gate: Tensor, up: Tensor) -> Tensor:
 
 def falcon_h1(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:
     return up * F.silu(gate * multiplier)
-
-
-def rewrite(graph: fx.Graph, report: Report) -> None:
-    replace_all(graph, report, "swiglu", SPELLINGS)
 
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:

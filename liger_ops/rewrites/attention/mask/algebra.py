@@ -301,9 +301,8 @@ def comparisons(condition: Condition) -> Iterator[NonNegative]:
         yield from comparisons(condition.right)
 
 
-def axes_of(value: Value) -> set[int]:
-    """The axes whose indices the value depends on."""
-    found: set[int] = set()
+def _affines(value: Value) -> Iterator[Affine]:
+    """The affine functions that a value is made of, those in quotients and places included."""
     seen: set[int] = set()
     waiting: list[Any] = [value]
     while waiting:
@@ -312,32 +311,21 @@ def axes_of(value: Value) -> set[int]:
             continue
         seen.add(id(part))
         if isinstance(part, Affine):
-            found |= part.slopes.keys()
+            yield part
             for term in part.terms:
                 waiting += term.places if isinstance(term, Datum) else [term.dividend]
         else:
             waiting += vars(part).values()
-    return found
 
 
-def terms_of(value: Value) -> set[Term]:
-    """The terms that the value depends on, those in quotients and in places of data included."""
-    found: set[Term] = set()
-    waiting: list[Any] = [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Affine):
-            new = part.terms.keys() - found
-            found |= new
-            for term in new:
-                waiting += term.places if isinstance(term, Datum) else [term.dividend]
-        elif not isinstance(part, bool):
-            waiting += vars(part).values()
-    return found
+def axes_of(value: Value) -> set[int]:
+    """The axes whose indices the value depends on."""
+    return {axis for one in _affines(value) for axis in one.slopes}
 
 
 def data_of(value: Value) -> set[Datum]:
-    return {term for term in terms_of(value) if isinstance(term, Datum)}
+    """The elements that the value depends on."""
+    return {term for one in _affines(value) for term in one.terms if isinstance(term, Datum)}
 
 
 def same(left: Affine, right: Affine) -> bool:

@@ -28,6 +28,11 @@ PART = 64
 AXES = BATCH, HEADS, QUERIES, KEYS = -4, -3, -2, -1
 
 
+def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The `call` that computes."""
+    return function(*args, **kwargs)
+
+
 def dense_datum(data: Iterable[Datum]) -> Datum | None:
     """A datum that is read at a query and a key at once, as a mask that is an input."""
     for datum in data:

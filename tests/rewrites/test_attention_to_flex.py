@@ -21,12 +21,11 @@ from attention_models import batch, model, step
 from causal_masks import causal
 from data_masks import MASKS, documents, on_the_cpu, right_padding
 from index_programs import masks
-from liger_ops.rewrites.attention import attention_to_flex as eager_attention
-from liger_ops.rewrites.attention import masked_attention, sdpa
+from liger_ops.rewrites.attention import attention_to_flex, masked_attention, sdpa
 from rewriting import Rewriter
 
-OP = eager_attention.OP
-REWRITES = [sdpa.rewrite, eager_attention.rewrite]
+OP = attention_to_flex.OP
+REWRITES = [sdpa.rewrite, attention_to_flex.rewrite]
 LENGTH = 23
 CAP = 1.5
 
