@@ -167,13 +167,14 @@ def vector_jacobian(
         found: Any = torch.func.vjp(run, *(inputs[i] for i in wanted), has_aux=True)
         _, pull_back, chosen = found
         return pull_back(chosen)
-    tensors = [x for x in (*inputs, *grads) if isinstance(x, Tensor)]
-    keeps_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    # A view keeps the tangent of forward-mode AD, too.
-    as_views = keeps_graph or forward_ad._current_level >= 0
+    # The tangents of forward-mode AD need a graph, too.
+    keeps_graph = forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled()
+        and any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *grads))
+    )
     # Besides inference mode, it ends the exclusion of autograd's dispatch keys.
     with torch.inference_mode(False), torch.enable_grad():
-        inputs = [_apart(x, as_views) if isinstance(x, Tensor) else x for x in inputs]
+        inputs = [_apart(x, keeps_graph) if isinstance(x, Tensor) else x for x in inputs]
         tensors = [inputs[i] for i in wanted]
         for x in tensors:
             if not x.requires_grad:

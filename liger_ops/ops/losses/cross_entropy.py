@@ -192,7 +192,7 @@ def cross_entropy_backward(
         dlogits_ic = dx_ic * logit_scale * (1 - (x_ic / softcap)**2)
 
     For an ignored token a_i is dlse_i, and b_i and c_i are 0; if dlse_i is 0 or None, dlogits_i is
-    0.
+    0. The logits may be those of a part of the classes, with the lse of all.
 
     Args:
         dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,

@@ -146,7 +146,8 @@ def log_prob_backward(
         p_ic = exp((x_ic - lse_i) - lse_error_i)
         dlogits_ic = dx_ic * logit_scale / temperature * (1 - (x_ic * temperature / softcap)**2)
 
-    and dlogits_i = 0 for an ignored token.
+    and dlogits_i = 0 for an ignored token. The logits may be those of a part of the classes, with
+    the lse and the entropy of all.
 
     Args:
         dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
