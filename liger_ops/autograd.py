@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,35 +35,89 @@ def _nothing() -> object:
 before_subclasses: Callable[[], object] = _nothing
 
 
-def formula(op: Op, gradient: Op) -> tuple[Any, Any]:
-    """Derive an op's autograd formula from the schema of its backward op.
+class Formula:
+    """An op's autograd formula, derived from the schema of its backward op.
 
-    The first arguments of the backward op are the gradients of the results, each named "d" and the
-    result's name. The others are arguments of the op and results, which are saved, and
-    `output_mask`, which says for each result whether it is needed. The results of the backward op
-    are the gradients of the first tensor arguments, in their order; the others have none.
+    The first arguments of the backward op are the gradients of the op's first results, each named
+    "d" and the result's name; the other results are not differentiable. Where these arguments may
+    be None, a result without a gradient has none, and otherwise zeros. The other arguments are
+    arguments of the op and results, which are saved, and `output_mask`, which says for each result
+    of the backward op whether it is needed. Its results are the gradients of the arguments that
+    they name, after "d", or without names of the first tensor arguments, in their order. No other
+    tensor argument may require a gradient.
     """
-    inputs = [argument.name for argument in op.schema.arguments]
-    tensors = [i for i, a in enumerate(op.schema.arguments) if "Tensor" in str(a.type)]
-    tensors = tensors[: len(gradient.schema.returns)]
-    count = len(op.schema.returns)
-    names = [argument.name for argument in gradient.schema.arguments]
-    results = [name.removeprefix("d") for name in names[:count]]
-    saved = [name for name in names[count:] if name != "output_mask"]
-    has_mask = "output_mask" in names
 
-    def setup_context(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
+    # What the names of the arguments with a gradient start with, and those of the results do not.
+    prefix = ""
+
+    def __init__(self, op: Op, gradient: Op) -> None:
+        self.gradient = gradient
+        inputs = [argument.name for argument in op.schema.arguments]
+        tensors = [i for i, a in enumerate(op.schema.arguments) if "Tensor" in str(a.type)]
+        names = [argument.name for argument in gradient.schema.arguments]
+        results = [result.name for result in op.schema.returns]
+        if not all(results):
+            results = [name.removeprefix("d") for name in names[: len(results)]]
+        self.count = sum(f"d{result}" in names for result in results)
+        self.may_be_none = str(gradient.schema.arguments[0].type) != "Tensor"
+        saved = [a for a in gradient.schema.arguments[self.count :] if a.name != "output_mask"]
+        # Tensors first: the sort is stable.
+        saved.sort(key=lambda argument: "Tensor" not in str(argument.type))
+        self.saved_tensors = sum("Tensor" in str(argument.type) for argument in saved)
+        self.saved_names = [argument.name for argument in saved]
+        # Later names count: an argument, where a result has its name.
+        positions = {name: i for i, name in enumerate((*results, *inputs))}
+        self.saved = _picker([positions[name] for name in self.saved_names])
+        at_hand = [*names[: self.count], *self.saved_names, "output_mask"]
+        self.given = _picker([at_hand.index(name) for name in names])
+        returned = [result.name for result in gradient.schema.returns]
+        if all(returned):
+            of = [inputs.index(f"{self.prefix}{name[1:]}") for name in returned]
+        else:
+            of = tensors[: len(returned)]
+        self.wanted = _picker(of)
+        places = [of.index(i) if i in of else len(of) for i in range(max(of) + 1)]
+        self.gradients = _picker(places)
+        self.constants = [(i, inputs[i]) for i in tensors if i not in of]
+
+    def setup_context(self, ctx: Any, call: Any, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        values = dict(zip((*results, *inputs), (*outputs, *args), strict=True))
-        _save(ctx, [values[name] for name in saved])
+        needed = ctx.needs_input_grad
+        for i, name in self.constants:
+            if i < len(needed) and needed[i]:
+                raise ValueError(f"{type(call).__name__}: {self.refusal(name)}")
+        if self.may_be_none:
+            ctx.set_materialize_grads(False)
+        if len(outputs) > self.count:
+            ctx.mark_non_differentiable(*[x for x in outputs[self.count :] if x is not None])
+        self.save(ctx, self.saved((*outputs, *call)))
 
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        mask = [[ctx.needs[i] for i in tensors]] if has_mask else []
-        found = gradient.overload(*grads, *_saved(ctx), *mask)
-        gradients = iter(found if isinstance(found, tuple) else (found,))
-        return tuple(next(gradients) if i in tensors else None for i in range(len(inputs)))
+    def refusal(self, name: str) -> str:
+        """Why a tensor without a gradient must not require one."""
+        return f"{name} must not require a gradient, which the loss does not give"
 
-    return backward, setup_context
+    def save(self, ctx: Any, values: Sequence[Any]) -> None:
+        """Save the values of `saved_names`."""
+        ctx.save_for_backward(*values[: self.saved_tensors])
+        ctx.options = values[self.saved_tensors :]
+
+    def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted, grads = list(self.wanted(ctx.needs)), grads[: self.count]
+        if self.may_be_none and (True not in wanted or not [x for x in grads if x is not None]):
+            return ()
+        found = self.run(ctx, self.given((*grads, *ctx.saved_tensors, *ctx.options, wanted)))
+        return self.gradients((*(found if isinstance(found, tuple) else (found,)), None))
+
+    def run(self, ctx: Any, values: tuple[Any, ...]) -> Any:
+        """Call the backward op with these arguments."""
+        return self.gradient.overload(*values)
+
+
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that returns the values at these positions."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda values: tuple([values[i] for i in positions])
 
 
 def formula_of_definition(op: Op) -> tuple[Any, Any]:
@@ -112,13 +167,14 @@ def vector_jacobian(
         found: Any = torch.func.vjp(run, *(inputs[i] for i in wanted), has_aux=True)
         _, pull_back, chosen = found
         return pull_back(chosen)
-    tensors = [x for x in (*inputs, *grads) if isinstance(x, Tensor)]
-    keeps_graph = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    # A view keeps the tangent of forward-mode AD, too.
-    as_views = keeps_graph or forward_ad._current_level >= 0
+    # The tangents of forward-mode AD need a graph, too.
+    keeps_graph = forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled()
+        and any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *grads))
+    )
     # Besides inference mode, it ends the exclusion of autograd's dispatch keys.
     with torch.inference_mode(False), torch.enable_grad():
-        inputs = [_apart(x, as_views) if isinstance(x, Tensor) else x for x in inputs]
+        inputs = [_apart(x, keeps_graph) if isinstance(x, Tensor) else x for x in inputs]
         tensors = [inputs[i] for i in wanted]
         for x in tensors:
             if not x.requires_grad:
@@ -170,17 +226,19 @@ def register(op: Op) -> None:
     """
     library, overload = op.custom_op._lib, op.overload
     count = len(op.schema.arguments)
+    nothing = (None,) * count
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if op.setup_context is not None:
             # The dispatcher drops trailing arguments that have their default value.
-            op.setup_context(ctx, tuple(op.arguments(*inputs)), output)
+            op.setup_context(ctx, op.arguments(*inputs), output)
 
     def gradients(ctx: Any, needs: tuple[bool, ...], grads: Any) -> tuple[Tensor | None, ...]:
         if op.backward is None:
             raise RuntimeError(f"{op.name}: there is no gradient of this op")
-        ctx.needs = needs + (False,) * (count - len(needs))
-        return op.backward(ctx, *grads)[: len(needs)]
+        ctx.needs = needs + nothing[len(needs) :]
+        # No gradients of the last arguments, and none of those that the dispatcher dropped.
+        return (op.backward(ctx, *grads) + nothing)[: len(needs)]
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return gradients(ctx, ctx.needs_input_grad, grads)

@@ -49,7 +49,7 @@ class Entry(NamedTuple):
     def form(self) -> str:
         """The shape as messages and documentation write it: (..., 2N) for `* 2*n`."""
         axes = [_written(axis) for axis in self.axes]
-        return f"({', '.join(axes)}{',' if len(axes) == 1 and axes[0].isalnum() else ''})"
+        return f"({', '.join(axes)}{',' if len(axes) == 1 and self.axes[0] not in MANY else ''})"
 
 
 class Line(NamedTuple):

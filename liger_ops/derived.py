@@ -49,19 +49,16 @@ def derived_definition(
         wanted = [
             i for i, needed in zip(places, mask, strict=True) if needed and arguments[i] is not None
         ]
-        of_float32 = partial(function, **options)
         wide = [_widened(argument) for argument in arguments]
+        found = vector_jacobian(partial(function, **options), wide, wanted, call[:count])
         gradients = dict.fromkeys(places)
-        for i, gradient in zip(
-            wanted, vector_jacobian(of_float32, wide, wanted, call[:count]), strict=True
-        ):
+        for i, gradient in zip(wanted, found, strict=True):
             argument = arguments[i]
             if gradient is None:
                 gradient = torch.zeros_like(argument)
             # A copy: autograd may return an incoming gradient, or a tensor for two arguments.
             gradients[i] = layout(gradient.to(argument.dtype, copy=True), argument)
-        found = tuple(gradients.values())
-        return found if MASK in given else found[0]
+        return tuple(gradients.values()) if MASK in given else gradients[places[0]]
 
     types: dict[str, Any] = {name: hints.get(name, Tensor) for name in given}
     types |= dict.fromkeys((name.removesuffix("?") for name in optional), Tensor | None)

@@ -317,19 +317,32 @@ def allocate(name: str, call: Any) -> Any:
 def gradient(
     name: str,
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+    setup_context: Callable[[Any, Any, Any], None] | None = None,
+    formula: type[autograd.Formula] = autograd.Formula,
 ) -> None:
     """Register the autograd formula of op `name`, by default the one that is derived from the
     schema of `<name>_backward`, where `name` is without its suffix `_forward`.
 
-    `backward(ctx, *grads)` can read `ctx.needs`, one bool for every argument of the schema.
-    PyTorch's `ctx.needs_input_grad` lacks trailing arguments that have their default value.
+    `setup_context(ctx, call, output)` is given the call. `backward(ctx, *grads)` can read
+    `ctx.needs`, a named tuple of one bool for every argument; PyTorch's `ctx.needs_input_grad`
+    lacks trailing arguments that have their default value. It returns the gradients of the first
+    arguments, as far as there are any.
     """
     op = OPS[name]
     if backward is None:
         gradient_op = OPS[f"{name.removesuffix('_forward')}_backward"]
-        backward, setup_context = autograd.formula(op, gradient_op)
-    op.backward, op.setup_context = backward, setup_context
+        derived = formula(op, gradient_op)
+        op.backward, op.setup_context = derived.backward, derived.setup_context
+    else:
+        op.backward, op.setup_context = _with_names(op, backward), setup_context
+
+
+def _with_names(op: Op, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(ctx: Any, *grads: Any) -> Any:
+        ctx.needs = op.arguments(*ctx.needs)
+        return backward(ctx, *grads)
+
+    return run
 
 
 def import_modules(package: str, path: list[str]) -> None:

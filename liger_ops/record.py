@@ -37,7 +37,7 @@ class Op:
     # Bits of the dispatch key of a device's dense tensors -> the device's kernel.
     entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None] | None = None
+    setup_context: Callable[[Any, Any, Any], None] | None = None
 
     @property
     def schema(self) -> Any:

@@ -94,15 +94,14 @@ def row_of(padding_idx: int, num_embeddings: int | torch.SymInt) -> Any:
     return padding_idx + num_embeddings if padding_idx < 0 else padding_idx
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight, indices, padding_idx = inputs
-    ctx.save_for_backward(indices)
-    ctx.options = (weight.shape[0], padding_idx)
+def _setup_context(ctx: Any, call: Any, output: Tensor) -> None:
+    ctx.save_for_backward(call.indices)
+    ctx.options = (call.weight.shape[0], call.padding_idx)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (indices,) = ctx.saved_tensors
-    return embedding_backward(dy, indices, *ctx.options), None, None
+    return (embedding_backward(dy, indices, *ctx.options),)
 
 
 library.gradient("embedding", _backward, _setup_context)

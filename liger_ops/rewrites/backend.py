@@ -9,10 +9,10 @@ from torch import fx
 
 from ..torch_private import CompileInductorWrapper, CompileWrapper
 from . import rewrite
-from .attention.mask_inputs import given_masks, mask_variants, put_back
-from .attention.mask_outputs import with_data
-from .attention.padding import assume_ones, found_padding, padding_variants
-from .attention.variants import is_split
+from .attention.runtime.mask_inputs import given_masks, mask_variants, put_back
+from .attention.runtime.mask_outputs import with_data
+from .attention.runtime.padding import assume_ones, found_padding, padding_variants
+from .attention.runtime.variants import is_split
 from .default_rewrites import check_known, checked_strict, chosen
 from .inductor import declare_ops
 from .losses.unfused_loss import warn

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from . import rewrite
-from .attention.mask_inputs import put_known
-from .attention.mask_outputs import with_data
-from .attention.padding import assume_what_is_seen
-from .attention.variants import duplicate
+from .attention.runtime.mask_inputs import put_known
+from .attention.runtime.mask_outputs import with_data
+from .attention.runtime.padding import assume_what_is_seen
+from .attention.runtime.variants import duplicate
 from .differences import Verification
 from .engine.report import Finding, Findings
 from .state import state_kept

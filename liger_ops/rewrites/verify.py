@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..torch_private import aot_eager
 from . import rewrite
-from .attention.padding import assume_what_is_seen
+from .attention.runtime.padding import assume_what_is_seen
 from .differences import LOSS, OUTPUT, Verification, compared, magnified
 from .engine.failure import first_line
 from .engine.float64_graph import InWider, Wide, default_dtype

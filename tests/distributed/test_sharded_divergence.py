@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx import GraphModule, Node
 
@@ -23,10 +22,12 @@ from sharded_heads import (
     D,
     check_gradients,
     compare,
+    compare_dtensors,
     dims_of,
     group_of,
     here,
     leaf,
+    over_ranks,
     part,
     parts_of,
     scalar,
@@ -111,6 +112,7 @@ def of_heads() -> None:
             )
             expected = liger_ops.linear_divergence(**student, **constants, **given)
             check_terms(expected, got, student, parts, dims, tolerance)
+            compare_dtensors("linear_divergence", student, dims, constants | given, **tolerance)
 
 
 def check_terms(
@@ -169,53 +171,29 @@ def ignored_and_undefined() -> None:
         assert all(bool((grad[2, 1] == 0).all()) for grad in grads)
 
 
-def dtensors_and_collectives() -> None:
-    mesh = ranks.mesh()
+def collectives() -> None:
     for options, count in (({"kind": "reverse_kl"}, 1), ({"kind": "jsd"}, 2), ({"kind": "tvd"}, 2)):
-        logits = logits_of(13, torch.float64)
-        sharded = [
-            distribute_tensor(x.detach(), mesh, [Shard(2)]).requires_grad_()
-            for x in logits.values()
-        ]
-        target = targets()
+        sharded = [over_ranks(x, 2).requires_grad_() for x in logits_of(13, torch.float64).values()]
         with CommDebugMode() as counted:
-            found = distributed.divergence(*sharded, target=target, **options)
-            grads = torch.autograd.grad(found.sum(), sharded)
+            distributed.divergence(*sharded, target=targets(), **options).sum().backward()
         assert counted.get_total_counts() == count
-        whole = liger_ops.divergence(**logits, target=target, **options)
-        torch.testing.assert_close(found, whole, **FLOAT64)
-        expected = torch.autograd.grad(whole.sum(), list(logits.values()))
-        for grad, truth in zip(grads, expected, strict=True):
-            assert grad.placements == (Shard(2),)
-            torch.testing.assert_close(grad.full_tensor(), truth, **FLOAT64)
 
 
-def heads_of_dtensors() -> None:
+def collectives_of_heads() -> None:
     """The collectives are those of the two chunks of tokens, and of the rows' gradient."""
-    mesh = ranks.mesh()
-    V = 13
-    most = -(-V // dist.get_world_size())
-    student, constants = two_heads(V, torch.float64, 1)
+    most = -(-13 // dist.get_world_size())
+    student, constants = two_heads(13, torch.float64, 1)
     dims = dims_of((*student, *constants), 0)
     placed = {
-        name: distribute_tensor(
-            tensor.detach(), mesh, [Replicate() if dims[name] is None else Shard(dims[name])]
-        ).requires_grad_(name in student)
+        name: over_ranks(tensor, dims[name]).requires_grad_(name in student)
         for name, tensor in (student | constants).items()
     }
-    given = {**HEADS[1], "chunk_bytes": 6 * 16 * most}
     with CommDebugMode() as counted:
-        got = distributed.linear_divergence(**placed, **given)
+        got = distributed.linear_divergence(**placed, **HEADS[1], chunk_bytes=6 * 16 * most)
         forward = counted.get_total_counts()
-        leaves = [placed[name] for name in student]
-        grads = torch.autograd.grad(got[0], leaves)
+        torch.autograd.grad(got[0], [placed[name] for name in student])
     # The rows of both x are gathered, and the gradients of x and lora_a summed.
     assert (forward, counted.get_total_counts() - forward) == (2 + 2, 2), counted.get_comm_counts()
-    expected = liger_ops.linear_divergence(**student, **constants, **given)
-    torch.testing.assert_close(got, expected, **FLOAT64)
-    of_whole = torch.autograd.grad(expected[0], list(student.values()))
-    for grad, truth in zip(grads, of_whole, strict=True):
-        torch.testing.assert_close(grad.full_tensor(), truth, **FLOAT64)
 
 
 def no_token_counts() -> None:
@@ -328,7 +306,7 @@ def refused() -> None:
 
 CHECKS = (
     of_logits, of_heads, words_of_probability_0, ignored_and_undefined,
-    dtensors_and_collectives, heads_of_dtensors, no_token_counts, refused,
+    collectives, collectives_of_heads, no_token_counts, refused,
 )  # fmt: skip
 
 test_sharded_divergence = ranks.tests({2: (*CHECKS, compiled), 4: CHECKS}, 300)

@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import liger_ops
 import ranks
@@ -101,38 +99,6 @@ def infinite_and_undefined() -> None:
     assert not dx[0].any() and dx[1].all()
 
 
-def dtensors_and_collectives() -> None:
-    """The forward has one all-reduce, of K numbers and one for each rank; the backward, that of the
-    gradient of x."""
-    mesh, V, K = ranks.mesh(), 13, 4
-    inputs, constants = of_tokens(V, K, torch.float64)
-    dims = dims_of(inputs)
-    for rows in (Replicate(), Shard(1)):
-        placed = {
-            name: distribute_tensor(
-                tensor.detach(), mesh,
-                [rows if dims[name] is None else Shard(dims[name])],
-            ).requires_grad_()
-            for name, tensor in inputs.items()
-        }  # fmt: skip
-        given = {name: distribute_tensor(x, mesh, [rows]) for name, x in constants.items()}
-        with CommDebugMode() as counted:
-            found = distributed.linear_top_k_divergence(**placed, **given)
-            forward = counted.get_total_counts()
-            grads = torch.autograd.grad(found.square().sum(), list(placed.values()))
-        if rows == Replicate():
-            assert (forward, counted.get_total_counts()) == (1, 2), counted.get_comm_counts()
-        whole = liger_ops.linear_top_k_divergence(**inputs, **constants)
-        expected = torch.autograd.grad(whole.square().sum(), list(inputs.values()))
-        # The one-device function takes them too.
-        result = liger_ops.linear_top_k_divergence(**placed, **given)
-        gradients = torch.autograd.grad(result.square().sum(), list(placed.values()))
-        for value, those in ((found, grads), (result.full_tensor(), gradients)):
-            torch.testing.assert_close(value, whole, **FLOAT64)
-            for grad, truth in zip(those, expected, strict=True):
-                torch.testing.assert_close(grad.full_tensor(), truth, **FLOAT64)
-
-
 def bytes_that_move() -> None:
     V, K = 8, 3
     inputs, constants = of_tokens(V, K, torch.float32)
@@ -178,6 +144,6 @@ def refused() -> None:
         torch.autograd.grad(loss, weight, create_graph=True)
 
 
-CHECKS = (every_form, infinite_and_undefined, dtensors_and_collectives, bytes_that_move)
+CHECKS = (every_form, infinite_and_undefined, bytes_that_move)
 
 test_sharded_top_k = ranks.tests({2: (*CHECKS, refused, compiled), 4: CHECKS}, 300)

@@ -31,10 +31,12 @@ from sharded_heads import (
     D,
     check_gradients,
     compare,
+    compare_dtensors,
     dims_of,
     group_of,
     here,
     leaf,
+    over_ranks,
     part,
     parts_of,
     scalar,
@@ -164,46 +166,17 @@ def a_target_that_no_rank_has() -> None:
 
 
 def dtensors() -> None:
-    mesh = ranks.mesh()
-    V, options = 13, LOSSES[1]
-    head, target = tokens(V, torch.float64)
-    # Rows that do not divide.
-    x, weight, bias, target = leaf(head["x"][:3]), head["weight"], head["bias"], target[:3]
-    expected = liger_ops.linear_cross_entropy(x, weight, target, bias, **options)
-    grads = torch.autograd.grad(expected, (x, weight, bias))
-    for placement in (Replicate(), Shard(0)):
-        inputs = [
-            distribute_tensor(tensor.detach(), mesh, [how]).requires_grad_()
-            for tensor, how in ((x, placement), (weight, Shard(0)), (bias, Shard(0)))
-        ]
-        targets = distribute_tensor(target, mesh, [Shard(0)])
-        loss = distributed.linear_cross_entropy(inputs[0], inputs[1], targets, inputs[2], **options)
-        assert type(loss) is Tensor
-        torch.testing.assert_close(loss, expected, **FLOAT64)
-        got = torch.autograd.grad(loss, inputs)
-        for grad, whole, given in zip(got, grads, inputs, strict=True):
-            assert grad.placements == given.placements
-            torch.testing.assert_close(grad.full_tensor(), whole, **FLOAT64)
-    lora = [leaf(torch.randn(2, D).double()), leaf(torch.randn(V, 2).double())]
-    placed = [
-        distribute_tensor(tensor.detach(), mesh, [how]).requires_grad_()
-        for tensor, how in zip(lora, (Replicate(), Shard(0)), strict=True)
-    ]
-    whole = liger_ops.linear_cross_entropy(x, weight, target, lora_a=lora[0], lora_b=lora[1])
-    expected = torch.autograd.grad(whole, (x, *lora))
-    rows = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
-    loss = distributed.linear_cross_entropy(
-        rows, inputs[1], target, lora_a=placed[0], lora_b=placed[1]
-    )
-    for grad, truth in zip(torch.autograd.grad(loss, (rows, *placed)), expected, strict=True):
-        torch.testing.assert_close(grad.full_tensor(), truth, **FLOAT64)
-    plain = leaf(x)
-    values = distributed.linear_log_prob(plain, inputs[1], target, inputs[2])
-    torch.testing.assert_close(
-        values, liger_ops.linear_log_prob(x, weight, target, bias), **FLOAT64
-    )
-    ours = torch.autograd.grad(values[0].sum(), plain)
-    theirs = torch.autograd.grad(liger_ops.linear_log_prob(x, weight, target, bias)[0].sum(), x)
+    """Rows that do not divide; and a plain x beside the DTensors of a head."""
+    head, target = tokens(13, torch.float64, rows=3)
+    given = {**LOSSES[1], "target": target}
+    compare_dtensors("linear_cross_entropy", head, dims_of(head, 0), given, **FLOAT64)
+    x, weight, bias = head.values()
+    sharded, plain = [over_ranks(tensor, 0) for tensor in (weight, bias)], leaf(x)
+    values = distributed.linear_log_prob(plain, sharded[0], over_ranks(target, 0), sharded[1])
+    assert all(type(value) is Tensor for value in values)
+    expected = liger_ops.linear_log_prob(x, weight, target, bias)
+    torch.testing.assert_close(values, expected, **FLOAT64)
+    ours, theirs = (torch.autograd.grad(v[0].sum(), t) for v, t in ((values, plain), (expected, x)))
     torch.testing.assert_close(ours, theirs, **FLOAT64)
 
 

@@ -176,6 +176,27 @@ def test_double_backward(op: OpUnderTest) -> None:
 
 
 @EVERY_OP
+def test_backward_within_inference_mode_and_vmap(op: OpUnderTest) -> None:
+    """A definition that autograd derives works where autograd is off, and leaves no graph."""
+    case = op.sample()
+    args = op.backward_args(case, op.tensors(case))
+    first = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
+
+    def call(*given: Any) -> list[Tensor]:
+        outputs = as_tuple(op.overload(backward=True)(*given))
+        return [output for output in outputs if output is not None]
+
+    expected = call(*args)
+    with torch.inference_mode():
+        inferred = call(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args))
+    double = torch.stack([args[first], 2 * args[first]])
+    batched = torch.vmap(lambda dy: call(*args[:first], dy, *args[first + 1 :]))(double)
+    for value, own, both in zip(expected, inferred, batched, strict=True):
+        assert not value.requires_grad
+        torch.testing.assert_close((own, both[0]), (value, value))
+
+
+@EVERY_OP
 def test_gradient_present_exactly_when_required(op: OpUnderTest) -> None:
     case = op.sample()
     args = op.forward_args(case, op.tensors(case))

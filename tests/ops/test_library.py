@@ -19,6 +19,7 @@ import liger_ops
 from liger_ops import library
 from liger_ops.compile_cache import package_hash
 from liger_ops.schemas import schema_of
+from op_checks import as_tuple
 from op_table import OPS
 from op_under_test import OpUnderTest
 
@@ -133,6 +134,22 @@ def test_pytorchs_own_autograd_runs_the_registered_formula(op: OpUnderTest) -> N
         found.append([leaves[i].grad for i in wanted])
     assert all(grad is not None for grad in found[0])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def is_derived(op: OpUnderTest) -> bool:
+    definition = library.OPS[op.backward_name].definition
+    return Path(definition.__code__.co_filename).name == "derived.py"
+
+
+@pytest.mark.parametrize("op", filter(is_derived, OPS.values()), ids=repr)
+def test_a_derived_gradient_is_computed_in_float32_and_rounded_once(op: OpUnderTest) -> None:
+    case = op.sample(torch.bfloat16)
+    args = op.backward_args(case, op.tensors(case))
+    floating = [isinstance(arg, Tensor) and arg.is_floating_point() for arg in args]
+    wide = [arg.float() if is_real else arg for arg, is_real in zip(args, floating, strict=True)]
+    found, exact = (as_tuple(library.OPS[op.backward_name].definition(*a)) for a in (args, wide))
+    for value, truth in zip(found, exact, strict=True):
+        assert torch.equal(value, truth.to(value.dtype))
 
 
 def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:

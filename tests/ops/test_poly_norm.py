@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import liger_ops
 import op_checks
+from liger_ops.bench.workloads.norms import motif_poly_norm
 from op_table import OPS
 from op_under_test import DEVICE, FOLDERS
 
@@ -20,12 +21,8 @@ class AuthorsPolyNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(3) / 3)
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def normalised(self, x: Tensor) -> Tensor:
-        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
     def forward(self, x: Tensor) -> Tensor:
-        y = self.weight[0] * self.normalised(x**3) + self.weight[1] * self.normalised(x**2)
-        return y + self.weight[2] * self.normalised(x) + self.bias
+        return motif_poly_norm(x, self.weight, self.bias)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))

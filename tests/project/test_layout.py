@@ -357,6 +357,48 @@ def test_import_loads_no_toolchain():
     assert run(BARE_IMPORT).split() == ["liger_ops"]
 
 
+# What a reader has to take in at once: the files of a folder beside its `__init__.py`, the lines of
+# a file, and the parameters of a function. A kernel, and a function whose docstring lists its
+# arguments for users, may have more parameters.
+FILES, LINES, PARAMETERS = 15, 420, 20
+
+
+def over_budget(file: Path, source: str) -> list[str]:
+    """What a file has too much of."""
+    lines = source.count("\n")
+    wrong = [f"{file}: {lines} lines"] if lines > LINES else []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        decorators = " ".join(map(ast.unparse, function.decorator_list))
+        documented = "Args:\n" in (ast.get_docstring(function) or "")
+        count = len(function.args.args) + len(function.args.kwonlyargs)
+        if count > PARAMETERS and not documented and "triton.jit" not in decorators:
+            wrong.append(f"{file}:{function.lineno}: {function.name} has {count} parameters")
+    return wrong
+
+
+def test_the_house_is_within_its_budget():
+    files = [file.relative_to(ROOT) for file in sources("liger_ops", "meta", "lowering")]
+    files = [file for file in files if "liger_ops/lowering/" not in file.as_posix()]
+    wrong = [problem for file in files for problem in over_budget(file, (ROOT / file).read_text())]
+    folders = Counter(file.parent for file in files if file.name != "__init__.py")
+    wrong += [f"{folder}: {n} files" for folder, n in folders.items() if n > FILES]
+    assert len(files) > 100 and not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "\n" * (LINES + 1),
+        f"def f({', '.join(f'a{i}' for i in range(PARAMETERS + 1))}): pass",
+        f"def f(*, {', '.join(f'a{i}' for i in range(PARAMETERS + 1))}): pass",
+    ],
+)
+def test_what_is_over_the_budget_is_found(source):
+    assert len(over_budget(Path("meta/x.py"), source)) == 1
+
+
 # PyTorch has no public module for nested values, and its other modules name these so.
 ACCEPTED = ("torch.utils._pytree", "torch.ops.", "torch._check")
 

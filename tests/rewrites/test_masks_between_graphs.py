@@ -18,7 +18,7 @@ from attention_graphs import as_it_is, heads, results
 from causal_models import LLAMA, assert_same_gradients, gradients
 from data_masks import MASKS, on_the_cpu, right_padding
 from liger_ops.rewrites import default_rewrites
-from liger_ops.rewrites.attention import mask_outputs
+from liger_ops.rewrites.attention.runtime import mask_outputs
 
 LENGTH = 12
 ONES = torch.ones(2, LENGTH, dtype=torch.int64)

@@ -19,7 +19,7 @@ import liger_ops
 from attention_graphs import heads, results
 from causal_models import gradients
 from data_masks import MASKS, documents, right_padding
-from liger_ops.rewrites.attention import padding
+from liger_ops.rewrites.attention.runtime import padding
 
 LENGTH = 12
 

@@ -62,7 +62,7 @@ def executed() -> Iterator[LaunchCase]:
 
 
 def counted() -> Iterator[tuple[LaunchCase, LaunchCase]]:
-    """The cases of docs/npu.md in bfloat16: as planned, and with the rows for counting traffic."""
+    """The cases of npu.md in bfloat16: as planned, and with the rows for counting traffic."""
     for op in OPS.values():
         for i, fewer in op.forms.counted.items():
             planned = op.forms.shapes[i]

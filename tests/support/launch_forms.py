@@ -31,7 +31,7 @@ class Forms:
     backward_options: Sequence[Fields] = ()
     # Indices of the shapes at which the options are used.
     optional_at: Sequence[int] = (0,)
-    # Shape in docs/npu.md -> fewer rows, or groups, with which its traffic is counted.
+    # Shape in npu.md -> fewer rows, or groups, with which its traffic is counted.
     counted: dict[int, Fields] = field(default_factory=dict)
     # Small shapes, some with a tile, at which the lowered code is run; options use the first one.
     # Without any, an op uses the kernels of another; what is between them is not Triton's.

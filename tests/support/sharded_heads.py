@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import liger_ops
 import ranks
@@ -68,6 +69,7 @@ def tokens(
 def scalar(results: Tensor | tuple[Tensor, ...]) -> Tensor:
     """A number of which every result has another gradient for each of its elements."""
     results = results if isinstance(results, tuple) else (results,)
+    results = tuple(r for r in results if r is not None)
     factors = (torch.arange(1, r.numel() + 1, dtype=r.dtype).reshape(r.shape) for r in results)
     return sum((r * f / r.numel()).sum() for r, f in zip(results, factors, strict=True))
 
@@ -76,16 +78,57 @@ def compare(
     loss: str, inputs: dict[str, Tensor], dims: dict[str, int | None], options: dict[str, Any],
     sharding: dict[str, Any], **tolerance: float,
 ) -> None:  # fmt: skip
-    """Compare the results and gradients of the loss of this name of whole inputs with those of the
-    distributed one of parts of them: along a dimension, or the whole for None."""
+    """Compare the results and gradients of the loss of this name of whole inputs with those of
+    parts of them, along a dimension, or the whole for None: of the function of process groups,
+    given a rank's parts and given DTensors, and of the one-device function of DTensors."""
     parts = parts_of(inputs, dims)
     options = {
         name: value.to(ranks.DEVICE) if isinstance(value, Tensor) else value
         for name, value in options.items()
     }
-    expected = getattr(liger_ops, loss)(**inputs, **options)
     got = getattr(distributed, loss)(**parts, **options, **sharding)
-    check_gradients(expected, got, inputs, parts, dims, **tolerance)
+    check_gradients(
+        getattr(liger_ops, loss)(**inputs, **options), got, inputs, parts, dims, **tolerance
+    )
+    compare_dtensors(loss, inputs, dims, options, **tolerance)
+
+
+def compare_dtensors(
+    loss: str, inputs: dict[str, Tensor], dims: dict[str, int | None], options: dict[str, Any],
+    **tolerance: float,
+) -> None:  # fmt: skip
+    """Those of DTensors. The function of process groups gathers what has no gradient, and a
+    teacher's log-probabilities."""
+    expected = getattr(liger_ops, loss)(**inputs, **options)
+    of_whole = torch.autograd.grad(scalar(expected), list(inputs.values()))
+    for namespace in (distributed, liger_ops):
+        rows = 0 if namespace is distributed else None
+        tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+        sharded = {name: rows if value.dim() else None for name, value in tensors.items()} | dims
+        if "teacher_log_prob" in inputs:
+            sharded["teacher_log_prob"] = rows
+        constants = {name: over_ranks(value, sharded[name]) for name, value in tensors.items()}
+        placed = {
+            name: over_ranks(tensor, sharded[name]).requires_grad_()
+            for name, tensor in inputs.items()
+        }
+        got = getattr(namespace, loss)(**placed, **{**options, **constants})
+        results, wanted = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+        values = tuple(map(full, results))
+        torch.testing.assert_close(values, wanted, **tolerance)
+        grads = torch.autograd.grad(scalar(values), list(placed.values()))
+        for tensor, whole, grad in zip(placed.values(), of_whole, grads, strict=True):
+            assert namespace is liger_ops or grad.placements == tensor.placements
+            torch.testing.assert_close(full(grad), whole, **tolerance)
+
+
+def over_ranks(tensor: Tensor, dim: int | None) -> Any:
+    placement = Replicate() if dim is None else Shard(dim % tensor.dim())
+    return distribute_tensor(tensor.detach(), ranks.mesh(), [placement])
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def check_gradients(

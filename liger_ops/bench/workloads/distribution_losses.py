@@ -38,16 +38,16 @@ def _loss(op: str, liger: Any, logarithms: tuple[bool, bool], **more: Any) -> En
     )
 
 
-# Its functions' default reduction is the mean.
-BATCHMEAN = {"reduction": "batchmean"}
+# The default reduction of Liger-Kernel's functions is the mean.
 ENTRIES = (
     # The backward of kl_div reads the target and writes input's gradient.
     _loss(
-        "kl_div", peer("liger_kl_div", **BATCHMEAN), (True, False), eager=model_kl_div,
+        "kl_div", peer("liger_kl_div", reduction="batchmean"), (True, False), eager=model_kl_div,
         passes=moved(2, 2),
     ),
     _loss("jsd", "liger_jsd", (True, True), eager=model_jsd, passes=moved(2, 3)),
     _loss(
-        "tvd", peer("liger_tvd", **BATCHMEAN), (False, False), eager=model_tvd, passes=moved(2, 3)
+        "tvd", peer("liger_tvd", reduction="batchmean"), (False, False), eager=model_tvd,
+        passes=moved(2, 3),
     ),
 )  # fmt: skip

@@ -3,6 +3,7 @@ has them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..vocab_parallel.collectives import Gathered
+from ...ops.heads.head import Head, cast_as_linear
+from ...ops.heads.lora import lora_input
+from ..vocab_parallel.collectives import Gathered, Replicated
 from ..vocab_parallel.shard import VocabShard
 
 
@@ -19,25 +22,122 @@ class Arguments(NamedTuple):
     """A call's tensors as one rank has them: sharded and bias are of its words, x and the others
     whole."""
 
+    op: str
     shard: VocabShard
     # None for plain tensors.
     mesh: DeviceMesh | None
     sharded: Tensor
-    bias: Tensor | None
-    x: Tensor | None
-    others: list[Tensor | None]
+    bias: Tensor | None = None
+    x: Tensor | None = None
+    others: Sequence[Tensor | None] = ()
 
-    def also_sharded(self, op: str, name: str, tensor: Tensor, dim: int) -> Tensor:
-        """The rank's words of another tensor that is sharded over words."""
-        return _of_words(op, name, tensor, dim, self.shard, self.mesh)
+    def of_words(self, name: str, tensor: Tensor, dim: int = 0) -> Tensor:
+        """The rank's words of a tensor that is sharded over words."""
+        if isinstance(tensor, DTensor):
+            self._check_mesh(name, tensor)
+            _check_placement(self.op, name, tensor, dim)
+            tensor = tensor.to_local()
+        self.check_size(name, tensor, dim)
+        return tensor
 
-    def also_whole(self, op: str, name: str, tensor: Tensor) -> Tensor:
-        """The whole of another tensor, whose gradient every rank has whole."""
-        return _whole(op, name, tensor, self.mesh)
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a tensor, whose gradient every rank has whole."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        self._check_mesh(name, tensor)
+        whole = tensor.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Replicate()])
 
-    def also_rows(self, op: str, name: str, tensor: Tensor, sequence_dim: int | None) -> Tensor:
-        """The whole of another tensor that has x's rows."""
-        return _whole_x(op, name, tensor, self.mesh, self.shard, sequence_dim)[0]
+    def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """The whole of an argument without a gradient."""
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{self.op}: {name} must not require a gradient, which the result does not give"
+            )
+        return None if tensor is None else self.whole(name, tensor)
+
+    def rows(self, name: str, x: Tensor, sequence_dim: int | None = None) -> tuple[Tensor, bool]:
+        """The whole x, and whether its gradient is still to be summed over the ranks."""
+        if isinstance(x, DTensor):
+            self._check_mesh(name, x)
+            placement = x.placements[0]
+            if placement.is_shard(x.dim() - 1):
+                raise ValueError(
+                    f"{self.op}: {name} must be replicated, or sharded over its rows, got"
+                    f" {placement}"
+                )
+            if placement.is_replicate():
+                return x.to_local(), True
+            # Each rank's gradient is a part of the sum, which the mesh's collectives compute.
+            whole = x.redistribute(placements=[Replicate()])
+            return whole.to_local(grad_placements=[Partial()]), False
+        if sequence_dim is None:
+            return x, True
+        if not -x.dim() <= sequence_dim < x.dim() or sequence_dim % x.dim() == x.dim() - 1:
+            raise ValueError(
+                f"{self.op}: sequence_dim must be a dimension of {name} but its last, got"
+                f" {sequence_dim} for shape {tuple(x.shape)}"
+            )
+        return Gathered.apply(x, sequence_dim % x.dim(), self.shard.group), False
+
+    def head(
+        self, lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float, prefix: str = ""
+    ) -> Head:
+        """The head, cast as autocast casts it. `prefix` is that of the arguments' names."""
+        assert self.x is not None
+        x, weight, bias = cast_as_linear(self.x, self.sharded, self.bias)
+        if lora_b is not None:
+            lora_b = self.of_words(f"{prefix}lora_b", lora_b)
+        if isinstance(lora_a, DTensor):
+            if lora_a.device_mesh != self.mesh or tuple(lora_a.placements) != (Replicate(),):
+                raise ValueError(
+                    f"{self.op}: {prefix}lora_a must be replicated on the mesh of the sharded"
+                    f" argument, {self.mesh}, or a plain tensor, got {lora_a.placements} on"
+                    f" {lora_a.device_mesh}"
+                )
+            lora_a = lora_a.to_local()
+        if lora_a is not None and not self.shard.sums_x:
+            # Each rank's gradient of lora_x is then a part of the sum.
+            lora_a = Replicated.apply(lora_a, self.shard.group)
+        lora = lora_input(self.op, x, weight, lora_a, lora_b, lora_scale, prefix)
+        return Head(x, weight, bias, *lora)
+
+    def head_of_input(self, lora_x: Tensor | None, lora_b: Tensor | None) -> Head:
+        """The head of a call that is given lora_x, which has the rows of x, in place of lora_a."""
+        assert self.x is not None
+        x, weight, bias = cast_as_linear(self.x, self.sharded, self.bias)
+        if lora_x is None or lora_b is None:
+            return Head(x, weight, bias)
+        lora_x, lora_b = self.rows("lora_x", lora_x)[0], self.of_words("lora_b", lora_b)
+        return Head(x, weight, bias, lora_x.to(x.dtype), lora_b.to(x.dtype))
+
+    def check_target(self, x: Tensor) -> None:
+        """Check what the op of a rank without words would not: it is not called."""
+        target = self.others[0]
+        if target is None:
+            return
+        if target.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{self.op}: target must be int64 or int32, got {target.dtype}")
+        if target.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{self.op}: target must have the shape of the whole input but for its last"
+                f" dimension, {tuple(x.shape[:-1])}, got {tuple(target.shape)}"
+            )
+
+    def check_size(self, name: str, local: Tensor, dim: int) -> None:
+        shard = self.shard
+        if local.dim() == 0 or local.shape[dim] != shard.held:
+            raise ValueError(
+                f"{self.op}: {name} must have {shard.held} words on rank {shard.rank} of"
+                f" {shard.ranks}, as torch.chunk splits {shard.V}, got shape {tuple(local.shape)}"
+            )
+
+    def _check_mesh(self, name: str, tensor: DTensor) -> None:
+        if tensor.device_mesh != self.mesh:
+            raise ValueError(
+                f"{self.op}: {name} must be on the mesh of the sharded argument, {self.mesh}, or a"
+                f" plain tensor, got {tensor.device_mesh}"
+            )
 
 
 def arguments(
@@ -75,96 +175,15 @@ def arguments(
         name_of_group = group.group_name
     shard = VocabShard.of_rank(name_of_group, rank, ranks, V)
     local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
-    _check_size(op, name, local, dim, shard)
+    given = Arguments(op, shard, mesh, local)
+    given.check_size(name, local, dim)
     if bias is not None:
-        bias = _of_words(op, f"{prefix}bias", bias, 0, shard, mesh)
+        bias = given.of_words(f"{prefix}bias", bias)
     if x is not None:
-        x, sums_x = _whole_x(op, f"{prefix}x", x, mesh, shard, sequence_dim)
+        x, sums_x = given.rows(f"{prefix}x", x, sequence_dim)
         shard = shard._replace(sums_x=sums_x)
-    wholes = [_constant(op, key, value, mesh) for key, value in others.items()]
-    return Arguments(shard, mesh, local, bias, x, wholes)
-
-
-def _of_words(
-    op: str, name: str, tensor: Tensor, dim: int, shard: VocabShard, mesh: DeviceMesh | None
-) -> Tensor:
-    if isinstance(tensor, DTensor):
-        _check_mesh(op, name, tensor, mesh)
-        _check_placement(op, name, tensor, dim)
-        tensor = tensor.to_local()
-    _check_size(op, name, tensor, dim, shard)
-    return tensor
-
-
-def _whole_x(
-    op: str,
-    name: str,
-    x: Tensor,
-    mesh: DeviceMesh | None,
-    shard: VocabShard,
-    sequence_dim: int | None,
-) -> tuple[Tensor, bool]:
-    """The whole x, and whether its gradient is still to be summed over the ranks."""
-    if isinstance(x, DTensor):
-        _check_mesh(op, name, x, mesh)
-        placement = x.placements[0]
-        if placement.is_shard(x.dim() - 1):
-            raise ValueError(
-                f"{op}: {name} must be replicated, or sharded over its rows, got {placement}"
-            )
-        if placement.is_replicate():
-            return x.to_local(), True
-        # Each rank's gradient is a part of the sum, which the mesh's collectives compute.
-        whole = x.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()]), False
-    if sequence_dim is None:
-        return x, True
-    if not -x.dim() <= sequence_dim < x.dim() or sequence_dim % x.dim() == x.dim() - 1:
-        raise ValueError(
-            f"{op}: sequence_dim must be a dimension of {name} but its last, got {sequence_dim} for"
-            f" shape {tuple(x.shape)}"
-        )
-    return Gathered.apply(x, sequence_dim % x.dim(), shard.group), False
-
-
-def _constant(op: str, name: str, tensor: Tensor | None, mesh: DeviceMesh | None) -> Tensor | None:
-    """The whole of an argument without a gradient."""
-    if tensor is None:
-        return None
-    if tensor.requires_grad:
-        raise ValueError(
-            f"{op}: {name} must not require a gradient, which the result does not give"
-        )
-    return _whole(op, name, tensor, mesh)
-
-
-def _whole(op: str, name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The whole of an argument, whose gradient every rank has whole."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    _check_mesh(op, name, tensor, mesh)
-    whole = tensor.redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Replicate()])
-
-
-def check_target(op: str, target: Tensor | None, x: Tensor) -> None:
-    """Check what the op of a rank without words would not: it is not called."""
-    assert target is not None
-    if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{op}: target must be int64 or int32, got {target.dtype}")
-    if target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{op}: target must have the shape of the whole input but for its last dimension,"
-            f" {tuple(x.shape[:-1])}, got {tuple(target.shape)}"
-        )
-
-
-def _check_mesh(op: str, name: str, tensor: DTensor, mesh: DeviceMesh | None) -> None:
-    if tensor.device_mesh != mesh:
-        raise ValueError(
-            f"{op}: {name} must be on the mesh of the sharded argument, {mesh}, or a plain tensor,"
-            f" got {tensor.device_mesh}"
-        )
+    wholes = [given.constant(key, value) for key, value in others.items()]
+    return Arguments(op, shard, mesh, local, bias, x, wholes)
 
 
 def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:
@@ -175,12 +194,4 @@ def _check_placement(op: str, name: str, tensor: DTensor, dim: int) -> None:
             f"{op}: {name} must be sharded over words on a mesh of one dimension, ({accepted},),"
             f" such as a submesh, got {placements} on {tensor.device_mesh};"
             f" liger_ops.{op.removeprefix('distributed.')} takes DTensors of any placement"
-        )
-
-
-def _check_size(op: str, name: str, local: Tensor, dim: int, shard: VocabShard) -> None:
-    if local.dim() == 0 or local.shape[dim] != shard.held:
-        raise ValueError(
-            f"{op}: {name} must have {shard.held} words on rank {shard.rank} of {shard.ranks}, as"
-            f" torch.chunk splits {shard.V}, got shape {tuple(local.shape)}"
         )

@@ -10,8 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ...ops.heads.head import Head, needed_gradients
 from ...ops.losses.cross_entropy import REDUCTIONS
-from .arguments import Arguments, arguments, check_target
-from .head import head_of, head_of_input
+from .arguments import Arguments, arguments
 from .sharded_op import sharded_op
 
 
@@ -77,7 +76,7 @@ def cross_entropy(
         "num_items_in_batch": num_items_in_batch,
     }  # fmt: skip
     given = arguments(op, "logits", logits, -1, others, group, vocab_size)
-    _check(op, given, given.sharded, reduction)
+    _check(given, given.sharded, reduction)
     loss_options = (ignore_index, reduction, label_smoothing, lse_square_scale)
     return sharded_op(
         "cross_entropy", given.shard, ("loss",), given.sharded, *given.others, *loss_options,
@@ -162,54 +161,47 @@ def linear_cross_entropy(
         op, "weight", weight, 0, others, group, vocab_size, bias=bias, x=x,
         sequence_dim=sequence_dim,
     )  # fmt: skip
-    options = (
-        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
-        accum_dtype, chunk_bytes,
+    return _of_head(
+        given, given.head(lora_a, lora_b, lora_scale), reduction=reduction,
+        ignore_index=ignore_index, label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale, softcap=softcap, logit_scale=logit_scale,
+        accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
     )  # fmt: skip
-    return _of_head(op, given, head_of(op, given, lora_a, lora_b, lora_scale), options)
 
 
 def of_head(
     head: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], target: Tensor,
-    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
-    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
+    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """`linear_cross_entropy` of DTensors, of a head whose LoRA has its first product already.
 
     head: x, weight, bias, lora_x and lora_b. lora_x, (..., R), has x's placement, and lora_b is
     sharded over words; both are None without LoRA.
     """
-    op = "distributed.linear_cross_entropy"
     x, weight, bias, lora_x, lora_b = head
     others = {
         "target": target, "class_weight": None, "token_weight": token_weight,
         "num_items_in_batch": num_items_in_batch,
     }  # fmt: skip
+    op = "distributed.linear_cross_entropy"
     given = arguments(op, "weight", weight, 0, others, None, None, bias=bias, x=x)
-    options = (
-        ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale,
-        accum_dtype, chunk_bytes,
-    )  # fmt: skip
-    return _of_head(op, given, head_of_input(op, given, lora_x, lora_b), options)
+    return _of_head(given, given.head_of_input(lora_x, lora_b), **options)
 
 
-def _of_head(op: str, given: Arguments, head: Head, options: tuple[Any, ...]) -> Tensor:
-    reduction = options[1]
-    _check(op, given, head.x, reduction)
-    x, weight, bias, *lora = head
+def _of_head(given: Arguments, head: Head, reduction: str = "mean", **options: Any) -> Tensor:
+    _check(given, head.x, reduction)
+    x, weight, bias, lora_x, lora_b = head
     target, *weights = given.others
-    mask = needed_gradients(x, weight, bias, reduction, *lora)
+    mask = needed_gradients(x, weight, bias, reduction, lora_x, lora_b)
     return sharded_op(
-        "linear_cross_entropy", given.shard, ("loss",), x, weight, target, bias, *weights, *options,
-        gradient_mask=mask, lora_x=head.lora_x, lora_b=head.lora_b,
+        "linear_cross_entropy", given.shard, ("loss",), x, weight, target, bias, *weights,
+        reduction=reduction, gradient_mask=mask, lora_x=lora_x, lora_b=lora_b, **options,
     )[0]  # fmt: skip
 
 
-def _check(op: str, given: Arguments, x: Tensor, reduction: str) -> None:
-    target, class_weight, *_ = given.others
-    check_target(op, target, x)
+def _check(given: Arguments, x: Tensor, reduction: str) -> None:
+    op, class_weight = given.op, given.others[1]
+    given.check_target(x)
     if class_weight is not None and tuple(class_weight.shape) != (given.shard.V,):
         raise ValueError(
             f"{op}: the class weight must have every word on each rank, ({given.shard.V},), got"

@@ -13,8 +13,7 @@ from ...ops.heads.two_heads import divisor, result_dtype, weights_of_tokens
 from ...ops.losses.cross_entropy import REDUCTIONS
 from ...ops.losses.divergence import KINDS
 from ..vocab_parallel.shard import HEAD
-from .arguments import Arguments, arguments, check_target
-from .head import head_of
+from .arguments import Arguments, arguments
 from .sharded_op import sharded_op
 
 TERMS = ("divergence", "cross_entropy")
@@ -63,14 +62,13 @@ def divergence(
         op, "student_logits", student_logits, -1, {"target": target}, group, vocab_size
     )
     student, target = given.sharded, given.others[0]
-    teacher = given.also_sharded(op, "teacher_logits", teacher_logits, -1)
+    teacher = given.of_words("teacher_logits", teacher_logits, -1)
     if teacher.shape != student.shape:
         raise ValueError(
             f"{op}: teacher_logits must have the shape of student_logits, {tuple(student.shape)} on"
             f" this rank, got {tuple(teacher.shape)}"
         )
-    if target is not None:
-        check_target(op, target, student)
+    given.check_target(student)
     return sharded_op(
         "divergence", given.shard, ("divergence",), student, teacher, target, kind, beta,
         temperature, teacher_temperature, ignore_index,
@@ -159,9 +157,7 @@ def linear_divergence(
         op, "student_weight", student_weight, 0, others, group, vocab_size, bias=student_bias,
         x=student_x, sequence_dim=sequence_dim, prefix="student_",
     )  # fmt: skip
-    student = head_of(
-        op, given, student_lora_a, student_lora_b, student_lora_scale, prefix="student_"
-    )
+    student = given.head(student_lora_a, student_lora_b, student_lora_scale, "student_")
     lora = (teacher_lora_a, teacher_lora_b, teacher_lora_scale)
     shape = student.x.shape[:-1]
     teacher, logits = _teacher(
@@ -169,8 +165,7 @@ def linear_divergence(
         sequence_dim,
     )  # fmt: skip
     target, token_weight, num_items_in_batch = given.others
-    if target is not None:
-        check_target(op, target, student.x)
+    given.check_target(student.x)
     call: dict[str, Any] = {
         **{f"student_{name}": tensor for name, tensor in zip(HEAD, student, strict=True)},
         **{f"teacher_{name}": tensor for name, tensor in zip(HEAD, teacher, strict=True)},
@@ -231,19 +226,19 @@ def _teacher(
             f" {', '.join(present) or 'none of them'}"
         )
     if logits is not None:
-        logits = given.also_sharded(op, "teacher_logits", logits, -1)
+        logits = given.of_words("teacher_logits", logits, -1)
         _check_tokens(op, "teacher_logits", logits, shape)
         return (None,) * len(HEAD), logits
     assert x is not None and weight is not None
-    weight = given.also_sharded(op, "teacher_weight", weight, 0)
+    weight = given.of_words("teacher_weight", weight)
     if bias is not None:
-        bias = given.also_sharded(op, "teacher_bias", bias, 0)
-    x = given.also_rows(op, "teacher_x", x, sequence_dim)
+        bias = given.of_words("teacher_bias", bias)
+    x = given.rows("teacher_x", x, sequence_dim)[0]
     _check_tokens(op, "teacher_x", x, shape)
     # A constant's gradient is not summed over the ranks.
     shard = given.shard._replace(sums_x=True)
     taught = given._replace(x=x, sharded=weight, bias=bias, shard=shard)
-    return head_of(op, taught, *lora, prefix="teacher_"), None
+    return taught.head(*lora, "teacher_"), None
 
 
 def _check_tokens(op: str, name: str, tensor: Tensor, shape: torch.Size) -> None:

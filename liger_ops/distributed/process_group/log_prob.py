@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .arguments import arguments, check_target
-from .head import head_of
+from .arguments import arguments
 from .sharded_op import sharded_op
 
 RESULTS = ("log_prob", "entropy")
@@ -45,7 +44,7 @@ def log_prob(
     op = "distributed.log_prob"
     given = arguments(op, "logits", logits, -1, {"target": target}, group, vocab_size)
     (whole,) = given.others
-    check_target(op, whole, given.sharded)
+    given.check_target(given.sharded)
     options = (given.sharded, whole, temperature, softcap, logit_scale, ignore_index)
     return sharded_op("log_prob", given.shard, RESULTS, *options)
 
@@ -87,9 +86,9 @@ def linear_log_prob(
         op, "weight", weight, 0, {"target": target}, group, vocab_size, bias=bias, x=x,
         sequence_dim=sequence_dim,
     )  # fmt: skip
-    x, weight, bias, lora_x, lora_b = head_of(op, given, lora_a, lora_b, lora_scale)
+    x, weight, bias, lora_x, lora_b = given.head(lora_a, lora_b, lora_scale)
     (whole,) = given.others
-    check_target(op, whole, x)
+    given.check_target(x)
     return sharded_op(
         "linear_log_prob", given.shard, RESULTS, x, weight, whole, bias,
         temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes,

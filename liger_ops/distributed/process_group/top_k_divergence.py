@@ -8,7 +8,6 @@ from torch.distributed import ProcessGroup
 
 from ...ops.losses.top_k import check_teacher, distinct, divergence_of_classes
 from .arguments import arguments
-from .head import head_of
 from .sharded_op import sharded_op
 
 
@@ -61,8 +60,8 @@ def linear_top_k_divergence(
     )  # fmt: skip
     ids, target = given.others
     assert ids is not None
-    log_prob = given.also_whole(op, "teacher_log_prob", teacher_log_prob)
-    head = head_of(op, given, lora_a, lora_b, lora_scale)
+    log_prob = given.whole("teacher_log_prob", teacher_log_prob)
+    head = given.head(lora_a, lora_b, lora_scale)
     check_teacher(op, head.x, ids, log_prob, target, kind, beta, tail)
     # A rank without words calls no op that would check it.
     if ids.shape[:-1] != head.x.shape[:-1]:

@@ -28,7 +28,11 @@ def gradients(
     dgate: Tensor, dup: Tensor, gate: Tensor, up: Tensor | None,
     output_mask: list[bool], interleaved: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients that output_mask asks for, in the form and the dtypes of gate and up."""
+    """The gradients that output_mask asks for, in the form and the dtypes of gate and up.
+
+    They are written out: autograd multiplies dy by up first, which may overflow where the slope is
+    0, and gives 0 for a NaN that is clamped.
+    """
     if up is None:
         if not output_mask[0]:
             return None, None

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import autograd, library
+from ... import library
 from ...accepted import AT_LEAST_1
 from ..heads.chunks import TILE, chunks
 from ..heads.head import cast_as_linear
@@ -188,9 +188,6 @@ def _sum(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
 
 
-library.gradient(
-    "tiled_mlp_forward",
-    *autograd.formula(library.OPS["tiled_mlp_forward"], library.OPS["tiled_mlp_backward"]),
-)
+library.gradient("tiled_mlp_forward")
 library.keep_dtypes_under_autocast("tiled_mlp_forward")
 library.keep_dtypes_under_autocast("tiled_mlp_backward")

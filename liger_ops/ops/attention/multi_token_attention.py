@@ -125,6 +125,8 @@ def multi_token_attention_backward(
         dweight, dbias, dp = the gradients of the convolution of p, for dc
         dscores = p * (dp - sum_j p * dp), or that of sparsemax
 
+    The convolution is in weight's dtype, as in the forward, where autograd in float32 would not be.
+
     Args:
         dy: of y's shape, floating point, any strides.
         scores, weight, bias, stride, padding, dilation, groups, sparse: as given to the forward.

@@ -146,7 +146,7 @@ def neighborhood_attention_backward(
         dvalue_j = sum_i p_ij * dy_i
 
     Kernels use the forward's y and lse; the definition computes them again, so that it can be
-    differentiated.
+    differentiated. Autograd would save a key and a value for each slot of the window.
 
     Args:
         dy: of y's shape, floating point, any strides.

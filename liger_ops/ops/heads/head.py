@@ -6,7 +6,7 @@ The tensors of a head are x, weight, bias, lora_x and lora_b. Masks and gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -160,18 +160,19 @@ def factors_of(
 def finished_in_forward(
     dloss: Tensor | None, computed: Sequence[Tensor | None], output_mask: Sequence[bool],
     target: Tensor | None, ignore_index: int, divisor: Tensor | int, dtype: torch.dtype,
+    outputs: Sequence[Tensor | None] | None = None, scale: Callable[..., None] = scale,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients that are wanted, from those that the forward computed: times dloss and the
-    reduction's factor."""
+    reduction's factor. They are written to `outputs`, if these are given."""
     if dloss is None or all(gradient is None for gradient in computed):
         return [None] * len(computed)
     finished: list[Tensor | None] = []
     factors = factors_of(dloss, target, ignore_index, divisor)
-    for wanted, gradient, factor in zip(output_mask, computed, factors, strict=True):
+    for i, gradient in enumerate(computed):
         result = None
-        if wanted and gradient is not None:
-            result = torch.empty_like(gradient, dtype=dtype)
-            scale(gradient, factor, result)
+        if output_mask[i] and gradient is not None:
+            result = torch.empty_like(gradient, dtype=dtype) if outputs is None else outputs[i]
+            scale(gradient, factors[i], result)
         finished.append(result)
     return finished
 

@@ -25,7 +25,7 @@ from .head import (
     upstream_of_tokens,
 )
 from .lora import lora_input
-from .precomputed_gradient import gradients_are_private, hand_over, weight_finished
+from .precomputed_gradient import PrecomputedFormula, gradients_are_private
 
 
 @library.compose
@@ -317,52 +317,12 @@ def _of(values: Tensor | None, chunk: slice) -> Tensor | None:
     return None if values is None else values[chunk]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    names = ("class_weight", "token_weight", "num_items_in_batch")
-    for name, needed in zip(names, ctx.needs_input_grad[4:7], strict=False):
-        if needed:
-            raise ValueError(
-                f"linear_cross_entropy: {name} must not require a gradient, which the loss does not"
-                " give"
-            )
-    _, _, lse, _, total_weight, predicted_tokens, entropy, lse_error, *gradients = output
-    ctx.handed_over = hand_over(gradients[1], inputs[1].dtype)
-    saved = gradients[:1] + [None] + gradients[2:] if ctx.handed_over else gradients
-    ctx.save_for_backward(*inputs[:7], lse, lse_error, total_weight, *inputs[18:], *saved)
-    ctx.options = inputs[7:15]
-    ctx.set_materialize_grads(False)
-    others = (total_weight, predicted_tokens, entropy, lse_error, *gradients)
-    ctx.mark_non_differentiable(*(value for value in others if value is not None))
+class _Formula(PrecomputedFormula):
+    def factor(self, call: Any) -> Tensor:
+        items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
+        return factors_of(call.dloss, call.target, call.ignore_index, items)[1]
 
 
-def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-    # Read only once, because a checkpoint recomputes the saved tensors at each access.
-    saved = ctx.saved_tensors
-    arguments, lora, computed = saved[:10], saved[10:12], saved[12:]
-    wanted = [ctx.needs[i] for i in (0, 1, 3, 18, 19)]
-    if not any(wanted) or all(grad is None for grad in grads[:4]):
-        return (None,) * 20
-    whole = None
-    if not _loss_alone(grads):
-        computed = (None,) * 5
-    elif wanted[1]:
-        items = divisor(ctx.options[1], saved[9], saved[6])
-        factor = lambda: factors_of(grads[0], saved[2], ctx.options[0], items)[1]
-        whole, computed = weight_finished(ctx.handed_over, computed, factor)
-        wanted[1] = whole is None
-    given: tuple[Any, ...] = (*grads[:4], *arguments, *computed[:3], *ctx.options, wanted)
-    dx, dweight, dbias, *dlora = linear_cross_entropy_backward(*given, *lora, *computed[3:])
-    dweight = dweight if whole is None else whole
-    return (dx, dweight, None, dbias, *(None for _ in range(14)), *dlora)
-
-
-def _loss_alone(grads: tuple[Tensor | None, ...]) -> bool:
-    """Whether the forward's gradients can be used: of the results only loss has a gradient, and the
-    backward itself is not differentiated."""
-    transformed = are_functorch_transforms_active() or torch.is_grad_enabled()
-    return not transformed and [grad is None for grad in grads[:4]] == [False, True, True, True]
-
-
-library.gradient("linear_cross_entropy_forward", _backward, _setup_context)
+library.gradient("linear_cross_entropy_forward", formula=_Formula)
 library.keep_dtypes_under_autocast("linear_cross_entropy_forward")
 library.keep_dtypes_under_autocast("linear_cross_entropy_backward")

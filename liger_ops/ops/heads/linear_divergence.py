@@ -15,9 +15,9 @@ from ..losses.cross_entropy import REDUCTIONS
 from ..losses.divergence import OPTIONS as DIVERGENCE
 from .gradients import gradients_of_definition
 from .head import Head, cast_as_linear, factors_of, needed_gradients, shaped
-from .linear_divergence_backward import GRADIENTS, linear_divergence_backward, weights_and_items
+from .linear_divergence_backward import GRADIENTS, weights_and_items
 from .lora import lora_input
-from .precomputed_gradient import gradients_are_private, hand_over, weight_finished
+from .precomputed_gradient import PrecomputedFormula, gradients_are_private
 from .two_heads import (
     chunks_of_logits,
     divisor,
@@ -25,7 +25,6 @@ from .two_heads import (
     entropy_of,
     mixed,
     reduced,
-    refuse_gradients,
     result_dtype,
     teacher_of,
     upstream_of_sum,
@@ -345,50 +344,24 @@ def linear_divergence_forward(
     )  # type: ignore[return-value]
 
 
-# Positions of the student's head among the forward's arguments, in the order of the masks.
-_HEAD = (0, 1, 4, 26, 27)
+class _Formula(PrecomputedFormula):
+    prefix = "student_"
+
+    def factor(self, call: Any) -> Tensor:
+        tokens = (call.target, call.token_weight, call.num_items_in_batch)
+        options = (call.statistics, call.ignore_index, call.reduction)
+        _, items = weights_and_items(call.student_x, *tokens, *options)
+        return factors_of(call.dloss, call.target, call.ignore_index, items)[1]
+
+    def refusal(self, name: str) -> str:
+        if not name.startswith("teacher_"):
+            return super().refusal(name)
+        # The op is given lora_a, and computes lora_x.
+        name = name.replace("lora_x", "lora_a")
+        reason = f"as the teacher is a constant; pass {name}.detach()"
+        return f"{name} must not require a gradient, {reason}"
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    refuse_gradients(ctx.needs_input_grad)
-    _, _, _, statistics, *gradients, entropy = output
-    ctx.handed_over = hand_over(gradients[1], inputs[1].dtype)
-    saved = gradients[:1] + [None] + gradients[2:] if ctx.handed_over else gradients
-    ctx.save_for_backward(*inputs[:10], statistics, *inputs[26:], *saved)
-    ctx.options = inputs[10:24]
-    ctx.set_materialize_grads(False)
-    others = (statistics, entropy, *gradients)
-    ctx.mark_non_differentiable(*(value for value in others if value is not None))
-
-
-def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-    # Read only once, because a checkpoint recomputes the saved tensors at each access.
-    saved = ctx.saved_tensors
-    arguments, lora, computed = saved[:11], saved[11:15], saved[15:]
-    wanted = [ctx.needs[i] for i in _HEAD]
-    if not any(wanted) or all(grad is None for grad in grads[:3]):
-        return (None,) * 30
-    whole = None
-    transformed = are_functorch_transforms_active() or torch.is_grad_enabled()
-    if transformed or [grad is None for grad in grads[:3]] != [False, True, True]:
-        computed = (None,) * 5
-    elif wanted[1]:
-        ignore_index, reduction = ctx.options[10:12]
-
-        def factor() -> Tensor:
-            given: Any = (*saved[7:11], ignore_index, reduction)
-            _, items = weights_and_items(saved[0], *given)
-            return factors_of(grads[0], saved[7], ignore_index, items)[1]
-
-        whole, computed = weight_finished(ctx.handed_over, computed, factor)
-        wanted[1] = whole is None
-    given: tuple[Any, ...] = (*grads[:3], *arguments, *computed[:3], *ctx.options, wanted)
-    gradients = list(linear_divergence_backward(*given, *lora, *computed[3:]))
-    gradients[1] = gradients[1] if whole is None else whole
-    by_position = dict(zip(_HEAD, gradients, strict=True))
-    return tuple(by_position.get(i) for i in range(30))
-
-
-library.gradient("linear_divergence_forward", _backward, _setup_context)
+library.gradient("linear_divergence_forward", formula=_Formula)
 library.keep_dtypes_under_autocast("linear_divergence_forward")
 library.keep_dtypes_under_autocast("linear_divergence_backward")

@@ -3,8 +3,6 @@ not kept."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -216,24 +214,6 @@ _LOG_PROB = library.OPS["log_prob_forward"].definition
 _GRADIENT = library.OPS["log_prob_backward"].definition
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, entropy, lse, *extras, lse_error = output
-    ctx.save_for_backward(*inputs[:4], entropy, lse, lse_error, *inputs[13:])
-    ctx.options = inputs[4:10]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse_error, *(value for value in extras if value is not None))
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    wanted = [ctx.needs[i] for i in (0, 1, 3, 13, 14)]
-    if not any(wanted) or all(grad is None for grad in grads[:3]):
-        return (None,) * 15
-    *saved, lora_x, lora_b = ctx.saved_tensors
-    given: tuple[Any, ...] = (*grads[:3], *saved, *ctx.options, wanted, lora_x, lora_b)
-    dx, dweight, dbias, *dlora = linear_log_prob_backward(*given)
-    return (dx, dweight, None, dbias, *(None for _ in range(9)), *dlora)
-
-
-library.gradient("linear_log_prob_forward", _backward, _setup_context)
+library.gradient("linear_log_prob_forward")
 library.keep_dtypes_under_autocast("linear_log_prob_forward")
 library.keep_dtypes_under_autocast("linear_log_prob_backward")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -283,23 +281,6 @@ def _dz(
     return dz
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output, *inputs[9:])
-    ctx.options = inputs[4:9]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    wanted = [ctx.needs[i] for i in (0, 1, 3, 9, 10)]
-    if not any(wanted) or all(grad is None for grad in grads[:2]):
-        return (None,) * 11
-    *saved, lora_x, lora_b = ctx.saved_tensors
-    given: tuple[Any, ...] = (*grads[:2], *saved, *ctx.options, wanted, lora_x, lora_b)
-    dx, dweight, dbias, *dlora = linear_top_k_divergence_backward(*given)
-    return (dx, dweight, None, dbias, *(None for _ in range(5)), *dlora)
-
-
-library.gradient("linear_top_k_divergence_forward", _backward, _setup_context)
+library.gradient("linear_top_k_divergence_forward")
 library.keep_dtypes_under_autocast("linear_top_k_divergence_forward")
 library.keep_dtypes_under_autocast("linear_top_k_divergence_backward")

@@ -11,13 +11,19 @@ accum_dtype=bfloat16: 1514 MiB, eager and compiled, and 2516 without this.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...torch_private import len_torch_dispatch_stack, top_saved_tensors_default_hooks
+from ...autograd import Formula
+from ...torch_private import (
+    are_functorch_transforms_active,
+    len_torch_dispatch_stack,
+    top_saved_tensors_default_hooks,
+)
 from .scaling import scale_, scaled
 
 # In float64 gradients are checked, and a second backward has to give the first's to the last bit.
@@ -25,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Thread(threading.local):
-    nobody_else = False
+    private = False
 
 
 _thread = _Thread()
@@ -34,22 +40,22 @@ _thread = _Thread()
 @contextmanager
 def gradients_are_private() -> Iterator[None]:
     """Around the call of a forward op whose gradients its caller drops."""
-    _thread.nobody_else = True
+    before, _thread.private = _thread.private, True
     try:
         yield
     finally:
-        _thread.nobody_else = False
+        _thread.private = before
 
 
 def hand_over(gradient: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """`gradient` in a list from which the backward takes it; empty if autograd must save it.
+    """`gradient`, which the caller alone has, in a list from which the backward takes it; empty if
+    autograd must save it.
 
     That is so if it has to be converted to `dtype`, if a graph is being traced, and if saved
     tensors have hooks, as in a checkpoint, which would not see it.
     """
     alone = (
-        _thread.nobody_else
-        and type(gradient) is Tensor
+        type(gradient) is Tensor
         and gradient.dtype is dtype
         and dtype in _DTYPES
         and len_torch_dispatch_stack() == 0
@@ -58,19 +64,45 @@ def hand_over(gradient: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     return [gradient] if alone and gradient is not None else []
 
 
-def weight_finished(
-    handed_over: list[Tensor], computed: Sequence[Tensor | None], factor: Callable[[], Tensor]
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """The weight's gradient times a factor, (1, 1): in float32, and rounded once; and what is left
-    of `computed`, the forward's gradients that autograd saved, of which it is the second.
+class PrecomputedFormula(Formula):
+    """The formula of a loss that computes the gradients of its head in the forward, its results dx,
+    dweight, dbias, dlora_x and dlora_b, and of the loss alone, its first result."""
 
-    None if the backward op has to multiply it, or to compute it again.
-    """
-    dx, dweight, *others = computed
-    if handed_over:
-        return scale_(handed_over.pop(), factor()), tuple(computed)
-    if dweight is not None and type(dweight) is not Tensor and dweight.dtype in _DTYPES:
-        # While a graph is traced: Inductor writes the product to the memory of what is saved. The
-        # op's result would be new memory.
-        return scaled(dweight, factor(), dweight.dtype), (dx, None, *others)
-    return None, tuple(computed)
+    def factor(self, call: Any) -> Tensor:
+        """What the backward op of this call multiplies dweight by, (1, 1)."""
+        raise NotImplementedError
+
+    def save(self, ctx: Any, values: Sequence[Any]) -> None:
+        saved = dict(zip(self.saved_names, values, strict=True))
+        dtype = saved[f"{self.prefix}weight"].dtype
+        ctx.handed_over = hand_over(saved["dweight"], dtype) if _thread.private else []
+        if ctx.handed_over:
+            saved["dweight"] = None
+        super().save(ctx, list(saved.values()))
+
+    def run(self, ctx: Any, values: tuple[Any, ...]) -> Any:
+        call = self.gradient.arguments(*values)
+        dloss, *others = values[: self.count]
+        transformed = are_functorch_transforms_active() or torch.is_grad_enabled()
+        if transformed or dloss is None or any(grad is not None for grad in others):
+            call = call._replace(dx=None, dweight=None, dbias=None, dlora_x=None, dlora_b=None)
+            return super().run(ctx, call)
+        x, weight, bias, *lora = call.output_mask
+        finished = self._finished(ctx, call) if weight else None
+        if finished is None:
+            return super().run(ctx, call)
+        call = call._replace(dweight=None, output_mask=[x, False, bias, *lora])
+        dx, _, *gradients = super().run(ctx, call)
+        return (dx, finished, *gradients)
+
+    def _finished(self, ctx: Any, call: Any) -> Tensor | None:
+        """The weight's gradient times the factor: in float32, and rounded once. None if the
+        backward op has to multiply it, or to compute it again."""
+        if ctx.handed_over:
+            return scale_(ctx.handed_over.pop(), self.factor(call))
+        dweight = call.dweight
+        if dweight is not None and type(dweight) is not Tensor and dweight.dtype in _DTYPES:
+            # While a graph is traced: Inductor writes the product to the memory of what is saved.
+            # The op's result would be new memory.
+            return scaled(dweight, self.factor(call), dweight.dtype)
+        return None

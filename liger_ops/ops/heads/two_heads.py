@@ -3,7 +3,7 @@ too, the weights of its tokens and its reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,27 +19,6 @@ _DIVERGENCE_GRADIENT = library.OPS["divergence_backward"].definition
 _LOG_PROB = library.OPS["log_prob_forward"].definition
 _LOSS = library.OPS["cross_entropy_forward"].definition
 _LOSS_GRADIENT = library.OPS["cross_entropy_backward"].definition
-
-
-# Positions among the forward's arguments: of the teacher's tensors, each with the name of the one
-# to detach, and of those that weigh the tokens.
-_TEACHER = {
-    2: "teacher_x", 3: "teacher_weight", 5: "teacher_bias", 6: "teacher_logits",
-    28: "teacher_lora_a", 29: "teacher_lora_b",
-}  # fmt: skip
-_WEIGHTS = {8: "token_weight", 9: "num_items_in_batch"}
-
-
-def refuse_gradients(needed: Sequence[bool]) -> None:
-    """Raise if a tensor that the op gives no gradient of requires one."""
-    required = {i for i, wanted in enumerate(needed) if wanted}
-    for i in sorted(required & (_TEACHER.keys() | _WEIGHTS.keys())):
-        if i in _WEIGHTS:
-            reason = "which the loss does not give"
-        else:
-            reason = f"as the teacher is a constant; pass {_TEACHER[i]}.detach()"
-        name = (_TEACHER | _WEIGHTS)[i]
-        raise ValueError(f"linear_divergence: {name} must not require a gradient, {reason}")
 
 
 def result_dtype(x: Tensor, *teacher: Tensor | None) -> torch.dtype:

@@ -169,22 +169,6 @@ mhc_coeffs_backward = library.derive_backward(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    tmax, rms_eps, _, sinkhorn_eps, post_mult = inputs[6:]
-    ctx.save_for_backward(*inputs[:6], *output[3:])
-    ctx.options = (tmax, rms_eps, sinkhorn_eps, post_mult)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    wanted = list(ctx.needs[:6])
-    if not any(wanted) or all(grad is None for grad in grads[:3]):
-        return (None,) * 11
-    given: tuple[Any, ...] = (*grads[:3], *ctx.saved_tensors, *ctx.options, wanted)
-    return (*mhc_coeffs_backward(*given), *(None for _ in range(5)))
-
-
-library.gradient("mhc_coeffs_forward", _backward, _setup_context)
+library.gradient("mhc_coeffs_forward")
 library.keep_dtypes_under_autocast("mhc_coeffs_forward")
 library.keep_dtypes_under_autocast("mhc_coeffs_backward")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -194,7 +192,7 @@ def cross_entropy_backward(
         dlogits_ic = dx_ic * logit_scale * (1 - (x_ic / softcap)**2)
 
     For an ignored token a_i is dlse_i, and b_i and c_i are 0; if dlse_i is 0 or None, dlogits_i is
-    0.
+    0. The logits may be those of a part of the classes, with the lse of all.
 
     Args:
         dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
@@ -382,30 +380,4 @@ def _entropy(x: Tensor, within: Tensor) -> Tensor:
     return torch.where(within, entropy, 0.0)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    names = ("weight", "token_weight", "num_items_in_batch")
-    for name, needed in zip(names, ctx.needs_input_grad[2:5], strict=False):
-        if needed:
-            raise ValueError(
-                f"cross_entropy: {name} must not require a gradient, which the loss does not give"
-            )
-    _, _, lse, _, total_weight, predicted_tokens, entropy, lse_error = output
-    ctx.save_for_backward(*inputs[:5], lse, lse_error, total_weight)
-    ctx.options = inputs[5:11]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(
-        *(x for x in (total_weight, predicted_tokens, entropy, lse_error) if x is not None)
-    )
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    dlogits = None
-    if any(grad is not None for grad in grads[:4]):
-        dloss, dz_loss, dlse, dtarget_logit = grads[:4]
-        dlogits = cross_entropy_backward(
-            dloss, dz_loss, dlse, dtarget_logit, *ctx.saved_tensors, *ctx.options
-        )
-    return (dlogits, *(None for _ in range(12)))
-
-
-library.gradient("cross_entropy_forward", _backward, _setup_context)
+library.gradient("cross_entropy_forward")

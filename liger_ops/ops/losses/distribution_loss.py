@@ -122,7 +122,10 @@ def _terms(kind: str, x: Tensor, y: Tensor, scalar: float) -> Tensor:
 
 
 def _slopes(kind: str, x: Tensor, y: Tensor, scalar: float) -> tuple[Tensor, Tensor]:
-    """The derivatives of a term with respect to x and to y."""
+    """The derivatives of a term with respect to x and to y.
+
+    Autograd would give 0 where a probability is 0, because the term is a constant there.
+    """
     if kind == "tvd":
         half = torch.sign(x - y).detach() / 2
         return half, -half

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import library
+from ... import autograd, library
 from ...accepted import FRACTION, POSITIVE, Options
 from ..precision import widened
 from . import cosine
@@ -320,24 +320,14 @@ def _slopes(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    if inputs[8] is not None and any(ctx.needs_input_grad):
-        raise ValueError(
-            "divergence_forward: no argument may require a gradient where known_student_lse is"
-            " given"
-        )
-    ctx.has_target = inputs[2] is not None
-    ctx.save_for_backward(*inputs[: 3 if ctx.has_target else 2], *output)
-    ctx.options = inputs[3:8]
-    ctx.mark_non_differentiable(*output[1:])
+class _Formula(autograd.Formula):
+    def setup_context(self, ctx: Any, call: Any, output: Any) -> None:
+        if call.known_student_lse is not None and any(ctx.needs_input_grad):
+            raise ValueError(
+                "divergence_forward: no argument may require a gradient where known_student_lse is"
+                " given"
+            )
+        super().setup_context(ctx, call, output)
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    student, teacher, *others = ctx.saved_tensors
-    target = others.pop(0) if ctx.has_target else None
-    mask = list(ctx.needs[:2])
-    given: tuple[Any, ...] = (grads[0], student, teacher, target, *others, *ctx.options, mask)
-    return (*divergence_backward(*given), *(None for _ in range(10)))
-
-
-library.gradient("divergence_forward", _backward, _setup_context)
+library.gradient("divergence_forward", formula=_Formula)

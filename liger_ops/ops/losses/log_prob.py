@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -148,7 +146,8 @@ def log_prob_backward(
         p_ic = exp((x_ic - lse_i) - lse_error_i)
         dlogits_ic = dx_ic * logit_scale / temperature * (1 - (x_ic * temperature / softcap)**2)
 
-    and dlogits_i = 0 for an ignored token.
+    and dlogits_i = 0 for an ignored token. The logits may be those of a part of the classes, with
+    the lse and the entropy of all.
 
     Args:
         dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
@@ -201,20 +200,4 @@ def _kept(
     return effective(kept, *tempered(temperature, softcap, logit_scale))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, entropy, lse, *extras, lse_error = output
-    ctx.save_for_backward(*inputs[:2], entropy, lse, lse_error)
-    ctx.options = inputs[2:6]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse_error, *(value for value in extras if value is not None))
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    dlogits = None
-    if any(grad is not None for grad in grads[:3]):
-        given: tuple[Any, ...] = (*grads[:3], *ctx.saved_tensors, *ctx.options)
-        dlogits = log_prob_backward(*given)
-    return (dlogits, *(None for _ in range(8)))
-
-
-library.gradient("log_prob_forward", _backward, _setup_context)
+library.gradient("log_prob_forward")

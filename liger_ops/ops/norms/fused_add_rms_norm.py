@@ -74,31 +74,28 @@ fused_add_rms_norm_backward = library.derive_backward(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, residual, weight, ctx.eps, ctx.offset, _ = inputs
-    ctx.x_dtype, ctx.residual_dtype = x.dtype, residual.dtype
-    ctx.save_for_backward(output[1], weight)
+def _setup_context(ctx: Any, call: Any, output: tuple[Tensor, Tensor]) -> None:
+    _, s = output
+    ctx.options = (call.eps, call.offset)
+    ctx.x_dtype, ctx.residual_dtype = call.x.dtype, call.residual.dtype
+    ctx.save_for_backward(s, call.weight)
     # The sum of the last layer has no other user: its gradient is then None, instead of zeros.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
     s, weight = ctx.saved_tensors
-    needs_x, needs_residual, needs_weight = ctx.needs[:3]
-    needs_s = needs_x or needs_residual
+    needs = ctx.needs
     if dy is None:
         dx, dweight = ds, None
     else:
         dx, dweight = fused_add_rms_norm_backward(
-            dy, ds, s, weight, ctx.eps, ctx.offset, [needs_s, needs_weight]
+            dy, ds, s, weight, *ctx.options, [needs.x or needs.residual, needs.weight]
         )
     return (
-        dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
-        dx.to(ctx.residual_dtype) if needs_residual and dx is not None else None,
+        dx.to(ctx.x_dtype) if needs.x and dx is not None else None,
+        dx.to(ctx.residual_dtype) if needs.residual and dx is not None else None,
         dweight,
-        None,
-        None,
-        None,
     )
 
 

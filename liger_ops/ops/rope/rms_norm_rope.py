@@ -95,27 +95,26 @@ rms_norm_rope_backward = library.derive_backward(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.options = inputs[6:]
+def _setup_context(ctx: Any, call: Any, output: tuple[Tensor, Tensor]) -> None:
+    q, k, cos, sin, q_weight, k_weight, *ctx.options = call
+    ctx.save_for_backward(q, k, cos, sin, q_weight, k_weight)
 
 
 def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     q, k, cos, sin, q_weight, k_weight = ctx.saved_tensors
     eps, offset, casting_mode, *rotation = ctx.options
-    needs_q, needs_k, needs_cos, needs_sin, needs_q_weight, needs_k_weight, *_ = ctx.needs
-    grads: tuple[Tensor | None, ...] = (None,) * 4
-    mask = [needs_q, needs_k, needs_q_weight, needs_k_weight]
+    needs = ctx.needs
+    grad_q = grad_k = dq_weight = dk_weight = dcos = dsin = None
+    mask = [needs.q, needs.k, needs.q_weight, needs.k_weight]
     if any(mask):
         arguments = (q, k, cos, sin, q_weight, k_weight, eps, offset, *rotation, mask)
-        grads = rms_norm_rope_backward(dq, dk, *arguments)
-    dcos = dsin = None
-    if needs_cos or needs_sin:
+        grad_q, grad_k, dq_weight, dk_weight = rms_norm_rope_backward(dq, dk, *arguments)
+    if needs.cos or needs.sin:
         norm = (eps, offset, casting_mode)
         xhat = scaled(q, q_weight, *norm).to(q.dtype), scaled(k, k_weight, *norm).to(k.dtype)
-        needed = [needs_cos, needs_sin]
+        needed = [needs.cos, needs.sin]
         dcos, dsin = table_gradients(dq, dk, *xhat, cos, sin, *rotation, needed)
-    return *grads[:2], dcos, dsin, *grads[2:], *[None] * len(ctx.options)
+    return grad_q, grad_k, dcos, dsin, dq_weight, dk_weight
 
 
 library.gradient("rms_norm_rope", _backward, _setup_context)

@@ -231,23 +231,23 @@ table_gradients = derived_definition(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, cos, sin, *ctx.options = inputs
-    learned = any(ctx.needs_input_grad[2:4])
+def _setup_context(ctx: Any, call: Any, output: tuple[Tensor, Tensor]) -> None:
+    q, k, cos, sin, *ctx.options = call
+    learned = any(table is not None and table.requires_grad for table in (cos, sin))
     ctx.save_for_backward(cos, sin, *((q, k) if learned else ()))
 
 
 def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin, *inputs = ctx.saved_tensors
-    needs_q, needs_k, needs_cos, needs_sin, *_ = ctx.needs
+    needs = ctx.needs
     grad_q = grad_k = dcos = dsin = None
-    if needs_q or needs_k:
-        options = (*ctx.options, [needs_q, needs_k])
+    if needs.q or needs.k:
+        options = (*ctx.options, [needs.q, needs.k])
         grad_q, grad_k = rope_backward(dq, dk, cos, sin, *options)
-    if needs_cos or needs_sin:
-        needed = [needs_cos, needs_sin]
+    if needs.cos or needs.sin:
+        needed = [needs.cos, needs.sin]
         dcos, dsin = table_gradients(dq, dk, *inputs, cos, sin, *ctx.options, needed)
-    return grad_q, grad_k, dcos, dsin, *[None] * len(ctx.options)
+    return grad_q, grad_k, dcos, dsin
 
 
 library.gradient("rope", _backward, _setup_context)

@@ -13,7 +13,7 @@ from ....ops.heads.head import (
     Head,
     both,
     divisor,
-    factors_of,
+    finished_in_forward,
     shaped,
     still_missing,
     upstream_of_tokens,
@@ -65,14 +65,11 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     results = library.allocate("linear_cross_entropy_backward", call)
     computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
-    finished: list[Tensor | None] = [None] * len(computed)
-    if call.dloss is not None and any(gradient is not None for gradient in computed):
-        items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
-        factors = factors_of(call.dloss, call.target, call.ignore_index, items)
-        for i, (gradient, result) in enumerate(zip(computed, results, strict=True)):
-            if gradient is not None and result is not None:
-                scale(gradient, factors[i], result)
-                finished[i] = result
+    items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
+    finished = finished_in_forward(
+        call.dloss, computed, call.output_mask, call.target, call.ignore_index, items,
+        call.x.dtype, results, scale,
+    )  # fmt: skip
     if not any(still_missing(call.output_mask, finished)):
         return tuple(finished)
     tokens = given_tokens(call, call.class_weight)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .... import library
-from ....ops.heads.head import Head, both, factors_of, rows_of, shaped, still_missing
+from ....ops.heads.head import Head, both, finished_in_forward, rows_of, shaped, still_missing
 from ....ops.heads.two_heads import (
     divisor,
     mixed,
@@ -124,13 +124,10 @@ def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
     results = library.allocate("linear_divergence_backward", call)
     weights, items = _weights(call, call.statistics.dtype)
     computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
-    finished: list[Tensor | None] = [None] * len(computed)
-    if call.dloss is not None and any(gradient is not None for gradient in computed):
-        factors = factors_of(call.dloss, call.target, call.ignore_index, items)
-        for i, (gradient, result) in enumerate(zip(computed, results, strict=True)):
-            if gradient is not None and result is not None:
-                scale(gradient, factors[i], result)
-                finished[i] = result
+    finished = finished_in_forward(
+        call.dloss, computed, call.output_mask, call.target, call.ignore_index, items,
+        call.student_x.dtype, results, scale,
+    )  # fmt: skip
     missing = still_missing(call.output_mask, finished)
     if not any(missing):
         return tuple(finished)

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...torch_private import assert_async
-from ..engine.canonical import value
-from ..engine.failure import guarded
-from ..engine.graph_state import GraphState
-from ..engine.memory import is_plain
-from ..engine.report import Report
-from ..engine.rewrite import derive
-from .attention import attentions
-from .mask.algebra import Condition, Unknown, comparisons, data_of
-from .mask.proof import visible_keys
-from .mask.scopes import Scope, scopes
+from ....torch_private import assert_async
+from ...engine.canonical import value
+from ...engine.failure import guarded
+from ...engine.graph_state import GraphState
+from ...engine.memory import is_plain
+from ...engine.report import Report
+from ...engine.rewrite import derive
+from ..attention import attentions
+from ..mask.algebra import Condition, Unknown, comparisons, data_of
+from ..mask.proof import visible_keys
+from ..mask.scopes import Scope, scopes
+from ..sdpa import visible
+from ..unfused_attention import Mask, unfused_attentions
 from .mask_outputs import is_ones
-from .sdpa import visible
-from .unfused_attention import Mask, unfused_attentions
 from .variants import Compile, Seen, Variants, duplicate, inputs_of, is_symbolic
 
 PROMISE = (

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...torch_private import FakeTensor
-from ..engine.canonical import value
-from ..engine.failure import guarded
-from ..engine.graph_state import GraphState
-from ..engine.memory import is_plain
-from ..engine.rewrite import derive
-from .mask.algebra import Unknown, data_of
-from .mask.blocks import dense_datum
-from .mask.evaluate import IndexFunctions
-from .mask.proof import visible_keys
+from ....torch_private import FakeTensor
+from ...engine.canonical import value
+from ...engine.failure import guarded
+from ...engine.graph_state import GraphState
+from ...engine.memory import is_plain
+from ...engine.rewrite import derive
+from ..mask.algebra import Unknown, data_of
+from ..mask.blocks import dense_datum
+from ..mask.evaluate import IndexFunctions
+from ..mask.proof import visible_keys
 from .variants import is_symbolic
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...torch_private import FakeTensor, TracingContext, tracing
-from ..engine.canonical import value
+from ....torch_private import FakeTensor, TracingContext, tracing
+from ...engine.canonical import value
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

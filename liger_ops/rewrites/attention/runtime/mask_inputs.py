@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..engine.canonical import value
-from ..engine.failure import guarded
-from ..engine.graph_state import GraphState
-from ..engine.replay import replay
-from ..engine.rewrite import ORIGIN
-from .mask.algebra import Unknown
+from ...engine.canonical import value
+from ...engine.failure import guarded
+from ...engine.graph_state import GraphState
+from ...engine.replay import replay
+from ...engine.rewrite import ORIGIN
+from ..mask.algebra import Unknown
+from ..unfused_attention import Mask
 from .mask_outputs import Known, Recipe, known, may_be_mask
 from .padding import masks_of_attention
-from .unfused_attention import Mask
 from .variants import Compile, Seen, Variants, inputs_of, is_split, is_symbolic
 
 # The position of the input that a node computes anew.

@@ -1,5 +1,5 @@
-"""The one-device losses of DTensors whose vocabulary is sharded: the values and gradients of one
-process, without the logits or the weight of another device."""
+"""The ops of DTensors whose vocabulary is sharded: all results, and the gradients, of one process,
+without the logits or the weight of another device. `sharded_heads` compares the public ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Call = tuple[str, dict[str, Tensor], dict[str, Any]]
 def test_losses(count: int, tmp_path: Path) -> None:
     checks: dict[int, list[Callable[[], None]]] = {
         2: [every_loss, what_moves, redistributed, out_of_range, compiled],
-        4: [a_device_without_words, rows_and_words],
+        4: [rows_and_words],
     }
     assert not ranks.failures(checks[count], count, tmp_path, SECONDS)
 
@@ -143,7 +143,7 @@ def outcome(call: Call, tensors: dict[str, Any], loss_alone: bool) -> tuple[Any,
 
 
 def compare(
-    call: Call, mesh: Any, rows: Any = WHOLE, by_words: bool = True, each: bool = False
+    call: Call, mesh: Any, rows: Any = WHOLE, over_words: bool = True, each: bool = False
 ) -> None:
     """Compare the results, and the gradients of the first and, for each, of a sum of all."""
     for loss_alone in (True, False)[: 1 + each]:
@@ -152,7 +152,8 @@ def compare(
         given = over(mesh, call, whole, rows)
         found, found_gradients = outcome(call, given, loss_alone)
         wanted = [tensor for tensor in given.values() if tensor.requires_grad]
-        for gradient, tensor in zip(found_gradients, wanted if by_words else (), strict=by_words):
+        placed = wanted if over_words else ()
+        for gradient, tensor in zip(found_gradients, placed, strict=over_words):
             for had, has in zip(tensor.placements, gradient.placements, strict=True):
                 assert has == had or (had == WHOLE and has.is_partial()), (call[0], had, has)
         for value, truth in zip((*found, *found_gradients), (*expected, *gradients), strict=True):
@@ -173,16 +174,6 @@ def every_loss() -> None:
     for call in calls(130):
         # Rows over the same devices: those of x are fewer bytes than the weight.
         compare(call, mesh, Shard(1))
-
-
-def a_device_without_words() -> None:
-    """Four devices have 2, 2, 1 and none of 5 words."""
-    mesh = ranks.mesh()
-    for call in calls(5):
-        # The few words are fewer bytes in float32 than the numbers of the tokens, and in float64
-        # than those of the words that a teacher lists.
-        exact = ranks.EXACT[0] is torch.float64
-        compare(call, mesh, by_words=exact and "teacher_ids" not in call[1])
 
 
 def rows_and_words() -> None:
@@ -253,10 +244,10 @@ def redistributed() -> None:
     assert predicted.equal(tensors["logits"].argmax(-1))
     # The forward cannot compute gradients of words, and the backward does not take them for such.
     op, of_head, options = calls(13)[3]
-    compare((op, of_head, {**options, "return_predicted": True}), mesh, by_words=False)
+    compare((op, of_head, {**options, "return_predicted": True}), mesh, over_words=False)
     # 5 words are fewer bytes than 12 rows of x.
     call = calls(5)[3]
-    compare(call, mesh, Shard(0), by_words=False)
+    compare(call, mesh, Shard(0), over_words=False)
     given = over(mesh, call, leaves(call, torch.float32), Shard(0))
     _, moved = recorded(lambda: liger_ops.linear_cross_entropy(**given))
     # The words are padded to 3 a device; a mean has three numbers.
