@@ -110,8 +110,12 @@ def _call(step: Step) -> Called:
     if step.kind == CHILD:
 
         def of_child(module: Any, *args: Any) -> Any:
-            named = dict(zip(keywords, args[count:], strict=True)) if keywords else {}
-            found = getattr(module, step.name)(*args[:count], **named)
+            child = getattr(module, step.name)
+            if keywords:
+                named = dict(zip(keywords, args[count:], strict=True))
+                found = child(*args[:count], **named)
+            else:
+                found = child(*args)
             return found if isinstance(found, Tensor) else None
 
         return of_child
