@@ -172,8 +172,10 @@ def vector_jacobian(
         torch.is_grad_enabled()
         and any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *grads))
     )
-    # Besides inference mode, it ends the exclusion of autograd's dispatch keys.
-    with torch.inference_mode(False), torch.enable_grad():
+    # Besides inference mode, it ends the exclusion of autograd's dispatch keys. In a GPU's thread of
+    # autograd, a trace in this thread would be unknown (torch 2.11: "tls_on_entry" is asserted).
+    threads = torch.autograd.set_multithreading_enabled(False)
+    with torch.inference_mode(False), torch.enable_grad(), threads:
         inputs = [_apart(x, keeps_graph) if isinstance(x, Tensor) else x for x in inputs]
         tensors = [inputs[i] for i in wanted]
         for x in tensors:

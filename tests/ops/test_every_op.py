@@ -273,22 +273,22 @@ def test_inductor_compiles_every_op_whole() -> None:
     The losses are outside of it: the kernels that Inductor would make for them take a minute of
     C++ to compile.
     """
-    forms = {}
+    forms = []
     for op in {op.name: op for op in OPS.values()}.values():
         case = op.sample(torch.float32)
-        forms[op] = form(op.forward_args(case, op.tensors(case)))
+        forms.append((op, form(op.forward_args(case, op.tensors(case)))))
 
     def model(*groups: tuple[Tensor, ...]) -> list[Tensor]:
         return [
             output
-            for (op, slots), tensors in zip(forms.items(), groups, strict=True)
+            for (op, slots), tensors in zip(forms, groups, strict=True)
             for output in op.results(op.overload()(*with_leaves(slots, tensors)))
         ]
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for rows in (3, 5):
-        groups = [differentiable(op, op.sample(torch.float32, rows=rows))[1] for op in forms]
+        groups = [differentiable(op, op.sample(torch.float32, rows=rows))[1] for op, _ in forms]
         tensors = required(tensor for group in groups for tensor in group)
         expected, actual = model(*groups), compiled(*groups)
         torch.testing.assert_close(actual, expected)

@@ -178,6 +178,16 @@ def rotated(
     interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
     backward: bool = False,
 ) -> Tensor:  # fmt: skip
+    options = (interleaved, per_pair, sections, deinterleave, backward)
+    return in_order_of(_rotated(x, cos, sin, *options), x)
+
+
+def _rotated(
+    x: Tensor, cos: Tensor, sin: Tensor | None,
+    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
+    backward: bool = False,
+) -> Tensor:  # fmt: skip
+    """The rotation, in any layout."""
     wide = widened(x)
     R = rotated_columns(cos, sin, per_pair)
     pairs = pairs_of(sin, interleaved, deinterleave, backward)
@@ -189,7 +199,7 @@ def rotated(
         sin_a, sin_b = -sin_b, -sin_a
     a, b = _split(wide[..., :R], pairs.x)
     y = _joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b, pairs.y)
-    return in_order_of(torch.cat((y, wide[..., R:]), -1).to(x.dtype), x)
+    return torch.cat((y, wide[..., R:]), -1).to(x.dtype)
 
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -224,9 +234,18 @@ def _of_all_heads(table: Tensor, sections: list[int] | None) -> Tensor:
     return table.unsqueeze(-3)
 
 
+def _rotations(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None,
+    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # The tables may be DTensors, whose uneven shards have no layout to follow.
+    options = (cos, sin, interleaved, per_pair, sections, deinterleave)
+    return _rotated(q, *options), _rotated(k, *options)
+
+
 table_gradients = derived_definition(
     "rope",
-    library.OPS["rope"].definition,
+    _rotations,
     "dq dk q k cos sin interleaved per_pair sections deinterleave output_mask -> dcos dsin",
 )
 
