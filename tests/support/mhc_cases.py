@@ -183,6 +183,11 @@ def hyper_connection(
     )  # fmt: skip
 
 
+def has_tokens(case: Any) -> bool:
+    """Whether the first dimension is of tokens, and not of streams."""
+    return len(case.shape) > 2
+
+
 def wide(C: int, **more: Any) -> Fields:
     return {"shape": (2, 4, C), "dtype": BF16, "layout": "sliced", **more}
 
@@ -196,6 +201,7 @@ OPS = (
             "64-streams": {"shape": (2, 64, 130), "dtype": FP32},
         },
         "mul.Tensor",
+        rows_permute=has_tokens,
         output_magnitudes=lambda c, t: [c.shape[-2] * max_abs(t["h_pre"]) * max_abs(t["x"])],
         gradient_magnitudes=pre_gradient_magnitudes,
     ),
@@ -203,6 +209,7 @@ OPS = (
         "mhc_post_res", 3, MANY, post_res_tensors,
         {"wide": wide(3001), "17-streams": {"shape": (2, 17, 301), "dtype": torch.float16}},
         "bmm",
+        rows_permute=has_tokens,
         output_magnitudes=post_res_magnitudes,
         gradient_magnitudes=post_res_gradient_magnitudes,
         multiplies=True,
