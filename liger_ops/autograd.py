@@ -172,10 +172,8 @@ def vector_jacobian(
         torch.is_grad_enabled()
         and any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *grads))
     )
-    # Besides inference mode, it ends the exclusion of autograd's dispatch keys. In a GPU's thread of
-    # autograd, a trace in this thread would be unknown (torch 2.11: "tls_on_entry" is asserted).
-    threads = torch.autograd.set_multithreading_enabled(False)
-    with torch.inference_mode(False), torch.enable_grad(), threads:
+    # Besides inference mode, it ends the exclusion of autograd's dispatch keys.
+    with torch.inference_mode(False), torch.enable_grad():
         inputs = [_apart(x, keeps_graph) if isinstance(x, Tensor) else x for x in inputs]
         tensors = [inputs[i] for i in wanted]
         for x in tensors:
@@ -185,13 +183,15 @@ def vector_jacobian(
         there = [i for i, output in enumerate(outputs) if output.requires_grad]
         if not there:
             return [None] * len(wanted)
-        return torch.autograd.grad(
-            [outputs[i] for i in there],
-            tensors,
-            [chosen[i] for i in there],
-            create_graph=keeps_graph,
-            allow_unused=True,
-        )
+        # `inference_mode` turns autograd's threads on, and in a GPU's thread a trace is unknown.
+        with torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(
+                [outputs[i] for i in there],
+                tensors,
+                [chosen[i] for i in there],
+                create_graph=keeps_graph,
+                allow_unused=True,
+            )
 
 
 def _apart(x: Tensor, as_view: bool) -> Tensor:

@@ -17,6 +17,7 @@ from torch._library.autograd import make_autograd_impl
 
 import liger_ops
 from liger_ops import library
+from liger_ops.autograd import vector_jacobian
 from liger_ops.compile_cache import package_hash
 from liger_ops.schemas import schema_of
 from op_checks import as_tuple
@@ -150,6 +151,25 @@ def test_a_derived_gradient_is_computed_in_float32_and_rounded_once(op: OpUnderT
     found, exact = (as_tuple(library.OPS[op.backward_name].definition(*a)) for a in (args, wide))
     for value, truth in zip(found, exact, strict=True):
         assert torch.equal(value, truth.to(value.dtype))
+
+
+def test_a_derived_gradient_is_computed_in_the_calling_thread() -> None:
+    """A trace, which turns autograd's threads off, does not reach those of a GPU."""
+    threads = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            threads.append(torch._C._is_multithreading_enabled())
+            return grad
+
+    x = torch.randn(3)
+    (found,) = vector_jacobian(Noted.apply, [x], [0], [x])
+    assert torch.equal(found, x) and threads == [False]
 
 
 def test_caches_are_tagged_with_the_packages_sources(tmp_path: Path) -> None:
