@@ -83,9 +83,11 @@ def test_trains_as_before(build: Callable[[], nn.Module], path: str) -> None:
     model = built(build)
     fused = copy.deepcopy(model)
     report = loss.fuse(fused)
-    assert report.fused[0].where == ""
-    assert not report.left
-    assert loss.classes.overrides(fused)["loss"].head == path
+    # The language model within Llama 4 computes the loss itself with transformers 5.24.
+    where = report.fused[0].where
+    assert where in ("", path.partition(".")[0]) and not report.left
+    head = loss.classes.overrides(fused.get_submodule(where))["loss"].head
+    assert f"{where}.{head}".strip(".") == path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output = assert_trains_alike(fused, model, **batch(), use_cache=False)
