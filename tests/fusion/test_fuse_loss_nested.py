@@ -78,16 +78,25 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
         return build().train()
 
 
+def skip_where_the_model_fails_itself(model: nn.Module) -> None:
+    """transformers 5.24 reads `image_outputs` of a result that has none."""
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    try:
+        model(input_ids=ids, labels=ids)
+    except AttributeError as error:
+        pytest.skip(f"the untouched model fails with this transformers: {error}")
+
+
 @pytest.mark.parametrize(("build", "path"), MODELS.values(), ids=MODELS.keys())
 def test_trains_as_before(build: Callable[[], nn.Module], path: str) -> None:
     model = built(build)
+    if build is llama4:
+        skip_where_the_model_fails_itself(model)
     fused = copy.deepcopy(model)
     report = loss.fuse(fused)
-    # The language model within Llama 4 computes the loss itself with transformers 5.24.
-    where = report.fused[0].where
-    assert where in ("", path.partition(".")[0]) and not report.left
-    head = loss.classes.overrides(fused.get_submodule(where))["loss"].head
-    assert f"{where}.{head}".strip(".") == path
+    assert report.fused[0].where == ""
+    assert not report.left
+    assert loss.classes.overrides(fused)["loss"].head == path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         output = assert_trains_alike(fused, model, **batch(), use_cache=False)
