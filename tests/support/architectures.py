@@ -369,7 +369,14 @@ ARCHITECTURES = [
     text("NanoChat", places(rms_norm=6, swiglu=0, relu_squared=2)),
     text(
         "GPTJ",
-        places(**LAYER_NORMS, layer_norm=3, swiglu=0, attention=2, grouped_attention=0),
+        # Before transformers 5.24 its attention is written out.
+        places(
+            **LAYER_NORMS,
+            layer_norm=3,
+            swiglu=0,
+            grouped_attention=0,
+            attention=0 if transformers.GPTJPreTrainedModel._supports_sdpa else 2,
+        ),  # fmt: skip
         without=tuple(TEXT.keys() - {"vocab_size", "use_cache"}),
         n_embd=64,
         n_layer=2,
