@@ -19,7 +19,7 @@ from ..vocab_parallel.shard import VocabShard
 
 
 class Form(NamedTuple):
-    """An op and its backward op, as `autograd.formula` reads them from their schemas."""
+    """An op and its backward op, as `autograd.Formula` reads them from their schemas."""
 
     loss: ShardedLoss
     op: Op
