@@ -192,7 +192,7 @@ def _of_head(given: Arguments, head: Head, reduction: str = "mean", **options: A
     _check(given, head.x, reduction)
     x, weight, bias, lora_x, lora_b = head
     target, *weights = given.others
-    mask = needed_gradients(x, weight, bias, reduction, lora_x, lora_b)
+    mask = needed_gradients(head, reduction)
     return sharded_op(
         "linear_cross_entropy", given.shard, ("loss",), x, weight, target, bias, *weights,
         reduction=reduction, gradient_mask=mask, lora_x=lora_x, lora_b=lora_b, **options,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...ops.heads.head import needed_gradients
-from ...ops.heads.two_heads import divisor, result_dtype, weights_of_tokens
+from ...ops.heads.head import HEAD, needed_gradients
+from ...ops.heads.two_heads import divisor, result_dtype, token_weights
 from ...ops.losses.cross_entropy import REDUCTIONS
 from ...ops.losses.divergence import KINDS
-from ..vocab_parallel.shard import HEAD
 from .arguments import Arguments, arguments
 from .sharded_op import sharded_op
 
@@ -175,28 +175,27 @@ def linear_divergence(
         "student_softcap": student_softcap, "teacher_softcap": teacher_softcap,
         "student_logit_scale": student_logit_scale, "teacher_logit_scale": teacher_logit_scale,
         "soft_weight": soft_weight, "hard_weight": hard_weight, "ignore_index": ignore_index,
-        # The mean's divisor, of which Inductor is not to sum constants, is computed here.
-        "reduction": "none" if reduction == "none" else "sum",
         "accum_dtype": accum_dtype, "chunk_bytes": chunk_bytes,
     }  # fmt: skip
+    # The mean's divisor, of which Inductor is not to sum constants, is computed here.
+    options = {**call, "reduction": "none" if reduction == "none" else "sum"}
     of_call = ("linear_divergence", given.shard)
-    mask = needed_gradients(*student[:3], reduction, *student[3:])
+    mask = needed_gradients(student, reduction)
     if any(mask):
         found = sharded_op(
-            *of_call, ("loss",), constant=(*TERMS, "statistics"), gradient_mask=mask, **call
+            *of_call, ("loss",), constant=(*TERMS, "statistics"), gradient_mask=mask, **options
         )
         loss, (divergence, cross_entropy) = (
             found[0],
-            sharded_op(*of_call, TERMS, known=found, **call),
+            sharded_op(*of_call, TERMS, known=found, **options),
         )
     else:
-        loss, divergence, cross_entropy = sharded_op(*of_call, ("loss", *TERMS), **call)
+        loss, divergence, cross_entropy = sharded_op(*of_call, ("loss", *TERMS), **options)
     if reduction != "mean":
         return loss, divergence, cross_entropy
-    dtype = result_dtype(student.x, teacher[0], logits)
-    weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student.x.device)
-    all_one = target is None and token_weight is None
-    items = divisor(reduction, weights, num_items_in_batch, all_one)
+    named = SimpleNamespace(**call, reduction="mean", num_items_in_batch=num_items_in_batch)
+    weights = token_weights(named, result_dtype(named))
+    items = divisor(named, weights, all_one=target is None and token_weight is None)
     hard = None if cross_entropy is None else cross_entropy / items
     return loss / items, divergence / items, hard
 

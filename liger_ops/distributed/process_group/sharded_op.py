@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...library import OPS
+from ...ops.heads.gradients import WEIGHT
 from ...ops.heads.head import divisor, factors_of
 from ...ops.heads.precomputed_gradient import hand_over
 from ...ops.heads.scaling import scale_
@@ -109,10 +111,9 @@ class ShardedOp(Function):
         wanted, whole = [ctx.needs_input_grad[first + i] for i in form.differentiated], None
         if ctx.handed_over:
             # A second backward finds none, and computes it again.
-            of_mean: Any = (given.get("total_weight"), given["num_items_in_batch"])
-            items = divisor(given["reduction"], *of_mean)
-            factors = factors_of(given["dloss"], given["target"], given["ignore_index"], items)
-            whole, wanted[1] = scale_(ctx.handed_over.pop(), factors[1]), False
+            named = SimpleNamespace(**given)
+            factors = factors_of(named, divisor(named, given.get("total_weight", named.dloss)))
+            whole, wanted[WEIGHT] = scale_(ctx.handed_over.pop(), factors[WEIGHT]), False
         if form.masked:
             given["output_mask"] = wanted
         found = form.loss.backward(form.gradient, form.gradient.arguments(**given), shard)
