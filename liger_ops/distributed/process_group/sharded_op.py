@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -109,14 +108,14 @@ class ShardedOp(Function):
         for result, grad in zip(asked, grads, strict=False):
             given[f"d{result}"] = grad
         wanted, whole = [ctx.needs_input_grad[first + i] for i in form.differentiated], None
-        if ctx.handed_over:
-            # A second backward finds none, and computes it again.
-            named = SimpleNamespace(**given)
-            factors = factors_of(named, divisor(named, given.get("total_weight", named.dloss)))
-            whole, wanted[WEIGHT] = scale_(ctx.handed_over.pop(), factors[WEIGHT]), False
         if form.masked:
             given["output_mask"] = wanted
-        found = form.loss.backward(form.gradient, form.gradient.arguments(**given), shard)
+        call = form.gradient.arguments(**given)
+        if ctx.handed_over:
+            # A second backward finds none, and computes it again.
+            factors = factors_of(call, divisor(call, getattr(call, "total_weight", call.dloss)))
+            whole, wanted[WEIGHT] = scale_(ctx.handed_over.pop(), factors[WEIGHT]), False
+        found = form.loss.backward(form.gradient, call, shard)
         gradients: list[Tensor | None] = [None] * count
         for i, gradient in zip(form.differentiated, found, strict=True):
             gradients[first + i] = gradient
