@@ -69,8 +69,8 @@ def router_losses(
     parts = []
     for first in range(0, len(gate_logits), LAYERS):
         layers: list[Any] = gate_logits[first : first + LAYERS]
-        layers = layers + [None] * (LAYERS - len(layers))
-        parts.append(router_losses_forward(*layers, token_weight=token_weight, top_k=top_k))
+        given = [*layers, *[None] * (LAYERS - len(layers)), token_weight, top_k]
+        parts.append(router_losses_forward(*given))
     probabilities, z, tokens = (torch.stack(found).sum(0) for found in zip(*parts, strict=True))
     *rows, experts = gate_logits[0].shape
     weight = math.prod(rows) if token_weight is None else token_weight.to(z.dtype).sum()
