@@ -6,6 +6,7 @@ The tensors of a head are those of HEAD. Masks and gradients are in this order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -116,7 +117,7 @@ class Head(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def divisor(call: Any, total_weight: Tensor) -> Tensor | int:
