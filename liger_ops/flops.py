@@ -1,4 +1,4 @@
-"""FLOPs of the ops for `torch.utils.flop_counter`, counted in the products of their definitions."""
+"""FLOPs of the ops for `torch.utils.flop_counter`, by default those of their definitions."""
 
 from __future__ import annotations
 
@@ -64,11 +64,13 @@ def _formula(op: Op) -> Callable[..., int]:
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         from torch.utils.flop_counter import FlopCounterMode
 
+        if op.flops is not None:
+            return op.flops(op.arguments(*args, **kwargs))
         # Tensors on the device "meta" have shapes and no data, so that nothing is computed.
         args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
         with FlopCounterMode(display=False) as counter:
             op.definition(*args, **kwargs)
-        return int(counter.get_total_flops())
+        return counter.get_total_flops()
 
     return count
 
