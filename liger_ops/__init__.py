@@ -46,6 +46,7 @@ from .ops.losses.jsd import jsd
 from .ops.losses.tvd import tvd
 from .ops.losses.divergence import divergence, divergence_forward
 from .ops.losses.log_prob import log_prob, log_prob_forward
+from .ops.losses.router_losses import router_losses, router_losses_forward
 from .ops.heads.linear_divergence import linear_divergence, linear_divergence_forward
 from .ops.heads.linear_log_prob import linear_log_prob, linear_log_prob_forward
 from .ops.heads.linear_top_k_divergence import (
