@@ -31,7 +31,11 @@ EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 ONE_FORM = pytest.mark.parametrize("op", {op.name: op for op in OPS.values()}.values(), ids=repr)
 
 
-SLOT = object()
+class Slot:
+    """Where a tensor stands among the arguments of a call."""
+
+
+SLOT = Slot()
 
 
 def form(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -45,7 +49,7 @@ def leaves(args: tuple[Any, ...]) -> list[Tensor]:
 
 def with_leaves(slots: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     given = iter(tensors)
-    return tuple(next(given) if arg is SLOT else arg for arg in slots)
+    return tuple(next(given) if isinstance(arg, Slot) else arg for arg in slots)
 
 
 def differentiable(op: OpUnderTest, case: Case) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:

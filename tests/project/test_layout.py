@@ -386,8 +386,12 @@ def test_the_house_is_within_its_budget():
     files = [file.relative_to(ROOT) for file in sources("liger_ops", "meta", "lowering")]
     files = [file for file in files if "liger_ops/lowering/" not in file.as_posix()]
     wrong = [problem for file in files for problem in over_budget(file, (ROOT / file).read_text())]
-    folders = Counter(file.parent for file in files if file.name != "__init__.py")
+    tests = [file.relative_to(ROOT) for file in sources("tests")]
+    folders = Counter(file.parent for file in (*files, *tests) if file.name != "__init__.py")
     wrong += [f"{folder}: {n} files" for folder, n in folders.items() if n > FILES]
+    # The modules of tests are imported by their names alone.
+    names = Counter(file.name for file in tests if file.name != "conftest.py")
+    wrong += [f"tests: {n} files are called {name}" for name, n in names.items() if n > 1]
     assert len(files) > 100 and not wrong, "\n".join(wrong)
 
 
