@@ -54,10 +54,10 @@ class MoEExperts(nn.Module):
         self.gate_up_proj_bias = parameter(E, F) if bias else None
         self.down_proj_bias = parameter(E, D) if bias else None
         # Raises the op's own errors for wrong options now, not at the first forward.
-        nothing = torch.empty(0, 1, device="meta", dtype=torch.int64)
-        meta = [None if p is None else p.to("meta") for p in self._parameters.values()]
-        x = torch.empty(0, D, device="meta", dtype=dtype)
-        moe_experts(x, *meta[:2], nothing, x[:, :1], *meta[2:], *self._options())  # type: ignore[arg-type]
+        with torch.device("meta"):
+            index, x = torch.empty(0, 1, dtype=torch.int64), torch.empty(0, D, dtype=dtype)
+        gate_up, down = self.gate_up_proj.to("meta"), self.down_proj.to("meta")
+        moe_experts(x, gate_up, down, index, x[:, :1], None, None, *self._options())
         self.reset_parameters()
 
     def _options(self) -> tuple[str, float, float, float, bool, bool]:
