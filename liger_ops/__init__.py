@@ -47,6 +47,7 @@ from .ops.losses.jsd import jsd
 from .ops.losses.tvd import tvd
 from .ops.losses.divergence import divergence, divergence_forward
 from .ops.losses.log_prob import log_prob, log_prob_forward
+from .ops.losses.router_losses import router_losses, router_losses_forward
 from .ops.heads.linear_divergence import linear_divergence, linear_divergence_forward
 from .ops.heads.linear_log_prob import linear_log_prob, linear_log_prob_forward
 from .ops.heads.linear_top_k_divergence import (
@@ -57,6 +58,7 @@ from . import meta, lowering
 from . import losses, nn
 from . import distributed
 from .compile_cache import tag_compile_caches
+from .decompositions import decompositions
 from .flops import count_flops
 
 __version__ = "0.1.0"

@@ -13,6 +13,7 @@ from torch import Tensor
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
     float: "float",
     float | None: "float?",
     int: "int",

@@ -8,7 +8,7 @@ from .experts import MoEExperts
 from .heads import LinearDivergence, LinearLogProb, LinearTopKDivergence
 from .hyper_connections import MHC, MHCCoeffs, MHCPostRes, MHCPre
 from .layer_norms import GroupNorm, LayerNorm, ModulatedLayerNorm
-from .losses import JSD, TVD, Divergence, KLDiv, LogProb
+from .losses import JSD, TVD, Divergence, KLDiv, LogProb, RouterLosses
 from .norm_variants import DyT, PolyNorm
 from .norms import FusedAddRMSNorm, GatedRMSNorm, ModulatedRMSNorm, RMSNorm
 from .rope import RMSNormRope, Rope
@@ -22,5 +22,5 @@ __all__ = [
     "LinearLogProb", "LinearTopKDivergence", "LogProb", "LogSoftmax", "MHCCoeffs", "MHCPostRes",
     "MHCPre", "MoEExperts", "ModulatedLayerNorm", "ModulatedRMSNorm", "MultiTokenAttention",
     "NeighborhoodAttention", "PolyNorm", "RMSNorm", "RMSNormRope", "ReLUSquared", "Rope",
-    "Softmax", "Sparsemax", "SwiGLU", "Tiled", "TiledMLP",
+    "RouterLosses", "Softmax", "Sparsemax", "SwiGLU", "Tiled", "TiledMLP",
 ]  # fmt: skip

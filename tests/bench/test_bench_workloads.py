@@ -53,6 +53,7 @@ TINY = {
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
     "linear_top_k_divergence": (7, 16, 50),
+    "router_losses": (3, 6, 32),
     "mhc_coeffs": (6, 4, 32),
     "mhc_pre": (6, 4, 32),
     "mhc_post_res": (6, 4, 32),

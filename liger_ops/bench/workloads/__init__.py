@@ -17,6 +17,7 @@ from . import (
     losses,
     norms,
     rope,
+    routers,
     softmaxes,
 )
 from .entry import Entry, Shape, Workload
@@ -34,6 +35,7 @@ ENTRIES: dict[str, Entry] = {
         losses,
         listed_words,
         distribution_losses,
+        routers,
         hyper_connections,
     )
     for entry in family.ENTRIES

@@ -21,6 +21,7 @@ import multi_token_cases
 import neighborhood_cases
 import norm_cases
 import rope_cases
+import router_cases
 import softmax_cases
 from op_under_test import OpUnderTest
 
@@ -43,6 +44,7 @@ OPS: dict[str, OpUnderTest] = {
         *log_prob_cases.OPS,
         *divergence_cases.OPS,
         *distribution_cases.OPS,
+        *router_cases.OPS,
         *linear_log_prob_cases.OPS,
         *linear_divergence_cases.OPS,
         *linear_top_k_divergence_cases.OPS,
