@@ -212,10 +212,10 @@ class _Experts:
         """Fill dbias with each expert's sum of rows, or of rows of tokens, times their weights."""
         N = dbias.shape[1]
         launch(
-            _bias_kernel, (self.E, cdiv(N, 128)), values,
+            _bias_kernel, (self.E, cdiv(N, 64)), values,
             values, weights, self.order, self.offsets, dbias,
             N, self.top_k,
-            BLOCK_M=32, BLOCK_N=128, num_warps=4,
+            BLOCK_M=128, BLOCK_N=64, num_warps=8,
         )  # fmt: skip
 
     def combine(self, values: Tensor, weights: Tensor | None, y: Tensor) -> None:
