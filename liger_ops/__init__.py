@@ -31,6 +31,7 @@ from .ops.rope.rms_norm_rope import rms_norm_rope
 from .ops.embedding import embedding
 from .ops.attention.attn_res import attn_res
 from .ops.activations.tiled_mlp import tiled_mlp, tiled_mlp_forward
+from .ops.experts.moe_experts import moe_experts, moe_experts_forward
 from .ops.attention.neighborhood_attention import (
     neighborhood_attention,
     neighborhood_attention_forward,
@@ -57,13 +58,14 @@ from . import meta, lowering
 from . import losses, nn
 from . import distributed
 from .compile_cache import tag_compile_caches
-from .decompositions import decompositions
+from .decompositions import decompositions, export_to_onnx
 from .flops import count_flops
 
 __version__ = "0.1.0"
 
 tag_compile_caches()
 count_flops()
+export_to_onnx()
 
 if TYPE_CHECKING:
     from . import fusion

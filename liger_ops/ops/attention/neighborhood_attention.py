@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -219,6 +220,19 @@ class _Attention:
         return y
 
 
+def _flops(call: Any, products: int) -> int:
+    """Those of products of each query with each key of its window, as PyTorch's counter counts
+    attention: also where a window is clipped."""
+    options = (call.kernel_size, call.dilation, call.is_causal, call.border)
+    keys = math.prod(window.size for window in windows(*options, call.query.dim() - 3))
+    return 2 * call.query.numel() * keys * products
+
+
+library.OPS["neighborhood_attention_forward"].flops = lambda call: _flops(call, 2)
+# The scores again, and the gradients of the weights and of each tensor.
+library.OPS["neighborhood_attention_backward"].flops = lambda call: _flops(
+    call, 2 + sum(call.output_mask)
+)
 library.keep_dtypes_under_autocast(
     "neighborhood_attention_forward", "neighborhood_attention_backward"
 )
