@@ -325,8 +325,6 @@ def linear_divergence_forward(
 
 
 class _Formula(PrecomputedFormula):
-    prefix = "student_"
-
     def items(self, call: Any) -> Tensor | int:
         # Weights that are DTensors keep the shape of the tokens.
         return divisor(call, token_weights(call, call.statistics.dtype))
