@@ -15,7 +15,8 @@ from ..rewrites.engine.pattern import torch_linear
 from . import loss as losses
 from .attention import attention as attentions
 from .layers import rope as rotary_embeddings
-from .layers.gated import Experts, GatedMLPs
+from .layers.experts import Experts
+from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms
 from .other_models import not_looked_for
