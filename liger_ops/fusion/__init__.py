@@ -15,6 +15,7 @@ from ..rewrites.engine.pattern import torch_linear
 from . import loss as losses
 from .attention import attention as attentions
 from .layers import rope as rotary_embeddings
+from .layers import router_losses
 from .layers.experts import Experts
 from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
@@ -32,6 +33,8 @@ PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
     "rope": (rotary_embeddings.plan,),
     "attention": (attentions.plan,),
     "hyper_connections": (HyperConnections.plan,),
+    # The loss with the head is fused after these.
+    "loss": (router_losses.plan,),
 }
 # The kind of a switch's findings, where it has another name.
 KINDS = {"rope": rotary_embeddings.KIND}
