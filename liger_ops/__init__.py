@@ -58,6 +58,7 @@ from . import meta, lowering
 from . import losses, nn
 from . import distributed
 from .compile_cache import tag_compile_caches
+from .decompositions import decompositions
 from .flops import count_flops
 
 __version__ = "0.1.0"

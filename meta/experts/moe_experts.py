@@ -16,9 +16,7 @@ from ..lines import EXCEPTIONS, also
 def rows_of_gate_up(call: Any) -> None:
     is_gated = call.activation != "relu_squared"
     if call.interleaved and not is_gated:
-        raise ValueError(
-            f"{checks.op(call)}: interleaved must be False without a gate, got True"
-        )
+        raise ValueError(f"{checks.op(call)}: interleaved must be False without a gate, got True")
     rows = (2 if is_gated else 1) * call.down.shape[2]
     if not equal(call.gate_up.shape[1:2], (rows,), f"{checks.op(call)}: gate_up"):
         raise ValueError(

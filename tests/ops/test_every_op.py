@@ -12,11 +12,13 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs import Recorder, liger_ops_of
 from liger_ops import library
+from liger_ops.decompositions import definitions
 from op_checks import (
     as_tuple,
     assert_backward_matches_truth,
@@ -31,7 +33,11 @@ EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 ONE_FORM = pytest.mark.parametrize("op", {op.name: op for op in OPS.values()}.values(), ids=repr)
 
 
-SLOT = object()
+class Slot:
+    """Where a tensor stands among the arguments of a call."""
+
+
+SLOT = Slot()
 
 
 def form(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -45,7 +51,7 @@ def leaves(args: tuple[Any, ...]) -> list[Tensor]:
 
 def with_leaves(slots: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     given = iter(tensors)
-    return tuple(next(given) if arg is SLOT else arg for arg in slots)
+    return tuple(next(given) if isinstance(arg, Slot) else arg for arg in slots)
 
 
 def differentiable(op: OpUnderTest, case: Case) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
@@ -127,6 +133,23 @@ def test_flops_are_those_of_the_products_of_the_definition(op: OpUnderTest, back
     with FlopCounterMode(display=False) as expected:
         library.OPS[overload._opname].definition(*args)
     assert counted.get_total_flops() == expected.get_total_flops()
+
+
+@ONE_FORM
+@pytest.mark.parametrize("backward", [False, True])
+def test_decomposition_is_functional_and_of_any_size(op: OpUnderTest, backward: bool) -> None:
+    few, many = (
+        (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
+        for case in (op.sample(rows=rows) for rows in (17, 23))
+    )
+    overload = op.overload(backward=backward)
+    call = lambda *tensors: overload(*with_leaves(form(few), tensors))
+    traced = make_fx(call, definitions(), tracing_mode="symbolic")(*leaves(few))
+    for node in traced.graph.nodes:
+        assert not node.name.startswith("liger")
+        assert not getattr(node.target, "_schema", overload._schema).is_mutable, node
+    for args in (few, many):
+        torch.testing.assert_close(traced(*leaves(args)), overload(*args))
 
 
 @EVERY_OP

@@ -64,7 +64,8 @@ def clamped_swiglu(
         tensor([-41.9997,   1.6916])
     """
     gate, up, dtype = gate_and_up(gate, up, interleaved)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    # One bound at a time: the gradient of both at once writes in place.
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit).clamp(max=limit)
     return (gate * torch.sigmoid(gate * alpha) * (up + up_offset)).to(dtype).contiguous()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from ...accepted import AT_LEAST_0
 from ..heads.head import cast_for_products
 from ..precision import widened
 from ..strides import dense
+from .route import Route
 
 # Activation -> the op that computes it, and that op's options. Those of clamped_swiglu are given.
 ACTIVATIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -39,7 +40,7 @@ def moe_experts(
 ) -> Tensor:  # fmt: skip
     """The experts of a mixture-of-experts layer: each token's sum of the MLPs that a router chose.
 
-        h[t, k] = x[t] @ gate_up[e].T + gate_up_bias[e]                    with e = top_k_index[t, k]
+        h[t, k] = x[t] @ gate_up[e].T + gate_up_bias[e]                   with e = top_k_index[t, k]
         y[t] = sum over k of top_k_weights[t, k] * (a(h[t, k]) @ down[e].T + down_bias[e])
 
     where a is activation(gate) * up of the gate and up that h holds, as `swiglu`, `geglu` and
@@ -64,8 +65,8 @@ def moe_experts(
     gradient is needed.
 
     Kernels run on NVIDIA GPUs. CPUs, NPUs and float64 run the definition, a loop over the experts
-    that reads their numbers of tokens. Under autocast, inputs but top_k_weights are cast as those of
-    a linear layer are.
+    that reads their numbers of tokens. Under autocast, inputs but top_k_weights are cast as those
+    of a linear layer are.
 
     This op calls `moe_experts_forward`.
 
@@ -164,27 +165,6 @@ def moe_experts_forward(
     y = (widened(placed) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
     pre_activation = torch.cat(hidden) if return_pre_activation else None
     return y, route.order.int(), route.offsets.int(), pre_activation
-
-
-class Route(NamedTuple):
-    """`order` and `offsets`, as `moe_experts_forward` returns them, but int64; and the numbers of
-    rows of each expert and of sentinels, read from the device."""
-
-    order: Tensor
-    offsets: Tensor
-    sizes: list[int]
-
-    @classmethod
-    def of(cls, top_k_index: Tensor, E: int) -> Route:
-        ids = top_k_index.flatten().long()
-        ids = ids.where((ids >= 0) & (ids < E), E)
-        ids, order = ids.sort(stable=True)
-        offsets = torch.searchsorted(ids, torch.arange(E + 1, device=ids.device))
-        if ids.is_meta:
-            # Any sizes have the same number of operations.
-            return cls(order, offsets, [ids.numel(), *[0] * E])
-        ends = [*offsets.tolist(), ids.numel()]
-        return cls(order, offsets, [end - start for start, end in zip(ends, ends[1:], strict=False)])
 
 
 def activation_of(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...torch_private import len_torch_dispatch_stack
 from .head import Head, shaped
 
 # multiply(a, b, dtype, out, add) returns a @ b, or out + a @ b, in dtype. It may write to out.
@@ -44,9 +45,12 @@ def gradient_dtypes(
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, add: bool) -> Tensor:
-    """The product of the definitions, of which autograd may save the factors."""
+    """The product of the definitions, of which autograd may save the factors. A trace has no
+    writes."""
     part = torch.mm(a.to(dtype), b.to(dtype))
-    return out.add_(part) if add and out is not None else part
+    if not add or out is None:
+        return part
+    return out + part if len_torch_dispatch_stack() else out.add_(part)
 
 
 def gradients_of_definition(

@@ -6,6 +6,7 @@ The tensors of a head are x, weight, bias, lora_x and lora_b. Masks and gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -115,7 +116,7 @@ class Head(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def divisor(
@@ -169,11 +170,13 @@ def finished_in_forward(
     finished: list[Tensor | None] = []
     factors = factors_of(dloss, target, ignore_index, divisor)
     for i, gradient in enumerate(computed):
-        result = None
-        if output_mask[i] and gradient is not None:
-            result = torch.empty_like(gradient, dtype=dtype) if outputs is None else outputs[i]
-            scale(gradient, factors[i], result)
-        finished.append(result)
+        if not output_mask[i] or gradient is None:
+            finished.append(None)
+        elif outputs is None:
+            finished.append((gradient * factors[i]).to(dtype))
+        else:
+            scale(gradient, factors[i], outputs[i])
+            finished.append(outputs[i])
     return finished
 
 

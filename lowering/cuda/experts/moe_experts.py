@@ -1,5 +1,7 @@
-"""moe_experts: `route` sorts the rows of tokens by expert, and `products` multiplies them. T tokens,
-K experts of each, E experts; D and I columns."""
+"""moe_experts: `route` sorts the rows of tokens by expert, and `products` multiplies them.
+
+T tokens, E experts; n rows, one for each expert of a token; D and I columns.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Tiles:
         return replace(self, BLOCK_N=max(16, sizes[0]), BLOCK_K=max(16, sizes[1]))
 
 
-WIDE = {name: Tiles() for name in ("up", "rows", "slopes", "dx", "weights")}
+WIDE = {name: Tiles() for name in ("up", "rows", "da", "dx", "weights")}
 # Products of float32 are of its precision, without tensor cores.
 FLOAT32 = Tiles(64, 64, 32, 4, 2)
 
@@ -113,34 +115,33 @@ class _Experts:
             ACTIVATION=self.activation, INTERLEAVED=call.interleaved, PAIRED=paired,
         )  # fmt: skip
 
-    def rows(self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x @ weight[e].T + bias[e], in the order of tokens."""
+    def rows(
+        self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, of_tokens: bool = False
+    ) -> Tensor:
+        """x @ weight[e].T + bias[e]: of the rows of tokens, by expert, or of rows by expert, by
+        token."""
         N, K = weight.shape[1:]
         tiles, y = _tiles(kind, x, N, K), self.empty(N)
         self.launch(
             _rows_kernel, tiles, tiles.BLOCK_N, N, K, tiles.BLOCK_N,
-            (x, weight, _contiguous(bias)), (y,), (K, N, *weight.stride()),
+            (x, weight, _contiguous(bias)), (y,), (K, N, self.top_k, *weight.stride()),
+            OF_TOKENS=of_tokens,
         )  # fmt: skip
         return y
 
     def slopes(
-        self, dy: Tensor, pre: Tensor, dpre: Tensor, act: Tensor | None, wants_weights: bool
-    ) -> Tensor | None:
-        """Fill dpre and act; the gradient of the router's weights, as far as it comes from
+        self, da: Tensor, pre: Tensor, dpre: Tensor, act: Tensor | None, dweights: Tensor | None
+    ) -> None:
+        """Fill dpre, act and dweights, the gradient of the router's weights as far as it comes from
         activations."""
-        down = self.call.down.mT
-        tiles = _tiles("slopes", dy, self.I, self.D)
-        partial = None
-        if wants_weights:
-            across = cdiv(self.I, tiles.BLOCK_N)
-            partial = dy.new_zeros(across, self.n, dtype=torch.float32)
-        self.launch(
-            _slopes_kernel, tiles, tiles.BLOCK_N, self.I, self.D, tiles.BLOCK_N,
-            (dy, down, pre, self.weights), (dpre, act, partial),
-            (self.n, self.D, self.I, self.top_k, *down.stride(), *self.scalars),
-            ACTIVATION=self.activation, INTERLEAVED=self.call.interleaved,
+        BLOCK_N = min(1024, next_power_of_2(self.I))
+        launch(
+            _slopes_kernel, (self.n,), da,
+            da, pre, self.weights, self.order, self.offsets, dpre, act, dweights,
+            self.E, self.I, *self.scalars,
+            ACTIVATION=self.activation, INTERLEAVED=self.call.interleaved, BLOCK_N=BLOCK_N,
+            num_warps=4,
         )  # fmt: skip
-        return None if partial is None else partial.sum(0)
 
     def weight(
         self, dweight: Tensor, a: Tensor, b: Tensor, gathers_a: bool, gathers_b: bool
@@ -228,10 +229,15 @@ def moe_experts_backward(
         experts.up(pre, None)
     dpre = experts.empty(pre.shape[1])
     act = None if ddown is None else experts.empty(experts.I)
-    dweights = experts.slopes(dy, pre.contiguous(), dpre, act, dtop_k_weights is not None)
+    dweights = None
+    if dtop_k_weights is not None:
+        dweights = dy.new_empty(dtop_k_weights.shape, dtype=torch.float32)
+    da = experts.rows("da", dy, call.down.mT, None, of_tokens=True)
+    experts.slopes(da, pre.contiguous(), dpre, act, dweights)
+    del da
     if dtop_k_weights is not None and dweights is not None:
         _add_biases(call, dy, dweights)
-        dtop_k_weights.copy_(dweights.view(dtop_k_weights.shape))
+        dtop_k_weights.copy_(dweights)
     if ddown is not None and act is not None:
         experts.weight(ddown, dy, act, True, False)
     del act
@@ -254,4 +260,4 @@ def _add_biases(call: Any, dy: Tensor, dweights: Tensor) -> None:
         products = torch.mm(dy.float(), bias.float())
     exists = (ids >= 0) & (ids < bias.shape[1])
     of_bias = products.gather(1, ids.where(exists, 0))
-    dweights += of_bias.where(exists, 0).flatten()
+    dweights += of_bias.where(exists, 0)

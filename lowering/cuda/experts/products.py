@@ -33,7 +33,7 @@ def _product(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows, of unit stride, times columns; both are pointers. Columns are `inside` or count as 0."""
+    """Rows, of unit stride, times columns, both as pointers; columns are `inside` or 0."""
     k = tl.arange(0, BLOCK_K)
     a = a_rows[:, None] + k[None, :]
     b = b_cols[None, :] + k.to(tl.int64)[:, None] * stride_k
@@ -86,20 +86,22 @@ def _up_kernel(
         exists = rows < end
         tokens = tl.load(order_ptr + tl.where(exists, rows, row)) // top_k
         col = tl.arange(0, BLOCK_N)
-        if not GATED:
-            of_result = n * BLOCK_N + col
-            of_weight = of_result
+        if INTERLEAVED or not GATED:
+            of_weight = n * BLOCK_N + col
         else:
+            # Pairs of columns, or halves of the tile.
             second = col % 2 if PAIRED else col // WIDTH
-            of_result = n * WIDTH + (col // 2 if PAIRED else col % WIDTH)
-            of_weight = of_result * 2 + second if INTERLEAVED else of_result + second * I
-        inside = of_result < I
+            of_weight = n * WIDTH + (col // 2 if PAIRED else col % WIDTH) + second * I
+        F = I * 2 if GATED else I
+        if INTERLEAVED or not GATED:
+            inside = of_weight < F
+        else:
+            inside = of_weight - second * I < I
         acc = _product(
             x_ptr + tokens.to(tl.int64) * stride_x,
             w_ptr + expert * stride_e + of_weight.to(tl.int64) * stride_n,
             inside, stride_k, K, EVEN_N, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        F = I * 2 if GATED else I
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * F + of_weight, mask=inside, other=0.0)
             acc += bias.to(tl.float32)[None, :]
@@ -130,11 +132,12 @@ def _up_kernel(
 @triton.jit(do_not_specialize=["most"])
 def _rows_kernel(
     x_ptr, w_ptr, bias_ptr, order_ptr, offsets_ptr, table_ptr, y_ptr,
-    most, K, N, stride_e, stride_n, stride_k,
+    most, K, N, top_k, stride_e, stride_n, stride_k, OF_TOKENS: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y[order[row]] = x[row] @ w[e] + bias[e]: the rows of each token are neighbours in y."""
+    """y = x @ w[e] + bias[e]. If x has rows OF_TOKENS, they are gathered into y; otherwise y has
+    the rows of each token together."""
     across = tl.cdiv(N, BLOCK_N)
     total = tl.load(table_ptr + 2 * most)
     for tile in tl.range(tl.program_id(0), total * across, tl.num_programs(0)):
@@ -142,67 +145,57 @@ def _rows_kernel(
         rows = row + tl.arange(0, BLOCK_M)
         exists = rows < end
         rows = tl.where(exists, rows, row)
+        places = tl.load(order_ptr + rows)
         cols = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = cols < N
         acc = _product(
-            x_ptr + rows.to(tl.int64) * K,
+            x_ptr + (places // top_k if OF_TOKENS else rows).to(tl.int64) * K,
             w_ptr + expert * stride_e + cols.to(tl.int64) * stride_n,
             inside, stride_k, K, EVEN_N, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * N + cols, mask=inside, other=0.0)
             acc += bias.to(tl.float32)[None, :]
-        at = tl.load(order_ptr + rows).to(tl.int64)[:, None] * N + cols[None, :]
+        at = (rows if OF_TOKENS else places).to(tl.int64)[:, None] * N + cols[None, :]
         y = acc.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + at, y, mask=exists[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["most", "n"])
+@triton.jit(do_not_specialize=["E"])
 def _slopes_kernel(
-    dy_ptr, w_ptr, pre_ptr, weights_ptr, order_ptr, offsets_ptr, table_ptr,
-    dpre_ptr, act_ptr, partial_ptr,
-    most, n, K, I, top_k, stride_e, stride_n, stride_k, a, b, c,
-    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    da_ptr, pre_ptr, weights_ptr, order_ptr, offsets_ptr, dpre_ptr, act_ptr, dweights_ptr,
+    E, I, a, b, c,
+    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """da = rows of dy @ down[e]; dpre = the weight times da through the activation's slopes; act =
-    the weight times the activation; and for each block of columns the partial sum of da * act
-    without the weight, which is the weight's gradient."""
-    across = tl.cdiv(I, BLOCK_N)
-    total = tl.load(table_ptr + 2 * most)
-    for tile in tl.range(tl.program_id(0), total * across, tl.num_programs(0)):
-        expert, row, end, column = _tile(tile, table_ptr, offsets_ptr, most, total, across, GROUP)
-        rows = row + tl.arange(0, BLOCK_M)
-        exists = rows < end
-        places = tl.load(order_ptr + tl.where(exists, rows, row))
-        cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    """dpre = the row's weight times da through the activation's slopes, act = the weight times the
+    activation, and dweights = the sum of da times the activation. Sentinels' rows are last."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(order_ptr + row)
+    if row >= tl.load(offsets_ptr + E):
+        if dweights_ptr is not None:
+            tl.store(dweights_ptr + place, 0.0)
+        return
+    weight = tl.load(weights_ptr + place).to(tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, I, BLOCK_N):
+        cols = first + tl.arange(0, BLOCK_N)
         inside = cols < I
-        da = _product(
-            dy_ptr + (places // top_k).to(tl.int64) * K,
-            w_ptr + expert * stride_e + cols.to(tl.int64) * stride_n,
-            inside, stride_k, K, EVEN_N, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        at = rows.to(tl.int64)[:, None]
-        mask = exists[:, None] & inside[None, :]
-        weight = tl.load(weights_ptr + places).to(tl.float32)[:, None]
+        da = tl.load(da_ptr + row * I + cols, mask=inside, other=0.0).to(tl.float32)
         if ACTIVATION == "relu_squared":
-            h = tl.load(pre_ptr + at * I + cols[None, :], mask=mask, other=0.0)
+            h = tl.load(pre_ptr + row * I + cols, mask=inside, other=0.0)
             positive = relu(h.to(tl.float32))
             act = positive * positive
             dh = (da * weight) * (2.0 * positive)
-            tl.store(
-                dpre_ptr + at * I + cols[None, :], dh.to(dpre_ptr.dtype.element_ty), mask=mask
-            )
+            tl.store(dpre_ptr + row * I + cols, dh.to(dpre_ptr.dtype.element_ty), mask=inside)
         else:
             if INTERLEAVED:
-                pairs = column * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
-                both = exists[:, None] & (pairs < 2 * I)[None, :]
-                h = tl.load(pre_ptr + at * (2 * I) + pairs[None, :], mask=both, other=0.0)
-                gate, up = _halves(h, BLOCK_M, BLOCK_N, True)
+                pairs = row * (2 * I) + first * 2 + tl.arange(0, 2 * BLOCK_N)
+                exist = first * 2 + tl.arange(0, 2 * BLOCK_N) < 2 * I
+                both = tl.load(pre_ptr + pairs, mask=exist, other=0.0)
+                gate, up = tl.split(tl.reshape(both, (BLOCK_N, 2)))
             else:
-                gate = tl.load(pre_ptr + at * (2 * I) + cols[None, :], mask=mask, other=0.0)
-                up = tl.load(pre_ptr + at * (2 * I) + I + cols[None, :], mask=mask, other=0.0)
+                gate = tl.load(pre_ptr + row * (2 * I) + cols, mask=inside, other=0.0)
+                up = tl.load(pre_ptr + row * (2 * I) + I + cols, mask=inside, other=0.0)
             gate = gate.to(tl.float32)
             up = up.to(tl.float32)
             act = gated(gate, up, a, b, c, ACTIVATION)
@@ -210,19 +203,16 @@ def _slopes_kernel(
             dgate = dgate.to(dpre_ptr.dtype.element_ty)
             dup = dup.to(dpre_ptr.dtype.element_ty)
             if INTERLEAVED:
-                tl.store(
-                    dpre_ptr + at * (2 * I) + pairs[None, :], tl.interleave(dgate, dup), mask=both
-                )
+                tl.store(dpre_ptr + pairs, tl.interleave(dgate, dup), mask=exist)
             else:
-                tl.store(dpre_ptr + at * (2 * I) + cols[None, :], dgate, mask=mask)
-                tl.store(dpre_ptr + at * (2 * I) + I + cols[None, :], dup, mask=mask)
-        if partial_ptr is not None:
-            # Masked, not multiplied: an activation of 0 may not be one of clamped_swiglu's.
-            sums = tl.sum(tl.where(inside[None, :], da * act, 0.0), 1)
-            tl.store(partial_ptr + column.to(tl.int64) * n + places, sums, mask=exists)
+                tl.store(dpre_ptr + row * (2 * I) + cols, dgate, mask=inside)
+                tl.store(dpre_ptr + row * (2 * I) + I + cols, dup, mask=inside)
+        total += tl.where(inside, da * act, 0.0)
         if act_ptr is not None:
-            act = (act * weight).to(act_ptr.dtype.element_ty)
-            tl.store(act_ptr + at * I + cols[None, :], act, mask=mask)
+            weighted = (act * weight).to(act_ptr.dtype.element_ty)
+            tl.store(act_ptr + row * I + cols, weighted, mask=inside)
+    if dweights_ptr is not None:
+        tl.store(dweights_ptr + place, tl.sum(total, 0))
 
 
 @triton.jit

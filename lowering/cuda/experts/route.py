@@ -1,7 +1,7 @@
 """Sort the ids of experts, stably and on the device, and divide the experts' rows into blocks.
 
-An id is counted in a chunk of ids, the counts are summed over the chunks, and the id's place follows
-from these sums: no atomics, and every size is known to the host.
+Ids are counted in chunks, the counts are summed over the chunks, and an id's place follows from
+these sums: no atomics, and every size is known to the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..launch import launch
 # Ids of a program. Those of a chunk are compared with each other: 256 * 256 comparisons.
 CHUNK = 256
 # Experts whose counts a program sums, and chunks that it takes at a time.
-BINS, CHUNKS = 16, 128
+BINS, CHUNKS = 16, 512
 # Blocks of rows whose experts a program finds.
 BLOCKS = 64
 
@@ -117,7 +117,7 @@ def sort(top_k_index: Tensor, order: Tensor, offsets: Tensor) -> None:
     launch(_count_kernel, (chunks,), ids, ids, counts, n, E, CHUNK=CHUNK, BINS=bins, num_warps=8)
     launch(
         _sum_kernel, (bins // BINS,), ids, counts, totals, chunks,
-        ALL=bins, CHUNKS=CHUNKS, BINS=BINS, num_warps=4,
+        ALL=bins, CHUNKS=CHUNKS, BINS=BINS, num_warps=8,
     )  # fmt: skip
     launch(
         _place_kernel, (chunks,), ids, ids, counts, totals, order, offsets, n, E,

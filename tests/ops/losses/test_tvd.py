@@ -1,4 +1,4 @@
-"""What is tvd's own; tests/ops/test_kl_div.py compares its kernels with float64 truth."""
+"""What is tvd's own; test_kl_div.py compares its kernels with float64 truth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRAs of linear_divergence's two heads. tests/ops/test_head_lora.py has the composed op."""
+"""The LoRAs of linear_divergence's two heads. test_head_lora.py has the composed op."""
 
 from __future__ import annotations
 

@@ -149,10 +149,11 @@ FURTHER: dict[str, tuple[Any, ...]] = {
 # for scaled float8 tensors (torch 2.15).
 NEVER_IN_A_GRAPH = {
     *("apply_", "map2_", "resize_as_sparse_", "share_memory_"),
-    *("sparse_resize_", "sparse_resize_and_clear_", "scaled_addmm_"),
+    *("rename_", "sparse_resize_", "sparse_resize_and_clear_", "scaled_addmm_"),
 }
 # Their results depend on data, so that Dynamo ends the graph.
 BY_DATA = {"__array__", "__contains__", "allclose", "contains", "equal", "numpy", "slice_inverse"}
+BY_DATA |= {"nanquantile", "quantile"}  # in torch 2.11
 BY_DATA |= {"corrcoef", "cov", "gaussian_nll_loss", "map_", "one_hot", "to_mkldnn", "share_memory_"}
 # Schemas say that they may write where these calls do not, and `detach_` changes no data.
 MAY_WRITE = {"detach_", "resize_as_", "set_"}

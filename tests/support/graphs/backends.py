@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from rewriting import values
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def has_compiler() -> bool:

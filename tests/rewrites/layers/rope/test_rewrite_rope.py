@@ -16,11 +16,12 @@ from rotations import (
     B,
     D,
     Rotation,
-    S,
     applied,
     heads,
+    phi3,
     rotate_half,
     rotate_neighbours,
+    tables,
     used,
 )
 
@@ -54,12 +55,6 @@ def llama_in_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def cohere(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return (x * cos) + (rotate_neighbours(x) * sin)
-
-
-def phi3(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([(rotated * cos) + (rotate_half(rotated) * sin), passed], dim=-1)
 
 
 def glm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -115,16 +110,6 @@ SPELLINGS: dict[str, tuple[Rotation, int, bool, bool]] = {
     "other-sign": (turned_the_other_way, D, True, False),
     "subtracted": (subtracted, D, False, False),
 }
-
-
-def tables(
-    columns: int, dtype: torch.dtype = torch.float32, rows: int = 1, length: int = S
-) -> list[Tensor]:
-    """cos and sin of the same angles in both halves, as models have them where columns is D."""
-    distinct = max(columns // 2, 1) if columns in (D, D // 2) else columns
-    angles = torch.linspace(0.1, 3.0, rows * length * distinct).view(rows, length, distinct)
-    angles = angles.repeat(1, 1, columns // distinct)
-    return [angles.cos().to(dtype), angles.sin().to(dtype)]
 
 
 @pytest.mark.quick(rewrites=("rope",))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_rewrite_rope import applied, heads, phi3, tables
 from torch import Tensor, fx
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,7 @@ from backends import Inner, inputs, model
 from liger_ops import rewrites as passes
 from liger_ops.rewrites.engine.report import Report
 from rewriting import Rewriter, check, refused, values
+from rotations import applied, heads, phi3, tables
 
 pytestmark = pytest.mark.usefixtures("empty_caches")
 

@@ -87,9 +87,7 @@ class Absolute:
             gate, up = gate + 1, up + abs(case.up_offset) + 1
             self.a = gate * up
             self.slopes = torch.stack((up * (1 + 2 * gate), gate), -1)
-            self.slopes = (
-                self.slopes.flatten(1) if case.interleaved else self.slopes.mT.flatten(1)
-            )
+            self.slopes = self.slopes.flatten(1) if case.interleaved else self.slopes.mT.flatten(1)
         self.weights = (self.wide["top_k_weights"] * self.inside).reshape(-1, 1)
         self.result = self.rows("a", "down", self.a) + self.bias("down_bias")
 

@@ -178,8 +178,8 @@ def tiles_of_tokens(pick: Pick, fields: Fields) -> Fields:
     }  # fmt: skip
 
 
-# tests/ops/test_tiled_mlp.py checks its kernels with bounds of their own. All sizes of the sample
-# differ, because tracing would treat equal ones as one size.
+# test_tiled_mlp.py checks its kernels with bounds of their own. All sizes of the sample differ,
+# because tracing would treat equal ones as one size.
 TILED_MLP = OpUnderTest(
     name="tiled_mlp_forward",
     choices={
