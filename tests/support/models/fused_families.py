@@ -44,7 +44,7 @@ class Family:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The ops that `fuse` finds, and the losses, which a forward without labels does not run."""
+        """What `fuse` finds: the ops, and the losses, which a forward without labels does not run."""
         losses = {"linear_cross_entropy": 1} if self.has_loss else {}
         return {**self.ops, **losses, **({"router_losses": 1} if "moe_experts" in self.ops else {})}
 
