@@ -58,13 +58,14 @@ from . import meta, lowering
 from . import losses, nn
 from . import distributed
 from .compile_cache import tag_compile_caches
-from .decompositions import decompositions
+from .decompositions import decompositions, export_to_onnx
 from .flops import count_flops
 
 __version__ = "0.1.0"
 
 tag_compile_caches()
 count_flops()
+export_to_onnx()
 
 if TYPE_CHECKING:
     from . import fusion

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from .library import COMPOSED, NAMESPACE, OPS
+from .torch_private import after_import
 
 Table = dict[Any, Callable[..., Any]]
 
@@ -38,3 +40,19 @@ def decompositions() -> Table:
     table: Table = torch.export.default_decompositions()
     table.update(definitions())
     return table
+
+
+def export_to_onnx() -> None:
+    """Let `torch.onnx.export(dynamo=True)` decompose the ops, which ONNX does not know."""
+    after_import("torch.onnx._internal.exporter._decomp", _extend_onnx)
+
+
+def _extend_onnx(module: Any) -> None:
+    from .torch_private import has, onnx_table
+
+    def with_definitions(registered: Collection[Any]) -> Table:
+        ours = {op: run for op, run in definitions().items() if op not in registered}
+        return onnx_table(registered) | ours
+
+    if has("onnx_table"):
+        setattr(module, onnx_table.__name__, functools.wraps(onnx_table)(with_definitions))
