@@ -86,6 +86,7 @@ class Experts(Gated):
         style = tensor_parallel.style_of(module)
         if style is not None:
             tensor_parallel.call_class(module, style)
+        tensor_parallel.dispatch_to_class(module)
 
     @classmethod
     def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
@@ -123,7 +124,9 @@ def _left(module: Any) -> str | None:
         return "its experts have a norm after them (has_post_expert_norm)"
     if _implementation(module) not in REPLACED:
         return f"its experts_implementation is {_implementation(module)!r}"
-    if "forward" in vars(module) and tensor_parallel.style_of(module) is None:
+    if "forward" in vars(module) and not (
+        tensor_parallel.style_of(module) or tensor_parallel.dispatchers_of(module)
+    ):
         return "the instance has a forward of its own"
     missing = [one for one in WEIGHTS[:2] if module._parameters.get(one) is None]
     if missing:

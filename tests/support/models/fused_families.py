@@ -44,9 +44,9 @@ class Family:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What `fuse` finds: the ops, and the losses, which a forward without labels does not run."""
-        losses = {"linear_cross_entropy": 1} if self.has_loss else {}
-        return {**self.ops, **losses, **({"router_losses": 1} if "moe_experts" in self.ops else {})}
+        """What `fuse` finds: the ops, and losses, which a forward without labels does not run."""
+        losses = {"linear_cross_entropy": self.has_loss, "router_losses": "moe_experts" in self.ops}
+        return {**self.ops, **dict.fromkeys((op for op, has_it in losses.items() if has_it), 1)}
 
     def model(self) -> nn.Module:
         """The model in float32, in training mode, with every parameter changed from its initial
