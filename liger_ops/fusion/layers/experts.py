@@ -39,7 +39,7 @@ WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
 
 class Experts(Gated):
-    """`Facts.form` is the options of moe_experts, or the reason that only the activation is an op's."""
+    """`Facts.form` is the options of moe_experts, or why only the activation is an op's."""
 
     name = "experts"
     method = "_apply_gate"

@@ -100,7 +100,7 @@ def _loss(
         if one.dtype is not x.dtype or one.device != x.device:
             return None
     if attention_mask is not None:
-        if attention_mask.numel() != x.shape[0]:
+        if attention_mask.numel() != x.shape[0] or attention_mask.dtype is torch.float64:
             return None
         attention_mask = attention_mask.reshape(-1).to(x.device)
     # The function returns float32 for float64 too.

@@ -47,7 +47,7 @@ def routers(dtype: torch.dtype = torch.float32, tokens: int = 8) -> tuple[Tensor
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
 
 
-@pytest.mark.parametrize("mask", [None, MASK, MASK.bool(), MASK.double()])
+@pytest.mark.parametrize("mask", [None, MASK, MASK.bool(), MASK.float()])
 @pytest.mark.parametrize(
     "model", [of_mixtral, modeling_nllb_moe.load_balancing_loss_func], indirect=True
 )
@@ -70,6 +70,7 @@ def test_what_the_op_does_not_compute(model: nn.Module) -> None:
     assert model(None) == untouched(None) == 0
     uneven = (*routers(), *routers(tokens=5))
     assert torch.equal(model(uneven), untouched(uneven))
+    assert torch.equal(model(uneven[:3], MASK.double()), untouched(uneven[:3], MASK.double()))
     wide = routers(torch.float64)
     assert model(wide).dtype == untouched(wide).dtype == torch.float32
     torch.testing.assert_close(model(wide), untouched(wide))
