@@ -189,6 +189,18 @@ def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(
     assert rewritten.split()[:2] == ["liger", "losses"] and len(rewritten.split()) == 6
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it times layers")
+def test_experts_have_the_gradients_of_transformers() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "liger_ops.bench.steps.experts", "--ways", "liger", "recompute"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("compared, error") == 8
+
+
 def test_a_trainer_of_trl_takes_its_steps() -> None:
     pytest.importorskip("trl", reason="the trainer is TRL's")
     result = subprocess.run(
