@@ -171,7 +171,7 @@ OPS = (
         compiled=(
             {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False},
             {
-                "shape": (4, 520), "width": 260, "activation": "clamped_swiglu",
+                "shape": (4, 544), "width": 288, "activation": "clamped_swiglu",
                 "interleaved": True, "transposed": True,
             },
         ),
