@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import event, given, settings
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from attention_graphs import as_it_is, attention_options, compiled, heads
-from causal_masks import OP, causal
+from causal_masks import OP, Mask, causal, columns, rows
 from index_programs import conditions, masks, value_at
 from liger_ops.rewrites.attention import causal_attention
 from liger_ops.rewrites.attention.mask.algebra import Unknown, is_condition
 from liger_ops.rewrites.attention.mask.evaluate import IndexFunctions
-from liger_ops.rewrites.attention.mask.proof import departure
+from liger_ops.rewrites.attention.mask.proof import departure, visible_keys, window
 from liger_ops.rewrites.attention.mask.region import everywhere
 
 
@@ -51,6 +52,32 @@ def test_what_is_proved_holds_at_every_index(condition, queries, keys):
     proved = departure(condition, (2, 3, queries, keys)) is None
     assert is_causal or not proved
     event(f"causal: {is_causal}, proved: {proved}")
+
+
+@pytest.mark.parametrize(
+    ("mask", "size"),
+    [
+        (lambda q, k: causal(q, k) & (rows(q) - columns(k) < 3), 3),
+        (lambda q, k: rows(q) == columns(k), 1),
+        (lambda q, k: (columns(k) < rows(q)) & (rows(q) - columns(k) < 3), None),
+        (lambda q, k: rows(q) - columns(k) < 3, None),
+        (lambda q, k: causal(q, k) & (rows(q) - columns(k) < 3) & (columns(k) != 2), None),
+    ],
+    ids=["window", "window of one", "hides its own key", "shows later keys", "hides a key"],
+)
+def test_a_window_is_proved(mask: Mask, size: int | None) -> None:
+    """FlashAttention is given its size in place of the mask."""
+    found = []
+
+    def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        (output,) = module.graph.find_nodes(op="output")
+        visible = visible_keys(IndexFunctions().value(output.args[0][0]))
+        found.append(window(visible, output.args[0][0].meta["example_value"].shape))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(mask, backend=backend)(6, 7)
+    assert found == [size]
 
 
 @settings(max_examples=60)

@@ -184,8 +184,8 @@ def strided(q: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "then",
-    [written_copy, written_view, strided, lambda q: q, lambda q: q.view(2, -1)],
-    ids=["written copy", "written view", "strided", "returned", "viewed"],
+    [written_copy, written_view, strided, lambda q: q, lambda q: q.view(2, -1), torch.sin],
+    ids=["written copy", "written view", "strided", "returned", "viewed", "computed"],
 )
 def test_another_layout_that_is_noticed(then):
     """The queries are returned; of the keys only the sum is."""

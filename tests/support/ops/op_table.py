@@ -7,6 +7,7 @@ import cross_entropy_cases
 import distribution_cases
 import divergence_cases
 import dyt_cases
+import expert_cases
 import gated_norm_cases
 import layer_cases
 import linear_cross_entropy_cases
@@ -36,6 +37,7 @@ OPS: dict[str, OpUnderTest] = {
         *rope_cases.OPS,
         *layer_cases.OPS,
         *neighborhood_cases.OPS,
+        *expert_cases.OPS,
         *multi_token_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
