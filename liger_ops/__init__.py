@@ -57,11 +57,13 @@ from . import losses, nn
 from . import distributed
 from .compile_cache import tag_compile_caches
 from .flops import count_flops
+from .inductor import register_with_inductor
 
 __version__ = "0.1.0"
 
 tag_compile_caches()
 count_flops()
+register_with_inductor()
 
 if TYPE_CHECKING:
     from . import fusion

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .library import OPS
 from .record import Op
+from .torch_private import after_import
 
 MODULE = "torch.utils.flop_counter"
 
@@ -27,29 +25,7 @@ def count_flops() -> None:
     PyTorch's counter imports Triton, and so is not imported here: its formulas are registered when
     somebody imports it.
     """
-    if MODULE in sys.modules:
-        _register_formulas()
-    else:
-        sys.meta_path.insert(0, _CounterFinder())
-
-
-class _CounterFinder(MetaPathFinder):
-    """Finds the counter's module once, and registers the formulas after its import."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None and spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: Any) -> None:
-            execute(module)
-            _register_formulas()
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
+    after_import(MODULE, _register_formulas)
 
 
 def _register_formulas() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -392,6 +392,12 @@ def implementation(op: Op, device: str) -> str:
         return "definition"
     load(device)
     return op.kernels[device].__module__.removeprefix("liger_ops.")
+
+
+def runs_definition(op: Op, values: Iterable[Any]) -> bool:
+    """Whether the definition of `op` runs for a call's arguments, instead of a kernel."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return tensors[0].device.type not in op.kernels or any(x.dtype in DOUBLES for x in tensors)
 
 
 def _register_refusals(op: Op) -> None:

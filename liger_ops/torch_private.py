@@ -10,8 +10,12 @@ tests/project/test_layout.py finds private parts that are used elsewhere.
 from __future__ import annotations
 
 import pkgutil
+import sys
 import types
 import warnings
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +54,7 @@ _TRACES = "`fuse` of modules that are recognised by tracing, which raises"
 _REWRITES = "the rewrites of the backend, which leave every graph as it is"
 _FLEX = "the rewrites that use flex_attention, which leave every graph as it is"
 _MASKS = 'backend="liger" of models with masks, which raises'
+_DEFINITIONS = "compiled definitions; on a device without kernels, compiled code calls the ops"
 _BACKEND = 'backend="liger", which raises'
 
 PARTS = {
@@ -157,6 +162,14 @@ PARTS = {
     "inductor_lowering": Part(
         "torch._inductor.lowering", "the registration of ops with Inductor before it meets them"
     ),
+    # Definitions in Inductor's graphs.
+    "inductor_patterns": Part("torch._inductor.pattern_matcher", _DEFINITIONS),
+    "post_grad_patterns": Part("torch._inductor.fx_passes.post_grad:pass_patterns", _DEFINITIONS),
+    "GuardOnDataDependentSymNode": Part(
+        "torch.fx.experimental.symbolic_shapes:GuardOnDataDependentSymNode",
+        _DEFINITIONS,
+        RuntimeError,
+    ),
     "CustomGraphPass": Part(
         "torch._inductor.custom_graph_pass:CustomGraphPass",
         "Inductor's caches with `graph_pass` and `enable`",
@@ -196,3 +209,33 @@ def has(*names: str) -> bool:
     """Whether this torch has each of these parts."""
     found = (globals().get(name) or __getattr__(name) for name in names)
     return not any(isinstance(part, Lacking) for part in found)
+
+
+def after_import(module: str, run: Callable[[], object]) -> None:
+    """Call `run` when `module` has been imported: now, or after somebody imports it."""
+    if module in sys.modules:
+        run()
+    else:
+        sys.meta_path.insert(0, _AfterImport(module, run))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds a module once, and calls a function after its import."""
+
+    def __init__(self, module: str, run: Callable[[], object]) -> None:
+        self.module, self.run = module, run
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_run(module: Any) -> None:
+            execute(module)
+            self.run()
+
+        spec.loader.exec_module = execute_and_run  # type: ignore[method-assign]
+        return spec

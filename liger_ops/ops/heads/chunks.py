@@ -34,10 +34,11 @@ def chunks(
         return
     fitting = max(1, most // row_bytes)
     unit = TILE if fitting >= TILE else 1
-    count = -(-M // (fitting // unit * unit))
+    # A graph is traced for one number of chunks, and may be for any M.
+    count = int(-(-M // (fitting // unit * unit)))
     rows = -(-M // (count * unit)) * unit
-    for start in range(0, M, rows):
-        yield slice(start, min(start + rows, M))
+    for i in range(count):
+        yield slice(i * rows, M if i == count - 1 else (i + 1) * rows)
 
 
 def set_bytes(chunk_bytes: int | None) -> int | None:

@@ -46,7 +46,10 @@ def gradient_dtypes(
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, add: bool) -> Tensor:
     """The product of the definitions, of which autograd may save the factors."""
     part = torch.mm(a.to(dtype), b.to(dtype))
-    return out.add_(part) if add and out is not None else part
+    if not add or out is None:
+        return part
+    # In a graph that is traced nothing is written in place.
+    return out.add_(part) if type(out) is Tensor else out + part
 
 
 def gradients_of_definition(

@@ -6,6 +6,7 @@ The tensors of a head are x, weight, bias, lora_x and lora_b. Masks and gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -115,7 +116,8 @@ class Head(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    # Size.numel() would make a number of a symbol.
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def divisor(
@@ -171,8 +173,11 @@ def finished_in_forward(
     for i, gradient in enumerate(computed):
         result = None
         if output_mask[i] and gradient is not None:
-            result = torch.empty_like(gradient, dtype=dtype) if outputs is None else outputs[i]
-            scale(gradient, factors[i], result)
+            if outputs is None:
+                result = (gradient * factors[i]).to(dtype)
+            else:
+                result = outputs[i]
+                scale(gradient, factors[i], result)
         finished.append(result)
     return finished
 
