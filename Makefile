@@ -29,7 +29,7 @@ demo: $(READY) ## train a small Llama untouched and fused, and compare; ARGS="--
 	$(PY) examples/train_llama.py $(ARGS)
 
 # One thread a process: PyTorch's own threads would compete with the other workers for the same cores.
-test: $(READY) ## every test; ARGS="-m quick" for a few minutes of them, ARGS="tests/ops/test_rms_norm.py" for a file
+test: $(READY) ## every test; ARGS="-m quick" for a few minutes of them, ARGS="tests/ops/norms/test_rms_norm.py" for a file
 	OMP_NUM_THREADS=1 $(PY) $(PYTESTS) $(ARGS)
 
 test-newest: .venv-newest/ready ## the quick tests with the newest torch, triton, transformers, trl and peft

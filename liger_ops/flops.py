@@ -1,4 +1,4 @@
-"""FLOPs of the ops for `torch.utils.flop_counter`, counted in the products of their definitions."""
+"""FLOPs of the ops for `torch.utils.flop_counter`, by default those of their definitions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from .library import OPS
 from .record import Op
 from .torch_private import after_import
 
-MODULE = "torch.utils.flop_counter"
-
 
 def count_flops() -> None:
     """Let FlopCounterMode count every op; it counts nothing for an op without a formula.
@@ -25,26 +23,26 @@ def count_flops() -> None:
     PyTorch's counter imports Triton, and so is not imported here: its formulas are registered when
     somebody imports it.
     """
-    after_import(MODULE, _register_formulas)
+    after_import("torch.utils.flop_counter", _register_formulas)
 
 
-def _register_formulas() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
+def _register_formulas(counter: Any) -> None:
     for op in OPS.values():
         packet = getattr(torch.ops.liger, op.name)
-        register_flop_formula(packet, get_raw=True)(_formula(op))
+        counter.register_flop_formula(packet, get_raw=True)(_formula(op))
 
 
 def _formula(op: Op) -> Callable[..., int]:
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         from torch.utils.flop_counter import FlopCounterMode
 
+        if op.flops is not None:
+            return op.flops(op.arguments(*args, **kwargs))
         # Tensors on the device "meta" have shapes and no data, so that nothing is computed.
         args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
         with FlopCounterMode(display=False) as counter:
             op.definition(*args, **kwargs)
-        return int(counter.get_total_flops())
+        return counter.get_total_flops()
 
     return count
 

@@ -7,8 +7,9 @@ Inductor compiles and fuses with their neighbours.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,62 +37,63 @@ def register_with_inductor() -> None:
     after_import("torch._inductor.fx_passes.post_grad", _replace_definitions)
 
 
-def _declare_ops() -> None:
+def _declare_ops(lowering: Any) -> None:
     """Register every op as a fallback, with the stride constraint of its tag.
 
     Inductor does the same at the first call of an unknown op. Up to torch 2.12 it then also logs
     the call with the expressions of all its arguments, expanded once for every path: 2**32 paths
     through the residual sums of 16 layers.
     """
-    from .torch_private import inductor_lowering
-
-    if not has("inductor_lowering"):
-        return
     for op in library.OPS.values():
-        if op.overload not in inductor_lowering.lowerings:
+        if op.overload not in lowering.lowerings:
             (tag,) = _STRIDES.intersection(op.overload.tags)
-            constraint = inductor_lowering.tag_to_layout_constraint(tag)
-            inductor_lowering.make_fallback(op.overload, layout_constraint=constraint)
+            constraint = lowering.tag_to_layout_constraint(tag)
+            lowering.make_fallback(op.overload, layout_constraint=constraint)
 
 
-def _replace_definitions() -> None:
+def _replace_definitions(post_grad: Any) -> None:
     """Let Inductor replace each op that runs its definition."""
-    from .torch_private import inductor_patterns, post_grad_patterns
-
-    if not has("inductor_patterns", "post_grad_patterns"):
+    if not has("inductor_patterns"):
         return
+    from .torch_private import inductor_patterns
+
     for op in library.OPS.values():
         inductor_patterns.register_graph_pattern(
             inductor_patterns.CallFunctionVarArgs(op.overload),
             extra_check=functools.partial(_runs_definition, op),
-            pass_dict=post_grad_patterns[0],
+            pass_dict=post_grad.pass_patterns[0],
         )(functools.partial(_replace, op))
 
 
 def _runs_definition(op: Op, match: Any) -> bool:
-    node = match.output_node()
-    return library.runs_definition(op, [value.meta["val"] for value in node.all_input_nodes])
+    """Whether the definition runs for the call, and can be traced: not for sizes that only the data
+    gives, of which it may ask whether they fit a chunk."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    values = [node.meta["val"] for node in match.output_node().all_input_nodes]
+    if any(map(free_unbacked_symbols, values)):
+        return False
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return values[0].device.type not in op.kernels or not dtypes.isdisjoint(library.DOUBLES)
 
 
 def _replace(op: Op, match: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace a call of `op` by the operators of its definition, if it can be traced."""
-    from .torch_private import GuardOnDataDependentSymNode
-
-    call = op.arguments(*args, **kwargs)
-    nodes = [value for value in pytree.tree_leaves(tuple(call)) if isinstance(value, fx.Node)]
-    device = nodes[0].meta["val"].device.type
+    """Replace a call of `op` by the operators of its definition."""
+    call = tuple(op.arguments(*args, **kwargs))
+    nodes = [value for value in pytree.tree_leaves(call) if isinstance(value, fx.Node)]
 
     def definition(*values: Any) -> Any:
-        given: Iterator[Any] = iter(values)
-        return op.definition(*pytree.tree_map_only(fx.Node, lambda _: next(given), tuple(call)))
+        given = iter(values)
+        return op.definition(*pytree.tree_map_only(fx.Node, lambda _: next(given), call))
 
-    try:
-        # The graph has the casts of autocast, under which this may be called.
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            match.replace_by_example(definition, nodes, _traced)
-    except (_TooManyNodes, GuardOnDataDependentSymNode):
-        # The latter is of a definition that asks for a size that only the data gives.
-        pass
+    # The graph has the casts of autocast, under which this may be called.
+    device = nodes[0].meta["val"].device.type
+    with (
+        contextlib.suppress(_TooManyNodes),
+        torch.no_grad(),
+        torch.autocast(device, enabled=False),
+    ):
+        match.replace_by_example(definition, nodes, _traced)
 
 
 class _TooManyNodes(Exception):

@@ -54,7 +54,6 @@ _TRACES = "`fuse` of modules that are recognised by tracing, which raises"
 _REWRITES = "the rewrites of the backend, which leave every graph as it is"
 _FLEX = "the rewrites that use flex_attention, which leave every graph as it is"
 _MASKS = 'backend="liger" of models with masks, which raises'
-_DEFINITIONS = "compiled definitions; on a device without kernels, compiled code calls the ops"
 _BACKEND = 'backend="liger", which raises'
 
 PARTS = {
@@ -159,21 +158,19 @@ PARTS = {
     "list_inductor_options": Part(
         "torch._inductor:list_options", "Inductor's options, which raise"
     ),
-    "inductor_lowering": Part(
-        "torch._inductor.lowering", "the registration of ops with Inductor before it meets them"
-    ),
-    # Definitions in Inductor's graphs.
-    "inductor_patterns": Part("torch._inductor.pattern_matcher", _DEFINITIONS),
-    "post_grad_patterns": Part("torch._inductor.fx_passes.post_grad:pass_patterns", _DEFINITIONS),
-    "GuardOnDataDependentSymNode": Part(
-        "torch.fx.experimental.symbolic_shapes:GuardOnDataDependentSymNode",
-        _DEFINITIONS,
-        RuntimeError,
+    "inductor_patterns": Part(
+        "torch._inductor.pattern_matcher",
+        "compiled definitions; on a device without kernels, compiled code calls the ops",
     ),
     "CustomGraphPass": Part(
         "torch._inductor.custom_graph_pass:CustomGraphPass",
         "Inductor's caches with `graph_pass` and `enable`",
         object,
+    ),
+    # What torch.onnx.export decomposes.
+    "onnx_table": Part(
+        "torch.onnx._internal.exporter._decomp:create_onnx_friendly_decomposition_table",
+        "torch.onnx.export of programs that `liger_ops.decompositions` has not decomposed",
     ),
     "functorch_config": Part(
         "torch._functorch.config",
@@ -211,31 +208,32 @@ def has(*names: str) -> bool:
     return not any(isinstance(part, Lacking) for part in found)
 
 
-def after_import(module: str, run: Callable[[], object]) -> None:
-    """Call `run` when `module` has been imported: now, or after somebody imports it."""
-    if module in sys.modules:
-        run()
+def after_import(name: str, extend: Callable[[Any], object]) -> None:
+    """Call `extend` with the module of this name: now, or as soon as somebody imports it. For
+    modules of PyTorch that take long to import."""
+    if name in sys.modules:
+        extend(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _AfterImport(module, run))
+        sys.meta_path.insert(0, _Finder(name, extend))
 
 
-class _AfterImport(MetaPathFinder):
-    """Finds a module once, and calls a function after its import."""
+class _Finder(MetaPathFinder):
+    """Finds the module once, and extends it after its import."""
 
-    def __init__(self, module: str, run: Callable[[], object]) -> None:
-        self.module, self.run = module, run
+    def __init__(self, name: str, extend: Callable[[Any], object]) -> None:
+        self.name, self.extend = name, extend
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.module:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
-        def execute_and_run(module: Any) -> None:
+        def execute_and_extend(module: Any) -> None:
             execute(module)
-            self.run()
+            self.extend(module)
 
-        spec.loader.exec_module = execute_and_run  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
         return spec

@@ -6,16 +6,15 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from paths import SUPPORT
+
 # Failed assertions in shared code then report as much as those in tests.
-pytest.register_assert_rewrite(
-    *(file.stem for file in (Path(__file__).parent / "support").glob("*.py"))
-)
+pytest.register_assert_rewrite(*({file.stem for file in SUPPORT.rglob("*.py")} - {"paths"}))
 
 # Those tests run in the environment of triton-ascend: see `make test-npu`.
 collect_ignore = ["npu"]

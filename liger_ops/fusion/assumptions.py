@@ -307,7 +307,8 @@ def _frozen(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         return "dict", *((key, _frozen(one, name)) for key, one in value.items())
     if isinstance(value, functools.partial):
-        parts = (value.func, value.args, value.keywords)
+        # Dynamo of torch 2.11 makes a list of the arguments.
+        parts = (value.func, tuple(value.args), value.keywords)
         return "partial", *(_frozen(one, name) for one in parts)
     if isinstance(value, types.MethodType):
         return value.__func__

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from test_fuse_changes import KINDS
-from test_fuse_norms import NeverWidened, OneRounding, Rms
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -20,6 +19,7 @@ from liger_ops import fuse, unfuse
 from liger_ops.fusion.layers.gated import GatedMLPs
 from liger_ops.fusion.layers.kind import Kind
 from liger_ops.fusion.layers.norms import Norms
+from norm_modules import NeverWidened, OneRounding, Rms
 from rewriting import Rewriter
 
 

@@ -63,7 +63,7 @@ def test_every_rewrite_is_chosen() -> None:
     # have modulated norms. test_architectures has a norm with a gate, in Falcon-H1.
     elsewhere = {"attention", "masked_attention", "eager_attention", "linear_log_prob", "log_prob"}
     elsewhere |= {"modulated_rms_norm", "modulated_layer_norm", "gated_rms_norm"}
-    # Hyper-connections, without a whole model, are in tests/rewrites/test_rewrite_mhc.py.
+    # Hyper-connections, without a whole model, are in tests/rewrites/layers/test_rewrite_mhc.py.
     elsewhere |= {"mhc_coeffs", "mhc_pre", "mhc_post_res"}
     assert set().union(*(known[name].ops for name in CHOSEN)) == set(REWRITES) - elsewhere
 

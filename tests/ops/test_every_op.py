@@ -12,13 +12,15 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs import Recorder, liger_ops_of
 from liger_ops import library
-from liger_ops.torch_private import post_grad_patterns
+from liger_ops.decompositions import definitions
 from op_checks import (
     as_tuple,
     assert_backward_matches_truth,
@@ -33,7 +35,11 @@ EVERY_OP = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 ONE_FORM = pytest.mark.parametrize("op", {op.name: op for op in OPS.values()}.values(), ids=repr)
 
 
-SLOT = object()
+class Slot:
+    """Where a tensor stands among the arguments of a call."""
+
+
+SLOT = Slot()
 
 
 def form(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -47,7 +53,7 @@ def leaves(args: tuple[Any, ...]) -> list[Tensor]:
 
 def with_leaves(slots: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     given = iter(tensors)
-    return tuple(next(given) if arg is SLOT else arg for arg in slots)
+    return tuple(next(given) if isinstance(arg, Slot) else arg for arg in slots)
 
 
 def differentiable(op: OpUnderTest, case: Case) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
@@ -126,9 +132,30 @@ def test_flops_are_those_of_the_products_of_the_definition(op: OpUnderTest, back
     overload = op.overload(backward=backward)
     with FlopCounterMode(display=False) as counted:
         overload(*args)
+    record = library.OPS[overload._opname]
+    if record.flops is not None:
+        assert counted.get_total_flops() == record.flops(record.arguments(*args)) > 0
+        return
     with FlopCounterMode(display=False) as expected:
-        library.OPS[overload._opname].definition(*args)
+        record.definition(*args)
     assert counted.get_total_flops() == expected.get_total_flops()
+
+
+@ONE_FORM
+@pytest.mark.parametrize("backward", [False, True])
+def test_decomposition_is_functional_and_of_any_size(op: OpUnderTest, backward: bool) -> None:
+    few, many = (
+        (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
+        for case in (op.sample(rows=rows) for rows in (17, 23))
+    )
+    overload = op.overload(backward=backward)
+    call = lambda *tensors: overload(*with_leaves(form(few), tensors))
+    traced = make_fx(call, definitions(), tracing_mode="symbolic")(*leaves(few))
+    for node in traced.graph.nodes:
+        assert not node.name.startswith("liger")
+        assert not getattr(node.target, "_schema", overload._schema).is_mutable, node
+    for args in (few, many):
+        torch.testing.assert_close(traced(*leaves(args)), overload(*args))
 
 
 @EVERY_OP
@@ -281,14 +308,14 @@ def test_one_dynamic_compilation(op: OpUnderTest) -> None:
 @EVERY_OP
 def test_inductor_compiles_the_definition(op: OpUnderTest) -> None:
     """On a device without kernels it is given the operators of the definition, and no op."""
-    recorder = Recorder(post_grad_patterns[0].apply)
+    recorder = Recorder(pass_patterns[0].apply)
     compile_dynamically(op, recorder, torch.testing.assert_close)
     # The samples of losses and MLPs in chunks have another number of them at each size.
     in_chunks = op.name.startswith(("linear_", "tiled_"))
     assert len(recorder.forwards) == len(recorder.backwards) == 1 + in_chunks
     # Inductor compiles nothing that is complex.
-    complex_ones = Counter([op.name]) if op.id == "rope-complex" else Counter()
-    assert liger_ops_of(recorder.forwards) == complex_ones
+    kept = Counter([op.name]) if op.id == "rope-complex" else Counter()
+    assert liger_ops_of(recorder.forwards) == kept
 
 
 def test_inductor_calls_every_op() -> None:

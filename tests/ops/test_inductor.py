@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +21,6 @@ from backends import needs_compiler, without_caches
 from graphs import Recorder, liger_ops_of
 from liger_ops import inductor
 from liger_ops.library import OPS
-from liger_ops.torch_private import post_grad_patterns
 from op_checks import FLOAT32_ROUNDINGS
 
 V, D = 70, 16
@@ -38,7 +38,7 @@ def test_an_op_is_kept_where_its_kernel_runs(device: str, dtype: torch.dtype) ->
         x, weight = (torch.empty(shape, device=device, dtype=dtype) for shape in ((4, 8), (8,)))
         graph = make_fx(lambda x, w: liger_ops.rms_norm(x, w))(x, weight)
     assert liger_ops_of([graph]) == Counter(["rms_norm"])
-    post_grad_patterns[0].apply(graph)
+    pass_patterns[0].apply(graph)
     kept = device == "cuda" and dtype is torch.float32
     assert liger_ops_of([graph]) == Counter(["rms_norm"] * kept)
 
@@ -109,7 +109,7 @@ def test_what_is_not_traced_stays_a_call(monkeypatch: pytest.MonkeyPatch) -> Non
         return liger_ops.linear_cross_entropy(x[some], words, target[some], chunk_bytes=9999)
 
     x, _, _, words, target = inputs(150, torch.float32)
-    recorder = Recorder(post_grad_patterns[0].apply)
+    recorder = Recorder(pass_patterns[0].apply)
     for function, given in ((of_some, (x, words, target)), (model, inputs(150, torch.float32))):
         torch._dynamo.reset()
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

@@ -17,7 +17,6 @@ from torch import Tensor
 import liger_ops
 from liger_ops import torch_private
 from liger_ops.torch_private import AUTOGRAD, PARTS, Lacking
-from op_parts import ROOT
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -141,10 +140,9 @@ def test_without_the_autograd_kernels(name: str) -> None:
     """They are registered on import, together: one part that is lacking leaves PyTorch's own."""
     path = PARTS[name].path
     program = WITHOUT_AUTOGRAD.format(path=path, attribute=path.replace(":", "."))
-    places = os.pathsep.join(map(str, (ROOT, ROOT / "tests/support", ROOT / "tests/project")))
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": places},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
     )

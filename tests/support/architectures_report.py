@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import paths  # noqa: F401
 from architectures import ARCHITECTURES, Architecture
 from liger_ops.rewrites import REWRITES
 from liger_ops.rewrites.default_rewrites import KEPT_BY_INDUCTOR

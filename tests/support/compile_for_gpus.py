@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import liger_ops.lowering.cuda as cuda
+import paths  # noqa: F401
 from launch_cases import compiled as compiled_cases
 from liger_ops import library
 from liger_ops.lowering.common.losses.cross_entropy import Tokens

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import transformers
 
+import paths  # noqa: F401
+
+# isort: split
 import every_model
 from liger_ops import fuse
 from liger_ops.fusion import FuseReport

@@ -107,7 +107,7 @@ def found(registry: dict[str, Any]) -> Found:
         },
         "the fakes": {base(op) for op, facts in registry["ops"].items() if facts["fake"]},
         "liger_ops/nn": {name.lower().removesuffix("loss") for name in registry["modules"]},
-        "the table of its family, of tests/support/op_table.py": set(forms),
+        "the table of its family, of tests/support/ops/op_table.py": set(forms),
         "liger_ops/bench/workloads": set(ENTRIES),
         "the README's table of ops": set(re.findall(r"`(\w+)\([^`]*\)`", readme)),
     }
@@ -125,7 +125,7 @@ def needed(op: str) -> Iterator[tuple[str, str]]:
         "the kernels for cuda",
         "the kernels for npu",
         "the fakes",
-        "the table of its family, of tests/support/op_table.py",
+        "the table of its family, of tests/support/ops/op_table.py",
         "liger_ops/bench/workloads",
         "the README's table of ops",
     ):

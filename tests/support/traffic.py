@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
+import paths  # noqa: F401
 from launch_cases import LaunchCase, counted
 from op_checks import as_tuple
 from op_under_test import Case, OpUnderTest

@@ -25,6 +25,9 @@ from pathlib import Path
 import torch
 import transformers
 
+import paths  # noqa: F401
+
+# isort: split
 import fuse_steps
 from trained_models import LEFT_OUT, MODELS
 from training_steps import MODES, NEAR, CannotTrain, Model, check, own_results

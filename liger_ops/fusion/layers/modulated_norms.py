@@ -237,9 +237,9 @@ def _is_usual(
 
 def _has_rows_of(x: Tensor, scale: Tensor) -> bool:
     """Whether scale has one row for all of x, or for each sample, or for each token."""
-    *rows, width = scale.shape
-    if width != x.shape[-1]:
+    rows = scale.shape[:-1]
+    if scale.shape[-1] != x.shape[-1]:
         return False
     if all(size == 1 for size in rows[1:]):
-        return rows[:1] in ([], [1], [x.shape[0]])
-    return rows == list(x.shape[:-1])
+        return not rows or rows[0] in (1, x.shape[0])
+    return rows == x.shape[:-1]

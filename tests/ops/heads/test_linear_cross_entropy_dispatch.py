@@ -1,0 +1,152 @@
+"""linear_cross_entropy through the dispatcher: compiled, under autocast, on the simulated NPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import simulated_npu
+from graphs import Recorder, liger_ops_of
+from head_calls import BACKWARD, EVERY_DTYPE, FORWARD, MASKS, call, leaves
+from linear_cross_entropy_cases import NO_GRADIENTS, NOT_COMPUTED, WITHOUT_LORA, HeadCase
+
+
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if any(mask)])
+def test_compiled_once_and_asked_for_what_is_needed(mask: tuple[bool, ...]) -> None:
+    """The graph holds one forward op and no other op; its gradients are multiplied, the weight's
+    outside of the backward op. With a frozen head, the forward computes no gradient of the head."""
+    recorder = Recorder()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *args: call(list(args)) * 2, fullgraph=True, dynamic=True, backend=recorder.backend()
+    )
+    for rows in (3, 5):
+        args, tensors = leaves(HeadCase(shape=(2, rows), rows=2))
+        for tensor, wanted in zip(tensors, mask, strict=True):
+            tensor.requires_grad_(wanted)
+        wanted_of = [tensor for tensor in tensors if tensor.requires_grad]
+        expected = torch.autograd.grad(call(args) * 2, wanted_of)
+        for a, b in zip(torch.autograd.grad(compiled(*args), wanted_of), expected, strict=True):
+            assert torch.equal(a, b)
+    assert len(recorder.forwards) == len(recorder.backwards) == 1
+    assert liger_ops_of(recorder.forwards) == {"linear_cross_entropy_forward": 1}
+    others = {"linear_cross_entropy_backward": 1} if mask[0] or mask[2] else {}
+    assert liger_ops_of(recorder.backwards) == others
+    (node,) = (
+        node
+        for node in recorder.forwards[0].graph.nodes
+        if "linear_cross_entropy_forward" in str(node.target)
+    )
+    assert node.args[17] == [*mask, False, False]
+
+
+def test_compiled_without_gradients_computes_none() -> None:
+    recorder = Recorder()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *args: call(list(args)), fullgraph=True, backend=recorder.backend()
+    )
+    args, _ = leaves(HeadCase())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*args), call(args))
+    graphs = recorder.forwards + recorder.backwards
+    (node,) = (n for graph in graphs for n in graph.graph.nodes if "liger" in str(n.target))
+    assert len(node.args) < 18 or node.args[17] == NO_GRADIENTS
+
+
+@EVERY_DTYPE
+def test_opcheck(dtype: torch.dtype) -> None:
+    args, tensors = leaves(HeadCase(dtype=dtype, class_weight=True, token_weight=True))
+    torch.library.opcheck(FORWARD.overload, (*args, True, True, WITHOUT_LORA))
+    torch.library.opcheck(torch.ops.liger.linear_cross_entropy.default, tuple(args))
+    outputs = [x.detach() for x in FORWARD.definition(*args) if x is not None]
+    upstream = [torch.ones_like(output) for output in outputs[:4]]
+    plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+    lse, total_weight, lse_error = outputs[2], *outputs[4:6]
+    statistics = (lse, lse_error, total_weight)
+    computed = [torch.ones_like(tensor) for tensor in tensors]
+    mask = [True, False, True, False, False]
+    for made in (NOT_COMPUTED, computed):
+        arguments = (*upstream, *plain[:7], *statistics, *made, *plain[7:], mask)
+        torch.library.opcheck(BACKWARD.overload, arguments)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_autocast_is_that_of_linear(dtype: torch.dtype) -> None:
+    """The result and the gradients are bitwise those of a caller that casts the tensors. Nothing
+    inside the op is cast again, in particular not the float32 sums of the chunks."""
+    args, tensors = leaves(HeadCase(class_weight=True, token_weight=True))
+    narrow = [tensor.to(dtype) if i in (0, 1, 3) else tensor for i, tensor in enumerate(args)]
+    expected = call(narrow)
+    expected_gradients = torch.autograd.grad(expected, tensors)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda args: call(args), fullgraph=True, backend="aot_eager")
+    for run in (call, compiled):
+        with torch.autocast("cpu", dtype):
+            loss = run(args)
+            gradients = torch.autograd.grad(loss, tensors)
+        assert torch.equal(loss, expected)
+        for a, b in zip(gradients, expected_gradients, strict=True):
+            assert a.dtype is torch.float32
+            assert torch.equal(a, b)
+    with torch.autocast("cpu", dtype):
+        mask = [False, True, False, False, False]
+        dweight = FORWARD.overload(*args, False, False, mask)[9]
+    assert torch.equal(dweight, FORWARD.definition(*args, False, False, mask)[9])
+
+
+def test_autocast_on_the_simulated_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated_npu, "active", True)
+    args, _ = leaves(HeadCase(class_weight=True, token_weight=True))
+    args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+    narrow = [arg.bfloat16() if i in (0, 1, 3) else arg for i, arg in enumerate(args)]
+    with torch.autocast("npu", torch.bfloat16):
+        on_npu = call([simulated_npu.to_npu(arg) for arg in args])
+    torch.testing.assert_close(simulated_npu.to_cpu(on_npu), call(narrow))
+
+
+def test_float64_is_not_cast() -> None:
+    args, _ = leaves(HeadCase(dtype=torch.float64))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call(args), call(args))
+        assert call(args).dtype is torch.float64
+
+
+@pytest.mark.parametrize("backend", (None, "aot_eager"))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_training_on_the_simulated_npu(
+    backend: str | None, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated_npu, "active", True)
+    simulated_npu.forget()
+    args, tensors = leaves(HeadCase(reduction=reduction))
+    expected = torch.autograd.grad(call(args).sum(), tensors)
+    given = [simulated_npu.to_npu(a.detach()) if isinstance(a, Tensor) else a for a in args]
+    for i in (0, 1, 3):
+        given[i].requires_grad_()
+    torch._dynamo.reset()
+    run = call
+    if backend:
+        run = torch.compile(lambda args: call(args), backend=backend, fullgraph=True)
+    loss = run(given).sum()
+    gradients = torch.autograd.grad(loss, [given[i] for i in (0, 1, 3)])
+    modules = {name.rpartition(".")[0] for name in simulated_npu.launched}
+    assert modules and all(m.startswith("liger_ops.lowering.npu.") for m in modules)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(simulated_npu.to_cpu(gradient), reference)
+
+
+def test_flops_of_symbolic_sizes_are_a_symbol() -> None:
+    """Inductor estimates the time of a node with dynamic shapes, which must not become static."""
+    counts = []
+
+    def count(x: Tensor, weight: Tensor, target: Tensor) -> None:
+        with FlopCounterMode(display=False) as counter:
+            FORWARD.overload(x, weight, target)
+        counts.append(counter.get_total_flops())
+
+    make_fx(count, tracing_mode="symbolic")(torch.ones(6, 8), torch.ones(11, 8), torch.arange(6))
+    assert isinstance(counts[0], torch.SymInt) and counts[0] == 2 * 6 * 8 * 11
