@@ -20,8 +20,8 @@ from . import library
 from .record import Op
 from .torch_private import after_import, has
 
-# A loss in more chunks than 30, or an MLP in as many tiles, is left a call: Inductor takes a minute
-# for this number of nodes, and the products take longer than what would be fused.
+# A definition of more nodes, such as a loss in more than about 20 chunks, is left a call: Inductor
+# would take minutes, and the products take longer than what would be fused.
 MOST_NODES = 1500
 
 _STRIDES = {
@@ -73,8 +73,9 @@ def _runs_definition(op: Op, match: Any) -> bool:
     values = [node.meta["val"] for node in match.output_node().all_input_nodes]
     if any(map(free_unbacked_symbols, values)):
         return False
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    return values[0].device.type not in op.kernels or not dtypes.isdisjoint(library.DOUBLES)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    in_double = any(x.dtype in library.DOUBLES for x in tensors)
+    return in_double or tensors[0].device.type not in op.kernels
 
 
 def _replace(op: Op, match: Any, *args: Any, **kwargs: Any) -> None:

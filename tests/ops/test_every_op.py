@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs import Recorder, liger_ops_of
-from liger_ops import library
+from liger_ops import inductor, library
 from liger_ops.decompositions import definitions
 from op_checks import (
     as_tuple,
@@ -306,8 +306,9 @@ def test_one_dynamic_compilation(op: OpUnderTest) -> None:
 
 
 @EVERY_OP
-def test_inductor_compiles_the_definition(op: OpUnderTest) -> None:
+def test_inductor_compiles_the_definition(op: OpUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without kernels it is given the operators of the definition, and no op."""
+    monkeypatch.setattr(inductor, "MOST_NODES", 10_000)
     recorder = Recorder(pass_patterns[0].apply)
     compile_dynamically(op, recorder, torch.testing.assert_close)
     # The samples of losses and MLPs in chunks have another number of them at each size.
