@@ -1,8 +1,7 @@
 """Products of the rows of experts with their weights, and of the weights' gradients.
 
 A program of a product of rows takes tiles in turn: a block of rows of one expert (`route.Blocks`)
-and BLOCK_N columns. GROUP blocks of rows are neighbours, which share an expert's columns in the L2
-cache. K is the length of the sums.
+and BLOCK_N columns. The tiles of GROUP blocks of rows are neighbours. K is the length of the sums.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import triton
 import triton.language as tl
 
 from ...common.triton_math import gated, gated_gradients, relu
-
-GROUP = 8
 
 
 @triton.jit

@@ -16,8 +16,8 @@ from torch import Tensor
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import launch
 
-# Ids of a program. Those of a chunk are compared with each other: 256 * 256 comparisons.
-CHUNK = 256
+# Ids of a program, each of which is compared with all others of the chunk, some at a time.
+CHUNK, OTHERS = 256, 32
 # Experts whose counts a program sums, and chunks that it takes at a time.
 BINS, CHUNKS = 16, 512
 # Blocks of rows whose experts a program finds.
@@ -43,9 +43,7 @@ def _ids(ids_ptr, places, n, E):
 def _count_kernel(ids_ptr, counts_ptr, n, E, CHUNK: tl.constexpr, BINS: tl.constexpr):
     chunk = tl.program_id(0)
     ids = _ids(ids_ptr, chunk * CHUNK + tl.arange(0, CHUNK), n, E)
-    bins = tl.arange(0, BINS)
-    counts = tl.sum((ids[:, None] == bins[None, :]).to(tl.int32), 0)
-    tl.store(counts_ptr + chunk * BINS + bins, counts)
+    tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS))
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -68,7 +66,7 @@ def _sum_kernel(
 @triton.jit(do_not_specialize=["n"])
 def _place_kernel(
     ids_ptr, counts_ptr, totals_ptr, order_ptr, offsets_ptr, n, E,
-    CHUNK: tl.constexpr, BINS: tl.constexpr,
+    CHUNK: tl.constexpr, OTHERS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -77,14 +75,14 @@ def _place_kernel(
     if chunk == 0:
         tl.store(offsets_ptr + bins, starts, mask=bins <= E)
     starts += tl.load(counts_ptr + chunk * BINS + bins)
-    own = tl.arange(0, CHUNK)
-    places = chunk * CHUNK + own
-    ids = _ids(ids_ptr, places, n, E)
-    others = _ids(ids_ptr, places, n, E)
-    start = tl.sum(tl.where(ids[:, None] == bins[None, :], starts[None, :], 0), 1)
-    before = (ids[:, None] == others[None, :]) & (own[None, :] < own[:, None])
-    place = start + tl.sum(before.to(tl.int32), 1)
-    tl.store(order_ptr + place, places, mask=places < n)
+    own = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = _ids(ids_ptr, own, n, E)
+    place = tl.gather(starts, ids, 0)
+    for first in range(0, CHUNK, OTHERS):
+        other = chunk * CHUNK + first + tl.arange(0, OTHERS)
+        same = ids[:, None] == _ids(ids_ptr, other, n, E)[None, :]
+        place += tl.sum((same & (other[None, :] < own[:, None])).to(tl.int32), 1)
+    tl.store(order_ptr + place, own, mask=own < n)
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -114,14 +112,14 @@ def sort(top_k_index: Tensor, order: Tensor, offsets: Tensor) -> None:
     chunks = cdiv(n, CHUNK)
     counts = ids.new_empty(chunks + 1, bins, dtype=torch.int32)
     totals = counts[chunks]
-    launch(_count_kernel, (chunks,), ids, ids, counts, n, E, CHUNK=CHUNK, BINS=bins, num_warps=8)
+    launch(_count_kernel, (chunks,), ids, ids, counts, n, E, CHUNK=CHUNK, BINS=bins, num_warps=4)
     launch(
         _sum_kernel, (bins // BINS,), ids, counts, totals, chunks,
         ALL=bins, CHUNKS=CHUNKS, BINS=BINS, num_warps=8,
     )  # fmt: skip
     launch(
         _place_kernel, (chunks,), ids, ids, counts, totals, order, offsets, n, E,
-        CHUNK=CHUNK, BINS=bins, num_warps=8,
+        CHUNK=CHUNK, OTHERS=OTHERS, BINS=bins, num_warps=4,
     )  # fmt: skip
 
 
