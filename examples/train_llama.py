@@ -166,7 +166,7 @@ def compiled(model: Any, door: str, backend: str) -> Loss:
     """The loss of a model that is fused, or that the backend `liger` rewrites, compiled whole."""
     if door == "fuse":
         return loss_of(torch.compile(model, fullgraph=True, backend=backend))
-    rewrites = {"inner_backend": backend, "rewrites": "all"}
+    rewrites: Any = {"inner_backend": backend, "rewrites": "all"}
     # The logits are not returned, so that head and loss can become one op.
     return torch.compile(loss_of(model), fullgraph=True, backend="liger", options=rewrites)
 
