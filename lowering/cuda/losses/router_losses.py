@@ -28,9 +28,10 @@ def _of_layer(ptrs):
 @triton.jit
 def _token_weights(weight_ptr, rows, M):
     """The weights of tokens, 0 of those that are not there."""
-    if weight_ptr is None:
-        return (rows < M).to(tl.float32)
-    return tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
+    weight = (rows < M).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
+    return weight
 
 
 @triton.jit
