@@ -18,6 +18,7 @@ from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.attention import masked_attention, model_multi_token
 from liger_ops.bench.workloads.entry import Draw, Workload, as_tuple, truth_at_once
+from liger_ops.bench.workloads.experts import model_experts
 from liger_ops.bench.workloads.hyper_connections import (
     deepseek_coeffs,
     deepseek_post_res,
@@ -235,6 +236,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         def apply(embeddings: Any, indices: Any) -> Any:
             return F.embedding(indices, embeddings)
 
+    class Experts:
+        apply = staticmethod(model_experts)
+
     distillation = "trl.experimental.async_distillation"
     modules = {
         f"{distillation}.async_distillation_trainer": {
@@ -281,6 +285,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             ),
         },
         "liger_kernel.ops.experimental.embedding": {"LigerEmbeddingFunction": Embedding},
+        "liger_kernel.ops.fused_moe": {"LigerFusedMoEFunction": Experts},
         "quack": {
             "rmsnorm": quack_rms,
             "softmax": lambda x: F.softmax(x, -1),

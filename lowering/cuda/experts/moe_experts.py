@@ -65,12 +65,9 @@ KINDS = {
 # The weights' gradients have 440 and 453 where the tile has 128 columns of the tensor whose rows
 # are gathered, and 347 and 336 the other way. An index is loaded two stages ahead of its row.
 WEIGHTS = Tiles(num_stages=5)
-# Products of float32 are of its precision, without tensor cores.
-FLOAT32 = Tiles(64, 64, 32, 4, 2)
-
-
-def _tiles(kind: str, x: Tensor, N: int, K: int) -> Tiles:
-    return (FLOAT32 if x.element_size() == 4 else KINDS[kind]).within(N, K)
+# Of float32, whose products have its precision and no tensor cores, and where rows do not start at
+# multiples of 16 bytes: larger tiles spill registers.
+SMALL = Tiles(64, 64, 16, 4, 2)
 
 
 class _Experts:
@@ -89,11 +86,15 @@ class _Experts:
         self.activation, self.scalars = name, (*options, 0.0, 0.0, 0.0)[:3]
         exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(call.x)
         self.precision = "ieee" if exact else "tf32"
+        aligned = self.D % 8 == self.I % 8 == 0
+        self.small = not aligned or call.x.element_size() == 4
         # PyTorch's product is for bfloat16, on Hopper GPUs, with rows of multiples of 16 bytes.
-        aligned = all(size % 8 == 0 for size in (self.D, *call.gate_up.shape[1:2], self.I))
         is_hopper = on_nvidia(call.x) and compute_capability(call.x) == 9
         self.has_grouped_products = aligned and is_hopper and call.x.dtype is torch.bfloat16
         self.blocks: dict[int, Blocks] = {}
+
+    def tiles(self, kind: str, N: int, K: int) -> Tiles:
+        return (SMALL if self.small else KINDS[kind]).within(N, K)
 
     def empty(self, columns: int) -> Tensor:
         return self.call.x.new_empty(self.n, columns)
@@ -125,7 +126,7 @@ class _Experts:
         """Fill pre and act, h and its activation, of each of which there may be none."""
         call, x = self.call, rows(self.call.x)
         halves = 1 if self.activation == "relu_squared" else 2
-        tiles = _tiles("up", x, halves * self.I, self.D)
+        tiles = self.tiles("up", halves * self.I, self.D)
         width = tiles.BLOCK_N // halves
         stride_e, stride_n, stride_k = call.gate_up.stride()
         # Pairs of columns are in one thread; halves are where columns are read together.
@@ -143,7 +144,7 @@ class _Experts:
         """x @ weight[e].T + bias[e]: of the rows of tokens, by expert, or of rows by expert, by
         token."""
         N, K = weight.shape[1:]
-        tiles, y = _tiles(kind, x, N, K), self.empty(N)
+        tiles, y = self.tiles(kind, N, K), self.empty(N)
         self.launch(
             _rows_kernel, tiles, tiles.BLOCK_N, N, K, tiles.BLOCK_N,
             (x, weight, _contiguous(bias)), (y,), (K, N, self.top_k, *weight.stride()),
@@ -172,7 +173,7 @@ class _Experts:
         if is_transposed(dweight):
             a, b, gathers_a, gathers_b = b, a, gathers_b, gathers_a
         P, Q = a.shape[1], b.shape[1]
-        tiles = FLOAT32 if a.element_size() == 4 else WEIGHTS
+        tiles = SMALL if self.small else WEIGHTS
         most = (tiles.BLOCK_M, tiles.BLOCK_N) if gathers_a else (tiles.BLOCK_N, tiles.BLOCK_M)
         BLOCK_P, BLOCK_Q = (
             max(16, min(block, next_power_of_2(size)))

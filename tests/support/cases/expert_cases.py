@@ -169,9 +169,9 @@ OPS = (
         },
         forms=Forms(shapes=()),
         compiled=(
-            {"shape": (64, 64), "width": 64, "activation": "silu", "bias": False},
+            {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False},
             {
-                "shape": (64, 64), "width": 64, "activation": "clamped_swiglu",
+                "shape": (4, 544), "width": 288, "activation": "clamped_swiglu",
                 "interleaved": True, "transposed": True,
             },
         ),
