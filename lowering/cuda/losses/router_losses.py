@@ -154,7 +154,8 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
     M, N = x.shape
     plan = plan or _plan(N)
     tiles = cdiv(M, plan.BLOCK_M)
-    programs = min(tiles, max(1, cdiv(8 * processors(x), len(layers))))
+    # Four programs a multiprocessor, of 86 registers a thread on sm_90: all of them run at once.
+    programs = min(tiles, max(1, cdiv(4 * processors(x), len(layers))))
     parts = [partial_sums(sum, programs * len(layers)) for sum in (probabilities, tokens, z)]
     launch(
         router_losses_kernel, (programs, len(layers)), x,

@@ -293,3 +293,20 @@ def test_a_step_of_every_family(model_type: str) -> None:
             one.float().eval()(input_ids=x, attention_mask=mask).logits for one in (model, fused)
         ]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_step_is_one_graph() -> None:
+    """With a loss of its routers, for changing numbers of tokens."""
+    config = small_configs.small("qwen3_moe", output_router_logits=True)
+    model, recorder = AutoModelForCausalLM.from_config(config), Recorder()
+    fuse(model, attention=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
+    for length in (7, 11, 12):
+        x = torch.randint(1, 60, (2, length))
+        given = {"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)}
+        # The first eager call has transformers register hooks, which would break a graph.
+        expected = model(**given).loss
+        torch.testing.assert_close(compiled(**given).loss, expected)
+    ops = liger_ops_of(recorder.forwards)
+    assert (ops["moe_experts_forward"], ops["router_losses_forward"]) == (2, 1)
