@@ -26,7 +26,7 @@ COMMON = {
     "derandomize": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
-settings.register_profile("ci", max_examples=30, **COMMON)
+settings.register_profile("ci", max_examples=20, **COMMON)
 settings.register_profile("nightly", max_examples=1000, **{**COMMON, "derandomize": False})
 
 
@@ -77,8 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare the tests two kinds of work that nothing reads: the collector's passes over the imported
-    modules, and records of torch's structured traces, which pytest would capture."""
+    """Spare the tests two kinds of work that nobody needs: the collector's passes over imported
+    modules, and the records of torch's structured traces, which pytest would capture."""
     import torch  # noqa: F401  # sets up its loggers
 
     logging.getLogger("torch.__trace").propagate = True

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -83,9 +84,10 @@ def patch_language_once() -> None:
 
 
 def make_types_once() -> None:
-    """Keep the types of blocks and the sizes of tensors, which take most of the interpreter's time
-    to make."""
+    """Keep the types of blocks and the sizes of tensors, and broadcast no equal shapes: that takes
+    most of the interpreter's time."""
     make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    broadcast = TritonSemantic.broadcast_impl_value
     get_dtype = interpreter._get_np_dtype
     types: dict[Any, dict[str, Any]] = {}
     dtypes: dict[str, Any] = {}
@@ -109,5 +111,10 @@ def make_types_once() -> None:
             dtypes[type.name] = get_dtype(type)
         return dtypes[type.name]
 
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        shapes = [type.shape.values if type.is_block() else () for type in (lhs.type, rhs.type)]
+        return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
+
     tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value
     interpreter._get_np_dtype = get_np_dtype
