@@ -31,6 +31,7 @@ from .ops.rope.rms_norm_rope import rms_norm_rope
 from .ops.embedding import embedding
 from .ops.attention.attn_res import attn_res
 from .ops.activations.tiled_mlp import tiled_mlp, tiled_mlp_forward
+from .ops.experts.moe_experts import moe_experts, moe_experts_forward
 from .ops.attention.neighborhood_attention import (
     neighborhood_attention,
     neighborhood_attention_forward,
@@ -46,6 +47,7 @@ from .ops.losses.jsd import jsd
 from .ops.losses.tvd import tvd
 from .ops.losses.divergence import divergence, divergence_forward
 from .ops.losses.log_prob import log_prob, log_prob_forward
+from .ops.losses.router_losses import router_losses, router_losses_forward
 from .ops.heads.linear_divergence import linear_divergence, linear_divergence_forward
 from .ops.heads.linear_log_prob import linear_log_prob, linear_log_prob_forward
 from .ops.heads.linear_top_k_divergence import (
@@ -56,12 +58,14 @@ from . import meta, lowering
 from . import losses, nn
 from . import distributed
 from .compile_cache import tag_compile_caches
+from .decompositions import decompositions, export_to_onnx
 from .flops import count_flops
 
 __version__ = "0.1.0"
 
 tag_compile_caches()
 count_flops()
+export_to_onnx()
 
 if TYPE_CHECKING:
     from . import fusion

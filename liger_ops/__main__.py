@@ -1,4 +1,4 @@
-"""`python -m liger_ops` prints versions, devices, and the implementation that runs each op here."""
+"""`python -m liger_ops` prints what this machine has, what works here, and the next command."""
 
 from __future__ import annotations
 
@@ -8,54 +8,61 @@ from typing import Any
 
 from .environment import describe
 
-# Where no device has kernels, the table of ops would have one word in each row.
-NO_KERNELS = """\
-ops            all {count} run their definition in PyTorch, the same numbers but no faster
-works here     fuse, backend='liger', explain and every op; kernels need a GPU with triton or an NPU
-next           python -c "import liger_ops, torch; print(liger_ops.explain(torch.nn.LayerNorm(8), \
-torch.ones(2, 8)))"
-all ops        python -m liger_ops --json"""
+DEFINITIONS = (
+    "fuse, backend='liger', explain, export and all {count} ops, by their definitions in PyTorch:"
+    " the same numbers but no faster; kernels need a GPU with triton or an NPU"
+)
+KERNELS = "fuse, backend='liger', explain, export and all {count} ops; float64 has no kernels"
+EXPLAIN = """\
+python -c "import liger_ops, torch; print(liger_ops.explain(torch.nn.LayerNorm(8), \
+torch.ones(2, 8)))"\
+"""
+STEP = "python -m liger_ops.bench step --model llama-3.2-1b"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m liger_ops",
-        description="Print versions, devices, and what runs each op on this machine.",
+        description="Print what this machine has, what works here, and the next command.",
     )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--ops", action="store_true", help="add a table: what runs each op here")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     options = parser.parse_args(arguments)
     report = describe()
-    print(json.dumps(report, indent=2) if options.json else as_text(report))
+    print(json.dumps(report, indent=2) if options.json else as_text(report, options.ops))
 
 
-def as_text(report: dict[str, Any]) -> str:
-    """Format the report of `environment.describe` as text."""
-    own = report["liger_ops"]
-    lines = [("liger_ops", f"{own['version']}, sources {own['sources']}, {own['folder']}")]
-    lines += [(name, found or "not installed") for name, found in report["versions"].items()]
-    lines.append(("platform", report["platform"]))
-    for toolkit in ("cuda", "hip"):
-        if report[f"{toolkit}_of_torch"]:
-            lines.append((f"{toolkit} of torch", report[f"{toolkit}_of_torch"]))
-    for kind, devices in report["devices"].items():
-        for index, device in enumerate(devices):
-            capability = f", capability {device['capability']}" if device["capability"] else ""
-            lines.append((f"{kind}:{index}", device["name"] + capability))
-    lines.append(("best device", report["best_device"]))
-    if report["problem"]:
-        lines.append(("problem", report["problem"]))
-    for device, ops in report["kernels"].items():
-        total = len(report["ops"])
-        state = f"registered for {len(ops)} of {total} ops" if ops else "not registered"
-        lines.append((f"{device} kernels", state))
-    facts = "\n".join(f"{name:<14} {value}" for name, value in lines)
-    accelerators = [kind for kind in report["devices"] if report["kernels"].get(kind)]
-    if not accelerators:
-        return f"{facts}\n{NO_KERNELS.format(count=len(report['ops']))}"
-    return (
-        f"{facts}\n\n{_table(report)}\n\nfloat64 runs the definition on every device.\n"
-        "next           python -m liger_ops.bench --help"
-    )
+def as_text(report: dict[str, Any], ops: bool = False) -> str:
+    """Format the report of `environment.describe` as ten lines of text, and a table of ops."""
+    own, count = report["liger_ops"], len(report["ops"])
+    versions = [f"{name} {found or 'is missing'}" for name, found in report["versions"].items()]
+    toolkits = [
+        f"{toolkit} {report[f'{toolkit}_of_torch']}"
+        for toolkit in ("cuda", "hip")
+        if report[f"{toolkit}_of_torch"]
+    ]
+    devices = [
+        f"{kind}:{index} {device['name']}"
+        + (f" ({device['capability']})" * bool(device["capability"]))
+        for kind, found in report["devices"].items()
+        for index, device in enumerate(found)
+    ]
+    kernels = [f"{device}: {len(ops)} of {count} ops" for device, ops in report["kernels"].items()]
+    has_kernels = any(report["kernels"].get(kind) for kind in report["devices"])
+    facts = {
+        "liger_ops": f"{own['version']}, sources {own['sources']}, {own['folder']}",
+        "versions": ", ".join(versions),
+        "platform": ", ".join([report["platform"], *toolkits]),
+        "devices": ", ".join(devices),
+        "best device": report["best_device"],
+        "problem": report["problem"],
+        "kernels for": ", ".join(kernels),
+        "works here": (KERNELS if has_kernels else DEFINITIONS).format(count=count),
+        "next": STEP if has_kernels else EXPLAIN,
+        "all ops": "python -m liger_ops --ops, or --json",
+    }
+    text = "\n".join(f"{name:<14} {fact}" for name, fact in facts.items() if fact)
+    return f"{text}\n\n{_table(report)}" if ops else text
 
 
 def _table(report: dict[str, Any]) -> str:

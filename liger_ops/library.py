@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -26,18 +27,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import autograd
+from . import autograd, derived
 from .accepted import Options
-from .derived import Layout, contiguous, derived_definition
 from .record import Op
-from .refusals import refusal
+from .refusals import refusal, refuse_nested
 from .schemas import arguments_of, hide_keyword_only, schema_of
 from .torch_private import (
     AUTOGRAD,
     DispatchKey,
     DispatchKeySet,
     ExcludeDispatchKeyGuard,
-    NestedTensor,
     disable_dynamo,
     has,
 )
@@ -48,11 +47,10 @@ NAMESPACE = "liger"
 # but not the key.
 DEVICES = {"cuda": "CUDA", "npu": "PrivateUse1"}
 DOUBLES = (torch.float64, torch.complex128)
-# The keys of nested tensors, which no op takes. PyTorch's own error is long and names no op.
-NESTED_KEYS = ("NestedTensorCPU", "NestedTensorCUDA", "NestedTensorPrivateUse1")
 AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "npu": "AutocastPrivateUse1", "xpu": "AutocastXPU"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 OPS: dict[str, Op] = {}
@@ -98,12 +96,10 @@ def define(
         schema = overload._schema
         refuse = refusal(name, schema)
         arguments = arguments_of(name, schema)
-        op = OPS[name] = Op(
-            name, definition, custom_op, overload, arguments, refuse, strides, axes, dtype,
-            options or {},
-        )  # fmt: skip
+        given = (strides, axes, dtype, options or {})
+        op = OPS[name] = Op(name, definition, custom_op, overload, arguments, refuse, *given)
         autograd.register(op)
-        _register_refusals(op)
+        refuse_nested(op)
         if name.endswith("_backward"):
             gradient(name, *autograd.formula_of_definition(op))
         return _public(definition, overload)
@@ -111,22 +107,44 @@ def define(
     return decorate
 
 
-def derive_backward(
-    name: str, form: str, function: Callable[..., Any] | None = None, returns: str = "",
-    layout: Layout = contiguous,
-) -> Callable[..., Any]:  # fmt: skip
-    """Create the op `<name>_backward`, the gradient of op `name`, and return its public function.
+def forward(form: str, **given: Any) -> Callable[[Callable[[Any], Result]], Callable[..., Result]]:
+    """Create the op `<op>_forward`, which the composed op `<op>` calls, from a function of its
+    call, and return its public function. Its arguments are those of `<op>`, as
+    `derived.forward_definition` describes; the other options are those of `define`."""
 
-    Its definition is autograd of `function`, by default the op's definition, as
-    `derived.derived_definition` describes; `form` names its arguments and results, such as
-    "dy x weight eps output_mask -> dx dweight". `returns` are the names of the results in the
-    schema.
+    def decorate(function: Callable[[Any], Result]) -> Callable[..., Result]:
+        public = COMPOSED[function.__name__.removesuffix("_forward")]
+        return define(**given)(derived.forward_definition(function, public, form))
+
+    return decorate
+
+
+def backward(
+    name: str, form: str, returns: str = "", formula: type[autograd.Formula] = autograd.Formula
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Create the op `<name>_backward`, the gradient of op `name`, from a function of its call, and
+    return its public function. `form` names its arguments and results, as
+    `derived.backward_definition` describes; `returns` are the names of the results in the schema.
     """
     op = OPS[name]
-    definition = derived_definition(name, function or op.definition, form, layout)
-    backward = define(op.strides, returns)(definition)
-    gradient(name)
-    return backward
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        definition = derived.backward_definition(name, function, form, op.definition)
+        public = define(op.strides, returns)(definition)
+        gradient(name, formula=formula)
+        return public
+
+    return decorate
+
+
+def derive_backward(
+    name: str, form: str, function: Callable[..., Any] | None = None, returns: str = "",
+    layout: derived.Layout = derived.contiguous,
+) -> Callable[..., Any]:  # fmt: skip
+    """Create the op `<name>_backward` as `backward` does. Its definition is autograd of `function`,
+    by default the op's definition, as `derived.gradient_by_autograd` describes."""
+    by_autograd = derived.gradient_by_autograd(function or OPS[name].definition, form, layout)
+    return backward(name, form, returns)(by_autograd)
 
 
 def declared(op: Op) -> Op:
@@ -358,13 +376,13 @@ def autocast(name: str, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
         _under_autocast(OPS[name], key, lambda value: _autocast_value(value, dtype), keep)
 
 
-def keep_dtypes_under_autocast(name: str) -> None:
-    """Under autocast, run op `name` in the dtypes of its inputs.
+def keep_dtypes_under_autocast(*names: str) -> None:
+    """Under autocast, run the ops of these names in the dtypes of their inputs.
 
     Without this rule, autocast reaches the ATen ops that the definition and the kernels' host code
     call, and casts their float32 tensors.
     """
-    for key in ("AutocastCPU", *AUTOCAST_KEYS.values()):
+    for name, key in itertools.product(names, ("AutocastCPU", *AUTOCAST_KEYS.values())):
         _under_autocast(OPS[name], key, lambda value: value)
 
 
@@ -372,7 +390,7 @@ def _under_autocast(
     op: Op, key: str, convert: Callable[[Any], Any], keep: Collection[str] = ()
 ) -> None:
     excluded = DispatchKeySet(getattr(DispatchKey, key)) if has(*AUTOGRAD) else None
-    names = [argument.name for argument in op.overload._schema.arguments]
+    names = [argument.name for argument in op.schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args = tuple(
@@ -392,18 +410,6 @@ def implementation(op: Op, device: str) -> str:
         return "definition"
     load(device)
     return op.kernels[device].__module__.removeprefix("liger_ops.")
-
-
-def _register_refusals(op: Op) -> None:
-    """Refuse nested tensors, which would not reach the op's checks."""
-
-    def refuse(cls: Any, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        op.refuse(args, kwargs or {})
-        return NotImplemented
-
-    op.custom_op.register_torch_dispatch(NestedTensor, refuse)
-    for key in NESTED_KEYS:
-        op.custom_op._lib.impl(op.name, op.check_and_define, key)
 
 
 def _autocast_value(value: Any, dtype: torch.dtype) -> Any:

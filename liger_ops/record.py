@@ -38,6 +38,8 @@ class Op:
     entries: dict[int, Callable[..., Any]] = field(default_factory=dict)
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None
     setup_context: Callable[[Any, Any, Any], None] | None = None
+    # The FLOPs of a call, if the definition writes its products as sums.
+    flops: Callable[[Any], int] | None = None
 
     @property
     def schema(self) -> Any:

@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .record import Op
+from .torch_private import NestedTensor
+
+# The keys of nested tensors, which no op takes. PyTorch's own error is long and names no op.
+NESTED_KEYS = ("NestedTensorCPU", "NestedTensorCUDA", "NestedTensorPrivateUse1")
+
 
 def refusal(name: str, schema: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
     """Return a function of the positional and keyword arguments of op `name` that raises TypeError
@@ -35,3 +41,15 @@ def refusal(name: str, schema: Any) -> Callable[[Sequence[Any], Mapping[str, Any
                     )
 
     return refuse
+
+
+def refuse_nested(op: Op) -> None:
+    """Refuse nested tensors, which would not reach the op's checks."""
+
+    def refuse(cls: Any, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        op.refuse(args, kwargs or {})
+        return NotImplemented
+
+    op.custom_op.register_torch_dispatch(NestedTensor, refuse)
+    for key in NESTED_KEYS:
+        op.custom_op._lib.impl(op.name, op.check_and_define, key)

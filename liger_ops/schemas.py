@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args, get_origin
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
     float: "float",
     float | None: "float?",
     int: "int",
@@ -65,6 +67,27 @@ def hide_keyword_only(function: Callable[..., Any]) -> None:
     signature = inspect.signature(function)
     kept = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+
+
+def definition_of_call(
+    function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], result: Any
+) -> Callable[..., Any]:
+    """A function with these parameters, from one of a call, the named tuple of its arguments.
+    Keyword-only options go on to the latter."""
+    listed = list(parameters.values())
+    defaults = [p.default for p in listed if p.default is not p.empty]
+    arguments = namedtuple(function.__name__, list(parameters), defaults=defaults)  # type: ignore[misc]
+    options = [name for name in inspect.signature(function).parameters if name != "call"]
+
+    @functools.wraps(function)
+    def definition(*args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs.pop(name) for name in options if name in kwargs}
+        return function(arguments(*args, **kwargs), **given)
+
+    definition.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+    definition.__annotations__ = {name: p.annotation for name, p in parameters.items()}
+    definition.__annotations__["return"] = result
+    return definition
 
 
 def _type(function: Callable[..., Any], name: str, hint: Any) -> str:

@@ -10,8 +10,12 @@ tests/project/test_layout.py finds private parts that are used elsewhere.
 from __future__ import annotations
 
 import pkgutil
+import sys
 import types
 import warnings
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +166,11 @@ PARTS = {
         "Inductor's caches with `graph_pass` and `enable`",
         object,
     ),
+    # What torch.onnx.export decomposes.
+    "onnx_table": Part(
+        "torch.onnx._internal.exporter._decomp:create_onnx_friendly_decomposition_table",
+        "torch.onnx.export of programs that `liger_ops.decompositions` has not decomposed",
+    ),
     "functorch_config": Part(
         "torch._functorch.config",
         "recomputation by torch's activation_memory_budget",
@@ -196,3 +205,34 @@ def has(*names: str) -> bool:
     """Whether this torch has each of these parts."""
     found = (globals().get(name) or __getattr__(name) for name in names)
     return not any(isinstance(part, Lacking) for part in found)
+
+
+def after_import(name: str, extend: Callable[[Any], object]) -> None:
+    """Call `extend` with the module of this name: now, or as soon as somebody imports it. For
+    modules of PyTorch that take long to import."""
+    if name in sys.modules:
+        extend(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, extend))
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module once, and extends it after its import."""
+
+    def __init__(self, name: str, extend: Callable[[Any], object]) -> None:
+        self.name, self.extend = name, extend
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_extend(module: Any) -> None:
+            execute(module)
+            self.extend(module)
+
+        spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
+        return spec

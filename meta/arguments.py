@@ -20,6 +20,7 @@ Check = Callable[[Any], None]
 DTYPES: dict[str, tuple[Callable[[Tensor], bool], str]] = {
     "": (Tensor.is_floating_point, "a floating point tensor"),
     "int": (lambda tensor: tensor.dtype in (torch.int64, torch.int32), "int64 or int32"),
+    "int32": (lambda tensor: tensor.dtype is torch.int32, "int32"),
     "number": (lambda x: x.dtype is not torch.bool and not x.is_complex(), "a number"),
 }
 
@@ -88,7 +89,7 @@ def arguments_check(names: Names, sizes: Sizes, excepted: Sequence[str]) -> Chec
     optional = {i for name, i in names.index.items() if name not in names.needed}
     rows = []
     for name, entry in names.tensors.items():
-        index, dtype = names.index[name], entry.dtype if name in names.line.arguments else ""
+        index, dtype = names.index[name], entry.dtype
         is_accepted, accepted = DTYPES.get(dtype, DTYPES[""])
         fits: Callable[[Tensor], bool] | None = None
         shape: Shape | None = None

@@ -20,13 +20,15 @@ Allocation = Callable[[Any, torch.dtype], Tensor]
 
 class Exceptions(NamedTuple):
     """What a line cannot say of an op: checks before those of the line, of which arguments are
-    given, and checks after them; the arguments whose shapes these check; and the function that
-    allocates the gradients that a forward computes."""
+    given, and checks after them; the arguments whose shapes these check; the function that
+    allocates the gradients that a forward computes; and the one that allocates the gradient of a
+    tensor in the backward."""
 
     before: Sequence[Check] = ()
     after: Sequence[Check] = ()
     shapes: Sequence[str] = ()
     gradients: Callable[[Any], tuple[Tensor | None, ...]] | None = None
+    like: Callable[[Tensor], Tensor] = checks.like
 
 
 # The public name of an op -> its exceptions.
@@ -97,7 +99,7 @@ def _form(
     names, sizes = Names(op, line, unnamed), Sizes()
     check = arguments_check(names, sizes, exceptions.shapes)
     if op.name.endswith("_backward"):
-        outputs = gradients(op, names)
+        outputs = gradients(op, names, exceptions.like)
     else:
         outputs = results(op, names, sizes, exceptions.gradients)
     return [names.index[name] for name in unnamed if name in names.index], check, outputs
@@ -155,15 +157,17 @@ def _dtype(op: library.Op, names: Names, entry: Entry) -> Callable[[Any], torch.
     return lambda call: torch.promote_types(call[first].dtype, call[second].dtype)
 
 
-def gradients(op: library.Op, names: Names) -> Callable[[Any], Any]:
+def gradients(
+    op: library.Op, names: Names, allocate: Callable[[Tensor], Tensor]
+) -> Callable[[Any], Any]:
     """The allocation of the gradients that the mask of a backward asks for."""
     of_forward = zip(op.schema.returns, library.tensor_names(library.declared(op)), strict=False)
     like = [_like(names, result.name.removeprefix("d") or name) for result, name in of_forward]
     if "output_mask" not in names.index:
-        return lambda call: checks.like(call[like[0]])
+        return lambda call: allocate(call[like[0]])
     mask = names.index["output_mask"]
     return lambda call: tuple(
-        checks.like(call[i]) if wanted and call[i] is not None else None
+        allocate(call[i]) if wanted and call[i] is not None else None
         for wanted, i in zip(call[mask], like, strict=True)
     )
 

@@ -30,6 +30,7 @@ The NPU's side has not been run on an Ascend device.
 """
 EXAMPLES = """\
 examples:
+  python -m liger_ops.bench step --model llama-3.2-1b   training steps of a model; step --help
   python -m liger_ops.bench --ops rms_norm,swiglu --shapes llama-3.1-8b
   python -m liger_ops.bench --ops rms_norm --shapes 8192x4096 --dtypes bfloat16 --json now.json
   python -m liger_ops.bench --from now.json --compare before.json --plot plots
@@ -45,15 +46,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    parser, given = _parser(), sys.argv[1:] if arguments is None else [*arguments]
+    if given[:1] == ["step"]:
+        return _step(parser, given[1:])
+    options = parser.parse_args(given)
     try:
         earlier = records.read(options.compare)[0] if options.compare else None
         if options.source:
             points, shared = records.read(options.source)
             print(show.blocks(points) + "\n")
         else:
-            points, shared = _run(options, sys.argv[1:] if arguments is None else arguments)
+            points, shared = _run(options, given)
         print(show.summary(points))
         if earlier is not None:
             print(show.compared(points, earlier))
@@ -66,6 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (NoAccelerator, ValueError, ImportError, OSError) as error:
         parser.error(str(error))
     return 1 if failures(points) else 0
+
+
+def _step(parser: Parser, arguments: list[str]) -> int:
+    """Time training steps of a model in the ways of the README's table."""
+    try:
+        from .steps import model
+    except ImportError as error:
+        parser.error(f"step needs transformers, pip install 'liger_ops[transformers]': {error}")
+    return model.main(arguments, model.README_WAYS)
 
 
 def _parser() -> Parser:

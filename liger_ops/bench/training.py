@@ -10,15 +10,14 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from .. import library
+from ..rewrites.gain import events_of, peak_of
 from .timing import MB, Accelerator
 
 # The largest difference between two loss curves that passes, up to step EARLY_STEPS and after it.
@@ -52,18 +51,13 @@ def profiled(step: Callable[[], Any], device: str) -> tuple[Counter[str], float]
 
     The step must be compiled already, because tracing also runs every op.
     """
-    # Otherwise the profiler writes two lines to standard error.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     on_cpu = device == "cpu"
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=on_cpu) as profiler:
-        peak = step() if on_cpu else Accelerator(device).peak_memory(step)
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    peaks = []
+    call = step if on_cpu else lambda: peaks.append(Accelerator(device).peak_memory(step))
+    events = events_of(call, memory=on_cpu)
     names = (event.name().split("::") for event in events)
     ops = Counter(name[1] for name in names if name[0] == library.NAMESPACE)
-    if on_cpu:
-        held = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
-        peak = max(held, default=0) / MB
-    return ops, peak
+    return ops, peak_of(events) / MB if on_cpu else peaks[0]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from ..rewrites.engine.pattern import torch_linear
 from . import loss as losses
 from .attention import attention as attentions
 from .layers import rope as rotary_embeddings
-from .layers.gated import Experts, GatedMLPs
+from .layers import router_losses
+from .layers.experts import Experts
+from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms
 from .other_models import not_looked_for
@@ -31,6 +33,8 @@ PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
     "rope": (rotary_embeddings.plan,),
     "attention": (attentions.plan,),
     "hyper_connections": (HyperConnections.plan,),
+    # The loss with the head is fused after these.
+    "loss": (router_losses.plan,),
 }
 # The kind of a switch's findings, where it has another name.
 KINDS = {"rope": rotary_embeddings.KIND}
@@ -62,8 +66,11 @@ def fuse(
     * Gated activations: a module that projects its input once or twice, applies `swiglu`, `geglu`,
       `clamped_swiglu` or `relu_squared`, and projects the result, gets a forward that calls the
       same children and the op. The children may be anything, such as quantised layers and
-      adapters, also when they are replaced later. In the experts of mixture models in transformers
-      the method `_apply_gate` becomes the op.
+      adapters, also when they are replaced later.
+    * Experts of mixture models in transformers: a layer whose method `_apply_gate` computes one of
+      these activations, and whose `experts_implementation` is grouped_mm or batched_mm, gets a
+      forward that calls `moe_experts`. With another implementation, or a norm after each expert,
+      `_apply_gate` becomes the op of the activation. docs/experts.md says what is left.
     * Rotary embeddings: a forward that calls a global function of queries, keys and cosines and
       sines (or complex frequencies) which computes `rope` is copied, and the copy calls the op. If
       the function returns float32 for float32 tables and bfloat16 queries, as in autocast, the op's
@@ -87,7 +94,8 @@ def fuse(
       no logits: `output.logits` is None. It returns logits as before in evaluation,
       without labels, with logits_to_keep, and with the argument `skip_logits=False` of its
       forward; `skip_logits=True` skips them in evaluation too. Everything else that the forward
-      computes from the labels, such as the loss of routers, stays. For a head in peft's
+      computes from the labels stays; the load-balancing loss of routers becomes `router_losses`,
+      where a function of the model's file computes it. For a head in peft's
       modules_to_save, or with merged LoRA, the linear layer that it calls is used; LoRA adapters
       that are not merged are part of the op. docs/fuse.md says which.
 
@@ -156,10 +164,10 @@ def fuse(
         model: a transformers model, or any module. It is changed in place, completely, or not at
             all if an exception is raised.
         norms: whether to fuse norms.
-        activations: whether to fuse gated activations, including those of experts.
+        activations: whether to fuse gated activations, and experts.
         rope: whether to fuse rotary embeddings.
         attention: whether to register and use mask and attention functions.
-        loss: whether to fuse the loss with the head.
+        loss: whether to fuse the loss with the head, and the load-balancing loss of routers.
         hyper_connections: whether to fuse hyper-connections.
         verify: a batch: a dictionary of the arguments of a call, a tuple of them, or the only one.
             The fused model is then compared with the unfused one on a training step of it, forward

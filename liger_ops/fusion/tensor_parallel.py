@@ -17,6 +17,7 @@ from torch import Tensor, nn
 _TORCH = "torch.distributed.tensor"
 _TRANSFORMERS = "transformers.distributed.tensor_parallel"
 _ORIGINAL = "original_forward"
+_EXPERTS = "transformers.distributed.expert_parallel"
 
 
 class OverWords(NamedTuple):
@@ -155,6 +156,28 @@ def call_class(module: nn.Module, style: InstanceForward) -> None:
     replaces.
     """
     style.own.cell_contents = types.MethodType(_forward_of_class, module)
+
+
+def dispatchers_of(module: Any) -> list[Any]:
+    """The objects of transformers that call the forward of experts which a rank holds, with the
+    tokens that are sent to it, in the forward that is set on the module."""
+    forward = vars(module).get("forward")
+    if getattr(forward, "__module__", None) != _EXPERTS:
+        return []
+    outer = _closure(forward).get("implementation")
+    found = [outer, *vars(outer).values()]
+    forwards = [getattr(one, "experts_forward", None) for one in found]
+    return [
+        one
+        for one, own in zip(found, forwards, strict=True)
+        if getattr(own, "__self__", None) is module
+    ]
+
+
+def dispatch_to_class(module: Any) -> None:
+    """Make these objects call the forward of the class that the module has in each call."""
+    for dispatcher in dispatchers_of(module):
+        dispatcher.experts_forward = types.MethodType(_forward_of_class, module)
 
 
 def _forward_of_class(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,10 +4,11 @@ from .activations import GEGLU, ClampedSwiGLU, ReLUSquared, SwiGLU
 from .attention import AttnRes, MultiTokenAttention, NeighborhoodAttention
 from .cross_entropy import CrossEntropyLoss, CrossEntropyOutput, LinearCrossEntropyLoss
 from .embedding import Embedding
+from .experts import MoEExperts
 from .heads import LinearDivergence, LinearLogProb, LinearTopKDivergence
 from .hyper_connections import MHC, MHCCoeffs, MHCPostRes, MHCPre
 from .layer_norms import GroupNorm, LayerNorm, ModulatedLayerNorm
-from .losses import JSD, TVD, Divergence, KLDiv, LogProb
+from .losses import JSD, TVD, Divergence, KLDiv, LogProb, RouterLosses
 from .norm_variants import DyT, PolyNorm
 from .norms import FusedAddRMSNorm, GatedRMSNorm, ModulatedRMSNorm, RMSNorm
 from .rope import RMSNormRope, Rope
@@ -19,7 +20,7 @@ __all__ = [
     "CrossEntropyOutput", "Divergence", "DyT", "Embedding", "FusedAddRMSNorm", "GatedRMSNorm",
     "GroupNorm", "KLDiv", "LayerNorm", "LinearCrossEntropyLoss", "LinearDivergence",
     "LinearLogProb", "LinearTopKDivergence", "LogProb", "LogSoftmax", "MHCCoeffs", "MHCPostRes",
-    "MHCPre", "ModulatedLayerNorm", "ModulatedRMSNorm", "MultiTokenAttention",
+    "MHCPre", "MoEExperts", "ModulatedLayerNorm", "ModulatedRMSNorm", "MultiTokenAttention",
     "NeighborhoodAttention", "PolyNorm", "RMSNorm", "RMSNormRope", "ReLUSquared", "Rope",
-    "Softmax", "Sparsemax", "SwiGLU", "Tiled", "TiledMLP",
+    "RouterLosses", "Softmax", "Sparsemax", "SwiGLU", "Tiled", "TiledMLP",
 ]  # fmt: skip

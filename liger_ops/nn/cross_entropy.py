@@ -186,7 +186,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
             return linear_cross_entropy(x, weight, target, bias, *options, *lora)
         x, weight, bias = cast_as_linear(x, weight, bias)
         lora_x, lora_b = lora_input("linear_cross_entropy", x, weight, lora_a, lora_b, lora_scale)
-        mask = needed_gradients(x, weight, bias, self.reduction, lora_x, lora_b)
+        mask = needed_gradients((x, weight, bias, lora_x, lora_b), self.reduction)
         options = (*options, self.wants_predicted, self.return_entropy, mask, lora_x, lora_b)
         outputs = linear_cross_entropy_forward(x, weight, target, bias, *options)
         loss, z_loss, _, _, _, predicted_tokens, entropy, *_ = outputs

@@ -46,19 +46,19 @@ def _docstring(cls: type, op: Callable[..., Any], as_in_op: dict[str, str]) -> s
     of_op_text = op.__doc__ or ""
     for ours, theirs in as_in_op.items():
         of_op_text = re.sub(rf"\b{theirs}\b", ours, of_op_text)
-    own, of_op = _sections(cls.__doc__), _sections(of_op_text)
+    own, of_op = sections(cls.__doc__), sections(of_op_text)
     equation = None if _BLOCK.search(own[""]) else _BLOCK.search(of_op[""])
-    described = _entries(of_op["Args"]) | _entries(_COMMON) | _entries(own.get("Args", ""))
+    texts = entries(of_op["Args"]) | entries(_COMMON) | entries(own.get("Args", ""))
     text = [own[""], *([equation.group()] if equation else [])]
     text.append(f"See `liger_ops.{op.__name__}` for precision, memory and gradient.")
-    sections = {
-        "Args": _described(_arguments(cls.__init__), described),  # type: ignore[misc]
+    bodies = {
+        "Args": described(_arguments(cls.__init__), texts),  # type: ignore[misc]
         "Attributes": own.get("Attributes"),
-        "Shape": _described(_arguments(cls.forward), described),  # type: ignore[attr-defined]
+        "Shape": described(_arguments(cls.forward), texts),  # type: ignore[attr-defined]
         **{name: own.get(name, of_op[name]) for name in ("Returns", "Raises")},
         "Example": own.get("Example"),
     }
-    text += [f"{name}:\n{body}" for name, body in sections.items() if body]
+    text += [f"{name}:\n{body}" for name, body in bodies.items() if body]
     return "\n\n".join(text) + "\n"
 
 
@@ -68,20 +68,20 @@ def _arguments(method: Callable[..., Any]) -> tuple[str, ...]:
     return code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
 
 
-def _sections(docstring: str | None) -> dict[str, str]:
+def sections(docstring: str | None) -> dict[str, str]:
     """The sections of a docstring, and under "" the text before them."""
     text, *parts = _SECTION.split(inspect.cleandoc(docstring or ""))
     bodies = (part.strip("\n") for part in parts[1::2])
     return {"": text.strip(), **dict(zip(parts[::2], bodies, strict=True))}
 
 
-def _entries(section: str) -> dict[str, str]:
+def entries(section: str) -> dict[str, str]:
     return {
         name: text for names, text in _ENTRY.findall(section) for name in re.split(r",\s+", names)
     }
 
 
-def _described(names: Iterable[str], described: dict[str, str]) -> str:
+def described(names: Iterable[str], described: dict[str, str]) -> str:
     """An entry for each run of names that have one description."""
     lines: list[tuple[list[str], str]] = []
     for name in names:

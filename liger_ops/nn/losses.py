@@ -11,6 +11,7 @@ from ..ops.losses.divergence import divergence
 from ..ops.losses.jsd import jsd
 from ..ops.losses.kl_div import kl_div
 from ..ops.losses.log_prob import log_prob
+from ..ops.losses.router_losses import router_losses
 from ..ops.losses.tvd import tvd
 from .derived import Options, documented, no_rows, no_target
 
@@ -134,3 +135,24 @@ class LogProb(LossOptions):
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return log_prob(logits, target, *self.options)
+
+
+@documented(router_losses)
+@dataclass(eq=False, repr=False)
+class RouterLosses(LossOptions):
+    """The load-balancing loss and the z-loss of the routers of a mixture of experts.
+
+    Example:
+        >>> liger_ops.nn.RouterLosses(1)([torch.eye(2), torch.eye(2)])
+        (tensor(1.), tensor(1.7247))
+    """
+
+    top_k: int = 1
+
+    def _check(self) -> None:
+        self([no_rows(self.top_k)])
+
+    def forward(
+        self, gate_logits: list[Tensor], token_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return router_losses(gate_logits, self.top_k, token_weight)

@@ -27,3 +27,17 @@ def in_order_of(values: Tensor, x: Tensor) -> Tensor:
     # `contiguous` may leave any stride to a dimension of size 1; a new tensor's is given by its
     # shape, as that of a fake or a kernel's output is.
     return dense.flatten().view(dense.shape).permute(inverse(order))
+
+
+def is_transposed(x: Tensor) -> bool:
+    """Whether the last two dimensions of x are those of a matrix in column order."""
+    return x.dim() > 1 and x.stride(-2) < x.stride(-1)
+
+
+def dense(values: Tensor, x: Tensor) -> Tensor:
+    """Copy values, if necessary, to a dense layout with the order of x's last two dimensions."""
+    if not is_transposed(x):
+        return values.contiguous()
+    rows = values.mT.contiguous()
+    # As above, of dimensions of size 1.
+    return rows.flatten().view(rows.shape).mT

@@ -18,9 +18,10 @@ from .attention.runtime.padding import assume_what_is_seen
 from .attention.runtime.variants import duplicate
 from .differences import Verification
 from .engine.report import Finding, Findings
+from .gain import MIB, Gain, measured, saved_bytes
 from .state import state_kept
 from .table import counted, table
-from .verify import verify as measure
+from .verify import verify as verified
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class Explanation(Findings):
         graphs: the number of graphs that Dynamo captured.
         graph_breaks: the reasons for more than one graph.
         verification: with verify=True, the changes of the loss and the gradients.
+        saved_bytes: the bytes that autograd saves for the backward of this batch if nothing is
+            compiled, beside parameters and arguments: unchanged, and with the ops; None if unknown.
+        gain: with measure=True, the times and the memory of steps.
     """
 
     findings: tuple[Finding, ...] = ()
     graphs: int = 0
     graph_breaks: tuple[str, ...] = ()
     verification: Verification | None = None
+    saved_bytes: tuple[int, int] | None = None
+    gain: Gain | None = None
 
     def __str__(self) -> str:
         breaks = len(self.graph_breaks)
@@ -48,14 +54,19 @@ class Explanation(Findings):
         for reason in self.graph_breaks:
             lines += textwrap.wrap(reason, 96, initial_indent="  ", subsequent_indent="    ")
         lines += table(self.findings)
-        if self.verification is not None:
-            lines.append(str(self.verification))
+        if self.saved_bytes is not None and any(self.saved_bytes):
+            before, after = (f"{count / MIB:,.1f} MiB" for count in self.saved_bytes)
+            lines.append(f"saved for the backward of this batch: {before}, with the ops {after}")
+        for more in (self.gain, self.verification):
+            if more is not None:
+                lines.append(str(more))
         return "\n".join(lines)
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any
-) -> Explanation:
+    model: Callable[..., Any], *args: Any, verify: bool = False, measure: bool = False,
+    **kwargs: Any,
+) -> Explanation:  # fmt: skip
     """Explain what `torch.compile(model, backend="liger")` would do for these arguments.
 
     The model runs once, eagerly and unchanged, while Dynamo traces it; nothing is compiled. Where
@@ -73,10 +84,18 @@ def explain(
     without `fuse`. A copy of it, fused and unfused, then also runs eagerly in float64, where only
     rounding may differ.
 
+    With `measure` training steps on this batch, forward and gradients, are timed on the model's
+    device: eager, by `torch.compile`, and with the rewrites that are made by default; for a fused
+    model with and without `fuse`, eager and by `torch.compile`. Each has its median, its peak
+    memory and the time of its compilation, without caches; and there is a step without each
+    rewrite that alone changes more than noise. Each step is compiled, so a large model takes
+    minutes.
+
     Args:
         model: a module or a function.
         *args, **kwargs: the arguments of the call.
         verify: whether to measure the loss and the gradients.
+        measure: whether to measure the time and memory of steps.
 
     Returns:
         An `Explanation`, as data and printed as a table: where an op is used and which kernel would
@@ -85,7 +104,7 @@ def explain(
         the dtype itself beside them, and whether they agree.
 
     Raises:
-        TypeError: verify is not a bool.
+        TypeError: verify or measure is not a bool.
         ValueError: with verify, the output has no gradient.
 
     Example:
@@ -95,19 +114,26 @@ def explain(
     """
     from ..torch_private import counters
 
-    if not isinstance(verify, bool):
-        raise TypeError(f"explain: verify must be a bool, got {type(verify).__name__}")
+    for name, option in (("verify", verify), ("measure", measure)):
+        if not isinstance(option, bool):
+            raise TypeError(f"explain: {name} must be a bool, got {type(option).__name__}")
     findings: list[Finding] = []
+    saved: tuple[int, int] | None = (0, 0)
     graphs = 0
 
     def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        nonlocal graphs
+        nonlocal graphs, saved
         graphs += 1
         untouched, rewritten = duplicate(module), duplicate(module)
         wrap = with_data(untouched)
         data = put_known(rewritten, example_inputs)
         assume_what_is_seen(rewritten, [*example_inputs, *data])
         findings.extend(rewrite(rewritten).findings)
+        whole, less = saved_bytes(untouched), saved_bytes(rewritten)
+        if saved is not None and whole is not None and less is not None:
+            saved = (saved[0] + whole, saved[1] + less)
+        else:
+            saved = None
         return untouched.forward if wrap is None else wrap(untouched.forward)
 
     before = Counter(counters["graph_break"])
@@ -115,9 +141,11 @@ def explain(
     try:
         with state_kept(model):
             torch.compile(model, backend=backend)(*args, **kwargs)
-        verification = measure(model, args, kwargs) if verify else None
+        verification = verified(model, args, kwargs) if verify else None
+        used = [finding.op for finding in findings if finding.used]
+        gain = measured(model, args, kwargs, used) if measure else None
     finally:
         torch.compiler.reset()
     breaks = Counter(counters["graph_break"]) - before
     reasons = tuple(" ".join(str(reason).split()) for reason in breaks.elements())
-    return Explanation(tuple(findings), graphs, reasons, verification)
+    return Explanation(tuple(findings), graphs, reasons, verification, saved, gain)

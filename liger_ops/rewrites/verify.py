@@ -72,7 +72,8 @@ class CannotVerify(ValueError):
 
 
 @contextlib.contextmanager
-def _unchanged(modules: Iterable[nn.Module]) -> Iterator[int]:
+def as_unchanged(modules: Iterable[nn.Module]) -> Iterator[int]:
+    """The modules as they were before they were changed; gives the number of changed parts."""
     with contextlib.ExitStack() as stack:
         yield sum(stack.enter_context(undo(one)) for one in modules for undo in UNCHANGED)
 
@@ -101,7 +102,7 @@ class _Compiled:
         return Verification(compared(before, after, None, eps), None, why)
 
     def unchanged(self, backend: Run) -> Results:
-        with _unchanged(_modules(self.model)) as self.changed_parts:
+        with as_unchanged(modules_of(self.model)) as self.changed_parts:
             return self.measured(backend)
 
     def measured(self, backend: Run) -> Results:
@@ -180,12 +181,12 @@ class _Eager:
                 stack.enter_context(default_dtype(dtype))
                 stack.enter_context(InWider(dtype))
             if unchanged:
-                stack.enter_context(_unchanged([model]))
+                stack.enter_context(as_unchanged([model]))
             stack.enter_context(state_kept(model))
             stack.enter_context(torch.enable_grad())
             random = random_state()
             output = model(*args, **kwargs)
-            loss = _loss(output)
+            loss = loss_of(output)
             loss.backward()
             self.is_random = not all(map(torch.equal, random, random_state()))
             leaves = {f"argument {key}": x for key, x in [*enumerate(args), *kwargs.items()]}
@@ -291,7 +292,7 @@ def _results(
 ) -> dict[str, Tensor]:
     """The loss, and its gradient for every leaf that it depends on."""
     with torch.enable_grad():
-        loss = _loss(run(*args, **kwargs))
+        loss = loss_of(run(*args, **kwargs))
     names = _names(model, args, kwargs)
     leaves = {names.get(id(leaf), f"leaf {i}"): leaf for i, leaf in enumerate(_leaves(loss))}
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -300,7 +301,7 @@ def _results(
     return found
 
 
-def _loss(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
     """The output's `loss`, the output or the first of a tuple if scalar, or a weighted sum of the
     output's tensors."""
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -337,11 +338,11 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 def _names(model: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, str]:
     """The names of leaves: parameter names from the module, argument names from the call."""
-    names = {id(p): name for module in _modules(model) for name, p in module.named_parameters()}
+    names = {id(p): name for module in modules_of(model) for name, p in module.named_parameters()}
     return {**names, **{id(x): f"argument {key}" for key, x in [*enumerate(args), *kwargs.items()]}}
 
 
-def _modules(function: Any) -> list[nn.Module]:
+def modules_of(function: Any) -> list[nn.Module]:
     """The module itself, or those that a function refers to, in its closure or globals."""
     if isinstance(function, nn.Module):
         return [function]

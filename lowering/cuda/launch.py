@@ -98,6 +98,11 @@ def on_nvidia(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None
 
 
+def compute_capability(x: Tensor) -> int:
+    """The major version of the GPU that holds x."""
+    return int(_properties(x.device.index).major)
+
+
 def dependent_launch(x: Tensor) -> dict[str, bool]:
     """Options for programmatic dependent launch: if DEPENDENT, the kernel waits for the one before.
 

@@ -58,8 +58,7 @@ def _shape_of_result(call: Any) -> tuple[int, ...]:
             raise ValueError(
                 f"{op}: {name} must be one or two ints of at least {least}, got {values}"
             )
-    convolution = Convolution.of(call.stride, call.padding, call.dilation, groups)
-    rows, columns = convolution.sizes(scores.shape[2:], kernel)
+    rows, columns = Convolution.of(call).sizes(scores.shape[2:], kernel)
     if rows < 1 or rows != columns:
         raise ValueError(
             f"{op}: weight, stride, padding and dilation must give as many columns as rows, and at"

@@ -9,28 +9,21 @@ import torch
 from torch import Tensor
 
 from ...ops.heads.gradients import gradient_dtypes
+from ...ops.heads.head import HEAD, trained
 from .. import checks
 from ..lines import also, gradients_of_forward
 
 LOSSES = (
     "linear_cross_entropy", "linear_log_prob", "linear_top_k_divergence", "linear_divergence",
 )  # fmt: skip
-# The tensors of a head, in the order of masks and gradients.
-HEAD = ("x", "weight", "bias", "lora_x", "lora_b")
-
-
-def head_of(call: Any) -> list[str]:
-    """The names of the tensors of the head that is trained."""
-    prefix = "student_" if hasattr(call, "student_x") else ""
-    return [f"{prefix}{name}" for name in HEAD]
 
 
 @also(*LOSSES[:3], first=True)
 def given(call: Any) -> None:
     """Check that a LoRA is whole, and that no mask asks for the gradient of what is None."""
-    op, heads = checks.op(call), [head_of(call)]
+    op, heads = checks.op(call), [trained(call)]
     if hasattr(call, "teacher_x"):
-        heads.append([f"teacher_{name}" for name in HEAD])
+        heads.append(tuple(f"teacher_{name}" for name in HEAD))
     for *_, lora_x, lora_b in heads:
         for name, other in ((lora_x, lora_b), (lora_b, lora_x)):
             if getattr(call, name) is None and getattr(call, other) is not None:
@@ -67,7 +60,7 @@ def accumulation(call: Any) -> None:
     for name, what in (("teacher_ids", "word"), ("teacher_logits", "class")):
         if getattr(call, name, None) is not None:
             checks.at_least_one(call, name, what)
-    dtype = getattr(call, head_of(call)[1]).dtype
+    dtype = getattr(call, trained(call)[1]).dtype
     accepted = {dtype, torch.float64 if dtype is torch.float64 else torch.float32}
     if call.accum_dtype is not None and call.accum_dtype not in accepted:
         names = " or ".join(sorted(map(str, accepted)))
@@ -85,7 +78,7 @@ def accumulation(call: Any) -> None:
 @gradients_of_forward("linear_cross_entropy", "linear_divergence")
 def forward_gradients(call: Any) -> tuple[Tensor | None, ...]:
     """Allocate the gradients that the forward computes."""
-    names = head_of(call)
+    names = trained(call)
     weight, mask = getattr(call, names[1]), call.gradient_mask
     dtypes = gradient_dtypes(weight, mask, call.accum_dtype, in_forward=True)
     return tuple(

@@ -38,3 +38,13 @@ def known_statistics(call: Any) -> None:
     for name, tensor in known:
         if tensor.dtype is not dtype:
             raise TypeError(f"{checks.op(call)}: {name} must be {dtype}, got {tensor.dtype}")
+
+
+@also("router_losses")
+def selected_experts(call: Any) -> None:
+    checks.at_least_one(call, "x0", "expert")
+    if "top_k" in call._fields and call.top_k > call.x0.shape[-1]:
+        raise ValueError(
+            f"router_losses: top_k must be at most the number of experts, {call.x0.shape[-1]},"
+            f" got {call.top_k}"
+        )

@@ -18,6 +18,7 @@ from liger_ops.bench.providers import Peers, functions
 from liger_ops.bench.workloads import DTYPES, ENTRIES, selected
 from liger_ops.bench.workloads.attention import masked_attention, model_multi_token
 from liger_ops.bench.workloads.entry import Draw, Workload, as_tuple, truth_at_once
+from liger_ops.bench.workloads.experts import model_experts
 from liger_ops.bench.workloads.hyper_connections import (
     deepseek_coeffs,
     deepseek_post_res,
@@ -44,6 +45,7 @@ TINY = {
     "embedding": (6, 6, 32),
     "attn_res": (3, 6, 32),
     "tiled_mlp": (7, 16, 50),
+    "moe_experts": (7, 2, 3, 16, 50),
     "modulated_rms_norm": (2, 3, 32),
     "modulated_layer_norm": (2, 3, 32),
     "neighborhood_attention": (2, 140, 2, 8),
@@ -52,10 +54,12 @@ TINY = {
     "linear_log_prob": (7, 16, 50),
     "linear_divergence": (7, 16, 50),
     "linear_top_k_divergence": (7, 16, 50),
+    "router_losses": (3, 6, 32),
     "mhc_coeffs": (6, 4, 32),
     "mhc_pre": (6, 4, 32),
     "mhc_post_res": (6, 4, 32),
 }
+EXPERTS = ("moe_experts",)
 EVERY_OP = pytest.mark.parametrize("op", ENTRIES)
 
 
@@ -100,9 +104,10 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
     the results per row."""
     entry, shape = ENTRIES[op], TINY.get(op, (6, 32))
     if entry.is_matrix_product:
-        rows, width, classes = shape
+        # Each token is a row of as many experts as it has.
+        rows, width, classes = (math.prod(shape[:-3]), *shape[-2:]) if op in EXPERTS else shape
         # The teacher's logits are one product more, and an MLP has three weights.
-        products = {"linear_divergence": 4, "tiled_mlp": 9}.get(op, 3)
+        products = {"linear_divergence": 4, "tiled_mlp": 9, "moe_experts": 9}.get(op, 3)
         assert entry.work(shape) == {"full": products * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)
@@ -231,6 +236,9 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         def apply(embeddings: Any, indices: Any) -> Any:
             return F.embedding(indices, embeddings)
 
+    class Experts:
+        apply = staticmethod(model_experts)
+
     distillation = "trl.experimental.async_distillation"
     modules = {
         f"{distillation}.async_distillation_trainer": {
@@ -277,6 +285,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
             ),
         },
         "liger_kernel.ops.experimental.embedding": {"LigerEmbeddingFunction": Embedding},
+        "liger_kernel.ops.fused_moe": {"LigerFusedMoEFunction": Experts},
         "quack": {
             "rmsnorm": quack_rms,
             "softmax": lambda x: F.softmax(x, -1),

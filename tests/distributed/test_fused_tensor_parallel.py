@@ -57,7 +57,10 @@ def without_warnings() -> AbstractContextManager[Any]:
 
 def whole(model: Any, counts: dict[str, int]) -> None:
     """Fuse all parts of a model."""
-    assert fuse(model).counts() == {**counts, "linear_cross_entropy": 1}
+    losses = {"linear_cross_entropy": 1}
+    if "moe_experts" in counts:
+        losses["router_losses"] = 1
+    assert fuse(model).counts() == {**counts, **losses}
 
 
 def fused_before_it_is_sharded() -> None:
@@ -158,6 +161,20 @@ def loaded_with_a_plan_of_transformers() -> None:
             compare(trained(model), trained(one))
 
 
+def experts_on_ranks() -> None:
+    """A rank holds whole experts, and ids of the other ranks' experts are sentinels."""
+    one, world = made(MIXTURE), dist.get_world_size()
+    model = loaded(one, "grouped_mm", ep_size=world, tp_plan="auto", tp_size=world)
+    loss_of(model)(**batch(0, 1)).backward()
+    model.zero_grad()
+    whole(model, MIXTURE.ops)
+    with ranks.Traffic() as traffic:
+        model(**batch(0, 1))
+    assert traffic.ops["moe_experts"] == MIXTURE.ops["moe_experts"]
+    with without_warnings():
+        compare(trained(model), trained(one))
+
+
 def experts_of(family: Family) -> str | None:
     return "batched_mm" if family is MIXTURE else None
 
@@ -186,6 +203,7 @@ def the_whole_model_is_compiled() -> None:
 
 
 CHECKS = [
+    experts_on_ranks,
     fused_before_it_is_sharded,
     fused_after_it_is_sharded,
     the_vocabulary_stays_sharded,

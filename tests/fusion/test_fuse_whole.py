@@ -127,9 +127,9 @@ def test_an_error_changes_nothing(monkeypatch: pytest.MonkeyPatch, count: int) -
 
 OPS_OF = {
     "norms": {"rms_norm"},
-    "activations": {"swiglu"},
+    "activations": {"swiglu", "moe_experts"},
     "rope": {"rope"},
-    "loss": {"linear_cross_entropy"},
+    "loss": {"linear_cross_entropy", "router_losses"},
 }
 
 

@@ -45,6 +45,14 @@ def coefficients(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.detach()[:, :4], x.detach()[:, :16].reshape(-1, 4, 4)
 
 
+def experts(x: Tensor, first: int) -> Tensor:
+    """Every row goes to one of two experts."""
+    gate_up = weights()[0].view(2, 2, N // 4).repeat(1, 8, 4)
+    down = gate_up[:, :8].mT.contiguous()
+    ids = target(len(x), first).unsqueeze(-1) % 2
+    return liger_ops.moe_experts(x, gate_up, down, ids, torch.ones_like(ids, dtype=x.dtype))
+
+
 Call = Callable[[Tensor, int], Any]
 
 # Calls of each op on the rows of x from `first` on.
@@ -64,6 +72,7 @@ CALLS: dict[str, Call] = {
     "embedding": lambda x, first: liger_ops.embedding(x, torch.arange(len(x), device=DEVICE)),
     "sparsemax": lambda x, first: liger_ops.sparsemax(x),
     "swiglu": lambda x, first: liger_ops.swiglu(x),
+    "moe_experts": experts,
     "relu_squared": lambda x, first: liger_ops.relu_squared(x),
     "cross_entropy": lambda x, first: liger_ops.cross_entropy(
         x, target(len(x), first), reduction="none"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,80 @@ def test_decomposing_a_program_leaves_the_ops(strict: bool) -> None:
     assert ops(program.run_decompositions().graph) == Counter(
         f"liger.{name}.default" for name in names
     )
+
+
+class Logits(nn.Module):
+    """A model of transformers as a function of its input alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+class Loss(Logits):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, labels=labels, use_cache=False).loss
+
+
+def fused_and_inputs(kind: type[Logits]) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
+    """A fused model, a batch of two rows, and dynamic shapes for any number of rows."""
+    model = LLAMA.model()
+    assert liger_ops.fuse(model).fused
+    names = ("input_ids", "labels") if kind is Loss else ("input_ids",)
+    rows = {0: torch.export.Dim("rows", max=64)}
+    return kind(model).eval(), tuple(batch()[name] for name in names), (rows,) * len(names)
+
+
+def doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat([x, x.flip(-1)]) for x in inputs)
+
+
+ELSEWHERE = """
+import sys
+sys.modules["liger_ops"] = None
+import torch
+expected, *inputs = torch.load(sys.argv[1])
+for call in (
+    torch.export.load(sys.argv[2]).module(), torch._inductor.aoti_load_package(sys.argv[3])
+):
+    torch.testing.assert_close(call(*inputs), expected)
+print("equal")
+"""
+
+
+def test_a_decomposed_program_runs_without_the_package(tmp_path: Path) -> None:
+    """As it is saved, and compiled by AOTInductor, with twice as many rows."""
+    model, inputs, shapes = fused_and_inputs(Loss)
+    files = [str(tmp_path / name) for name in ("values.pt", "program.pt2", "package.pt2")]
+    with torch.no_grad():
+        torch.save((model(*doubled(inputs)), *doubled(inputs)), files[0])
+        program = torch.export.export(model, inputs, dynamic_shapes=shapes)
+    assert ops(program.graph)
+    program = program.run_decompositions(liger_ops.decompositions())
+    assert not ops(program.graph)
+    torch.export.save(program, files[1])
+    torch._inductor.aoti_compile_and_package(program, package_path=files[2])
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, *files], capture_output=True, text=True)
+    assert done.stdout.split() == ["equal"], done.stderr
+
+
+@pytest.mark.parametrize("kind", (Logits, Loss))
+def test_a_fused_model_is_exported_to_onnx(kind: type[Logits], tmp_path: Path) -> None:
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    from onnxruntime import InferenceSession
+
+    model, inputs, shapes = fused_and_inputs(kind)
+    file = tmp_path / "model.onnx"
+    torch.onnx.export(model, inputs, file, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    session = InferenceSession(file)
+    names = [argument.name for argument in session.get_inputs()]
+    given = dict(zip(names, (x.numpy() for x in doubled(inputs)), strict=True))
+    (found,) = session.run(None, given)
+    torch.testing.assert_close(torch.from_numpy(found), model(*doubled(inputs)).detach())
 
 
 LOAD = """

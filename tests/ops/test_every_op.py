@@ -12,11 +12,13 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs import Recorder, liger_ops_of
 from liger_ops import library
+from liger_ops.decompositions import definitions
 from op_checks import (
     as_tuple,
     assert_backward_matches_truth,
@@ -128,9 +130,30 @@ def test_flops_are_those_of_the_products_of_the_definition(op: OpUnderTest, back
     overload = op.overload(backward=backward)
     with FlopCounterMode(display=False) as counted:
         overload(*args)
+    record = library.OPS[overload._opname]
+    if record.flops is not None:
+        assert counted.get_total_flops() == record.flops(record.arguments(*args)) > 0
+        return
     with FlopCounterMode(display=False) as expected:
-        library.OPS[overload._opname].definition(*args)
+        record.definition(*args)
     assert counted.get_total_flops() == expected.get_total_flops()
+
+
+@ONE_FORM
+@pytest.mark.parametrize("backward", [False, True])
+def test_decomposition_is_functional_and_of_any_size(op: OpUnderTest, backward: bool) -> None:
+    few, many = (
+        (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
+        for case in (op.sample(rows=rows) for rows in (17, 23))
+    )
+    overload = op.overload(backward=backward)
+    call = lambda *tensors: overload(*with_leaves(form(few), tensors))
+    traced = make_fx(call, definitions(), tracing_mode="symbolic")(*leaves(few))
+    for node in traced.graph.nodes:
+        assert not node.name.startswith("liger")
+        assert not getattr(node.target, "_schema", overload._schema).is_mutable, node
+    for args in (few, many):
+        torch.testing.assert_close(traced(*leaves(args)), overload(*args))
 
 
 @EVERY_OP

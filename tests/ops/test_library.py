@@ -141,6 +141,7 @@ def test_pytorchs_own_autograd_runs_the_registered_formula(op: OpUnderTest) -> N
 
 def is_derived(op: OpUnderTest) -> bool:
     definition = library.OPS[op.backward_name].definition
+    definition = getattr(definition, "__wrapped__", definition)
     return Path(definition.__code__.co_filename).name == "derived.py"
 
 

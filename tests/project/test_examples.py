@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -166,27 +167,40 @@ def test_a_bad_argument_gets_one_sentence(
 @pytest.mark.parametrize(
     "arguments",
     (
-        ("eager", "liger", "--batch", "padded"),
+        ("eager", "liger", "--batch", "padded", "--model", "llama-3.2-1b"),
         # The UNet has no attention to make causal.
         ("eager", "causal", "liger", "--shape", "unet-tiny-channels-last"),
     ),
 )
-def test_the_steps_of_a_small_model_agree_where_nothing_is_timed(
+def test_the_steps_of_a_small_model_agree_where_there_is_no_gpu(
     arguments: tuple[str, ...],
 ) -> None:
     if not training.inductor_works():
         pytest.skip("Inductor cannot build C++ here")
     result = subprocess.run(
-        [sys.executable, "-m", "liger_ops.bench.steps.model", *arguments],
+        [sys.executable, "-m", "liger_ops.bench", "step", *arguments, "--steps", "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 2, result.stderr
-    first, eager, rewritten = result.stdout.splitlines()
-    assert first.startswith("no GPU")
-    assert eager.split()[:2] == ["eager", "losses"] and len(eager.split()) == 6
-    assert rewritten.split()[:2] == ["liger", "losses"] and len(rewritten.split()) == 6
+    first, eager, rewritten, *table = result.stdout.splitlines()
+    assert first.startswith("no GPU: ") and "tiny" in first
+    assert re.match(r"eager .* ms .* GiB; losses( [\d.]+){4}$", eager)
+    assert re.match(r"liger .* ms .* GiB; losses( [\d.]+){4}$", rewritten)
+    assert [row.split()[1] for row in table] == ["training", "---", "eager", "liger"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it times layers")
+def test_experts_have_the_gradients_of_transformers() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "liger_ops.bench.steps.experts", "--ways", "liger", "recompute"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("compared, error") == 8
 
 
 def test_a_trainer_of_trl_takes_its_steps() -> None:

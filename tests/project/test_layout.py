@@ -199,6 +199,10 @@ MEASURES = [
 ]
 
 
+# The definition of moe_experts reads the sizes of its groups of rows; no kernel does.
+DEFINITIONS = [ROOT / "liger_ops/ops/experts/route.py"]
+
+
 HOST_CODE = (
     *("liger_ops/ops", "liger_ops/nn", "liger_ops/losses", "liger_ops/distributed"),
     *("meta", "lowering"),
@@ -209,7 +213,7 @@ def test_nothing_waits_for_the_device_or_mutates():
     wrong = [
         problem
         for file in sources(*HOST_CODE) + [ROOT / "liger_ops/library.py"]
-        if file not in MEASURES
+        if file not in MEASURES + DEFINITIONS
         for problem in synchronising_calls(file.relative_to(ROOT), file.read_text())
     ]
     assert not wrong, "\n".join(wrong)

@@ -1,5 +1,6 @@
 """Time a whole training step of an untouched model on a GPU, compiled in several ways.
 
+    python -m liger_ops.bench step --model llama-3.2-1b   # the ways of the README's table
     python -m liger_ops.bench.steps.model [--help]
 
 Each way runs in a fresh process. The model has random weights: a language model of transformers, by
@@ -21,8 +22,8 @@ exit status is 1 if there is such a way, or one that fails.
     fused-compile   torch.compile of the fused model
     liger-kernel    a model patched by Liger-Kernel, eager; only if it is installed
 
-Needs transformers beside liger_ops. On a machine without a GPU nothing is timed: the losses of a
-small model are compared, and the exit status is 2.
+Needs transformers beside liger_ops. On a machine without a GPU a small model runs on the CPU, whose
+figures say nothing of a GPU, and the exit status is 2.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import platform
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container
+import timeit
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +46,8 @@ from torch import Tensor
 
 import liger_ops
 
-from ..timing import Accelerator, consecutive
+from ..timing import Accelerator, consecutive, spread
+from ..training import profiled
 from .models import BATCHES, TEXT, Batch, text_model
 from .unet import CHANNELS_LAST, UNETS, unet
 
@@ -51,6 +55,7 @@ SHAPES = (*TEXT, *UNETS, *(name + CHANNELS_LAST for name in UNETS))
 
 DEFAULT_WAYS = ("eager", "compile", "causal", "liger", "liger-all", "enabled", "liger-graphs")
 WAYS = (*DEFAULT_WAYS, "flex", "fused", "fused-compile", "liger-kernel")
+README_WAYS = ("eager", "compile", "liger-kernel", "liger", "enabled", "fused", "fused-compile")
 LLAMAS = ("llama-3.2-1b", "tiny")
 # The functions of Liger-Kernel that patch a model's file.
 PATCHES = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"} | dict.fromkeys(LLAMAS, "llama")
@@ -62,12 +67,14 @@ WARM_UP = 4
 LOSS_BOUND = 2e-2
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, default: Sequence[str] = DEFAULT_WAYS) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ways", nargs="*", default=DEFAULT_WAYS, metavar="WAY", help=f"of {WAYS}")
-    parser.add_argument("--shape", choices=SHAPES, help="default: llama-3.2-1b, tiny on a CPU")
+    parser.add_argument("ways", nargs="*", default=default, metavar="WAY", help=f"of {WAYS}")
+    parser.add_argument(
+        "--shape", "--model", choices=SHAPES, help="default: llama-3.2-1b, tiny on a CPU"
+    )
     parser.add_argument("--batch", choices=BATCHES, default="none", help="text: what it masks")
     parser.add_argument("--batch-size", type=int, help="default: that of the shape, 2 on a CPU")
     parser.add_argument("--sequence-length", type=int, help="the same, 32 on a CPU")
@@ -78,7 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
-    options.shape = options.shape or ("llama-3.2-1b" if on_gpu else "tiny")
+    wanted = options.shape or "llama-3.2-1b"
+    options.shape = "tiny" if not on_gpu and wanted in TEXT else wanted
     rows, length = TEXT[options.shape][3] if on_gpu and options.shape in TEXT else (2, 32)
     options.batch_size = options.batch_size or (8 if on_gpu and options.shape in UNETS else rows)
     options.sequence_length = options.sequence_length or length
@@ -86,9 +94,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(measure(options)))
         return 0
     if not on_gpu:
-        print("no GPU: a small model's losses are compared, and nothing is timed", flush=True)
+        print(f"no GPU: {options.shape}, a small model, runs on the CPU, not {wanted}", flush=True)
     results: dict[str, dict[str, Any]] = {}
-    failed = False
+    right: dict[str, dict[str, Any]] = {}
     for way in options.ways:
         if options.shape not in FOR.get(way, SHAPES):
             continue
@@ -97,12 +105,13 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         result = results[way] = in_a_fresh_process(way, options)
         wrong = "error" in result or differs(result, results.get("eager"))
-        failed |= wrong
+        right |= {} if wrong else {way: result}
         print(line(way, result, wrong, results.get("causal")), flush=True)
+    print(table(options.shape, right))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)
-    return 1 if failed else 0 if on_gpu else 2
+    return 1 if len(right) < len(results) else 0 if on_gpu else 2
 
 
 def in_a_fresh_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -134,14 +143,20 @@ def line(way: str, result: dict[str, Any], wrong: bool, causal: dict[str, Any] |
     losses = "losses " + " ".join(f"{loss:.4f}" for loss in result["losses"])
     if wrong:
         return f"{way:14} is not eager's: {losses}"
-    if "ms" not in result:
-        return f"{way:14} {losses}"
     times = f"{result['warm_up_s']:5.0f} s, then {result['ms']:6.1f} ms"
     times += f" ({result['ms_20']:.1f} to {result['ms_80']:.1f})"
     share = ""
     if causal is not None and "ms" in causal:
         share = f"  {result['ms'] / causal['ms']:.3f} of causal"
-    return f"{way:14} {times}, {result['gib']:5.1f} GiB{share}; {losses}"
+    return f"{way:14} {times}, {result['gib']:5.3g} GiB{share}; {losses}"
+
+
+def table(shape: str, results: Mapping[str, dict[str, Any]]) -> str:
+    """The ways as the README shows them."""
+    devices = {result["device"] for result in results.values()}
+    rows = [(f"training step, {', '.join((shape, *devices))}", "ms", "peak GiB"), ("---",) * 3]
+    rows += [(way, f"{one['ms']:.1f}", f"{one['gib']:.3g}") for way, one in results.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -180,10 +195,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if torch.cuda.is_available():
         accelerator = Accelerator("cuda")
         times, peak = consecutive(accelerator, step, options.steps)
-        result |= {"ms": times.p50, "ms_20": times.p20, "ms_80": times.p80, "gib": peak / 1024}
         # The allocator's own peak does not include the pools of CUDA graphs.
         free, total = accelerator.module.mem_get_info()
         result |= {"held_gib": (total - free) / 2**30, "device": accelerator.name}
+    else:
+        took = [timeit.timeit(step, number=1) for _ in range(options.steps)]
+        times, (_, peak) = spread(took).map(lambda seconds: 1e3 * seconds), profiled(step, "cpu")
+        result |= {"device": platform.machine()}
+    result |= {"ms": times.p50, "ms_20": times.p20, "ms_80": times.p80, "gib": peak / 1024}
     result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     return result
 

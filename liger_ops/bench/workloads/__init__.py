@@ -10,12 +10,14 @@ from . import (
     activations,
     attention,
     distribution_losses,
+    experts,
     hyper_connections,
     layers,
     listed_words,
     losses,
     norms,
     rope,
+    routers,
     softmaxes,
 )
 from .entry import Entry, Shape, Workload
@@ -29,9 +31,11 @@ ENTRIES: dict[str, Entry] = {
         attention,
         softmaxes,
         layers,
+        experts,
         losses,
         listed_words,
         distribution_losses,
+        routers,
         hyper_connections,
     )
     for entry in family.ENTRIES

@@ -3,18 +3,17 @@ divisor where it depends on the targets."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ...library import OPS
+from ...lowering.common.losses.distribution_loss import FORMS
 from ...ops.heads.two_heads import result_dtype, token_weights
-from ...ops.losses import jsd, kl_div, tvd
-from ...ops.losses.distribution_loss import Form
 from ...record import Op
 from ..vocab_parallel.collectives import reduced
 from .parts import axes_of, placed_by, whole_results, without_data
@@ -25,11 +24,6 @@ SUMS = {
     "cross_entropy_forward": ("loss", "z_loss", "total_weight"),
     "linear_cross_entropy_forward": ("loss", "z_loss", "total_weight"),
     "linear_divergence_forward": ("loss", "divergence", "cross_entropy"),
-}
-FORMS: dict[str, Callable[..., Form]] = {
-    "kl_div": kl_div.form,
-    "jsd": jsd.form,
-    "tvd": tvd.form,
 }
 
 
@@ -67,7 +61,7 @@ def mean_over_elements(op: Op, call: Any) -> Any:
     if name not in FORMS or getattr(call, "reduction", "mean") in ("none", "sum"):
         return NotImplemented
     form = FORMS[name]
-    first = call._fields.index(next(iter(inspect.signature(form).parameters)))
+    first = call._fields.index(OPS[name].arguments._fields[0])
     x = call[first]
     wholes = whole_results(op, call) if isinstance(x, DTensor) else None
     if wholes is None:
@@ -80,11 +74,8 @@ def mean_over_elements(op: Op, call: Any) -> Any:
     of_rows = [i for i, axis in enumerate(axes) if axis is not None and axis.startswith("*")]
     count = placed.over(of_rows, "sum")
 
-    def called(call: Any) -> Form:
-        return form(*(getattr(call, name) for name in inspect.signature(form).parameters))
-
     def compute(own: Any) -> Any:
-        of_device, whole = called(own), called(op.arguments(*map(without_data, call)))
+        of_device, whole = form(own), form(op.arguments(*map(without_data, call)))
         rows = None if of_device.within is None else count(of_device.within.sum())
         divisors = of_device.divisor, whole.divided_by(rows)
         if op.name.endswith("_backward"):
@@ -108,12 +99,10 @@ def _divisor_again(call: Any) -> Tensor:
 
 def _weight_of_tokens(call: Any) -> Tensor:
     """The sum of `token_weights`: of DTensors, or a number that every device has."""
-    target, token_weight, x = call.target, call.token_weight, call.student_x
-    dtype = result_dtype(x, call.teacher_x, call.teacher_logits)
-    if target is None and token_weight is None:
+    x, dtype = call.student_x, result_dtype(call)
+    if call.target is None and call.token_weight is None:
         return torch.full((), math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
-    given = (target, token_weight, call.ignore_index, x.shape[:-1], dtype, x.device)
-    return token_weights(*given).sum()
+    return token_weights(call, dtype).sum()
 
 
 def _at_least_one_token(total: Tensor) -> Tensor:

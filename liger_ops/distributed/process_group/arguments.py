@@ -3,8 +3,8 @@ has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...ops.heads.head import Head, cast_as_linear
 from ...ops.heads.lora import lora_input
+from ..vocab_parallel import ShardedLoss
 from ..vocab_parallel.collectives import Gathered, Replicated
 from ..vocab_parallel.shard import VocabShard
 
@@ -29,7 +30,7 @@ class Arguments(NamedTuple):
     sharded: Tensor
     bias: Tensor | None = None
     x: Tensor | None = None
-    others: Sequence[Tensor | None] = ()
+    others: Mapping[str, Tensor | None] = {}
 
     def of_words(self, name: str, tensor: Tensor, dim: int = 0) -> Tensor:
         """The rank's words of a tensor that is sharded over words."""
@@ -80,12 +81,18 @@ class Arguments(NamedTuple):
             )
         return Gathered.apply(x, sequence_dim % x.dim(), self.shard.group), False
 
-    def head(
-        self, lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float, prefix: str = ""
-    ) -> Head:
-        """The head, cast as autocast casts it. `prefix` is that of the arguments' names."""
+    def head(self, call: Any, prefix: str = "") -> Head:
+        """The head of a call, cast as autocast casts it. `prefix` is that of the arguments' names.
+        A call may have lora_x, which has the rows of x, in place of lora_a."""
         assert self.x is not None
         x, weight, bias = cast_as_linear(self.x, self.sharded, self.bias)
+        lora_b: Tensor | None = getattr(call, f"{prefix}lora_b")
+        if hasattr(call, "lora_x"):
+            if call.lora_x is None or lora_b is None:
+                return Head(x, weight, bias)
+            lora_x, lora_b = self.rows("lora_x", call.lora_x)[0], self.of_words("lora_b", lora_b)
+            return Head(x, weight, bias, lora_x.to(x.dtype), lora_b.to(x.dtype))
+        lora_a: Tensor | None = getattr(call, f"{prefix}lora_a")
         if lora_b is not None:
             lora_b = self.of_words(f"{prefix}lora_b", lora_b)
         if isinstance(lora_a, DTensor):
@@ -99,21 +106,11 @@ class Arguments(NamedTuple):
         if lora_a is not None and not self.shard.sums_x:
             # Each rank's gradient of lora_x is then a part of the sum.
             lora_a = Replicated.apply(lora_a, self.shard.group)
-        lora = lora_input(self.op, x, weight, lora_a, lora_b, lora_scale, prefix)
-        return Head(x, weight, bias, *lora)
+        scale = getattr(call, f"{prefix}lora_scale")
+        return Head(x, weight, bias, *lora_input(self.op, x, weight, lora_a, lora_b, scale, prefix))
 
-    def head_of_input(self, lora_x: Tensor | None, lora_b: Tensor | None) -> Head:
-        """The head of a call that is given lora_x, which has the rows of x, in place of lora_a."""
-        assert self.x is not None
-        x, weight, bias = cast_as_linear(self.x, self.sharded, self.bias)
-        if lora_x is None or lora_b is None:
-            return Head(x, weight, bias)
-        lora_x, lora_b = self.rows("lora_x", lora_x)[0], self.of_words("lora_b", lora_b)
-        return Head(x, weight, bias, lora_x.to(x.dtype), lora_b.to(x.dtype))
-
-    def check_target(self, x: Tensor) -> None:
+    def check_target(self, x: Tensor, target: Tensor | None) -> None:
         """Check what the op of a rank without words would not: it is not called."""
-        target = self.others[0]
         if target is None:
             return
         if target.dtype not in (torch.int64, torch.int32):
@@ -141,14 +138,17 @@ class Arguments(NamedTuple):
 
 
 def arguments(
-    op: str, name: str, sharded: Tensor, dim: int, others: dict[str, Tensor | None],
-    group: dist.ProcessGroup | None, vocab_size: int | None,
-    bias: Tensor | None = None, x: Tensor | None = None, sequence_dim: int | None = None,
-    prefix: str = "",
-) -> Arguments:  # fmt: skip
-    """Read the arguments of the op of this name. `sharded`, the argument `name`, is sharded over
-    words along `dim`. `others` are arguments of which every rank has the whole. `prefix` is that of
-    the names of x and bias."""
+    op: str, loss: ShardedLoss, call: Any, others: dict[str, Tensor | None], prefix: str | None
+) -> Arguments:
+    """Read the arguments of a call of the function of this name. `others` are arguments of which
+    every rank has the whole. `prefix` is that of the names of x and bias, if the loss has a head.
+    """
+    name, dim, sharded = loss.sharded, loss.dim, getattr(call, loss.sharded)
+    given = (getattr(call, key, None) for key in ("group", "vocab_size", "sequence_dim"))
+    group, vocab_size, sequence_dim = given
+    bias = x = None
+    if prefix is not None:
+        bias, x = getattr(call, f"{prefix}bias"), getattr(call, f"{prefix}x")
     if not isinstance(sharded, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(sharded).__name__}")
     if isinstance(sharded, DTensor):
@@ -175,14 +175,14 @@ def arguments(
         name_of_group = group.group_name
     shard = VocabShard.of_rank(name_of_group, rank, ranks, V)
     local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
-    given = Arguments(op, shard, mesh, local)
-    given.check_size(name, local, dim)
+    read = Arguments(op, shard, mesh, local)
+    read.check_size(name, local, dim)
     if bias is not None:
-        bias = given.of_words(f"{prefix}bias", bias)
+        bias = read.of_words(f"{prefix}bias", bias)
     if x is not None:
-        x, sums_x = given.rows(f"{prefix}x", x, sequence_dim)
+        x, sums_x = read.rows(f"{prefix}x", x, sequence_dim)
         shard = shard._replace(sums_x=sums_x)
-    wholes = [given.constant(key, value) for key, value in others.items()]
+    wholes = {key: read.constant(key, value) for key, value in others.items()}
     return Arguments(op, shard, mesh, local, bias, x, wholes)
 
 

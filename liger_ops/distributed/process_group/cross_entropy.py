@@ -8,12 +8,38 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...ops.heads.head import Head, needed_gradients
-from ...ops.losses.cross_entropy import REDUCTIONS
-from .arguments import Arguments, arguments
+from ...library import OPS
+from .function import of_ranks, read
 from .sharded_op import sharded_op
 
 
+def _loss(name: str, call: Any) -> Tensor:
+    given, local = read(name, call)
+    class_weight = local["class_weight" if "class_weight" in local else "weight"]
+    if class_weight is not None and tuple(class_weight.shape) != (given.shard.V,):
+        raise ValueError(
+            f"{given.op}: the class weight must have every word on each rank, ({given.shard.V},),"
+            f" got {tuple(class_weight.shape)}"
+        )
+    return sharded_op(name, given.shard, ("loss",), **local)[0]
+
+
+def of_head(
+    head: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], target: Tensor,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """`linear_cross_entropy` of DTensors, of a head whose LoRA has its first product already.
+
+    head: x, weight, bias, lora_x and lora_b. lora_x, (..., R), has x's placement, and lora_b is
+    sharded over words; both are None without LoRA.
+    """
+    x, weight, bias, lora_x, lora_b = head
+    call_of = OPS["linear_cross_entropy_forward"].arguments
+    call = call_of(x, weight, target, bias, lora_x=lora_x, lora_b=lora_b, **options)
+    return _loss("linear_cross_entropy", call)
+
+
+@of_ranks(_loss)
 def cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None = None,
     token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
@@ -49,41 +75,16 @@ def cross_entropy(
     Args:
         logits: (..., V / ranks), floating point, the logits of the rank's words; or a DTensor
             (..., V) with the placement Shard(-1).
-        target: (...), int64 or int32, of the whole vocabulary; each is ignore_index, or from 0 to
-            V - 1.
         weight: (V,), the weight of every word.
-        token_weight, num_items_in_batch, ignore_index, reduction, label_smoothing,
-            lse_square_scale, softcap, logit_scale: as for `liger_ops.cross_entropy`.
-        group: the process group whose ranks have the words, in the order of the ranks; None for a
-            DTensor.
-        vocab_size: V; None for a DTensor.
 
     Returns:
         (), or target's shape for the reduction "none"; a plain tensor, float32, or float64 if the
         logits are. The loss of a token is NaN if its target is out of range.
-
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape, a placement, a mesh or an option is not as above, or a tensor that has
-            no gradient requires one.
-
-    Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using
-    Model Parallelism", 2019.
     """
-    op = "distributed.cross_entropy"
-    others = {
-        "target": target, "weight": weight, "token_weight": token_weight,
-        "num_items_in_batch": num_items_in_batch,
-    }  # fmt: skip
-    given = arguments(op, "logits", logits, -1, others, group, vocab_size)
-    _check(given, given.sharded, reduction)
-    loss_options = (ignore_index, reduction, label_smoothing, lse_square_scale)
-    return sharded_op(
-        "cross_entropy", given.shard, ("loss",), given.sharded, *given.others, *loss_options,
-        softcap, logit_scale,
-    )[0]  # fmt: skip
+    raise NotImplementedError
 
 
+@of_ranks(_loss)
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
     class_weight: Tensor | None = None, token_weight: Tensor | None = None,
@@ -122,90 +123,11 @@ def linear_cross_entropy(
     gradient, and after that weight's in the place of the logits.
 
     Args:
-        x: (..., D), floating point: the whole, or the rank's part along `sequence_dim`, of which
-            every rank has as many rows; or a DTensor with the placement Replicate() or Shard(d) of
-            a dimension but the last, whose rows need not divide.
-        weight: (V / ranks, D), the rank's words; or a DTensor (V, D) with the placement Shard(0).
-        target: (...), of all tokens and the whole vocabulary, as for `cross_entropy`.
-        bias: (V / ranks,); or a DTensor (V,) with the placement Shard(0).
-        class_weight: (V,), the weight of every word.
-        token_weight, num_items_in_batch, ignore_index, reduction, label_smoothing,
-            lse_square_scale, softcap, logit_scale, accum_dtype: as for
-            `liger_ops.linear_cross_entropy`.
         chunk_bytes: the size of a chunk of the logits of the rank with most words, in x's dtype;
             None takes LIGER_OPS_LOGITS_BYTES, or 384 MiB, or all tokens if they take no more memory
             than several chunks of 384 MiB do. It must be the same on every rank.
-        lora_a: (R, D), floating point, the whole on every rank, or a DTensor with the placement
-            Replicate(): with lora_b, a LoRA that is added to weight, as for
-            `liger_ops.linear_cross_entropy`. Its gradient is whole on every rank.
-        lora_b: (V / ranks, R), the rank's words; or a DTensor (V, R) with the placement Shard(0).
-        lora_scale: the factor of lora_b @ lora_a.
-        group, vocab_size: as for `cross_entropy`; None if weight is a DTensor.
-        sequence_dim: the dimension along which x is sharded, or None if it is whole; None if weight
-            is a DTensor: then x's placement says it, and an x that is no DTensor is whole.
 
     Returns:
         As `cross_entropy`.
-
-    Raises:
-        TypeError, ValueError: as `cross_entropy`.
-
-    Source: as for `cross_entropy`.
     """
-    op = "distributed.linear_cross_entropy"
-    others = {
-        "target": target, "class_weight": class_weight, "token_weight": token_weight,
-        "num_items_in_batch": num_items_in_batch,
-    }  # fmt: skip
-    given = arguments(
-        op, "weight", weight, 0, others, group, vocab_size, bias=bias, x=x,
-        sequence_dim=sequence_dim,
-    )  # fmt: skip
-    return _of_head(
-        given, given.head(lora_a, lora_b, lora_scale), reduction=reduction,
-        ignore_index=ignore_index, label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale, softcap=softcap, logit_scale=logit_scale,
-        accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
-    )  # fmt: skip
-
-
-def of_head(
-    head: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], target: Tensor,
-    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None, **options: Any,
-) -> Tensor:  # fmt: skip
-    """`linear_cross_entropy` of DTensors, of a head whose LoRA has its first product already.
-
-    head: x, weight, bias, lora_x and lora_b. lora_x, (..., R), has x's placement, and lora_b is
-    sharded over words; both are None without LoRA.
-    """
-    x, weight, bias, lora_x, lora_b = head
-    others = {
-        "target": target, "class_weight": None, "token_weight": token_weight,
-        "num_items_in_batch": num_items_in_batch,
-    }  # fmt: skip
-    op = "distributed.linear_cross_entropy"
-    given = arguments(op, "weight", weight, 0, others, None, None, bias=bias, x=x)
-    return _of_head(given, given.head_of_input(lora_x, lora_b), **options)
-
-
-def _of_head(given: Arguments, head: Head, reduction: str = "mean", **options: Any) -> Tensor:
-    _check(given, head.x, reduction)
-    x, weight, bias, lora_x, lora_b = head
-    target, *weights = given.others
-    mask = needed_gradients(x, weight, bias, reduction, lora_x, lora_b)
-    return sharded_op(
-        "linear_cross_entropy", given.shard, ("loss",), x, weight, target, bias, *weights,
-        reduction=reduction, gradient_mask=mask, lora_x=lora_x, lora_b=lora_b, **options,
-    )[0]  # fmt: skip
-
-
-def _check(given: Arguments, x: Tensor, reduction: str) -> None:
-    op, class_weight = given.op, given.others[1]
-    given.check_target(x)
-    if class_weight is not None and tuple(class_weight.shape) != (given.shard.V,):
-        raise ValueError(
-            f"{op}: the class weight must have every word on each rank, ({given.shard.V},), got"
-            f" {tuple(class_weight.shape)}"
-        )
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    raise NotImplementedError

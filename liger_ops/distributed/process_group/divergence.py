@@ -8,17 +8,109 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...ops.heads.head import needed_gradients
-from ...ops.heads.two_heads import divisor, result_dtype, weights_of_tokens
-from ...ops.losses.cross_entropy import REDUCTIONS
-from ...ops.losses.divergence import KINDS
-from ..vocab_parallel.shard import HEAD
-from .arguments import Arguments, arguments
+from ...library import OPS
+from ...ops.heads.head import HEAD
+from ...ops.heads.two_heads import divisor, result_dtype, token_weights
+from .arguments import Arguments
+from .function import of_ranks, read
 from .sharded_op import sharded_op
 
 TERMS = ("divergence", "cross_entropy")
+_TEACHER = tuple(
+    f"teacher_{name}" for name in ("x", "weight", "bias", "logits", "lora_a", "lora_b")
+)
 
 
+def _divergence(name: str, call: Any) -> Tensor:
+    given, local = read(name, call)
+    student = local["student_logits"]
+    teacher = given.of_words("teacher_logits", call.teacher_logits, -1)
+    if teacher.shape != student.shape:
+        raise ValueError(
+            f"{given.op}: teacher_logits must have the shape of student_logits,"
+            f" {tuple(student.shape)} on this rank, got {tuple(teacher.shape)}"
+        )
+    local["teacher_logits"] = teacher
+    return sharded_op(name, given.shard, ("divergence",), **local)[0]
+
+
+def _linear_divergence(name: str, call: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    if call.target is None and call.hard_weight > 0:
+        raise ValueError(
+            f"distributed.{name}: hard_weight must be a number of at least 0, and 0 without a"
+            f" target, got {call.hard_weight}"
+        )
+    given, local = read(name, call)
+    local |= _teacher(given, call, local["student_x"].shape[:-1])
+    # The mean's divisor, of which Inductor is not to sum constants, is computed here.
+    whole = OPS[f"{name}_forward"].arguments(**local)
+    local |= {
+        "reduction": "none" if call.reduction == "none" else "sum",
+        "num_items_in_batch": None,
+    }
+    mask = local.pop("gradient_mask")
+    of_call = (name, given.shard)
+    if any(mask):
+        found = sharded_op(
+            *of_call, ("loss",), constant=(*TERMS, "statistics"), gradient_mask=mask, **local
+        )
+        loss, terms = found[0], [*sharded_op(*of_call, TERMS, known=found, **local)]
+    else:
+        loss, *terms = sharded_op(*of_call, ("loss", *TERMS), **local)
+    divergence, cross_entropy = terms
+    if call.reduction != "mean":
+        return loss, divergence, cross_entropy
+    weights = token_weights(whole, result_dtype(whole))
+    all_one = whole.target is None and whole.token_weight is None
+    items = divisor(whole, weights, all_one)
+    hard = None if cross_entropy is None else cross_entropy / items
+    return loss / items, divergence / items, hard
+
+
+def _teacher(given: Arguments, call: Any, shape: torch.Size) -> dict[str, Tensor | None]:
+    """The tensors of the teacher's head, or its logits."""
+    op, tensors = given.op, {name: getattr(call, name) for name in _TEACHER}
+    present = [name for name, tensor in tensors.items() if tensor is not None]
+    for name in present:
+        if tensors[name].requires_grad:
+            raise ValueError(
+                f"{op}: {name} must not require a gradient, as the teacher is a constant; pass"
+                f" {name}.detach()"
+            )
+    x, weight, bias, logits, *_ = tensors.values()
+    if (logits is not None and len(present) > 1) or (
+        logits is None and (x is None or weight is None)
+    ):
+        raise ValueError(
+            f"{op}: the teacher must be teacher_x and teacher_weight, or teacher_logits alone, got"
+            f" {', '.join(present) or 'none of them'}"
+        )
+    head: Any = (None,) * len(HEAD)
+    if logits is not None:
+        logits = given.of_words("teacher_logits", logits, -1)
+        _check_tokens(op, "teacher_logits", logits, shape)
+    else:
+        weight = given.of_words("teacher_weight", weight)
+        if bias is not None:
+            bias = given.of_words("teacher_bias", bias)
+        x = given.rows("teacher_x", x, call.sequence_dim)[0]
+        _check_tokens(op, "teacher_x", x, shape)
+        # A constant's gradient is not summed over the ranks.
+        shard = given.shard._replace(sums_x=True)
+        head = given._replace(x=x, sharded=weight, bias=bias, shard=shard).head(call, "teacher_")
+    named = {f"teacher_{name}": tensor for name, tensor in zip(HEAD, head, strict=True)}
+    return {**named, "teacher_logits": logits}
+
+
+def _check_tokens(op: str, name: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape[:-1] != shape:
+        raise ValueError(
+            f"{op}: {name} must have the tokens of student_x, {tuple(shape)}, got shape"
+            f" {tuple(tensor.shape)}"
+        )
+
+
+@of_ranks(_divergence)
 def divergence(
     student_logits: Tensor, teacher_logits: Tensor, kind: str = "jsd", beta: float = 0.5,
     temperature: float = 1.0, teacher_temperature: float | None = None,
@@ -44,37 +136,15 @@ def divergence(
     Args:
         student_logits, teacher_logits: (..., V / ranks), the logits of the rank's words; or
             DTensors (..., V) on one mesh with the placement Shard(-1). Both have gradients.
-        kind, beta, temperature, teacher_temperature: as for `liger_ops.divergence`.
         target: (...), whole on every rank, or None. It is only compared with ignore_index.
-        ignore_index: the target of tokens that do not count.
-        group, vocab_size: as for `cross_entropy`.
 
     Returns:
         (...), the same on every rank; float32, or float64 if the logits of either are.
-
-    Raises:
-        TypeError, ValueError: as `cross_entropy` and `liger_ops.divergence`.
-
-    Source: as for `liger_ops.divergence` and `cross_entropy`.
     """
-    op = "distributed.divergence"
-    given = arguments(
-        op, "student_logits", student_logits, -1, {"target": target}, group, vocab_size
-    )
-    student, target = given.sharded, given.others[0]
-    teacher = given.of_words("teacher_logits", teacher_logits, -1)
-    if teacher.shape != student.shape:
-        raise ValueError(
-            f"{op}: teacher_logits must have the shape of student_logits, {tuple(student.shape)} on"
-            f" this rank, got {tuple(teacher.shape)}"
-        )
-    given.check_target(student)
-    return sharded_op(
-        "divergence", given.shard, ("divergence",), student, teacher, target, kind, beta,
-        temperature, teacher_temperature, ignore_index,
-    )[0]  # fmt: skip
+    raise NotImplementedError
 
 
+@of_ranks(_linear_divergence)
 def linear_divergence(
     student_x: Tensor, student_weight: Tensor,
     teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
@@ -126,146 +196,11 @@ def linear_divergence(
         student_lora_a, teacher_lora_a: (R, D) and (S, E), whole on every rank.
         student_lora_b, teacher_lora_b: (V / ranks, R) and (V / ranks, S), the rank's words; or
             DTensors with the placement Shard(0).
-        group, vocab_size, sequence_dim: as for `linear_cross_entropy`.
-        The others: as for `liger_ops.linear_divergence`; chunk_bytes, the size of a chunk of both
+        chunk_bytes: the size of a chunk of both
             logits of the rank with most words, is as for `linear_cross_entropy`.
 
     Returns:
         loss, divergence, cross_entropy: each () or (...), as `liger_ops.linear_divergence` returns
             them; the same on every rank.
-
-    Raises:
-        TypeError, ValueError: as `linear_cross_entropy` and `liger_ops.linear_divergence`, or the
-            teacher has other words than the student.
-
-    Source: as for `liger_ops.linear_divergence` and `cross_entropy`.
     """
-    op = "distributed.linear_divergence"
-    _check_options(
-        op, kind, beta, reduction,
-        {
-            "temperature": temperature, "teacher_temperature": teacher_temperature,
-            "student_softcap": student_softcap, "teacher_softcap": teacher_softcap,
-            "student_logit_scale": student_logit_scale, "teacher_logit_scale": teacher_logit_scale,
-        },
-        soft_weight, hard_weight, target is not None,
-    )  # fmt: skip
-    others = {
-        "target": target, "token_weight": token_weight, "num_items_in_batch": num_items_in_batch,
-    }  # fmt: skip
-    given = arguments(
-        op, "student_weight", student_weight, 0, others, group, vocab_size, bias=student_bias,
-        x=student_x, sequence_dim=sequence_dim, prefix="student_",
-    )  # fmt: skip
-    student = given.head(student_lora_a, student_lora_b, student_lora_scale, "student_")
-    lora = (teacher_lora_a, teacher_lora_b, teacher_lora_scale)
-    shape = student.x.shape[:-1]
-    teacher, logits = _teacher(
-        op, given, shape, teacher_x, teacher_weight, teacher_bias, teacher_logits, lora,
-        sequence_dim,
-    )  # fmt: skip
-    target, token_weight, num_items_in_batch = given.others
-    given.check_target(student.x)
-    call: dict[str, Any] = {
-        **{f"student_{name}": tensor for name, tensor in zip(HEAD, student, strict=True)},
-        **{f"teacher_{name}": tensor for name, tensor in zip(HEAD, teacher, strict=True)},
-        "teacher_logits": logits, "target": target, "token_weight": token_weight,
-        "kind": kind, "beta": beta,
-        "temperature": temperature, "teacher_temperature": teacher_temperature,
-        "student_softcap": student_softcap, "teacher_softcap": teacher_softcap,
-        "student_logit_scale": student_logit_scale, "teacher_logit_scale": teacher_logit_scale,
-        "soft_weight": soft_weight, "hard_weight": hard_weight, "ignore_index": ignore_index,
-        # The mean's divisor, of which Inductor is not to sum constants, is computed here.
-        "reduction": "none" if reduction == "none" else "sum",
-        "accum_dtype": accum_dtype, "chunk_bytes": chunk_bytes,
-    }  # fmt: skip
-    of_call = ("linear_divergence", given.shard)
-    mask = needed_gradients(*student[:3], reduction, *student[3:])
-    if any(mask):
-        found = sharded_op(
-            *of_call, ("loss",), constant=(*TERMS, "statistics"), gradient_mask=mask, **call
-        )
-        loss, (divergence, cross_entropy) = (
-            found[0],
-            sharded_op(*of_call, TERMS, known=found, **call),
-        )
-    else:
-        loss, divergence, cross_entropy = sharded_op(*of_call, ("loss", *TERMS), **call)
-    if reduction != "mean":
-        return loss, divergence, cross_entropy
-    dtype = result_dtype(student.x, teacher[0], logits)
-    weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student.x.device)
-    all_one = target is None and token_weight is None
-    items = divisor(reduction, weights, num_items_in_batch, all_one)
-    hard = None if cross_entropy is None else cross_entropy / items
-    return loss / items, divergence / items, hard
-
-
-def _teacher(
-    op: str, given: Arguments, shape: torch.Size, x: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, logits: Tensor | None,
-    lora: tuple[Tensor | None, Tensor | None, float], sequence_dim: int | None,
-) -> tuple[Any, Tensor | None]:  # fmt: skip
-    """The tensors of the teacher's head, or its logits."""
-    named = {
-        "teacher_x": x, "teacher_weight": weight, "teacher_bias": bias, "teacher_logits": logits,
-        "teacher_lora_a": lora[0], "teacher_lora_b": lora[1],
-    }  # fmt: skip
-    present = [name for name, tensor in named.items() if tensor is not None]
-    for name, tensor in named.items():
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(
-                f"{op}: {name} must not require a gradient, as the teacher is a constant; pass"
-                f" {name}.detach()"
-            )
-    if (logits is not None and len(present) > 1) or (
-        logits is None and (x is None or weight is None)
-    ):
-        raise ValueError(
-            f"{op}: the teacher must be teacher_x and teacher_weight, or teacher_logits alone, got"
-            f" {', '.join(present) or 'none of them'}"
-        )
-    if logits is not None:
-        logits = given.of_words("teacher_logits", logits, -1)
-        _check_tokens(op, "teacher_logits", logits, shape)
-        return (None,) * len(HEAD), logits
-    assert x is not None and weight is not None
-    weight = given.of_words("teacher_weight", weight)
-    if bias is not None:
-        bias = given.of_words("teacher_bias", bias)
-    x = given.rows("teacher_x", x, sequence_dim)[0]
-    _check_tokens(op, "teacher_x", x, shape)
-    # A constant's gradient is not summed over the ranks.
-    shard = given.shard._replace(sums_x=True)
-    taught = given._replace(x=x, sharded=weight, bias=bias, shard=shard)
-    return taught.head(*lora, "teacher_"), None
-
-
-def _check_tokens(op: str, name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape[:-1] != shape:
-        raise ValueError(
-            f"{op}: {name} must have the tokens of student_x, {tuple(shape)}, got shape"
-            f" {tuple(tensor.shape)}"
-        )
-
-
-def _check_options(
-    op: str, kind: str, beta: float, reduction: str, positive: dict[str, float | None],
-    soft_weight: float, hard_weight: float, labelled: bool,
-) -> None:  # fmt: skip
-    """Check on every rank what the ops of each would not, or only after a division."""
-    for name, value, accepted in (("kind", kind, KINDS), ("reduction", reduction, REDUCTIONS)):
-        if value not in accepted:
-            raise ValueError(f"{op}: {name} must be one of {accepted}, got {value!r}")
-    if not 0 <= beta <= 1:
-        raise ValueError(f"{op}: beta must be from 0 to 1, got {beta}")
-    for name, number in positive.items():
-        if number is not None and not number > 0:
-            raise ValueError(f"{op}: {name} must be a number above 0, got {number}")
-    if not soft_weight >= 0:
-        raise ValueError(f"{op}: soft_weight must be a number of at least 0, got {soft_weight}")
-    if not hard_weight >= 0 or (hard_weight > 0 and not labelled):
-        raise ValueError(
-            f"{op}: hard_weight must be a number of at least 0, and 0 without a target, got"
-            f" {hard_weight}"
-        )
+    raise NotImplementedError

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...library import OPS
+from ...ops.heads.gradients import WEIGHT
 from ...ops.heads.head import divisor, factors_of
 from ...ops.heads.precomputed_gradient import hand_over
 from ...ops.heads.scaling import scale_
@@ -107,15 +108,14 @@ class ShardedOp(Function):
         for result, grad in zip(asked, grads, strict=False):
             given[f"d{result}"] = grad
         wanted, whole = [ctx.needs_input_grad[first + i] for i in form.differentiated], None
-        if ctx.handed_over:
-            # A second backward finds none, and computes it again.
-            of_mean: Any = (given.get("total_weight"), given["num_items_in_batch"])
-            items = divisor(given["reduction"], *of_mean)
-            factors = factors_of(given["dloss"], given["target"], given["ignore_index"], items)
-            whole, wanted[1] = scale_(ctx.handed_over.pop(), factors[1]), False
         if form.masked:
             given["output_mask"] = wanted
-        found = form.loss.backward(form.gradient, form.gradient.arguments(**given), shard)
+        call = form.gradient.arguments(**given)
+        if ctx.handed_over:
+            # A second backward finds none, and computes it again.
+            factors = factors_of(call, divisor(call, getattr(call, "total_weight", call.dloss)))
+            whole, wanted[WEIGHT] = scale_(ctx.handed_over.pop(), factors[WEIGHT]), False
+        found = form.loss.backward(form.gradient, call, shard)
         gradients: list[Tensor | None] = [None] * count
         for i, gradient in zip(form.differentiated, found, strict=True):
             gradients[first + i] = gradient

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...ops.losses.top_k import check_teacher, distinct, divergence_of_classes
-from .arguments import arguments
+from .function import of_ranks, read
 from .sharded_op import sharded_op
 
 
+def _divergence(name: str, call: Any) -> Tensor:
+    given, local = read(name, call, "target")
+    ids, target, x = local["teacher_ids"], given.others["target"], local["x"]
+    log_prob = given.whole("teacher_log_prob", call.teacher_log_prob)
+    kind = (call.kind, call.beta, call.tail)
+    check_teacher(given.op, x, ids, log_prob, target, *kind)
+    # A rank without words calls no op that would check it.
+    if ids.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{given.op}: teacher_ids must have the shape of the whole x but for its last"
+            f" dimension, {tuple(x.shape[:-1])} and K, got {tuple(ids.shape)}"
+        )
+    ids = local["teacher_ids"] = distinct(ids, target, call.ignore_index)
+    options = {"constant": ("rest_error",), **local}
+    logits, rest, error = sharded_op(name, given.shard, ("logits", "rest"), **options)
+    return divergence_of_classes(logits, rest, error, log_prob, ids, *kind, given.shard.V)
+
+
+@of_ranks(_divergence)
 def linear_top_k_divergence(
     x: Tensor, weight: Tensor, teacher_ids: Tensor, teacher_log_prob: Tensor,
     bias: Tensor | None = None, target: Tensor | None = None,
@@ -34,48 +55,12 @@ def linear_top_k_divergence(
     teacher_ids that is not below V gives NaN, also on a CPU.
 
     Args:
-        x, weight, bias: as for `linear_cross_entropy`.
         teacher_ids, teacher_log_prob: (..., K), of all tokens, with the words counted from the
             first of the whole vocabulary. They are whole on every rank, or DTensors, which are
             gathered. teacher_log_prob is differentiable; each rank has its whole gradient.
         target: (...), of all tokens, or None.
-        kind, beta, tail, temperature, softcap, logit_scale, ignore_index, accum_dtype, chunk_bytes:
-            as for `liger_ops.linear_top_k_divergence`.
-        lora_a, lora_b, lora_scale, group, vocab_size, sequence_dim: as for
-            `linear_cross_entropy`.
 
     Returns:
         (...), the same on every rank; float32, or float64 if x or teacher_log_prob is.
-
-    Raises:
-        TypeError, ValueError: as `linear_cross_entropy` and `liger_ops.linear_top_k_divergence`.
-
-    Source: as for `liger_ops.linear_top_k_divergence` and `cross_entropy`.
     """
-    op = "distributed.linear_top_k_divergence"
-    others = {"teacher_ids": teacher_ids, "target": target}
-    given = arguments(
-        op, "weight", weight, 0, others, group, vocab_size, bias=bias, x=x,
-        sequence_dim=sequence_dim,
-    )  # fmt: skip
-    ids, target = given.others
-    assert ids is not None
-    log_prob = given.whole("teacher_log_prob", teacher_log_prob)
-    head = given.head(lora_a, lora_b, lora_scale)
-    check_teacher(op, head.x, ids, log_prob, target, kind, beta, tail)
-    # A rank without words calls no op that would check it.
-    if ids.shape[:-1] != head.x.shape[:-1]:
-        raise ValueError(
-            f"{op}: teacher_ids must have the shape of the whole x but for its last dimension,"
-            f" {tuple(head.x.shape[:-1])} and K, got {tuple(ids.shape)}"
-        )
-    ids = distinct(ids, target, ignore_index)
-    rows, weight, bias, lora_x, lora_b = head
-    logits, rest, error = sharded_op(
-        "linear_top_k_divergence", given.shard, ("logits", "rest"), rows, weight, ids, bias,
-        temperature, softcap, logit_scale, accum_dtype, chunk_bytes, lora_x, lora_b,
-        constant=("rest_error",),
-    )  # fmt: skip
-    return divergence_of_classes(
-        logits, rest, error, log_prob, ids, kind, beta, tail, given.shard.V
-    )
+    raise NotImplementedError

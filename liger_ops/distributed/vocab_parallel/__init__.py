@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...ops.heads.head import HEAD
 from ...record import Op
 from . import cross_entropy, divergence, linear_divergence, log_prob, top_k
-from .shard import HEAD, VocabShard
+from .shard import VocabShard
 
 Compute = Callable[[Op, Any, VocabShard], tuple[Any, ...]]
 

@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 
 from ...library import OPS
-from ...ops.heads.head import Head, both, divisor, shaped, still_missing
+from ...ops.heads.head import (
+    GRADIENTS,
+    HEAD,
+    Head,
+    both,
+    divisor,
+    finished_in_forward,
+    shaped,
+    still_missing,
+)
 from ...ops.losses.cross_entropy import reduced, upstream
 from ...record import Op
 from .collectives import gathered, start_gather, wait
-from .head import finished, gradients_of, head_of, loss_chunk_size, split
-from .shard import HEAD, VocabShard
+from .head import gradients_of, loss_chunk_size, split
+from .shard import VocabShard
 from .token_losses import (
     Statistics,
     Tokens,
@@ -37,7 +46,7 @@ def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     if hasattr(call, "x") and any(call.gradient_mask):
         chunked = ChunkedLoss(call, tokens, shard)
         statistics = chunked.statistics()
-        computed = shaped(chunked.gradients.results(), [getattr(call, name) for name in HEAD])
+        computed = shaped(chunked.gradients.results(), call)
     else:
         local = local_statistics(op, call, tokens, shard)
         ranks = gathered(local, 0, shard.group)
@@ -58,15 +67,14 @@ def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
         tokens = Tokens.of_call(call, shard)
         lse = call.lse, call.lse_error
         return gradients(op, call, tokens, lse, _upstream(call, tokens, shard), shard)
-    items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
-    done = finished(call, head_of(call), items)
+    done = finished_in_forward(call, divisor(call, call.total_weight))
     missing = still_missing(call.output_mask, done)
     if not any(missing):
         return tuple(done)
     tokens = Tokens.of_call(call, shard)
     made = gradients(
         op, call, tokens, (call.lse, call.lse_error), _upstream(call, tokens, shard), shard,
-        output_mask=missing, dx=None, dweight=None, dbias=None, dlora_x=None, dlora_b=None,
+        output_mask=missing, **dict.fromkeys(GRADIENTS.split()),
     )  # fmt: skip
     return both(done, made)
 
@@ -74,10 +82,7 @@ def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
 def _upstream(call: Any, tokens: Tokens, shard: VocabShard) -> Any:
     """The gradients of the results of the op of the rank's words."""
     lse, within = call.lse, tokens.within
-    per_token = (
-        upstream(grad, lse, call.total_weight, call.num_items_in_batch, call.reduction)
-        for grad in (call.dloss, call.dz_loss)
-    )
+    per_token = (upstream(grad, call) for grad in (call.dloss, call.dz_loss))
     # The divisor of a mean over nothing is 0.
     dloss, dz_loss = (
         None if grad is None else torch.where(within, grad.to(lse.dtype), 0.0) for grad in per_token
@@ -117,7 +122,7 @@ class ChunkedLoss:
         self.call, self.shard = call, shard
         names = ("label_smoothing", "softcap", "logit_scale")
         self.options = {name: getattr(call, name) for name in names}
-        self.head, wanted = head_of(call), list(call.gradient_mask)
+        self.head, wanted = Head.of_call(call), list(call.gradient_mask)
         self.size = loss_chunk_size(self.head, shard, wanted, call.chunk_bytes, call.accum_dtype)
         self.tokens = tokens.split(self.size)
         given = (self.head, wanted, shard, self.size, call.accum_dtype)

@@ -22,15 +22,9 @@ from ...ops.heads.gradients import (
     gradient_dtypes,
     rounds_once,
 )
-from ...ops.heads.head import Head, factors_of
-from ...ops.heads.scaling import scaled
+from ...ops.heads.head import Head
 from .collectives import fence, start_sum
-from .shard import HEAD, VocabShard
-
-
-def head_of(call: Any, prefix: str = "") -> Head:
-    """The head of a call, the names of whose arguments have this prefix."""
-    return Head.of(*(getattr(call, f"{prefix}{name}") for name in HEAD))
+from .shard import VocabShard
 
 
 def split(head: Head | Tensor, size: int) -> list[Any]:
@@ -76,19 +70,6 @@ def _traced(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.dtype is torch.bfloat16:
         return torch.mm(a, b).to(dtype)
     return torch.mm(a.to(dtype), b.to(dtype))
-
-
-def finished(call: Any, head: Head, divisor: Tensor | int) -> list[Tensor | None]:
-    """The gradients of a head that are wanted, from those that the forward computed: times dloss
-    and the reduction's factor."""
-    computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
-    if call.dloss is None or all(gradient is None for gradient in computed):
-        return [None] * len(computed)
-    factors = factors_of(call.dloss, call.target, call.ignore_index, divisor)
-    return [
-        None if gradient is None or not wanted else scaled(gradient, factor, head.x.dtype)
-        for wanted, gradient, factor in zip(call.output_mask, computed, factors, strict=True)
-    ]
 
 
 def chunk_size(row_bytes: int, chunk_bytes: int | None) -> int:

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from ...library import OPS
 from ...ops.heads.gradients import HeadGradients
-from ...ops.heads.head import Head, both, rows_of, shaped, still_missing
+from ...ops.heads.head import Head, both, finished_in_forward, rows_of, shaped, still_missing
 from ...ops.heads.two_heads import (
     divisor,
     mixed,
     reduced,
     result_dtype,
+    token_weights,
     upstream_of_sum,
     upstream_of_tokens,
-    weights_of_tokens,
+    weights_and_items,
 )
 from ...ops.losses.cross_entropy import effective
 from ...ops.losses.divergence import limit
@@ -28,8 +29,8 @@ from ...record import Op
 from . import divergence
 from .collectives import of_each_rank, start_gather, wait
 from .divergence import Found
-from .head import chunk_size, finished, gradients_of, head_of, split
-from .shard import HEAD, IGNORED, VocabShard
+from .head import chunk_size, gradients_of, split
+from .shard import IGNORED, VocabShard
 from .token_losses import Labels, call_of_logits, gradients, local_statistics, of_all_ranks
 
 LOSS, LOSS_GRADIENT = OPS["cross_entropy_forward"], OPS["cross_entropy_backward"]
@@ -40,9 +41,9 @@ Upstream = tuple[Tensor | None, Tensor | None]
 def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     """The collectives of `divergence`, for each chunk of tokens; with labels, the first one has
     three more numbers a token."""
-    heads, weights = TwoHeads(call, shard), _weights(call)
+    heads, (weights, items) = TwoHeads(call, shard), weights_and_items(call, result_dtype(call))
     made = heads.gradients(list(call.gradient_mask), in_forward=True)
-    upstream = upstream_of_sum(weights, call.soft_weight, call.hard_weight)
+    upstream = upstream_of_sum(call, weights)
     chunks = []
     for chunk, found in heads.with_statistics():
         if any(call.gradient_mask):
@@ -51,51 +52,35 @@ def forward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     columns = zip(*(chunk.flat() for chunk in chunks), strict=True)
     flat = [None if column[0] is None else torch.cat(column) for column in columns]
     statistics, shape = Statistics.of_flat(flat), call.student_x.shape[:-1]
-    items = divisor(call.reduction, weights, call.num_items_in_batch)
-    of_reduction = (weights, items, call.reduction, shape)
-    value, cross_entropy = reduced(statistics.found.divergence, *of_reduction), None
+    value, cross_entropy = reduced(call, statistics.found.divergence, weights, items), None
     of_labels = [torch.zeros_like(statistics.found.divergence)] * 2
     if statistics.lse is not None and statistics.lse_error is not None:
         assert statistics.nll is not None
-        cross_entropy = reduced(statistics.nll, *of_reduction)
+        cross_entropy = reduced(call, statistics.nll, weights, items)
         of_labels = [x.to(weights.dtype) for x in (statistics.lse, statistics.lse_error)]
-    loss = mixed(value, cross_entropy, call.soft_weight, call.hard_weight)
+    loss = mixed(call, value, cross_entropy)
     numbers = torch.stack([*statistics.found, *of_labels]).reshape(-1, *shape)
-    computed = shaped(made.results(), _tensors(call))
+    computed = shaped(made.results(), call)
     return loss, value, cross_entropy, numbers, *computed, None
 
 
 def backward(op: Op, call: Any, shard: VocabShard) -> tuple[Tensor | None, ...]:
     """The gradients that the forward has not computed, from logits that are computed again."""
     # A mean's divisor is given here; the statistics have its dtype.
-    items = divisor(call.reduction, call.statistics, call.num_items_in_batch)
-    done = finished(call, head_of(call, "student_"), items)
+    items = divisor(call, call.statistics)
+    done = finished_in_forward(call, items)
     missing = still_missing(call.output_mask, done)
     if not any(missing):
         return tuple(done)
-    upstream = upstream_of_tokens(
-        call.dloss, call.ddivergence, call.dcross_entropy, call.target, call.ignore_index,
-        _weights(call), items, call.soft_weight, call.hard_weight,
-    )  # fmt: skip
+    weights = token_weights(call, result_dtype(call)).reshape(-1)
+    upstream = upstream_of_tokens(call, weights, items)
     *found, lse, error = call.statistics.flatten(1).unbind()
     of_labels = (None, None, None) if call.target is None else (lse, error, None)
     statistics, heads = Statistics(Found(*found), *of_labels), TwoHeads(call, shard)
     made = heads.gradients(missing, in_forward=False)
     for chunk in heads.chunks():
         made.add(chunk.head, heads.dlogits(chunk, statistics.of(chunk.tokens), upstream))
-    return both(done, shaped(made.results(), _tensors(call)))
-
-
-def _tensors(call: Any) -> list[Tensor | None]:
-    """The tensors that have gradients."""
-    return [getattr(call, f"student_{name}") for name in HEAD]
-
-
-def _weights(call: Any) -> Tensor:
-    """The weight of each token."""
-    dtype = result_dtype(call.student_x, call.teacher_x, call.teacher_logits)
-    tokens = (call.target, call.token_weight, call.ignore_index, call.student_x.shape[:-1])
-    return weights_of_tokens(*tokens, dtype, call.student_x.device)
+    return both(done, shaped(made.results(), call))
 
 
 class Statistics(NamedTuple):
@@ -132,11 +117,11 @@ class TwoHeads:
 
     def __init__(self, call: Any, shard: VocabShard) -> None:
         self.call, self.shard = call, shard
-        self.student = head_of(call, "student_")
+        self.student = Head.of_call(call, "student_")
         self.teacher: Head | Tensor
         item_bytes = call.student_x.element_size()
         if call.teacher_logits is None:
-            self.teacher = head_of(call, "teacher_")
+            self.teacher = Head.of_call(call, "teacher_")
             item_bytes += call.teacher_x.element_size()
         else:
             self.teacher = rows_of(call.teacher_logits)

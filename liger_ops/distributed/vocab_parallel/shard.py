@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.heads.head import HEAD
 from ...record import Op
 from .collectives import start_sum, wait
 
 # The mark of a token that does not count. It is no word's index, as the user's may be of a shard.
 IGNORED = -100
-# A head's tensors, in the order of masks, and those of them that every rank has.
-HEAD = ("x", "weight", "bias", "lora_x", "lora_b")
+# The tensors of a head that every rank has.
 SHARED = ("x", "lora_x")
 
 # One for each rank.

@@ -159,10 +159,8 @@ def losses(statistics: Statistics, tokens: Tokens, call: Any, V: int) -> tuple[T
     lse, _, nll, surprisal = statistics
     nll = torch.where(tokens.valid, nll, float("nan"))
     smooth = None if surprisal is None else surprisal / V
-    return token_losses(
-        lse, nll, smooth, tokens.weights, tokens.counts, tokens.within,
-        call.label_smoothing, call.lse_square_scale,
-    )  # fmt: skip
+    given = (lse, nll, smooth, tokens.weights, tokens.counts, tokens.within)
+    return token_losses(*given, call)
 
 
 def upstream_of_shard(

@@ -3,8 +3,7 @@
 A gated MLP computes down(act(gate(x), up(x))), or the same with one projection of both. A gated
 activation of diffusers (GEGLU, SwiGLU) has that one projection, and none after it. The new forward
 calls the same children, which may be anything: linear layers, quantised or with adapters, wrapped
-before or after. transformers keeps the weights of all experts of a layer in one module, and calls
-its method `_apply_gate` with their projections, gate and up in one tensor.
+before or after.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MLP_NAME = re.compile(r"mlp|feedforward|ffn", re.IGNORECASE)
 ANY_WIDTH = 48
 
 
-class _Gated(Kind):
+class Gated(Kind):
     """It is the same op in bfloat16, float16 and float32, in training and in evaluation."""
 
     title = "gated activation"
@@ -91,7 +90,7 @@ class _Gated(Kind):
         return report
 
 
-class GatedMLPs(_Gated):
+class GatedMLPs(Gated):
     name = "gated MLP"
 
     def is_expected(self, name: str, module: nn.Module) -> bool:
@@ -126,37 +125,11 @@ class GatedMLPs(_Gated):
         super().check(traced)
 
 
-class Experts(_Gated):
-    name = "experts"
-    method = "_apply_gate"
-
-    def is_expected(self, name: str, module: nn.Module) -> bool:
-        is_experts = classes.class_of(module).__name__.endswith("Experts")
-        holds_gates = is_experts and any("gate_up" in name for name in module._parameters)
-        return holds_gates or _has_method(module, self.method)
-
-    def obstacle(self, module: nn.Module) -> str | None:
-        if not _has_method(module, self.method):
-            return f"it has no {self.method}: the activation is part of its forward"
-        if reason := obstacle(module, self.method):
-            return reason
-        config = getattr(module, "config", None)
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        is_eager = getattr(config, "_experts_implementation", None) == "eager"
-        if is_eager and code is not None and self.method not in code.co_names:
-            return f"its experts_implementation is 'eager', which does not call {self.method}"
-        return None
-
-
 def _is_one(given: list[inspect.Parameter]) -> bool:
     # diffusers' GEGLU takes any further arguments; a call with some reaches its own forward.
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     kinds = [one.kind for one in given if one.kind not in rest]
     return kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
-
-
-def _has_method(module: nn.Module, name: str) -> bool:
-    return inspect.isfunction(getattr(classes.class_of(module), name, None))
 
 
 def _take_packed(node: fx.Node, given: dict[str, Any]) -> None:

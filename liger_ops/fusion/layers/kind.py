@@ -44,9 +44,7 @@ class Kind:
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            classes.kind(cls.name)(
-                lambda base, facts: methods_of(cls.method, cls.caller, base, facts)
-            )
+            classes.kind(cls.name)(cls.methods)
 
     def __init__(self, model: nn.Module) -> None:
         self.probes = Probes()
@@ -107,6 +105,11 @@ class Kind:
     def caller(facts: Facts, op: Step, i: int) -> Called:
         """The function that calls the i-th op of a program with its arguments."""
         return library.OPS[op.name].overload
+
+    @classmethod
+    def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
+        """The methods that are installed."""
+        return methods_of(cls.method, cls.caller, base, facts)
 
     # What all kinds share.
 

@@ -44,7 +44,7 @@ def plan(model: nn.Module) -> Plan:
         for function_name, function in _functions(classes.class_of(module)):
             try:
                 rotary = probes.once(function, functools.partial(find, function_name, function))
-                obstacle = _obstacle(module, function_name)
+                obstacle = call_obstacle(module, function_name)
                 if obstacle is not None:
                     raise NotAnOp(obstacle)
             except NotAnOp as reason:
@@ -70,7 +70,7 @@ def _functions(cls: Any) -> list[tuple[str, Any]]:
     """The global functions that a class's forward refers to and that may be rope."""
     return [
         (name, function.__globals__[name])
-        for function in _wrapped(getattr(cls, "forward", None))
+        for function in wrapped(getattr(cls, "forward", None))
         for name in function.__code__.co_names
         if parameters_of(function.__globals__.get(name))
     ]
@@ -93,13 +93,13 @@ def _not_called_as_rope(module: nn.Module) -> Iterator[str]:
 
 def _named_rotary(caller: Any) -> Iterator[tuple[str, Any]]:
     """The global functions that a function refers to by a name that suggests rope."""
-    for function in _wrapped(caller):
+    for function in wrapped(caller):
         for name in function.__code__.co_names:
             if ROTARY_NAME.search(name) and callable(function.__globals__.get(name)):
                 yield name, function.__globals__[name]
 
 
-def _wrapped(function: Any) -> list[types.FunctionType]:
+def wrapped(function: Any) -> list[types.FunctionType]:
     """A function and the functions that it wraps, from the outermost in."""
     found = []
     while inspect.isfunction(function) and function not in found:
@@ -108,12 +108,12 @@ def _wrapped(function: Any) -> list[types.FunctionType]:
     return found
 
 
-def _obstacle(module: nn.Module, name: str) -> str | None:
+def call_obstacle(module: nn.Module, name: str) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if "forward" in vars(module):
         return "the instance has a forward of its own"
-    chain = _wrapped(classes.class_of(module).forward)
+    chain = wrapped(classes.class_of(module).forward)
     caller = next(function for function in chain if name in function.__code__.co_names)
     for outer, inner in zip(chain, chain[1:], strict=False):
         if outer is caller:

@@ -85,7 +85,7 @@ class OfHidden(Source):
             bias,
             **self.options,
             **options,
-            gradient_mask=needed_gradients(x, weight, bias, options["reduction"], lora_x, lora_b),
+            gradient_mask=needed_gradients((x, weight, bias, lora_x, lora_b), options["reduction"]),
             lora_x=lora_x,
             lora_b=lora_b,
         )

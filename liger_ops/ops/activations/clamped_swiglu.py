@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,41 +66,25 @@ def clamped_swiglu(
         tensor([-41.9997,   1.6916])
     """
     gate, up, dtype = gate_and_up(gate, up, interleaved)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    # One bound at a time: the gradient of both at once writes in place.
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit).clamp(max=limit)
     return (gate * torch.sigmoid(gate * alpha) * (up + up_offset)).to(dtype).contiguous()
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def clamped_swiglu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None,
-    alpha: float, limit: float, up_offset: float, interleaved: bool, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+@library.backward("clamped_swiglu", "dy gate up ... output_mask -> dgate dup")
+def clamped_swiglu_backward(call: Any) -> Any:
     """The gradient of `clamped_swiglu`.
 
     With g and u as in `clamped_swiglu`, and s = sigmoid(alpha * g):
 
         dgate = dy * s * (1 + alpha * g * (1 - s)) * (u + up_offset)    where gate <= limit, else 0
         dup   = dy * g * s                                           where |up| <= limit, else 0
-
-    Args:
-        dy: (..., N), any strides.
-        gate, up, alpha, limit, up_offset, interleaved: as given to `clamped_swiglu`.
-        output_mask: whether dgate and dup are computed and allocated.
-
-    Returns:
-        dgate and dup, contiguous, of the shapes and dtypes of gate and up; each may be None. If
-        gate is packed, dgate is the gradient of the packed tensor.
-
-    Raises:
-        TypeError, ValueError: as `clamped_swiglu`; or dy does not have y's shape.
     """
-    g, u, _ = gate_and_up(gate, up, interleaved)
-    dy = dy.to(g.dtype)
+    limit, alpha = call.limit, call.alpha
+    g, u, _ = gate_and_up(call.gate, call.up, call.interleaved)
+    dy = call.dy.to(g.dtype)
     clamped_g, clamped_u = g.clamp(max=limit), u.clamp(-limit, limit)
-    dgate = dy * silu_slope(clamped_g, alpha) * (clamped_u + up_offset) * (g <= limit)
+    dgate = dy * silu_slope(clamped_g, alpha) * (clamped_u + call.up_offset) * (g <= limit)
     # The product in parentheses comes first: it is 0 where dy * clamped_g would overflow.
     dup = dy * (clamped_g * torch.sigmoid(clamped_g * alpha)) * (u.abs() <= limit)
-    return gradients(dgate, dup, gate, up, output_mask, interleaved)
-
-
-library.gradient("clamped_swiglu")
+    return gradients(dgate, dup, call, call.interleaved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,14 +27,14 @@ def gate_and_up(
 
 
 def gradients(
-    dgate: Tensor, dup: Tensor, gate: Tensor, up: Tensor | None,
-    output_mask: list[bool], interleaved: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients that output_mask asks for, in the form and the dtypes of gate and up.
+    dgate: Tensor, dup: Tensor, call: Any, interleaved: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients that a backward's call asks for, in the form and the dtypes of gate and up.
 
     They are written out: autograd multiplies dy by up first, which may overflow where the slope is
     0, and gives 0 for a NaN that is clamped.
     """
+    gate, up, output_mask = call.gate, call.up, call.output_mask
     if up is None:
         if not output_mask[0]:
             return None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,10 +63,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
     return (_gelu(gate, approximate) * up).to(dtype).contiguous()
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def geglu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, approximate: str, output_mask: list[bool]
-) -> tuple[Tensor | None, Tensor | None]:
+@library.backward("geglu", "dy gate up ... output_mask -> dgate dup")
+def geglu_backward(call: Any) -> Any:
     """The gradient of `geglu`.
 
         dgate = dy * up * gelu'(gate)
@@ -74,22 +73,10 @@ def geglu_backward(
     With the exact erf, and phi the density of the normal distribution,
     gelu'(x) = gelu(x) / x + x * phi(x). With tanh, 2v = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3)
     and s = sigmoid(2v), gelu(x) = x * s and gelu'(x) = s * (1 + (1 - s) * x * d(2v)/dx).
-
-    Args:
-        dy: (..., N), any strides.
-        gate, up, approximate: as given to `geglu`.
-        output_mask: whether dgate and dup are computed and allocated.
-
-    Returns:
-        dgate and dup, contiguous, of the shapes and dtypes of gate and up; each may be None. If
-        gate is packed, dgate is the gradient of the packed tensor.
-
-    Raises:
-        TypeError, ValueError: as `geglu`; or dy does not have y's shape.
     """
-    g, u, _ = gate_and_up(gate, up)
-    dy = dy.to(g.dtype)
-    if approximate == "tanh":
+    g, u, _ = gate_and_up(call.gate, call.up)
+    dy = call.dy.to(g.dtype)
+    if call.approximate == "tanh":
         # Beyond 30 the sigmoid is 0 or 1 even in float64, and g**3 = inf would give 0 * inf.
         near = g.clamp(-30, 30)
         sigmoid = _tanh_factor(near)
@@ -97,7 +84,7 @@ def geglu_backward(
     else:
         cumulative = (1 + torch.erf(g * math.sqrt(0.5))) / 2
         slope = cumulative + g * torch.exp(-g * g / 2) * (1 / math.sqrt(2 * math.pi))
-    return gradients(dy * slope * u, dy * _gelu(g, approximate), gate, up, output_mask)
+    return gradients(dy * slope * u, dy * _gelu(g, call.approximate), call)
 
 
 def _gelu(x: Tensor, approximate: str) -> Tensor:
@@ -109,6 +96,3 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 def _tanh_factor(x: Tensor) -> Tensor:
     """(1 + tanh(v)) / 2 as sigmoid(2 * v), which does not cancel if tanh is near -1."""
     return torch.sigmoid(SCALE * x * (1 + 0.044715 * x * x))
-
-
-library.gradient("geglu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -56,35 +58,17 @@ def swiglu(
     return y.to(dtype).contiguous()
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def swiglu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None,
-    gate_multiplier: float, down_multiplier: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+@library.backward("swiglu", "dy gate up ... output_mask -> dgate dup")
+def swiglu_backward(call: Any) -> Any:
     """The gradient of `swiglu`.
 
     With z = gate * gate_multiplier and s = sigmoid(z):
 
         dgate = dy * s * (1 + z * (1 - s)) * up * gate_multiplier * down_multiplier
         dup   = dy * z * s * down_multiplier
-
-    Args:
-        dy: (..., N), any strides.
-        gate, up, gate_multiplier, down_multiplier: as given to `swiglu`.
-        output_mask: whether dgate and dup are computed and allocated.
-
-    Returns:
-        dgate and dup, contiguous, of the shapes and dtypes of gate and up; each may be None. If
-        gate is packed, dgate is the gradient of the packed tensor.
-
-    Raises:
-        TypeError, ValueError: as `swiglu`; or dy does not have y's shape.
     """
-    g, u, _ = gate_and_up(gate, up)
-    dy = dy.to(g.dtype) * down_multiplier
-    z = g * gate_multiplier
-    dgate = dy * silu_slope(z) * u * gate_multiplier
-    return gradients(dgate, dy * torch.nn.functional.silu(z), gate, up, output_mask)
-
-
-library.gradient("swiglu")
+    g, u, _ = gate_and_up(call.gate, call.up)
+    dy = call.dy.to(g.dtype) * call.down_multiplier
+    z = g * call.gate_multiplier
+    dgate = dy * silu_slope(z) * u * call.gate_multiplier
+    return gradients(dgate, dy * torch.nn.functional.silu(z), call)

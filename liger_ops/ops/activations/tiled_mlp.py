@@ -91,18 +91,13 @@ def tiled_mlp(
     return tiled_mlp_forward(x, *weights, *biases, activation, tile_rows)
 
 
-@library.define(axes=AXES, options={"activation": tuple(ACTIVATIONS), "tile_rows": AT_LEAST_1})
-def tiled_mlp_forward(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: str = "silu", tile_rows: int | None = None,
-) -> Tensor:  # fmt: skip
+@library.forward(
+    "...",
+    axes=AXES,
+    options={"activation": tuple(ACTIVATIONS), "tile_rows": AT_LEAST_1},
+)
+def tiled_mlp_forward(call: Any) -> Tensor:
     """`tiled_mlp`, in the dtypes of its inputs under autocast too.
-
-    Args:
-        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation,
-            tile_rows: as `tiled_mlp`.
 
     Returns:
         (..., O), contiguous, of x's dtype.
@@ -115,52 +110,35 @@ def tiled_mlp_forward(
         >>> liger_ops.tiled_mlp_forward(x, weight, weight, weight.T)
         tensor([[14.0928, 14.0928]])
     """
-    op, options = ACTIVATIONS[activation]
+    op, options = ACTIVATIONS[call.activation]
     gated = library.OPS[op].definition
-    rows = x.reshape(-1, x.shape[-1])
+    rows = call.x.reshape(-1, call.x.shape[-1])
     tiles = []
-    for tile in tiles_of(rows, gate_weight, tile_rows):
-        gate = F.linear(rows[tile], gate_weight, gate_bias)
-        up = F.linear(rows[tile], up_weight, up_bias)
-        tiles.append(F.linear(gated(gate, up, *options), down_weight, down_bias))
-    return torch.cat(tiles).reshape(*x.shape[:-1], down_weight.shape[0])
+    for tile in tiles_of(rows, call.gate_weight, call.tile_rows):
+        gate = F.linear(rows[tile], call.gate_weight, call.gate_bias)
+        up = F.linear(rows[tile], call.up_weight, call.up_bias)
+        tiles.append(F.linear(gated(gate, up, *options), call.down_weight, call.down_bias))
+    return torch.cat(tiles).reshape(*call.x.shape[:-1], call.down_weight.shape[0])
 
 
-@library.define()
-def tiled_mlp_backward(
-    dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: str, tile_rows: int | None, output_mask: list[bool],
-) -> tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None,
-    Tensor | None, Tensor | None, Tensor | None,
-]:  # fmt: skip
-    """The gradient of `tiled_mlp`, from x: gate and up are computed again, a tile at a time.
-
-    Args:
-        dy: (..., O), any strides.
-        x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation,
-            tile_rows: as `tiled_mlp`.
-        output_mask: for each of the seven tensors, whether its gradient is computed and allocated.
-
-    Returns:
-        The gradients of the seven tensors, contiguous, in their shapes and dtypes; each may be
-        None.
-
-    Raises:
-        TypeError, ValueError: as `tiled_mlp`; or dy does not have the shape of the result.
-    """
+@library.backward(
+    "tiled_mlp_forward",
+    "dy x gate_weight up_weight down_weight gate_bias up_bias down_bias ... output_mask ->"
+    " dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
+)
+def tiled_mlp_backward(call: Any) -> Any:
+    """The gradient of `tiled_mlp`, from x: gate and up are computed again, a tile at a time."""
+    dy, x, gate_weight, up_weight, down_weight, *given, activation, tile_rows, output_mask = call
     op, options = ACTIVATIONS[activation]
     gated, gated_backward = (library.OPS[n].definition for n in (op, f"{op}_backward"))
     rows, upstream = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    given = (gate_bias, up_bias, down_bias)
     drows: list[Tensor] = []
     # The weights' gradients: gate, up and down; sums over the tiles.
     weights: list[Tensor | None] = [None] * 3
     biases: list[Tensor | None] = [None] * 3
     for tile in tiles_of(rows, gate_weight, tile_rows):
-        gate = F.linear(rows[tile], gate_weight, gate_bias)
-        up = F.linear(rows[tile], up_weight, up_bias)
+        gate = F.linear(rows[tile], gate_weight, given[0])
+        up = F.linear(rows[tile], up_weight, given[1])
         dh = upstream[tile] @ down_weight
         dgate, dup = gated_backward(dh, gate, up, *options, [True, True])
         if output_mask[0]:
@@ -173,7 +151,7 @@ def tiled_mlp_backward(
                 biases[i] = _sum(biases[i], widened(outer).sum(0))
     dx = torch.cat(drows).reshape(x.shape) if output_mask[0] else None
     sums = [None if total is None else total.to(x.dtype) for total in (*weights, *biases)]
-    return (dx, *sums)  # type: ignore[return-value]
+    return (dx, *sums)
 
 
 def tiles_of(rows: Tensor, gate_weight: Tensor, tile_rows: int | None) -> Iterator[slice]:
@@ -188,6 +166,4 @@ def _sum(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
 
 
-library.gradient("tiled_mlp_forward")
-library.keep_dtypes_under_autocast("tiled_mlp_forward")
-library.keep_dtypes_under_autocast("tiled_mlp_backward")
+library.keep_dtypes_under_autocast("tiled_mlp_forward", "tiled_mlp_backward")

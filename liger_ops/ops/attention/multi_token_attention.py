@@ -85,17 +85,9 @@ def multi_token_attention(
     return multi_token_attention_forward(scores, weight, bias, *options)
 
 
-@library.define(axes="scores=b C M N, weight=E D P Q, bias=E -> y=b E M N")
-def multi_token_attention_forward(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None,
-    stride: int | list[int] = 1, padding: int | list[int] = 0, dilation: int | list[int] = 1,
-    groups: int = 1, sparse: bool = False,
-) -> Tensor:  # fmt: skip
+@library.forward("...", axes="scores=b C M N, weight=E D P Q, bias=E -> y=b E M N")
+def multi_token_attention_forward(call: Any) -> Tensor:
     """`multi_token_attention`, in the dtypes of its inputs under autocast too.
-
-    Args:
-        scores, weight, bias, stride, padding, dilation, groups, sparse: as for
-            `multi_token_attention`.
 
     Returns:
         y: the result of `multi_token_attention`.
@@ -109,45 +101,31 @@ def multi_token_attention_forward(
         tensor([[[[2., 0.],
                   [1., 1.]]]])
     """
-    p = _probabilities(scores, sparse).to(weight.dtype)
-    convolution = Convolution.of(stride, padding, dilation, groups)
-    return convolution(p, weight, bias).tril().contiguous()
+    p = _probabilities(call.scores, call.sparse).to(call.weight.dtype)
+    return Convolution.of(call)(p, call.weight, call.bias).tril().contiguous()
 
 
-@library.define()
-def multi_token_attention_backward(
-    dy: Tensor, scores: Tensor, weight: Tensor, bias: Tensor | None,
-    stride: int | list[int], padding: int | list[int], dilation: int | list[int], groups: int,
-    sparse: bool, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+@library.backward(
+    "multi_token_attention_forward",
+    "dy scores weight bias ... output_mask -> dscores dweight dbias",
+)
+def multi_token_attention_backward(call: Any) -> Any:
     """The gradient of `multi_token_attention`. With dc = dy where j <= i, and 0 where j > i:
 
         dweight, dbias, dp = the gradients of the convolution of p, for dc
         dscores = p * (dp - sum_j p * dp), or that of sparsemax
 
     The convolution is in weight's dtype, as in the forward, where autograd in float32 would not be.
-
-    Args:
-        dy: of y's shape, floating point, any strides.
-        scores, weight, bias, stride, padding, dilation, groups, sparse: as given to the forward.
-        output_mask: whether dscores, dweight and dbias are computed and allocated.
-
-    Returns:
-        dscores, dweight, dbias: of the shape and dtype of scores, weight and bias, contiguous; each
-            may be None.
-
-    Raises:
-        TypeError, ValueError: as `multi_token_attention`.
     """
-    wide = _probabilities(scores, sparse)
-    p, dc = wide.to(weight.dtype), dy.to(weight.dtype).tril()
-    convolution = Convolution.of(stride, padding, dilation, groups)
-    wanted = [*output_mask[:2], output_mask[2] and bias is not None]
-    dp, dweight, dbias = convolution.gradients(dc, p, weight, wanted)
+    wide, dtype = _probabilities(call.scores, call.sparse), call.weight.dtype
+    *of_tensors, of_bias = call.output_mask
+    wanted = [*of_tensors, of_bias and call.bias is not None]
+    given = (call.dy.to(dtype).tril(), wide.to(dtype), call.weight, wanted)
+    dp, dweight, dbias = Convolution.of(call).gradients(*given)
     dscores = None
     if dp is not None:
-        gradient = library.OPS["sparsemax_backward" if sparse else "softmax_backward"].definition
-        dscores = gradient(dp, wide).to(scores.dtype).contiguous()
+        op = "sparsemax_backward" if call.sparse else "softmax_backward"
+        dscores = library.OPS[op].definition(dp, wide).to(call.scores.dtype).contiguous()
     return dscores, _contiguous(dweight), _contiguous(dbias)
 
 
@@ -160,9 +138,10 @@ class Convolution(NamedTuple):
     groups: int
 
     @classmethod
-    def of(cls, stride: Any, padding: Any, dilation: Any, groups: int) -> Convolution:
-        stride, padding, dilation = (per_dimension(v, 2) for v in (stride, padding, dilation))
-        return cls(stride, padding, dilation, groups)
+    def of(cls, call: Any) -> Convolution:
+        given = (call.stride, call.padding, call.dilation)
+        stride, padding, dilation = (per_dimension(values, 2) for values in given)
+        return cls(stride, padding, dilation, call.groups)
 
     def __call__(self, p: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(p, weight, bias, *self)
@@ -197,6 +176,6 @@ def _contiguous(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.contiguous()
 
 
-library.gradient("multi_token_attention_forward")
-library.keep_dtypes_under_autocast("multi_token_attention_forward")
-library.keep_dtypes_under_autocast("multi_token_attention_backward")
+library.keep_dtypes_under_autocast(
+    "multi_token_attention_forward", "multi_token_attention_backward"
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,25 +93,18 @@ def neighborhood_attention(
     return neighborhood_attention_forward(query, key, value, kernel_size, *options)[0]
 
 
-@library.define(
+@library.forward(
+    "...",
     strides=torch.Tag.needs_exact_strides,
     returns="y lse",
     axes="query=b h # D, key=b h # D, value=b h # D -> y=b h # D, lse=b h #",
 )
-def neighborhood_attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, kernel_size: int | list[int],
-    dilation: int | list[int] = 1, is_causal: bool | list[bool] = False,
-    border: str = "clipped", scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def neighborhood_attention_forward(call: Any) -> tuple[Tensor, Tensor]:
     """`neighborhood_attention` with the logarithm of each softmax's denominator.
 
         lse_i = log(sum_j exp(scale * query_i . key_j))
 
     With it, results over different keys can be merged. Both results are differentiable.
-
-    Args:
-        query, key, value, kernel_size, dilation, is_causal, border, scale: as for
-            `neighborhood_attention`.
 
     Returns:
         y: the result of `neighborhood_attention`.
@@ -124,19 +118,17 @@ def neighborhood_attention_forward(
         >>> liger_ops.neighborhood_attention_forward(query, query, query, 3)[1]
         tensor([[[0.6931, 1.0986, 0.6931]]])
     """
-    options = (kernel_size, dilation, is_causal, border, scale)
-    attention = _Attention(query, key, value, options)
+    attention, query = _Attention(call), call.query
     p, lse = attention.softmax()
     y = in_order_of(attention.mixed(p).reshape(query.shape).to(query.dtype), query)
     return y, lse.reshape(query.shape[:-1])
 
 
-@library.define(strides=torch.Tag.needs_exact_strides)
-def neighborhood_attention_backward(
-    dy: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, lse: Tensor,
-    kernel_size: int | list[int], dilation: int | list[int], is_causal: bool | list[bool],
-    border: str, scale: float | None, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+@library.backward(
+    "neighborhood_attention_forward",
+    "dy dlse query key value y lse ... output_mask -> dquery dkey dvalue",
+)
+def neighborhood_attention_backward(call: Any) -> Any:
     """The gradient of `neighborhood_attention_forward`. For i and j in its window:
 
         p_ij    = exp(scale * query_i . key_j - lse_i)
@@ -147,26 +139,11 @@ def neighborhood_attention_backward(
 
     Kernels use the forward's y and lse; the definition computes them again, so that it can be
     differentiated. Autograd would save a key and a value for each slot of the window.
-
-    Args:
-        dy: of y's shape, floating point, any strides.
-        dlse: of lse's shape, floating point, any strides.
-        y, lse: results of the forward.
-        output_mask: whether dquery, dkey and dvalue are computed and allocated.
-        The others: as given to the forward.
-
-    Returns:
-        dquery, dkey, dvalue: of the shape, dtype and layout of query, key and value; each may be
-            None.
-
-    Raises:
-        TypeError, ValueError: as `neighborhood_attention`.
     """
-    options = (kernel_size, dilation, is_causal, border, scale)
-    attention = _Attention(query, key, value, options)
+    attention, output_mask = _Attention(call), call.output_mask
     p, lse = attention.softmax()
-    dy = attention.of_queries(dy)
-    delta = (dy * attention.mixed(p)).sum(-1) - dlse.to(p.dtype).reshape(lse.shape)
+    dy = attention.of_queries(call.dy)
+    delta = (dy * attention.mixed(p)).sum(-1) - call.dlse.to(p.dtype).reshape(lse.shape)
     gradients: list[Tensor | None] = [None, None, None]
     if output_mask[0]:
         dquery = torch.zeros_like(attention.query)
@@ -192,21 +169,24 @@ def neighborhood_attention_backward(
         in_order_of(gradient.reshape(x.shape).to(x.dtype), x)
         if wanted and gradient is not None
         else None
-        for wanted, gradient, x in zip(output_mask, gradients, (query, key, value), strict=True)
-    )  # type: ignore[return-value]
+        for wanted, gradient, x in zip(
+            output_mask, gradients, (call.query, call.key, call.value), strict=True
+        )
+    )
 
 
 class _Attention:
     """The tensors of the definition: query as (B, key's heads, sharing heads, positions, D), key
     and value with 1 sharing head."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
-        kernel_size, dilation, is_causal, border, scale = options
-        self.heads, self.lengths = key.shape[1], query.shape[2:-1]
-        self.scale = query.shape[-1] ** -0.5 if scale is None else scale
-        self.windows = windows(kernel_size, dilation, is_causal, border, len(self.lengths))
-        self.dtype = widened(query).dtype
-        self.query, self.key, self.value = map(self.of_queries, (query, key, value))
+    def __init__(self, call: Any) -> None:
+        tensors = (call.query, call.key, call.value)
+        self.heads, self.lengths = call.key.shape[1], call.query.shape[2:-1]
+        self.scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        options = (call.kernel_size, call.dilation, call.is_causal, call.border)
+        self.windows = windows(*options, len(self.lengths))
+        self.dtype = widened(call.query).dtype
+        self.query, self.key, self.value = map(self.of_queries, tensors)
 
     def of_queries(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (self.heads, -1)).flatten(3, -2).to(self.dtype)
@@ -240,6 +220,19 @@ class _Attention:
         return y
 
 
-library.gradient("neighborhood_attention_forward")
-library.keep_dtypes_under_autocast("neighborhood_attention_forward")
-library.keep_dtypes_under_autocast("neighborhood_attention_backward")
+def _flops(call: Any, products: int) -> int:
+    """Those of products of each query with each key of its window, as PyTorch's counter counts
+    attention: also where a window is clipped."""
+    options = (call.kernel_size, call.dilation, call.is_causal, call.border)
+    keys = math.prod(window.size for window in windows(*options, call.query.dim() - 3))
+    return 2 * call.query.numel() * keys * products
+
+
+library.OPS["neighborhood_attention_forward"].flops = lambda call: _flops(call, 2)
+# The scores again, and the gradients of the weights and of each tensor.
+library.OPS["neighborhood_attention_backward"].flops = lambda call: _flops(
+    call, 2 + sum(call.output_mask)
+)
+library.keep_dtypes_under_autocast(
+    "neighborhood_attention_forward", "neighborhood_attention_backward"
+)

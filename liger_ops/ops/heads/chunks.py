@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import torch
+
 ENVIRONMENT = "LIGER_OPS_LOGITS_BYTES"
 # 8192 x 2048 x 128256 in bfloat16 on an H200, forward and backward: 24.7 ms in chunks of 256 MiB,
 # 22.5 ms of 512 MiB, 21.4 ms of 1024 MiB. The first two have the same peak memory.
@@ -25,11 +27,11 @@ def chunks(
     If neither the caller nor the environment sets a size, it is `default` or, if larger,
     `later_bytes`, memory that is needed anyway after the last chunk. A single slice of all rows may
     then take `saved_bytes` more, memory that only several slices need. If M is 0, there is one
-    empty slice.
+    empty slice, and if it is a symbol, one of all rows: their number would depend on it.
     """
     named = set_bytes(chunk_bytes)
     most = named or max(default, later_bytes)
-    if M * row_bytes <= (named or most + saved_bytes):
+    if isinstance(M * row_bytes, torch.SymInt) or M * row_bytes <= (named or most + saved_bytes):
         yield slice(0, M)
         return
     fitting = max(1, most // row_bytes)

@@ -4,17 +4,19 @@ time: for the definitions, the host code of the kernels, and losses over a shard
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .head import Head, shaped
+from ...torch_private import len_torch_dispatch_stack
+from .head import HEAD, Head, shaped
 
 # multiply(a, b, dtype, out, add) returns a @ b, or out + a @ b, in dtype. It may write to out.
 Multiply = Callable[[Tensor, Tensor, torch.dtype, "Tensor | None", bool], Tensor]
 
 # The positions of a head's tensors in masks and gradients.
-X, WEIGHT, BIAS, LORA_X, LORA_B = range(5)
+X, WEIGHT, BIAS, LORA_X, LORA_B = range(len(HEAD))
 OF_TOKENS = (X, LORA_X)
 
 
@@ -44,9 +46,12 @@ def gradient_dtypes(
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None, add: bool) -> Tensor:
-    """The product of the definitions, of which autograd may save the factors."""
+    """The product of the definitions, of which autograd may save the factors. A trace has no
+    writes."""
     part = torch.mm(a.to(dtype), b.to(dtype))
-    return out.add_(part) if add and out is not None else part
+    if not add or out is None:
+        return part
+    return out + part if len_torch_dispatch_stack() else out.add_(part)
 
 
 def gradients_of_definition(
@@ -149,17 +154,15 @@ class HeadGradients:
 
 
 def gradients_by_words(
-    dlogits_of: Callable[[Tensor, slice], Tensor],
-    x: Tensor, weight: Tensor, bias: Tensor | None, lora_x: Tensor | None, lora_b: Tensor | None,
-    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dx, dweight, dbias, dlora_x and dlora_b, or None.
+    call: Any, dlogits_of: Callable[[Tensor, slice], Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that a backward's call asks for.
 
     `dlogits_of(logits, words)` returns the gradient of all tokens' logits of some words, in the
     dtype of the logits.
     """
-    tensors = (x, weight, bias, lora_x, lora_b)
-    gradients = gradients_of_definition(weight, output_mask, accum_dtype, by_words=True)
-    for words, chunk_head, logits in Head.of(*tensors).chunks_of_words(chunk_bytes):
+    options = (call.output_mask, call.accum_dtype)
+    gradients = gradients_of_definition(call.weight, *options, by_words=True)
+    for words, chunk_head, logits in Head.of_call(call).chunks_of_words(call.chunk_bytes):
         gradients.add(chunk_head, dlogits_of(logits, words))
-    return shaped(gradients.results(), tensors)
+    return shaped(gradients.results(), call)

@@ -1,19 +1,23 @@
 """The head of a loss, a linear layer with a LoRA, for the definitions and the kernels' host code:
 its tensors and their dtypes, its chunks, and the gradients that a forward has computed.
 
-The tensors of a head are x, weight, bias, lora_x and lora_b. Masks and gradients are in this order.
+The tensors of a head are those of HEAD. Masks and gradients are in this order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .chunks import BACKWARD_BYTES, chunks
-from .scaling import scale
+from .scaling import scaled
+
+HEAD = ("x", "weight", "bias", "lora_x", "lora_b")
+GRADIENTS = "dx dweight dbias dlora_x dlora_b"
 
 
 def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -42,16 +46,16 @@ def cast_as_linear(
     return cast[0], cast[1], cast[2] if len(cast) > 2 else None
 
 
-def needed_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, reduction: str,
-    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
-) -> list[bool]:  # fmt: skip
+def needed_gradients(tensors: Sequence[Tensor | None], reduction: str) -> list[bool]:
     """Whether the forward should compute the gradient of each of the head's tensors."""
     in_forward = torch.is_grad_enabled() and reduction != "none"
-    return [
-        in_forward and tensor is not None and tensor.requires_grad
-        for tensor in (x, weight, bias, lora_x, lora_b)
-    ]
+    return [in_forward and tensor is not None and tensor.requires_grad for tensor in tensors]
+
+
+def trained(call: Any) -> tuple[str, ...]:
+    """The names of the tensors of the head that has gradients."""
+    prefix = "student_" if hasattr(call, "student_x") else ""
+    return tuple(f"{prefix}{name}" for name in HEAD)
 
 
 class Head(NamedTuple):
@@ -65,12 +69,10 @@ class Head(NamedTuple):
     lora_b: Tensor | None = None
 
     @staticmethod
-    def of(
-        x: Tensor, weight: Tensor, bias: Tensor | None, lora_x: Tensor | None, lora_b: Tensor | None
-    ) -> Head:
-        """The head of x and lora_x with any dimensions before the last."""
-        lora_rows = None if lora_x is None else rows_of(lora_x)
-        return Head(rows_of(x), weight, bias, lora_rows, lora_b)
+    def of_call(call: Any, prefix: str = "") -> Head:
+        """The head of a call, whose x and lora_x have any dimensions before the last."""
+        x, weight, bias, lora_x, lora_b = (getattr(call, f"{prefix}{name}") for name in HEAD)
+        return Head(rows_of(x), weight, bias, None if lora_x is None else rows_of(lora_x), lora_b)
 
     @property
     def token_bytes(self) -> int:
@@ -115,42 +117,25 @@ class Head(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def divisor(
-    reduction: str, total_weight: Tensor, num_items_in_batch: Tensor | None
-) -> Tensor | int:
+def divisor(call: Any, total_weight: Tensor) -> Tensor | int:
     """The number by which a reduction divides the sum of the losses."""
-    if reduction != "mean":
+    if call.reduction != "mean":
         return 1
-    return total_weight if num_items_in_batch is None else num_items_in_batch.to(total_weight.dtype)
+    items = call.num_items_in_batch
+    return total_weight if items is None else items.to(total_weight.dtype)
 
 
-def upstream_of_tokens(
-    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
-    lse: Tensor, reduction: str, total_weight: Tensor, num_items_in_batch: Tensor | None,
-) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of each token's own loss, z-loss, lse and target logit."""
-    items = divisor(reduction, total_weight, num_items_in_batch)
-    reduced = [None if grad is None else grad.to(lse.dtype) / items for grad in (dloss, dz_loss)]
-    per_token = [None if grad is None else grad.to(lse.dtype) for grad in (dlse, dtarget_logit)]
-    return [
-        None if grad is None else grad.expand(lse.shape).reshape(-1)
-        for grad in (*reduced, *per_token)
-    ]
-
-
-def factors_of(
-    dloss: Tensor, target: Tensor | None, ignore_index: int, divisor: Tensor | int
-) -> tuple[Tensor, ...]:
+def factors_of(call: Any, divisor: Tensor | int) -> tuple[Tensor, ...]:
     """The backward's factors for the gradients from the forward. Without targets all tokens
     count."""
-    factor = dloss / divisor
+    factor = call.dloss / divisor
     of_rows = factor.reshape(1, 1)
-    if target is not None:
+    if call.target is not None:
         # An ignored token has no gradient, even if all are ignored and the mean is NaN.
-        kept = target != ignore_index
+        kept = call.target != call.ignore_index
         of_rows = torch.where(kept, factor, 0.0).unsqueeze(-1)
         factor = torch.where(kept.any(), factor, 0.0)
     of_weight = factor.reshape(1, 1)
@@ -158,21 +143,24 @@ def factors_of(
 
 
 def finished_in_forward(
-    dloss: Tensor | None, computed: Sequence[Tensor | None], output_mask: Sequence[bool],
-    target: Tensor | None, ignore_index: int, divisor: Tensor | int, dtype: torch.dtype,
-    outputs: Sequence[Tensor | None] | None = None, scale: Callable[..., None] = scale,
+    call: Any, divisor: Tensor | int,
+    outputs: Sequence[Tensor | None] = (), scale: Callable[..., None] | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients that are wanted, from those that the forward computed: times dloss and the
-    reduction's factor. They are written to `outputs`, if these are given."""
-    if dloss is None or all(gradient is None for gradient in computed):
+    reduction's factor. A device's `scale` writes them to `outputs`."""
+    computed = [getattr(call, name) for name in GRADIENTS.split()]
+    if call.dloss is None or all(gradient is None for gradient in computed):
         return [None] * len(computed)
     finished: list[Tensor | None] = []
-    factors = factors_of(dloss, target, ignore_index, divisor)
+    dtype, factors = getattr(call, trained(call)[0]).dtype, factors_of(call, divisor)
     for i, gradient in enumerate(computed):
         result = None
-        if output_mask[i] and gradient is not None:
-            result = torch.empty_like(gradient, dtype=dtype) if outputs is None else outputs[i]
-            scale(gradient, factors[i], result)
+        if call.output_mask[i] and gradient is not None:
+            if scale is None:
+                result = scaled(gradient, factors[i], dtype)
+            else:
+                result = outputs[i]
+                scale(gradient, factors[i], result)
         finished.append(result)
     return finished
 
@@ -189,10 +177,9 @@ def both(
     return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
 
 
-def shaped(
-    gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Gradients in the shapes of the tensors that they are the gradients of."""
+def shaped(gradients: Sequence[Tensor | None], call: Any) -> tuple[Tensor | None, ...]:
+    """Gradients in the shapes of the tensors of the call that they are the gradients of."""
+    tensors = (getattr(call, name) for name in trained(call))
     return tuple(
         None if gradient is None or tensor is None else gradient.reshape(tensor.shape)
         for gradient, tensor in zip(gradients, tensors, strict=True)

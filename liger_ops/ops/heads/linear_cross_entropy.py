@@ -13,19 +13,20 @@ from ...torch_private import are_functorch_transforms_active
 from ..losses.cross_entropy import OPTIONS, RESULTS
 from .gradients import gradients_of_definition
 from .head import (
+    GRADIENTS,
     Head,
     both,
     cast_as_linear,
     divisor,
-    factors_of,
     finished_in_forward,
     needed_gradients,
     shaped,
     still_missing,
-    upstream_of_tokens,
 )
 from .lora import lora_input
 from .precomputed_gradient import PrecomputedFormula, gradients_are_private
+
+_LOSS, _GRADIENT = library.OPS["cross_entropy_forward"], library.OPS["cross_entropy_backward"]
 
 
 @library.compose
@@ -118,7 +119,7 @@ def linear_cross_entropy(
     """
     x, weight, bias = cast_as_linear(x, weight, bias)
     lora_x, lora_b = lora_input("linear_cross_entropy", x, weight, lora_a, lora_b, lora_scale)
-    mask = needed_gradients(x, weight, bias, reduction, lora_x, lora_b)
+    mask = needed_gradients((x, weight, bias, lora_x, lora_b), reduction)
     if are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
         mask = [False] * 5
@@ -130,8 +131,9 @@ def linear_cross_entropy(
         )[0]  # fmt: skip
 
 
-@library.define(
-    returns=f"{RESULTS} dx dweight dbias dlora_x dlora_b",
+@library.forward(
+    "... -lora_a -lora_scale return_predicted return_entropy gradient_mask lora_x lora_b",
+    returns=f"{RESULTS} {GRADIENTS}",
     axes="x=* D, weight=V D: x, target=*: int, bias=V: x, class_weight=V, token_weight=*, "
     "num_items_in_batch=: number, lora_x=* R: x, lora_b=V R: x -> loss=[*], z_loss=[*], lse=*, "
     "target_logit=*, total_weight=, predicted_tokens=*: int64, entropy=*, lse_error=*, "
@@ -140,15 +142,7 @@ def linear_cross_entropy(
     options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
 def linear_cross_entropy_forward(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-    class_weight: Tensor | None = None, token_weight: Tensor | None = None,
-    num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
-    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
-    return_predicted: bool = False, return_entropy: bool = False,
-    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False, False, False),
-    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
+    call: Any,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor,
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
@@ -166,9 +160,6 @@ def linear_cross_entropy_forward(
     logits. Autocast changes nothing here.
 
     Args:
-        x, weight, target, bias, class_weight, token_weight, num_items_in_batch, ignore_index,
-            reduction, label_smoothing, lse_square_scale, softcap, logit_scale, accum_dtype,
-            chunk_bytes: as for `linear_cross_entropy`.
         return_predicted: whether to compute predicted_tokens.
         return_entropy: whether to compute entropy.
         gradient_mask: whether to compute dx, dweight, dbias, dlora_x and dlora_b. All False for the
@@ -191,59 +182,53 @@ def linear_cross_entropy_forward(
         >>> liger_ops.linear_cross_entropy_forward(x, weight, torch.tensor([3]))[2]  # lse
         tensor([1.3863])
     """
-    targets, token_weights = target.reshape(-1), _flat(token_weight)
-    options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
-    gradients = gradients_of_definition(weight, gradient_mask, accum_dtype, in_forward=True)
+    gradients = gradients_of_definition(
+        call.weight, call.gradient_mask, call.accum_dtype, in_forward=True
+    )
     parts = []
-    head = Head.of(x, weight, bias, lora_x, lora_b)
-    for chunk, chunk_head, logits in head.chunks_of_tokens(chunk_bytes):
-        tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
-        part = _LOSS(logits, *tokens, *options, return_predicted, return_entropy)
+    for chunk, chunk_head, logits in Head.of_call(call).chunks_of_tokens(call.chunk_bytes):
+        of_chunk = _of_chunk(_LOSS, call, chunk, logits)
+        part = _LOSS.definition(*of_chunk)
         parts.append(part)
-        if any(gradient_mask):
+        if any(call.gradient_mask):
             with torch.no_grad():
                 _, _, lse, _, total_weight, _, _, lse_error = part
-                ones = torch.ones_like(lse)
-                upstream = (ones, None, None, None)
-                statistics = (lse, lse_error, total_weight)
-                dlogits = _GRADIENT(*upstream, logits, *tokens, *statistics, *options)
-                gradients.add(chunk_head, dlogits)
-    loss, z_loss, lse, target_logit, total_weights, predicted_tokens, entropy, lse_error = (
+                given = {"lse": lse, "lse_error": lse_error, "total_weight": total_weight}
+                given = _of_chunk(
+                    _GRADIENT, call, chunk, logits, dloss=torch.ones_like(lse), **given
+                )
+                gradients.add(chunk_head, _GRADIENT.definition(*given))
+    loss, z_loss, lse, target_logit, total_weights, *others = (
         _joined(values) for values in zip(*parts, strict=True)
     )
     total_weight = total_weights.sum()
-    if reduction == "none":
-        loss, z_loss = loss.reshape(target.shape), z_loss.reshape(target.shape)
+    shape = call.target.shape
+    if call.reduction == "none":
+        loss, z_loss = loss.reshape(shape), z_loss.reshape(shape)
     else:
-        items = divisor(reduction, total_weight, num_items_in_batch)
+        items = divisor(call, total_weight)
         loss, z_loss = loss.sum() / items, z_loss.sum() / items
+    of_tokens = [None if values is None else values.reshape(shape) for values in others]
     return (
-        loss,
-        z_loss,
-        lse.reshape(target.shape),
-        target_logit.reshape(target.shape),
-        total_weight,
-        predicted_tokens.reshape(target.shape) if return_predicted else None,
-        entropy.reshape(target.shape) if return_entropy else None,
-        lse_error.reshape(target.shape),
-        *shaped(gradients.results(), (x, weight, bias, lora_x, lora_b)),
-    )
+        loss, z_loss, lse.reshape(shape), target_logit.reshape(shape), total_weight, *of_tokens,
+        *shaped(gradients.results(), call),
+    )  # fmt: skip
 
 
-@library.define(returns="dx dweight dbias dlora_x dlora_b")
-def linear_cross_entropy_backward(
-    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    token_weight: Tensor | None, num_items_in_batch: Tensor | None, lse: Tensor, lse_error: Tensor,
-    total_weight: Tensor, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None,
-    ignore_index: int, reduction: str, label_smoothing: float,
-    lse_square_scale: float, softcap: float | None, logit_scale: float,
-    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
-    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
-    dlora_x: Tensor | None = None, dlora_b: Tensor | None = None,
-) -> tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
-]:  # fmt: skip
+class _Formula(PrecomputedFormula):
+    def items(self, call: Any) -> Tensor | int:
+        return divisor(call, call.total_weight)
+
+
+@library.backward(
+    "linear_cross_entropy_forward",
+    "dloss? dz_loss? dlse? dtarget_logit? x weight target bias class_weight token_weight"
+    " num_items_in_batch lse lse_error total_weight dx? dweight? dbias? ... output_mask"
+    " lora_x= lora_b= dlora_x= dlora_b= -> dx dweight dbias dlora_x dlora_b",
+    returns=GRADIENTS,
+    formula=_Formula,
+)
+def linear_cross_entropy_backward(call: Any) -> Any:
     """The gradient of `linear_cross_entropy_forward`.
 
     A gradient that the forward computed and that is given here is multiplied by dloss and the
@@ -255,52 +240,46 @@ def linear_cross_entropy_backward(
         dbias = sum(dlogits, 0)
         dlora_x = dlogits @ lora_b
         dlora_b = sum over the chunks of dlogits.T @ lora_x
-
-    Args:
-        dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
-            of the shapes of these results, any strides; each may be None.
-        lse, lse_error, total_weight: results of the forward.
-        dx, dweight, dbias, dlora_x, dlora_b: results of the forward, or None: for the reduction
-            "none", and if another result than loss has a gradient.
-        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
-        The others: as given to the forward.
-
-    Returns:
-        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of x, weight,
-        bias, lora_x and lora_b; or None.
-
-    Raises:
-        TypeError, ValueError: as `linear_cross_entropy`; or output_mask asks for the gradient of a
-            tensor that is None.
     """
-    computed = (dx, dweight, dbias, dlora_x, dlora_b)
-    items = divisor(reduction, total_weight, num_items_in_batch)
-    finished = finished_in_forward(
-        dloss, computed, output_mask, target, ignore_index, items, x.dtype
-    )
-    missing = still_missing(output_mask, finished)
+    finished = finished_in_forward(call, divisor(call, call.total_weight))
+    missing = still_missing(call.output_mask, finished)
     if not any(missing):
-        return tuple(finished)  # type: ignore[return-value]
-    targets, token_weights = target.reshape(-1), _flat(token_weight)
-    options = (ignore_index, "none", label_smoothing, lse_square_scale, softcap, logit_scale)
-    upstream = upstream_of_tokens(
-        dloss, dz_loss, dlse, dtarget_logit, lse, reduction, total_weight, num_items_in_batch
-    )
-    lse, lse_error = lse.reshape(-1), lse_error.reshape(-1)
-    gradients = gradients_of_definition(weight, missing, accum_dtype)
-    head = Head.of(x, weight, bias, lora_x, lora_b)
-    for chunk, chunk_head, logits in head.chunks_of_tokens(chunk_bytes):
-        tokens = (targets[chunk], class_weight, _of(token_weights, chunk), None)
-        grads = [_of(grad, chunk) for grad in upstream]
-        statistics = (lse[chunk], lse_error[chunk], total_weight)
-        dlogits = _GRADIENT(*grads, logits, *tokens, *statistics, *options)
+        return tuple(finished)
+    names = ("dloss", "dz_loss", "dlse", "dtarget_logit")
+    upstream = dict(zip(names, upstream_of_tokens(call), strict=True))
+    statistics = {"lse": call.lse.reshape(-1), "lse_error": call.lse_error.reshape(-1)}
+    gradients = gradients_of_definition(call.weight, missing, call.accum_dtype)
+    for chunk, chunk_head, logits in Head.of_call(call).chunks_of_tokens(call.chunk_bytes):
+        given = {name: _part(x, chunk) for name, x in (upstream | statistics).items()}
+        given["total_weight"] = call.total_weight
+        dlogits = _GRADIENT.definition(*_of_chunk(_GRADIENT, call, chunk, logits, **given))
         gradients.add(chunk_head, dlogits)
-    made = shaped(gradients.results(), (x, weight, bias, lora_x, lora_b))
-    return both(finished, made)  # type: ignore[return-value]
+    return both(finished, shaped(gradients.results(), call))
 
 
-_LOSS = library.OPS["cross_entropy_forward"].definition
-_GRADIENT = library.OPS["cross_entropy_backward"].definition
+def upstream_of_tokens(call: Any) -> list[Tensor | None]:
+    """The gradients of each token's own loss, z-loss, lse and target logit."""
+    items = divisor(call, call.total_weight)
+    reduced = [
+        None if g is None else g.to(call.lse.dtype) / items for g in (call.dloss, call.dz_loss)
+    ]
+    per_token = [
+        None if g is None else g.to(call.lse.dtype) for g in (call.dlse, call.dtarget_logit)
+    ]
+    return [
+        None if grad is None else grad.expand(call.lse.shape).reshape(-1)
+        for grad in (*reduced, *per_token)
+    ]
+
+
+def _of_chunk(op: Any, call: Any, chunk: slice, logits: Tensor, **given: Any) -> Any:
+    """The call of an op of logits for a chunk of tokens, each of which has its own loss."""
+    names = set(op.arguments._fields) & set(call._fields)
+    own = dict.fromkeys(op.arguments._fields) | {name: getattr(call, name) for name in names}
+    target, token_weight = _part(call.target, chunk), _part(call.token_weight, chunk)
+    own |= {"logits": logits, "target": target, "token_weight": token_weight}
+    own |= {"weight": call.class_weight, "num_items_in_batch": None, "reduction": "none"}
+    return op.arguments(**own | given)
 
 
 def _joined(values: tuple[Tensor | None, ...]) -> Any:
@@ -309,20 +288,8 @@ def _joined(values: tuple[Tensor | None, ...]) -> Any:
     return torch.cat(given) if given else None
 
 
-def _flat(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.reshape(-1)
+def _part(values: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if values is None else values.reshape(-1)[chunk]
 
 
-def _of(values: Tensor | None, chunk: slice) -> Tensor | None:
-    return None if values is None else values[chunk]
-
-
-class _Formula(PrecomputedFormula):
-    def factor(self, call: Any) -> Tensor:
-        items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
-        return factors_of(call.dloss, call.target, call.ignore_index, items)[1]
-
-
-library.gradient("linear_cross_entropy_forward", formula=_Formula)
-library.keep_dtypes_under_autocast("linear_cross_entropy_forward")
-library.keep_dtypes_under_autocast("linear_cross_entropy_backward")
+library.keep_dtypes_under_autocast("linear_cross_entropy_forward", "linear_cross_entropy_backward")

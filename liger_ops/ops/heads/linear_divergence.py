@@ -14,22 +14,28 @@ from ...torch_private import are_functorch_transforms_active
 from ..losses.cross_entropy import REDUCTIONS
 from ..losses.divergence import OPTIONS as DIVERGENCE
 from .gradients import gradients_of_definition
-from .head import Head, cast_as_linear, factors_of, needed_gradients, shaped
-from .linear_divergence_backward import GRADIENTS, weights_and_items
+from .head import (
+    GRADIENTS,
+    both,
+    cast_as_linear,
+    finished_in_forward,
+    needed_gradients,
+    shaped,
+    still_missing,
+)
 from .lora import lora_input
 from .precomputed_gradient import PrecomputedFormula, gradients_are_private
 from .two_heads import (
     chunks_of_logits,
-    divisor,
     dlogits_of,
     entropy_of,
     mixed,
     reduced,
     result_dtype,
-    teacher_of,
     upstream_of_sum,
+    upstream_of_tokens,
     values_of,
-    weights_of_tokens,
+    weights_and_items,
 )
 
 RESULTS = "loss divergence cross_entropy statistics"
@@ -218,7 +224,8 @@ def linear_divergence(
             f"{op}: teacher_lora_a and teacher_lora_b must be None without teacher_x and"
             " teacher_weight, got a tensor"
         )
-    mask = needed_gradients(student_x, student_weight, student_bias, reduction, lora_x, lora_b)
+    head = (student_x, student_weight, student_bias, lora_x, lora_b)
+    mask = needed_gradients(head, reduction)
     if are_functorch_transforms_active():
         # Transforms differentiate the definition, and would not use the forward's gradients.
         mask = [False] * 5
@@ -233,29 +240,16 @@ def linear_divergence(
         )[:3]  # fmt: skip
 
 
-@library.define(
+@library.forward(
+    "... -student_lora_a -student_lora_scale -teacher_lora_a -teacher_lora_scale "
+    "return_entropy gradient_mask student_lora_x student_lora_b teacher_lora_x teacher_lora_b",
     returns=f"{RESULTS} {GRADIENTS} entropy",
     axes=AXES,
     dtype="float32+student_x+teacher_x+teacher_logits",
     options=OPTIONS,
 )
 def linear_divergence_forward(
-    student_x: Tensor, student_weight: Tensor,
-    teacher_x: Tensor | None = None, teacher_weight: Tensor | None = None,
-    student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
-    teacher_logits: Tensor | None = None, target: Tensor | None = None,
-    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
-    kind: str = "jsd", beta: float = 0.5,
-    temperature: float = 1.0, teacher_temperature: float | None = None,
-    student_softcap: float | None = None, teacher_softcap: float | None = None,
-    student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
-    soft_weight: float = 1.0, hard_weight: float = 0.0,
-    ignore_index: int = -100, reduction: str = "mean",
-    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
-    return_entropy: bool = False,
-    gradient_mask: tuple[bool, ...] | list[bool] = (False, False, False, False, False),
-    student_lora_x: Tensor | None = None, student_lora_b: Tensor | None = None,
-    teacher_lora_x: Tensor | None = None, teacher_lora_b: Tensor | None = None,
+    call: Any,
 ) -> tuple[
     Tensor, Tensor, Tensor | None, Tensor,
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
@@ -270,11 +264,6 @@ def linear_divergence_forward(
     logits again. Autocast changes nothing here.
 
     Args:
-        student_x, student_weight, teacher_x, teacher_weight, student_bias, teacher_bias,
-            teacher_logits, target, token_weight, num_items_in_batch, kind, beta, temperature,
-            teacher_temperature, student_softcap, teacher_softcap, student_logit_scale,
-            teacher_logit_scale, soft_weight, hard_weight, ignore_index, reduction, accum_dtype,
-            chunk_bytes: as for `linear_divergence`.
         return_entropy: whether to compute entropy.
         gradient_mask: whether to compute dx, dweight, dbias, dlora_x and dlora_b. All False for the
             reduction "none".
@@ -302,56 +291,42 @@ def linear_divergence_forward(
         >>> liger_ops.linear_divergence_forward(x, weight, x, weight)[3][2]  # the student's lse
         tensor([1.3863])
     """
-    shape, dtype = student_x.shape[:-1], result_dtype(student_x, teacher_x, teacher_logits)
-    head = (student_x, student_weight, student_bias, student_lora_x, student_lora_b)
-    lora = (teacher_lora_x, teacher_lora_b)
-    taught = teacher_of(teacher_x, teacher_weight, teacher_bias, *lora, teacher_logits)
-    gradients = gradients_of_definition(student_weight, gradient_mask, accum_dtype, in_forward=True)
-    weights = weights_of_tokens(target, token_weight, ignore_index, shape, dtype, student_x.device)
-    options = (
-        kind, beta, temperature, teacher_temperature, student_softcap, teacher_softcap,
-        student_logit_scale, teacher_logit_scale, ignore_index,
-    )  # fmt: skip
+    weights, items = weights_and_items(call, result_dtype(call))
+    gradients = gradients_of_definition(
+        call.student_weight, call.gradient_mask, call.accum_dtype, in_forward=True
+    )
     divergences, losses, statistics, entropies = [], [], [], []
-    for chunk, chunk_head, student, teacher, targets in chunks_of_logits(
-        Head.of(*head), taught, target, chunk_bytes
-    ):
-        value, loss, found = values_of(student, teacher, targets, *options)
+    for chunk, part, student, teacher, targets in chunks_of_logits(call):
+        value, loss, found = values_of(call, student, teacher, targets)
         divergences.append(value.to(weights.dtype))
         if loss is not None:
             losses.append(loss.to(weights.dtype))
         statistics.append(found.to(weights.dtype))
-        if return_entropy:
-            caps = (temperature, student_softcap, student_logit_scale, ignore_index)
-            entropies.append(entropy_of(student, targets, *caps).to(weights.dtype))
-        if any(gradient_mask):
+        if call.return_entropy:
+            entropies.append(entropy_of(call, student, targets).to(weights.dtype))
+        if any(call.gradient_mask):
             with torch.no_grad():
-                soft, hard = upstream_of_sum(weights[chunk], soft_weight, hard_weight)
-                dlogits = dlogits_of(soft, hard, student, teacher, targets, *options)
-                gradients.add(chunk_head, dlogits)
-    items = divisor(reduction, weights, num_items_in_batch)
-    divergence = reduced(torch.cat(divergences), weights, items, reduction, shape)
-    cross_entropy = None
-    if target is not None:
-        cross_entropy = reduced(torch.cat(losses), weights, items, reduction, shape)
+                upstream = upstream_of_sum(call, weights[chunk])
+                gradients.add(part, dlogits_of(call, upstream, student, teacher, targets))
+    divergence, cross_entropy = reduced(call, torch.cat(divergences), weights, items), None
+    if losses:
+        cross_entropy = reduced(call, torch.cat(losses), weights, items)
+    shape = call.student_x.shape[:-1]
     return (
-        mixed(divergence, cross_entropy, soft_weight, hard_weight),
+        mixed(call, divergence, cross_entropy),
         divergence,
         cross_entropy,
         torch.cat(statistics, 1).reshape(STATISTICS, *shape),
-        *shaped(gradients.results(), head),
-        torch.cat(entropies).reshape(shape) if return_entropy else None,
+        *shaped(gradients.results(), call),
+        torch.cat(entropies).reshape(shape) if entropies else None,
     )  # type: ignore[return-value]
 
 
 class _Formula(PrecomputedFormula):
     prefix = "student_"
 
-    def factor(self, call: Any) -> Tensor:
-        tokens = (call.target, call.token_weight, call.num_items_in_batch)
-        options = (call.statistics, call.ignore_index, call.reduction)
-        _, items = weights_and_items(call.student_x, *tokens, *options)
-        return factors_of(call.dloss, call.target, call.ignore_index, items)[1]
+    def items(self, call: Any) -> Tensor | int:
+        return weights_and_items(call, call.statistics.dtype)[1]
 
     def refusal(self, name: str) -> str:
         if not name.startswith("teacher_"):
@@ -362,6 +337,46 @@ class _Formula(PrecomputedFormula):
         return f"{name} must not require a gradient, {reason}"
 
 
-library.gradient("linear_divergence_forward", formula=_Formula)
-library.keep_dtypes_under_autocast("linear_divergence_forward")
-library.keep_dtypes_under_autocast("linear_divergence_backward")
+@library.backward(
+    "linear_divergence_forward",
+    "dloss? ddivergence? dcross_entropy? student_x student_weight teacher_x teacher_weight"
+    " student_bias teacher_bias teacher_logits target token_weight num_items_in_batch"
+    " statistics dx? dweight? dbias? ... output_mask student_lora_x= student_lora_b="
+    " teacher_lora_x= teacher_lora_b= dlora_x= dlora_b= -> dx dweight dbias dlora_x"
+    " dlora_b",
+    returns=GRADIENTS,
+    formula=_Formula,
+)
+def linear_divergence_backward(call: Any) -> Any:
+    """The gradient of `linear_divergence_forward`.
+
+    A gradient that the forward computed and that is given here is multiplied by dloss and the
+    reduction's factor, in float32, and rounded once. The others are computed from recomputed
+    logits: by the definition a chunk of tokens at a time, by kernels a chunk of words, whose
+    gradients of student_weight, student_bias and student_lora_b are complete. With q_i the softmax
+    of z_i at temperature 1:
+
+        dz_ic = soft_i * dstudent_ic of `divergence_backward` + hard_i * (q_ic - (c == target_i))
+        dlogits_ic = dz_ic * logit_scale * (1 - (z_ic / softcap)**2), in student_x's dtype
+        dx = dlogits @ weight
+        dweight = sum over the chunks of dlogits.T @ x
+        dbias = sum(dlogits, 0)
+        dlora_x = dlogits @ lora_b
+        dlora_b = sum over the chunks of dlogits.T @ lora_x
+
+    where soft_i and hard_i are the gradients of the token's divergence and cross-entropy.
+    """
+    weights, items = weights_and_items(call, call.statistics.dtype)
+    finished = finished_in_forward(call, items)
+    missing = still_missing(call.output_mask, finished)
+    if not any(missing):
+        return tuple(finished)
+    upstream = upstream_of_tokens(call, weights, items)
+    gradients = gradients_of_definition(call.student_weight, missing, call.accum_dtype)
+    for chunk, part, student, teacher, targets in chunks_of_logits(call):
+        of_chunk = [None if grad is None else grad[chunk] for grad in upstream]
+        gradients.add(part, dlogits_of(call, of_chunk, student, teacher, targets))
+    return both(finished, shaped(gradients.results(), call))
+
+
+library.keep_dtypes_under_autocast("linear_divergence_forward", "linear_divergence_backward")

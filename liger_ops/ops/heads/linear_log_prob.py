@@ -3,6 +3,8 @@ not kept."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,10 @@ from ... import library
 from ...accepted import ABOVE_0
 from ..losses.log_prob import OPTIONS, RESULTS, Results
 from .gradients import gradients_by_words
-from .head import Head, cast_as_linear
+from .head import GRADIENTS, Head, cast_as_linear
 from .lora import lora_input
+
+_LOG_PROB, _GRADIENT = library.OPS["log_prob_forward"], library.OPS["log_prob_backward"]
 
 
 @library.compose
@@ -106,7 +110,9 @@ def linear_log_prob(
     )[:2]  # fmt: skip
 
 
-@library.define(
+@library.forward(
+    "... -lora_a -lora_scale return_mean_logits return_log_sum_sq_probs return_predicted "
+    "lora_x lora_b",
     returns=RESULTS,
     axes="x=* D, weight=V D: x, target=*: int, bias=V: x, lora_x=* R: x, lora_b=V R: x -> "
     "log_prob=*, entropy=*, lse=*, mean_logits=*, log_sum_sq_probs=*, predicted_tokens=*: int64, "
@@ -114,23 +120,13 @@ def linear_log_prob(
     dtype="float32+x",
     options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
-def linear_log_prob_forward(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
-    return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
-    return_predicted: bool = False,
-    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
-) -> Results:  # fmt: skip
+def linear_log_prob_forward(call: Any) -> Results:
     """`linear_log_prob` with lse, from which the backward computes the probabilities again, and
     with the statistics of `log_prob_forward`, from the same pass over the logits.
 
     Autocast changes nothing here.
 
     Args:
-        x, weight, target, bias, temperature, softcap, logit_scale, ignore_index, accum_dtype,
-            chunk_bytes: as for `linear_log_prob`.
         return_mean_logits, return_log_sum_sq_probs, return_predicted: as for `log_prob_forward`.
         lora_x: (..., R), of x's dtype, whose product with lora_b is added to the logits.
         lora_b: (V, R), of x's dtype. Both, or neither.
@@ -149,28 +145,24 @@ def linear_log_prob_forward(
         >>> liger_ops.linear_log_prob_forward(x, weight, torch.tensor([3]))[2]
         tensor([1.3863])
     """
-    targets, parts = target.reshape(-1), []
-    for chunk, _, logits in Head.of(x, weight, bias, lora_x, lora_b).chunks_of_tokens(chunk_bytes):
-        options = (temperature, softcap, logit_scale, ignore_index)
-        asked = (return_mean_logits, return_log_sum_sq_probs, return_predicted)
-        parts.append(_LOG_PROB(logits, targets[chunk], *options, *asked))
+    target, parts = call.target, []
+    for chunk, _, logits in Head.of_call(call).chunks_of_tokens(call.chunk_bytes):
+        given = {name: getattr(call, name, None) for name in _LOG_PROB.arguments._fields}
+        given |= {"logits": logits, "target": target.reshape(-1)[chunk]}
+        parts.append(_LOG_PROB.definition(**given))
     return tuple(
         None if values[0] is None else torch.cat(values).reshape(target.shape)
         for values in zip(*parts, strict=True)
     )  # type: ignore[return-value]
 
 
-@library.define(returns="dx dweight dbias dlora_x dlora_b")
-def linear_log_prob_backward(
-    dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None,
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-    entropy: Tensor, lse: Tensor, lse_error: Tensor,
-    temperature: float, softcap: float | None, logit_scale: float, ignore_index: int,
-    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
-    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
-) -> tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
-]:  # fmt: skip
+@library.backward(
+    "linear_log_prob_forward",
+    "dlog_prob? dentropy? dlse? x weight target bias entropy lse lse_error ... output_mask"
+    " lora_x= lora_b= -> dx dweight dbias dlora_x dlora_b",
+    returns=GRADIENTS,
+)
+def linear_log_prob_backward(call: Any) -> Any:
     """The gradient of `linear_log_prob_forward`.
 
     For a chunk of words, with dlogits of `log_prob_backward` in x's dtype and with the targets
@@ -181,39 +173,18 @@ def linear_log_prob_backward(
         dbias[words] = sum(dlogits, 0)
         dlora_x += dlogits @ lora_b[words]
         dlora_b[words] = dlogits.T @ lora_x
-
-    Args:
-        dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
-            shape of target, any strides; each may be None.
-        entropy, lse, lse_error: results of the forward.
-        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
-        The others: as given to the forward.
-
-    Returns:
-        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of x, weight,
-        bias, lora_x and lora_b; or None.
-
-    Raises:
-        TypeError, ValueError: as `linear_log_prob`; or output_mask asks for the gradient of a
-            tensor that is None.
     """
-    targets = target.reshape(-1)
-    grads = [None if g is None else g.reshape(-1) for g in (dlog_prob, dentropy, dlse)]
-    statistics = [value.reshape(-1) for value in (entropy, lse, lse_error)]
+    of_tokens = ("dlog_prob", "dentropy", "dlse", "target", "entropy", "lse", "lse_error")
+    flat = {name: getattr(call, name) for name in of_tokens}
+    flat = {name: None if x is None else x.reshape(-1) for name, x in flat.items()}
+    options = {name: getattr(call, name) for name in ("temperature", "softcap", "logit_scale")}
 
     def dlogits_of(logits: Tensor, words: slice) -> Tensor:
-        options = (temperature, softcap, logit_scale, ignore_index - words.start)
-        return _GRADIENT(*grads, logits, targets - words.start, *statistics, *options)
+        own = {"target": flat["target"] - words.start, "logits": logits}
+        ignore_index = call.ignore_index - words.start
+        return _GRADIENT.definition(**flat | own, **options, ignore_index=ignore_index)
 
-    return gradients_by_words(  # type: ignore[return-value]
-        dlogits_of, x, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
-    )
-
-
-_LOG_PROB = library.OPS["log_prob_forward"].definition
-_GRADIENT = library.OPS["log_prob_backward"].definition
+    return gradients_by_words(call, dlogits_of)
 
 
-library.gradient("linear_log_prob_forward")
-library.keep_dtypes_under_autocast("linear_log_prob_forward")
-library.keep_dtypes_under_autocast("linear_log_prob_backward")
+library.keep_dtypes_under_autocast("linear_log_prob_forward", "linear_log_prob_backward")

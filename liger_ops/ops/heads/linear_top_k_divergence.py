@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,10 +13,8 @@ from ..losses.cross_entropy import effective, log_softmax_of, logsumexp
 from ..losses.log_prob import OPTIONS, tempered
 from ..losses.top_k import check_teacher, distinct, divergence_of_classes
 from .gradients import gradients_by_words
-from .head import Head, cast_as_linear, rows_of
+from .head import GRADIENTS, Head, cast_as_linear, rows_of
 from .lora import lora_input
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @library.compose
@@ -120,30 +120,26 @@ def linear_top_k_divergence(
     )
 
 
-@library.define(
+@library.forward(
+    "x weight teacher_ids bias temperature softcap logit_scale accum_dtype chunk_bytes "
+    "lora_x lora_b",
     returns="logits rest rest_error",
     axes="x=* D, weight=V D: x, teacher_ids=* K: int, bias=V: x, lora_x=* R: x, lora_b=V R: x -> "
     "logits=* K, rest=*, rest_error=*",
     dtype="float32+x",
     options={**OPTIONS, "chunk_bytes": ABOVE_0},
 )
-def linear_top_k_divergence_forward(
-    x: Tensor, weight: Tensor, teacher_ids: Tensor, bias: Tensor | None = None,
-    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
-    accum_dtype: torch.dtype | None = None, chunk_bytes: int | None = None,
-    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def linear_top_k_divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The student's part of `linear_top_k_divergence`: with z as there, the z of the words that are
     listed, and the logsumexp of the z of all others.
 
     Their softmax, `torch.cat([logits, rest.unsqueeze(-1)], -1).softmax(-1)`, has the probabilities
     of the listed words and of all others together. Autocast changes nothing here.
 
+    The words of a token, in teacher_ids, must differ from each other, as `linear_top_k_divergence`
+    sees to.
+
     Args:
-        x, weight, bias, temperature, softcap, logit_scale, accum_dtype, chunk_bytes: as for
-            `linear_top_k_divergence`.
-        teacher_ids: (..., K), int64 or int32; each below 0, or from 0 to V - 1. The words of a
-            token must differ from each other, as `linear_top_k_divergence` sees to.
         lora_x: (..., R), of x's dtype, whose product with lora_b is added to the logits.
         lora_b: (V, R), of x's dtype. Both, or neither.
 
@@ -163,75 +159,50 @@ def linear_top_k_divergence_forward(
         >>> liger_ops.linear_top_k_divergence_forward(x, weight, torch.tensor([[3, -1]]))
         (tensor([[0., -inf]]), tensor([1.0986]), tensor([0.]))
     """
-    K, tokens = teacher_ids.shape[-1], teacher_ids.shape[:-1]
-    ids, parts = rows_of(teacher_ids).long(), []
-    head = Head.of(x, weight, bias, lora_x, lora_b)
-    for chunk, _, chunk_logits in head.chunks_of_tokens(chunk_bytes):
-        z = _scaled(chunk_logits, ids[chunk], temperature, softcap, logit_scale)
-        parts.append(_split(z, ids[chunk]))
-    logits, rest, error = (torch.cat(values) for values in zip(*parts, strict=True))
-    return logits.reshape(*tokens, K), rest.reshape(tokens), error.reshape(tokens)
+    tokens = call.teacher_ids.shape[:-1]
+    ids, parts = rows_of(call.teacher_ids).long(), []
+    for chunk, _, logits in Head.of_call(call).chunks_of_tokens(call.chunk_bytes):
+        parts.append(_split(_scaled(call, logits, ids[chunk]), ids[chunk]))
+    listed, rest, error = (torch.cat(values) for values in zip(*parts, strict=True))
+    return listed.reshape(call.teacher_ids.shape), rest.reshape(tokens), error.reshape(tokens)
 
 
-@library.define(returns="dx dweight dbias dlora_x dlora_b")
-def linear_top_k_divergence_backward(
-    dlogits: Tensor | None, drest: Tensor | None,
-    x: Tensor, weight: Tensor, teacher_ids: Tensor, bias: Tensor | None,
-    logits: Tensor, rest: Tensor, rest_error: Tensor,
-    temperature: float, softcap: float | None, logit_scale: float,
-    accum_dtype: torch.dtype | None, chunk_bytes: int | None, output_mask: list[bool],
-    lora_x: Tensor | None = None, lora_b: Tensor | None = None,
-) -> Gradients:  # fmt: skip
+@library.backward(
+    "linear_top_k_divergence_forward",
+    "dlogits? drest? x weight teacher_ids bias logits rest rest_error ... output_mask"
+    " lora_x= lora_b= -> dx dweight dbias dlora_x dlora_b",
+    returns=GRADIENTS,
+)
+def linear_top_k_divergence_backward(call: Any) -> Any:
     """The gradient of `linear_top_k_divergence_forward`, which is 1 for a listed word's own logit,
     and for any other word c
 
         drest / dz_ic = exp((z_ic - rest_i) - rest_error_i)
 
-    With that, the gradients of the head are those of `linear_log_prob_backward`.
-
-    Args:
-        dlogits, drest: the gradients of the forward's results, floating point, of the shapes of
-            these, any strides; each may be None.
-        teacher_ids: as given to the forward, or from V for a word that weight lacks: it has no
-            gradient here, and its token counts.
-        logits, rest, rest_error: results of the forward.
-        output_mask: whether dx, dweight, dbias, dlora_x and dlora_b are computed and allocated.
-        The others: as given to the forward.
-
-    Returns:
-        dx, dweight, dbias, dlora_x and dlora_b, contiguous, of the shape and dtype of x, weight,
-        bias, lora_x and lora_b; or None.
-
-    Raises:
-        TypeError, ValueError: as `linear_top_k_divergence`; or output_mask asks for the gradient of
-            a tensor that is None.
+    With that, the gradients of the head are those of `linear_log_prob_backward`. An entry of
+    teacher_ids from V on is a word that weight lacks: its token counts, and it has no gradient.
     """
-    K = teacher_ids.shape[-1]
-    ids = rows_of(teacher_ids).long()
-    rest, rest_error = rest.reshape(-1), rest_error.reshape(-1)
-    flat_dlogits = None if dlogits is None else dlogits.reshape(-1, K)
-    flat_drest = None if drest is None else drest.reshape(-1)
-    cap, scale = tempered(temperature, softcap, logit_scale)
+    ids = rows_of(call.teacher_ids).long()
+    rest, rest_error = call.rest.reshape(-1), call.rest_error.reshape(-1)
+    dlogits = None if call.dlogits is None else call.dlogits.reshape(ids.shape)
+    drest = None if call.drest is None else call.drest.reshape(-1)
+    cap, scale = tempered(call.temperature, call.softcap, call.logit_scale)
 
     def dlogits_of(chunk: Tensor, words: slice) -> Tensor:
-        z = _scaled(chunk, ids, temperature, softcap, logit_scale)
-        dz = _dz(flat_dlogits, flat_drest, z, ids, ids - words.start, rest, rest_error)
+        z = _scaled(call, chunk, ids)
+        dz = _dz(dlogits, drest, z, ids, ids - words.start, rest, rest_error)
         if cap is not None:
             dz = dz * (1 - (z / cap).square())
-        return (dz * scale).to(x.dtype)
+        return (dz * scale).to(call.x.dtype)
 
-    return gradients_by_words(  # type: ignore[return-value]
-        dlogits_of, x, weight, bias, lora_x, lora_b, accum_dtype, chunk_bytes, output_mask
-    )
+    return gradients_by_words(call, dlogits_of)
 
 
-def _scaled(
-    logits: Tensor, ids: Tensor, temperature: float, softcap: float | None, logit_scale: float
-) -> Tensor:
+def _scaled(call: Any, logits: Tensor, ids: Tensor) -> Tensor:
     """z, from 0 where the token has no word: its logits may be NaN, which would make its gradient
     NaN."""
     kept = torch.where((ids >= 0).any(-1, keepdim=True), logits, 0.0)
-    return effective(kept, *tempered(temperature, softcap, logit_scale))
+    return effective(kept, *tempered(call.temperature, call.softcap, call.logit_scale))
 
 
 def _columns(ids: Tensor, z: Tensor) -> Tensor:
@@ -281,6 +252,6 @@ def _dz(
     return dz
 
 
-library.gradient("linear_top_k_divergence_forward")
-library.keep_dtypes_under_autocast("linear_top_k_divergence_forward")
-library.keep_dtypes_under_autocast("linear_top_k_divergence_backward")
+library.keep_dtypes_under_autocast(
+    "linear_top_k_divergence_forward", "linear_top_k_divergence_backward"
+)

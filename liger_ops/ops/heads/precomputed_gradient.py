@@ -24,6 +24,7 @@ from ...torch_private import (
     len_torch_dispatch_stack,
     top_saved_tensors_default_hooks,
 )
+from .head import GRADIENTS, factors_of
 from .scaling import scale_, scaled
 
 # In float64 gradients are checked, and a second backward has to give the first's to the last bit.
@@ -68,9 +69,13 @@ class PrecomputedFormula(Formula):
     """The formula of a loss that computes the gradients of its head in the forward, its results dx,
     dweight, dbias, dlora_x and dlora_b, and of the loss alone, its first result."""
 
+    def items(self, call: Any) -> Tensor | int:
+        """The number by which the reduction of the backward op's call divides."""
+        raise NotImplementedError
+
     def factor(self, call: Any) -> Tensor:
         """What the backward op of this call multiplies dweight by, (1, 1)."""
-        raise NotImplementedError
+        return factors_of(call, self.items(call))[1]
 
     def save(self, ctx: Any, values: Sequence[Any]) -> None:
         saved = dict(zip(self.saved_names, values, strict=True))
@@ -85,7 +90,7 @@ class PrecomputedFormula(Formula):
         dloss, *others = values[: self.count]
         transformed = are_functorch_transforms_active() or torch.is_grad_enabled()
         if transformed or dloss is None or any(grad is not None for grad in others):
-            call = call._replace(dx=None, dweight=None, dbias=None, dlora_x=None, dlora_b=None)
+            call = call._replace(**dict.fromkeys(GRADIENTS.split()))
             return super().run(ctx, call)
         x, weight, bias, *lora = call.output_mask
         finished = self._finished(ctx, call) if weight else None

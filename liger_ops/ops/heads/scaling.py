@@ -24,8 +24,8 @@ def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * factor in dtype, by the device's own `scale` if nothing is traced. The factor has
-    a dimension: one of none would be rounded to gradient's dtype first."""
+    """gradient * factor in dtype, by the device's `scale` if nothing is traced. The factor has a
+    dimension: one of none would be rounded to gradient's dtype first."""
     own = _own_scale(gradient, factor)
     if own is None:
         return (gradient * factor).to(dtype)
@@ -44,7 +44,7 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _own_scale(gradient: Tensor, factor: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """The device's own `scale` for these tensors: plain ones, because it is not an op."""
+    """The device's `scale` for these tensors: plain ones, because its own is not an op."""
     if (
         torch.compiler.is_compiling()
         or are_functorch_transforms_active()
@@ -56,4 +56,4 @@ def _own_scale(gradient: Tensor, factor: Tensor) -> Callable[[Tensor, Tensor, Te
         or len_torch_dispatch_stack()
     ):
         return None
-    return scales.get(gradient.device.type)
+    return scales.get(gradient.device.type, scale)

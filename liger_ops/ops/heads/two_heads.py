@@ -3,7 +3,7 @@ too, the weights of its tokens and its reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import library
 from ..losses.cross_entropy import effective, logsumexp
+from ..losses.divergence import RESULTS
 from .head import Head, rows_of
 
 _DIVERGENCE = library.OPS["divergence_forward"].definition
@@ -21,207 +22,177 @@ _LOSS = library.OPS["cross_entropy_forward"].definition
 _LOSS_GRADIENT = library.OPS["cross_entropy_backward"].definition
 
 
-def result_dtype(x: Tensor, *teacher: Tensor | None) -> torch.dtype:
-    double = any(t is not None and t.dtype is torch.float64 for t in (x, *teacher))
+def result_dtype(call: Any) -> torch.dtype:
+    given = (call.student_x, call.teacher_x, call.teacher_logits)
+    double = any(t is not None and t.dtype is torch.float64 for t in given)
     return torch.float64 if double else torch.float32
 
 
-def weights_of_tokens(
-    target: Tensor | None, token_weight: Tensor | None, ignore_index: int,
-    shape: Any, dtype: torch.dtype, device: torch.device,
-) -> Tensor:  # fmt: skip
-    """`token_weights`, (M,)."""
-    return token_weights(target, token_weight, ignore_index, shape, dtype, device).reshape(-1)
-
-
-def token_weights(
-    target: Tensor | None, token_weight: Tensor | None, ignore_index: int,
-    shape: Any, dtype: torch.dtype, device: torch.device,
-) -> Tensor:  # fmt: skip
-    """The weight of each token, 0 for those that are ignored, of this shape."""
-    if token_weight is not None:
-        weights = token_weight.to(dtype)
+def token_weights(call: Any, dtype: torch.dtype) -> Tensor:
+    """The weight of each token, 0 for those that are ignored, of the tokens' shape."""
+    target = call.target
+    if call.token_weight is not None:
+        weights = call.token_weight.to(dtype)
         if target is not None:
-            weights = torch.where(target != ignore_index, weights, 0.0)
+            weights = torch.where(target != call.ignore_index, weights, 0.0)
     elif target is not None:
-        weights = (target != ignore_index).to(dtype)
+        weights = (target != call.ignore_index).to(dtype)
     else:
-        weights = torch.ones(shape, dtype=dtype, device=device)
+        x = call.student_x
+        weights = torch.ones(x.shape[:-1], dtype=dtype, device=x.device)
     return weights
 
 
-def divisor(
-    reduction: str, weights: Tensor, num_items_in_batch: Tensor | None, all_one: bool = False
-) -> Tensor | int:
+def divisor(call: Any, weights: Tensor, all_one: bool = False) -> Tensor | int:
     """The number by which a reduction divides the sum of the tokens' values; 1 for a mean over
     nothing, which is 0. `all_one`: every weight is known to be 1."""
-    if reduction != "mean":
+    if call.reduction != "mean":
         return 1
-    if num_items_in_batch is not None:
-        return num_items_in_batch.to(weights.dtype)
+    if call.num_items_in_batch is not None:
+        return call.num_items_in_batch.to(weights.dtype)
     # Not a sum of ones where a compiled graph would have it: Inductor computes it in a kernel that
     # Triton 3.6 fails to compile, in TritonGPURemoveLayoutConversions.
-    total = weights.new_full((), weights.shape[0]) if all_one else weights.sum()
+    total = weights.new_full((), weights.numel()) if all_one else weights.sum()
     return torch.where(total == 0, 1.0, total)
 
 
-def reduced(
-    values: Tensor, weights: Tensor, items: Tensor | int, reduction: str, shape: Any
-) -> Tensor:
+def weights_and_items(call: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
+    """The weights of the tokens, (M,), and what the reduction divides by."""
+    weights = token_weights(call, dtype)
+    return weights.reshape(-1), divisor(call, weights)
+
+
+def reduced(call: Any, values: Tensor, weights: Tensor, items: Tensor | int) -> Tensor:
     weighted = values * weights
-    return weighted.reshape(shape) if reduction == "none" else weighted.sum() / items
+    if call.reduction == "none":
+        return weighted.reshape(call.student_x.shape[:-1])
+    return weighted.sum() / items
 
 
-def mixed(
-    divergence: Tensor, cross_entropy: Tensor | None, soft_weight: float, hard_weight: float
-) -> Tensor:
+def mixed(call: Any, divergence: Tensor, cross_entropy: Tensor | None) -> Tensor:
     """The loss. A term whose weight is 0 is left out, and may be inf or NaN."""
-    if cross_entropy is None or hard_weight == 0:
-        return divergence * soft_weight
-    hard = cross_entropy * hard_weight
-    return hard if soft_weight == 0 else divergence * soft_weight + hard
+    if cross_entropy is None or call.hard_weight == 0:
+        return divergence * call.soft_weight
+    hard = cross_entropy * call.hard_weight
+    return hard if call.soft_weight == 0 else divergence * call.soft_weight + hard
 
 
-def upstream_of_sum(
-    weights: Tensor, soft_weight: float, hard_weight: float
-) -> tuple[Tensor | None, Tensor | None]:
+def upstream_of_sum(call: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of each token's divergence and cross-entropy, if that of the sum of the tokens'
     losses is 1; None for a term that is left out of the loss."""
-    soft, hard = (None if w == 0 else w * weights for w in (soft_weight, hard_weight))
+    soft, hard = (None if w == 0 else w * weights for w in (call.soft_weight, call.hard_weight))
     return soft, hard
 
 
 def upstream_of_tokens(
-    dloss: Tensor | None, ddivergence: Tensor | None, dcross_entropy: Tensor | None,
-    target: Tensor | None, ignore_index: int, weights: Tensor, items: Tensor | int,
-    soft_weight: float, hard_weight: float,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    call: Any, weights: Tensor, items: Tensor | int
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of each token's own divergence and cross-entropy, (M,) and contiguous, or None
     if there is none."""
     found: list[Tensor | None] = []
-    for weight, grad in ((soft_weight, ddivergence), (hard_weight, dcross_entropy)):
-        parts = [] if dloss is None or weight == 0 else [dloss.to(weights.dtype) * weight]
+    terms = ((call.soft_weight, call.ddivergence), (call.hard_weight, call.dcross_entropy))
+    for weight, grad in terms:
+        left_out = call.dloss is None or weight == 0
+        parts = [] if left_out else [call.dloss.to(weights.dtype) * weight]
         parts += [] if grad is None else [grad.to(weights.dtype)]
         if not parts:
             found.append(None)
             continue
         factor = sum(parts[1:], parts[0]) / items
         upstream = factor.reshape(-1).expand(weights.shape) * weights
-        if target is not None:
+        if call.target is not None:
             # An ignored token has no gradient, even if num_items_in_batch is 0.
-            upstream = torch.where(target.reshape(-1) != ignore_index, upstream, 0.0)
+            upstream = torch.where(call.target.reshape(-1) != call.ignore_index, upstream, 0.0)
         found.append(upstream)
     return found[0], found[1]
 
 
-def teacher_of(
-    teacher_x: Tensor | None, teacher_weight: Tensor | None, teacher_bias: Tensor | None,
-    lora_x: Tensor | None, lora_b: Tensor | None, teacher_logits: Tensor | None,
-) -> Head | Tensor:  # fmt: skip
-    """The teacher's head, or its logits as (M, W)."""
-    if teacher_x is not None and teacher_weight is not None:
-        return Head.of(teacher_x, teacher_weight, teacher_bias, lora_x, lora_b)
-    assert teacher_logits is not None
-    return rows_of(teacher_logits)
-
-
-def chunks_of_logits(
-    student: Head, teacher: Head | Tensor, target: Tensor | None, chunk_bytes: int | None
-) -> Iterator[tuple[slice, Head, Tensor, Tensor, Tensor | None]]:
+def chunks_of_logits(call: Any) -> Iterator[tuple[slice, Head, Tensor, Tensor, Tensor | None]]:
     """Yield each chunk of tokens, its part of the student's head, the student's logits, the
     teacher's, and the targets."""
-    teacher_bytes = teacher.token_bytes if isinstance(teacher, Head) else 0
-    targets = None if target is None else target.reshape(-1)
-    for tokens, part, logits in student.chunks_of_tokens(chunk_bytes, teacher_bytes):
-        if isinstance(teacher, Head):
-            taught = teacher.of_tokens(tokens).logits()
-        else:
-            taught = teacher[tokens]
+    given, teacher, other_bytes = call.teacher_logits, None, 0
+    if given is None:
+        teacher = Head.of_call(call, "teacher_")
+        other_bytes = teacher.token_bytes
+    else:
+        given = rows_of(given)
+    targets = None if call.target is None else call.target.reshape(-1)
+    student = Head.of_call(call, "student_")
+    for tokens, part, logits in student.chunks_of_tokens(call.chunk_bytes, other_bytes):
+        taught = given[tokens] if teacher is None else teacher.of_tokens(tokens).logits()
         yield tokens, part, logits, taught, None if targets is None else targets[tokens]
 
 
-def _effective(
-    student: Tensor, teacher: Tensor, target: Tensor | None, student_softcap: float | None,
-    teacher_softcap: float | None, student_logit_scale: float, teacher_logit_scale: float,
-    ignore_index: int,
-) -> list[Tensor]:  # fmt: skip
+def _effective(call: Any, student: Tensor, teacher: Tensor, target: Tensor | None) -> list[Tensor]:
     """The scaled and capped logits of student and teacher, from 0 where the token is ignored: its
     logits may be NaN, which would make its gradient NaN."""
     if target is not None:
-        within = (target != ignore_index).unsqueeze(-1)
+        within = (target != call.ignore_index).unsqueeze(-1)
         student, teacher = (torch.where(within, logits, 0.0) for logits in (student, teacher))
     return [
-        effective(student, student_softcap, student_logit_scale),
-        effective(teacher, teacher_softcap, teacher_logit_scale),
+        effective(student, call.student_softcap, call.student_logit_scale),
+        effective(teacher, call.teacher_softcap, call.teacher_logit_scale),
     ]
 
 
-def _as_long(student: Tensor, teacher: Tensor, kind: str) -> list[Tensor]:
-    """Both logits with all classes, those that one side lacks having the probability 0, or for
-    cosine the logit 0."""
+def _of_divergence(call: Any, student: Tensor, teacher: Tensor) -> dict[str, Any]:
+    """The options of a divergence, and both logits with all classes, those that one side lacks
+    having the probability 0, or for cosine the logit 0."""
     V = max(student.shape[-1], teacher.shape[-1])
-    missing = 0.0 if kind == "cosine" else -float("inf")
-    return [
+    missing = 0.0 if call.kind == "cosine" else -float("inf")
+    student, teacher = (
         F.pad(x, (0, V - x.shape[-1]), value=missing) if x.shape[-1] < V else x
         for x in (student, teacher)
-    ]
+    )
+    names = ("kind", "beta", "temperature", "teacher_temperature", "ignore_index")
+    options = {name: getattr(call, name) for name in names}
+    return {"student_logits": student, "teacher_logits": teacher, **options}
 
 
 def values_of(
-    student: Tensor, teacher: Tensor, target: Tensor | None,
-    kind: str, beta: float, temperature: float, teacher_temperature: float | None,
-    student_softcap: float | None, teacher_softcap: float | None,
-    student_logit_scale: float, teacher_logit_scale: float, ignore_index: int,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    call: Any, student: Tensor, teacher: Tensor, target: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """The divergence and the cross-entropy of each token, and the statistics."""
-    caps = (student_softcap, teacher_softcap, student_logit_scale, teacher_logit_scale)
-    z, teacher_z = _effective(student, teacher, target, *caps, ignore_index)
-    options = (kind, beta, temperature, teacher_temperature, ignore_index)
-    results = _DIVERGENCE(*_as_long(z, teacher_z, kind), target, *options)
+    z, teacher_z = _effective(call, student, teacher, target)
+    results = _DIVERGENCE(target=target, **_of_divergence(call, z, teacher_z))
     loss, of_labels = None, [torch.zeros_like(results[0])] * 2
     if target is not None:
-        loss, _, lse, *_, error = _LOSS(z, target, None, None, None, ignore_index, "none")
-        ignored = target == ignore_index
+        loss, _, lse, *_, error = _LOSS(z, target, ignore_index=call.ignore_index, reduction="none")
+        ignored = target == call.ignore_index
         of_labels = [torch.where(ignored, 0.0, x).to(results[0].dtype) for x in (lse, error)]
     return results[0], loss, torch.stack([*results, *of_labels]).detach()
 
 
-def entropy_of(
-    student: Tensor, target: Tensor | None, temperature: float, softcap: float | None,
-    logit_scale: float, ignore_index: int,
-) -> Tensor:  # fmt: skip
+def entropy_of(call: Any, student: Tensor, target: Tensor | None) -> Tensor:
     """The entropy of each token's distribution, without a gradient."""
+    ignore_index = call.ignore_index
     if target is None:
         target, ignore_index = student.new_zeros(student.shape[0], dtype=torch.int64), -1
-    options = (temperature, softcap, logit_scale, ignore_index)
+    options = (call.temperature, call.student_softcap, call.student_logit_scale, ignore_index)
     return _LOG_PROB(student.detach(), target, *options)[1]
 
 
 def dlogits_of(
-    soft: Tensor | None, hard: Tensor | None,
-    student: Tensor, teacher: Tensor, target: Tensor | None,
-    kind: str, beta: float, temperature: float, teacher_temperature: float | None,
-    student_softcap: float | None, teacher_softcap: float | None,
-    student_logit_scale: float, teacher_logit_scale: float, ignore_index: int,
+    call: Any, upstream: Sequence[Tensor | None], student: Tensor, teacher: Tensor,
+    target: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the student's logits, in their dtype."""
-    caps = (student_softcap, teacher_softcap, student_logit_scale, teacher_logit_scale)
-    z, teacher_z = _effective(student, teacher, target, *caps, ignore_index)
-    options = (kind, beta, temperature, teacher_temperature, ignore_index)
+    """The gradient of the student's logits, in their dtype, from those of the divergence and of the
+    cross-entropy."""
+    soft, hard = upstream
+    z, teacher_z = _effective(call, student, teacher, target)
     dz = torch.zeros_like(z)
     if soft is not None:
         # That definition computes the forward's results where they are not given.
-        saved = (None,) * 6
-        inputs = (*_as_long(z, teacher_z, kind), target, *saved, *options)
-        dlong, _ = _DIVERGENCE_GRADIENT(soft, *inputs, [True, False])
-        dz = dlong[..., : z.shape[-1]]
+        saved = dict.fromkeys(RESULTS.split())
+        given = {**_of_divergence(call, z, teacher_z), **saved, "output_mask": [True, False]}
+        dz = _DIVERGENCE_GRADIENT(ddivergence=soft, target=target, **given)[0][..., : z.shape[-1]]
     if hard is not None:
         assert target is not None
-        grads = (hard, None, None, None)
+        lse, lse_error = logsumexp(z)
         dz = dz + _LOSS_GRADIENT(
-            *grads, z, target, None, None, None, *logsumexp(z), hard.sum(),
-            ignore_index, "none", 0.0, 0.0, None, 1.0,
+            hard, None, None, None, z, target, None, None, None, lse, lse_error, hard.sum(),
+            call.ignore_index, "none", 0.0, 0.0, None, 1.0,
         )  # fmt: skip
-    if student_softcap is not None:
-        dz = dz * (1 - (z / student_softcap).square())
-    return (dz * student_logit_scale).to(student.dtype)
+    if call.student_softcap is not None:
+        dz = dz * (1 - (z / call.student_softcap).square())
+    return (dz * call.student_logit_scale).to(student.dtype)

@@ -170,5 +170,4 @@ mhc_coeffs_backward = library.derive_backward(
 
 
 library.gradient("mhc_coeffs_forward")
-library.keep_dtypes_under_autocast("mhc_coeffs_forward")
-library.keep_dtypes_under_autocast("mhc_coeffs_backward")
+library.keep_dtypes_under_autocast("mhc_coeffs_forward", "mhc_coeffs_backward")

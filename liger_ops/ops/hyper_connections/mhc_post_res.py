@@ -57,5 +57,4 @@ def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Ten
 mhc_post_res_backward = library.derive_backward(
     "mhc_post_res", "dy x f_out h_post h_res output_mask -> dx df_out dh_post dh_res"
 )
-library.keep_dtypes_under_autocast("mhc_post_res")
-library.keep_dtypes_under_autocast("mhc_post_res_backward")
+library.keep_dtypes_under_autocast("mhc_post_res", "mhc_post_res_backward")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -91,7 +94,8 @@ def cross_entropy(
     )[0]  # fmt: skip
 
 
-@library.define(
+@library.forward(
+    "... return_predicted return_entropy",
     strides=torch.Tag.needs_fixed_stride_order,
     returns=RESULTS,
     axes="logits=* V, target=*: int, weight=V, token_weight=*, num_items_in_batch=: number -> "
@@ -101,14 +105,8 @@ def cross_entropy(
     options=OPTIONS,
 )
 def cross_entropy_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None,
-    token_weight: Tensor | None = None, num_items_in_batch: Tensor | None = None,
-    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
-    return_predicted: bool = False, return_entropy: bool = False,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor
-]:  # fmt: skip
+    call: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """`cross_entropy` with its intermediate results.
 
     loss, z_loss, lse and target_logit are each differentiable in the logits. lse, lse_error and
@@ -118,8 +116,6 @@ def cross_entropy_forward(
         entropy_i = -sum_c p_ic * log(p_ic), p_ic = exp(x_ic - lse_i)
 
     Args:
-        logits, target, weight, token_weight, num_items_in_batch, ignore_index, reduction,
-            label_smoothing, lse_square_scale, softcap, logit_scale: as for `cross_entropy`.
         return_predicted: whether to compute predicted_tokens.
         return_entropy: whether to compute entropy.
 
@@ -146,38 +142,34 @@ def cross_entropy_forward(
         >>> lse
         tensor([1.3863])
     """
-    x = effective(logits, softcap, logit_scale)
-    V = x.shape[-1]
+    target, weight, reduction = call.target, call.weight, call.reduction
+    x = effective(call.logits, call.softcap, call.logit_scale)
     shifted, maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
-    target_logit = picked(x, target, ignore_index, "cross_entropy")
-    within = target != ignore_index
-    weights, counts = token_weights(target, within, weight, token_weight, x.dtype)
+    target_logit = picked(x, target, call.ignore_index, "cross_entropy")
+    within = target != call.ignore_index
+    weights, counts = token_weights(target, within, weight, call.token_weight, x.dtype)
     smooth = None
-    if label_smoothing != 0:
+    if call.label_smoothing != 0:
         surprisals = log_sum.unsqueeze(-1) - shifted
         if weight is not None:
             surprisals = surprisals * weight.to(x.dtype)
-        smooth = surprisals.sum(-1) / V
+        smooth = surprisals.sum(-1) / x.shape[-1]
     nll = log_sum - (target_logit - maximum)
-    loss, z_loss = token_losses(
-        lse, nll, smooth, weights, counts, within, label_smoothing, lse_square_scale
-    )
+    loss, z_loss = token_losses(lse, nll, smooth, weights, counts, within, call)
     total_weight = counts.sum()
-    loss, z_loss = reduced(loss, z_loss, total_weight, num_items_in_batch, reduction)
-    predicted_tokens = logits.detach().argmax(-1) if return_predicted else None
-    entropy = _entropy(x.detach(), within) if return_entropy else None
+    loss, z_loss = reduced(loss, z_loss, total_weight, call.num_items_in_batch, reduction)
+    predicted_tokens = call.logits.detach().argmax(-1) if call.return_predicted else None
+    entropy = _entropy(x.detach(), within) if call.return_entropy else None
     return loss, z_loss, lse, target_logit, total_weight, predicted_tokens, entropy, lse_error
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def cross_entropy_backward(
-    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
-    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None,
-    num_items_in_batch: Tensor | None, lse: Tensor, lse_error: Tensor, total_weight: Tensor,
-    ignore_index: int, reduction: str, label_smoothing: float,
-    lse_square_scale: float, softcap: float | None, logit_scale: float,
-) -> Tensor:  # fmt: skip
+@library.backward(
+    "cross_entropy_forward",
+    "dloss? dz_loss? dlse? dtarget_logit? logits target weight token_weight"
+    " num_items_in_batch lse lse_error total_weight ... -> dlogits",
+)
+def cross_entropy_backward(call: Any) -> Any:
     """The gradient of `cross_entropy_forward`.
 
     dloss_i and dz_loss_i are those of a token, with the factor of the reduction:
@@ -193,39 +185,25 @@ def cross_entropy_backward(
 
     For an ignored token a_i is dlse_i, and b_i and c_i are 0; if dlse_i is 0 or None, dlogits_i is
     0. The logits may be those of a part of the classes, with the lse of all.
-
-    Args:
-        dloss, dz_loss, dlse, dtarget_logit: the gradients of the forward's results, floating point,
-            of the shapes of these results, any strides; each may be None.
-        lse, lse_error, total_weight: results of the forward.
-        The others: as given to the forward.
-
-    Returns:
-        dlogits: (..., V), contiguous, of the dtype of the logits.
-
-    Raises:
-        TypeError, ValueError: as `cross_entropy`.
     """
-    x = effective(logits, softcap, logit_scale)
-    within = target != ignore_index
-    lse = lse.to(x.dtype)
+    target, weight = call.target, call.weight
+    x = effective(call.logits, call.softcap, call.logit_scale)
+    within, lse = target != call.ignore_index, call.lse.to(x.dtype)
+    weights = token_weights(target, within, weight, call.token_weight, x.dtype)
+    class_sum, V = x.shape[-1] if weight is None else weight.to(x.dtype).sum(), x.shape[-1]
     soft, smoothed, hard, alive = gradient_factors(
-        upstream(dloss, lse, total_weight, num_items_in_batch, reduction),
-        upstream(dz_loss, lse, total_weight, num_items_in_batch, reduction),
-        dlse, dtarget_logit, lse,
-        *token_weights(target, within, weight, token_weight, x.dtype), within,
-        _class_sum(weight, x), x.shape[-1], label_smoothing, lse_square_scale,
-    )  # fmt: skip
-    dx = soft.unsqueeze(-1) * torch.exp(log_softmax_of(x, lse, lse_error))
-    if label_smoothing != 0:
+        call, upstream_of_tokens(call), lse, *weights, within, class_sum, V
+    )
+    dx = soft.unsqueeze(-1) * torch.exp(log_softmax_of(x, lse, call.lse_error))
+    if call.label_smoothing != 0:
         smoothed = smoothed.unsqueeze(-1)
         dx = dx - (smoothed if weight is None else smoothed * weight.to(x.dtype))
     is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
     dx = dx - torch.where(is_target, hard.unsqueeze(-1), 0.0)
-    if softcap is not None:
-        dx = dx * (1 - (x / softcap).square())
-    dx = torch.where(alive.unsqueeze(-1), dx * logit_scale, 0.0)
-    return dx.to(logits.dtype).contiguous()
+    if call.softcap is not None:
+        dx = dx * (1 - (x / call.softcap).square())
+    dx = torch.where(alive.unsqueeze(-1), dx * call.logit_scale, 0.0)
+    return dx.to(call.logits.dtype).contiguous()
 
 
 def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
@@ -306,10 +284,11 @@ def token_weights(
 
 def token_losses(
     lse: Tensor, nll: Tensor, smooth: Tensor | None, weights: Tensor,
-    counts: Tensor, within: Tensor, label_smoothing: float, lse_square_scale: float,
+    counts: Tensor, within: Tensor, call: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Each token's loss and z-loss, 0 if not `within`. smooth is None without label smoothing. A
     term whose factor is 0 is left out, and may be inf or NaN."""
+    label_smoothing, lse_square_scale = call.label_smoothing, call.lse_square_scale
     # Values of ignored tokens may be NaN: they are replaced before any differentiated arithmetic.
     z_loss = loss = torch.zeros_like(counts)
     if label_smoothing != 1:
@@ -335,26 +314,31 @@ def reduced(
     return loss / items, z_loss / items
 
 
-def upstream(
-    grad: Tensor | None, lse: Tensor, total_weight: Tensor,
-    num_items_in_batch: Tensor | None, reduction: str,
-) -> Tensor | None:  # fmt: skip
+def upstream(grad: Tensor | None, call: Any) -> Tensor | None:
     """The gradient of each token's loss, from the gradient of the reduced loss."""
     if grad is None:
         return None
-    if reduction == "mean":
-        grad = grad / (total_weight if num_items_in_batch is None else num_items_in_batch)
-    return grad.expand(lse.shape)
+    if call.reduction == "mean":
+        items = call.num_items_in_batch
+        grad = grad / (call.total_weight if items is None else items)
+    return grad.expand(call.lse.shape)
+
+
+def upstream_of_tokens(call: Any) -> list[Tensor | None]:
+    """The gradients of each token's own loss, z-loss, lse and target logit."""
+    return [upstream(call.dloss, call), upstream(call.dz_loss, call), call.dlse, call.dtarget_logit]
 
 
 def gradient_factors(
-    dloss: Tensor | None, dz_loss: Tensor | None, dlse: Tensor | None, dtarget_logit: Tensor | None,
-    lse: Tensor, weights: Tensor, counts: Tensor, within: Tensor, class_sum: Tensor | int,
-    V: int, label_smoothing: float, lse_square_scale: float,
+    call: Any, grads: Sequence[Tensor | None], lse: Tensor, weights: Tensor, counts: Tensor,
+    within: Tensor, class_sum: Tensor | int, V: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """a, b and c of `cross_entropy_backward`, and whether a token has any gradient."""
+    """a, b and c of `cross_entropy_backward`, and whether a token has any gradient, from those of
+    its loss, z-loss, lse and target logit."""
+    label_smoothing, lse_square_scale = call.label_smoothing, call.lse_square_scale
     zero = torch.zeros_like(lse)
-    dloss, dz_loss = (zero if grad is None else grad.to(lse.dtype) for grad in (dloss, dz_loss))
+    *of_losses, dlse, dtarget_logit = grads
+    dloss, dz_loss = (zero if grad is None else grad.to(lse.dtype) for grad in of_losses)
     hard = (1 - label_smoothing) * dloss * counts
     smoothed = label_smoothing / V * dloss * weights
     soft = hard + smoothed * class_sum
@@ -368,16 +352,9 @@ def gradient_factors(
     return soft + dlse.to(lse.dtype), smoothed, hard, within | (dlse != 0)
 
 
-def _class_sum(weight: Tensor | None, x: Tensor) -> Tensor | int:
-    return x.shape[-1] if weight is None else weight.to(x.dtype).sum()
-
-
 def _entropy(x: Tensor, within: Tensor) -> Tensor:
     log_p = torch.log_softmax(x, -1)
     p = torch.exp(log_p)
     # A class of probability 0 adds nothing, though its logarithm is -inf.
     entropy = -torch.where(p == 0, 0.0, p * log_p).sum(-1)
     return torch.where(within, entropy, 0.0)
-
-
-library.gradient("cross_entropy_forward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ class Form(NamedTuple):
         return torch.sym_max(math.prod(leading) * V if of_mean else self.batch, 1)
 
 
-def within(labels: Tensor | None, ignore_index: int) -> Tensor | None:
-    return None if labels is None else labels != ignore_index
+def within(call: Any) -> Tensor | None:
+    return None if call.shift_labels is None else call.shift_labels != call.ignore_index
 
 
 def value(form: Form) -> Tensor:
@@ -67,14 +67,12 @@ def value(form: Form) -> Tensor:
     return terms.sum() / form.divisor
 
 
-def gradients(
-    dloss: Tensor, form: Form, output_mask: list[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and y that output_mask asks for, rounded once."""
+def gradients(call: Any, form: Form) -> tuple[Tensor | None, ...]:
+    """The gradients of x and y that a backward's call asks for, rounded once."""
     slopes = _slopes(form.kind, *_operands(form), form.scalar)
-    factor = dloss.to(slopes[0].dtype) / form.divisor
+    factor = call.dloss.to(slopes[0].dtype) / form.divisor
     found: list[Tensor | None] = []
-    for wanted, slope, x in zip(output_mask, slopes, (form.x, form.y), strict=True):
+    for wanted, slope, x in zip(call.output_mask, slopes, (form.x, form.y), strict=True):
         gradient = None
         if wanted:
             gradient = factor * slope
@@ -82,7 +80,7 @@ def gradients(
                 gradient = torch.where(form.within.unsqueeze(-1), gradient, 0.0)
             gradient = gradient.to(x.dtype).contiguous()
         found.append(gradient)
-    return found[0], found[1]
+    return tuple(found)
 
 
 def _operands(form: Form) -> tuple[Tensor, Tensor]:
@@ -102,7 +100,6 @@ def _kl_terms(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _floored(p: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """max(p, eps), and where that is eps. A negative p stays, so that its logarithm is NaN."""
-    eps = max(eps, TINY)
     below = (p >= 0) & (p < eps)
     return torch.where(below, eps, p), below
 

@@ -100,7 +100,9 @@ def divergence(
     return divergence_forward(student_logits, teacher_logits, target, *options)[0]
 
 
-@library.define(
+@library.forward(
+    "student_logits teacher_logits target ... known_student_lse known_teacher_lse "
+    "known_student_lse_error known_teacher_lse_error",
     strides=torch.Tag.needs_fixed_stride_order,
     returns=RESULTS,
     axes="student_logits=* V, teacher_logits=* V, target=*: int, known_student_lse=*, "
@@ -109,13 +111,7 @@ def divergence(
     dtype="float32+student_logits+teacher_logits",
     options=OPTIONS,
 )
-def divergence_forward(
-    student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None,
-    kind: str = "jsd", beta: float = 0.5, temperature: float = 1.0,
-    teacher_temperature: float | None = None, ignore_index: int = -100,
-    known_student_lse: Tensor | None = None, known_teacher_lse: Tensor | None = None,
-    known_student_lse_error: Tensor | None = None, known_teacher_lse_error: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def divergence_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`divergence` with what its backward needs.
 
     If the logits are those of a part of the classes, and both lse of all classes are known, the
@@ -124,8 +120,6 @@ def divergence_forward(
     sums over all parts.
 
     Args:
-        student_logits, teacher_logits, target, kind, beta, temperature, teacher_temperature,
-            ignore_index: as for `divergence`.
         known_student_lse, known_teacher_lse, known_student_lse_error, known_teacher_lse_error:
             (...), float32, or float64 if the results are: lse and lse_error of each of all classes,
             or None for all four. Not for "cosine".
@@ -148,21 +142,19 @@ def divergence_forward(
         >>> liger_ops.divergence_forward(torch.zeros(1, 4), torch.zeros(1, 4))[2]
         tensor([1.3863])
     """
-    within = _within(target, ignore_index)
-    x = _kept(student_logits, within, temperature)
-    y = _kept(teacher_logits, within, teacher_temperature or temperature)
-    if kind == "cosine":
+    x, y, within = _kept(call)
+    if call.kind == "cosine":
         value, student_share, *lses = cosine.cosines(x, y)
         errors = [torch.zeros_like(value) for _ in lses]
     else:
         known = (
-            (known_student_lse, known_student_lse_error),
-            (known_teacher_lse, known_teacher_lse_error),
+            (call.known_student_lse, call.known_student_lse_error),
+            (call.known_teacher_lse, call.known_teacher_lse_error),
         )
         found = [_lse(z, *given) for z, given in zip((x, y), known, strict=True)]
         log_q, log_p = (log_softmax_of(z, *lse) for z, lse in zip((x, y), found, strict=True))
         lses, errors = map(list, zip(*found, strict=True))
-        student, teacher = shares(log_p, log_q, limit(kind, beta), beta)
+        student, teacher = shares(log_p, log_q, limit(call.kind, call.beta), call.beta)
         student_share = student.sum(-1)
         value = student_share + teacher.sum(-1)
     results = [value]
@@ -173,14 +165,24 @@ def divergence_forward(
     return tuple(results)  # type: ignore[return-value]
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def divergence_backward(
-    ddivergence: Tensor, student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None,
-    divergence: Tensor, student_share: Tensor, student_lse: Tensor, teacher_lse: Tensor,
-    student_lse_error: Tensor, teacher_lse_error: Tensor,
-    kind: str, beta: float, temperature: float, teacher_temperature: float | None,
-    ignore_index: int, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+class _Formula(autograd.Formula):
+    def setup_context(self, ctx: Any, call: Any, output: Any) -> None:
+        if call.known_student_lse is not None and any(ctx.needs_input_grad):
+            raise ValueError(
+                "divergence_forward: no argument may require a gradient where known_student_lse is"
+                " given"
+            )
+        super().setup_context(ctx, call, output)
+
+
+@library.backward(
+    "divergence_forward",
+    "ddivergence student_logits teacher_logits target divergence student_share student_lse"
+    " teacher_lse student_lse_error teacher_lse_error ... output_mask -> dstudent_logits"
+    " dteacher_logits",
+    formula=_Formula,
+)
+def divergence_backward(call: Any) -> Any:
     """The gradients of `divergence`. With s the student_share:
 
         dstudent_c = dy / temperature * slope_c
@@ -193,48 +195,30 @@ def divergence_backward(
     and likewise for the teacher, with divergence - s in place of s but for cosine. The forward's
     results are used, so that the logits may be those of a part of the classes, and the results
     those of all. The definition computes them again for their derivatives alone.
-
-    Args:
-        ddivergence: the gradient of divergence, floating point, of its shape, any strides.
-        divergence, student_share, student_lse, teacher_lse, student_lse_error, teacher_lse_error:
-            results of the forward.
-        output_mask: whether dstudent_logits and dteacher_logits are computed and allocated.
-        The others: as given to the forward.
-
-    Returns:
-        dstudent_logits, dteacher_logits: (..., V), contiguous, each of its logits' dtype; None if
-            not in output_mask.
-
-    Raises:
-        TypeError, ValueError: as `divergence`.
     """
-    within = _within(target, ignore_index)
-    teacher_temperature = teacher_temperature or temperature
-    x = _kept(student_logits, within, temperature)
-    y = _kept(teacher_logits, within, teacher_temperature)
-    if kind == "cosine":
+    x, y, within = _kept(call)
+    if call.kind == "cosine":
         _, *found = cosine.cosines(x, y)
-        slopes = cosine.slopes(x, y, *map(valued, (student_share, student_lse, teacher_lse), found))
+        known = (call.student_share, call.student_lse, call.teacher_lse)
+        slopes = cosine.slopes(x, y, *map(valued, known, found))
     else:
-        known = (student_lse, student_lse_error), (teacher_lse, teacher_lse_error)
-        log_q, log_p = (
-            log_softmax_of(z, *_valued_lse(z, *given))
-            for z, given in zip((x, y), known, strict=True)
-        )
-        slopes = _slopes(log_p, log_q, limit(kind, beta), beta, divergence, student_share)
+        errors = (call.student_lse_error, call.teacher_lse_error)
+        given = zip((x, y), (call.student_lse, call.teacher_lse), errors, strict=True)
+        log_q, log_p = (log_softmax_of(z, *_valued_lse(z, *lse)) for z, *lse in given)
+        slopes = _slopes(log_p, log_q, call)
     gradients: list[Tensor | None] = []
-    for wanted, slope, logits, divisor in zip(
-        output_mask, slopes, (student_logits, teacher_logits),
-        (temperature, teacher_temperature), strict=True,
-    ):  # fmt: skip
+    logits = (call.student_logits, call.teacher_logits)
+    for wanted, slope, given_logits, divisor in zip(
+        call.output_mask, slopes, logits, _temperatures(call), strict=True
+    ):
         dlogits = None
         if wanted:
-            dlogits = ddivergence.to(slope.dtype).unsqueeze(-1) * slope * (1 / divisor)
+            dlogits = call.ddivergence.to(slope.dtype).unsqueeze(-1) * slope * (1 / divisor)
             if within is not None:
                 dlogits = torch.where(within.unsqueeze(-1), dlogits, 0.0)
-            dlogits = dlogits.to(logits.dtype).contiguous()
+            dlogits = dlogits.to(given_logits.dtype).contiguous()
         gradients.append(dlogits)
-    return tuple(gradients)  # type: ignore[return-value]
+    return tuple(gradients)
 
 
 def limit(kind: str, beta: float) -> str:
@@ -244,16 +228,22 @@ def limit(kind: str, beta: float) -> str:
     return kind
 
 
-def _within(target: Tensor | None, ignore_index: int) -> Tensor | None:
-    return None if target is None else target != ignore_index
+def _temperatures(call: Any) -> tuple[float, float]:
+    """Those of the student and of the teacher."""
+    return call.temperature, call.teacher_temperature or call.temperature
 
 
-def _kept(logits: Tensor, within: Tensor | None, temperature: float) -> Tensor:
-    """logits / temperature, from 0 where the token is ignored: its logits may be NaN, which would
-    make its gradient NaN."""
-    if within is not None:
-        logits = torch.where(within.unsqueeze(-1), logits, 0.0)
-    return widened(logits) * (1 / temperature)
+def _kept(call: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Both logits / temperature, from 0 where the token is ignored: its logits may be NaN, which
+    would make its gradient NaN; and whether each token counts."""
+    within = None if call.target is None else call.target != call.ignore_index
+    found = []
+    for logits, temperature in zip(
+        (call.student_logits, call.teacher_logits), _temperatures(call), strict=True
+    ):
+        kept = logits if within is None else torch.where(within.unsqueeze(-1), logits, 0.0)
+        found.append(widened(kept) * (1 / temperature))
+    return found[0], found[1], within
 
 
 def shares(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
@@ -301,33 +291,16 @@ def _valued_lse(
     return valued(known, lse), error if known_error is None else known_error
 
 
-def _slopes(
-    log_p: Tensor, log_q: Tensor, kind: str, beta: float,
-    divergence: Tensor | None, student_share: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _slopes(log_p: Tensor, log_q: Tensor, call: Any) -> tuple[Tensor, Tensor]:
     """The gradients with respect to the student's and the teacher's logits, which are divided by
     their temperatures."""
-    student, teacher = shares(log_p, log_q, kind, beta)
+    kind, share = limit(call.kind, call.beta), call.student_share
+    student, teacher = shares(log_p, log_q, kind, call.beta)
     p, q = log_p.exp(), log_q.exp()
-    teacher_share = None
-    if divergence is not None and student_share is not None:
-        teacher_share = divergence - student_share
-    of_student = valued(student_share, student.sum(-1)).unsqueeze(-1)
+    teacher_share = None if share is None else call.divergence - share
+    of_student = valued(share, student.sum(-1)).unsqueeze(-1)
     of_teacher = valued(teacher_share, teacher.sum(-1)).unsqueeze(-1)
     return (
         q - p if kind == "forward_kl" else student - q * of_student,
         p - q if kind == "reverse_kl" else teacher - p * of_teacher,
     )
-
-
-class _Formula(autograd.Formula):
-    def setup_context(self, ctx: Any, call: Any, output: Any) -> None:
-        if call.known_student_lse is not None and any(ctx.needs_input_grad):
-            raise ValueError(
-                "divergence_forward: no argument may require a gradient where known_student_lse is"
-                " given"
-            )
-        super().setup_context(ctx, call, output)
-
-
-library.gradient("divergence_forward", formula=_Formula)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,38 +81,16 @@ def jsd(
         >>> liger_ops.jsd(log_q, log_p)
         tensor(0.6931)
     """
-    return distribution_loss.value(form(input, target, shift_labels, beta, ignore_index))
+    options = (shift_labels, beta, ignore_index)
+    return distribution_loss.value(form(library.OPS["jsd"].arguments(input, target, *options)))
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def jsd_backward(
-    dloss: Tensor, input: Tensor, target: Tensor, shift_labels: Tensor | None,
-    beta: float, ignore_index: int, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of `jsd`, whose documentation has the equations.
-
-    Args:
-        dloss: (), the gradient of the loss, floating point.
-        input, target, shift_labels, beta, ignore_index: as given to `jsd`.
-        output_mask: whether dinput and dtarget are computed and allocated.
-
-    Returns:
-        dinput, dtarget: (..., V), contiguous, each of its tensor's dtype; None if not in
-            output_mask.
-
-    Raises:
-        TypeError, ValueError: as `jsd`.
-    """
-    called = form(input, target, shift_labels, beta, ignore_index)
-    return distribution_loss.gradients(dloss, called, output_mask)
+@library.backward("jsd", "dloss input target shift_labels ... output_mask -> dinput dtarget")
+def jsd_backward(call: Any) -> Any:
+    """The gradients of `jsd`, whose documentation has the equations."""
+    return distribution_loss.gradients(call, form(call))
 
 
-def form(
-    input: Tensor, target: Tensor, shift_labels: Tensor | None, beta: float, ignore_index: int
-) -> Form:
-    tokens = math.prod(input.shape[:-1])
-    counted = within(shift_labels, ignore_index)
-    return Form(limit("jsd", beta), input, target, beta, "batchmean", tokens, counted)
-
-
-library.gradient("jsd")
+def form(call: Any) -> Form:
+    kind, tokens = limit("jsd", call.beta), math.prod(call.input.shape[:-1])
+    return Form(kind, call.input, call.target, call.beta, "batchmean", tokens, within(call))

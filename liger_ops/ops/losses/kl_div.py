@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
 from . import distribution_loss
-from .distribution_loss import REDUCTIONS, Form
+from .distribution_loss import REDUCTIONS, TINY, Form
 
 
 @library.define(
@@ -73,35 +75,16 @@ def kl_div(
         >>> liger_ops.kl_div(torch.tensor([[0.25, 0.75, 0.0]]).log(), p)
         tensor(0.1438)
     """
-    return distribution_loss.value(form(input, target, reduction, log_target, eps))
+    options = (reduction, log_target, eps)
+    return distribution_loss.value(form(library.OPS["kl_div"].arguments(input, target, *options)))
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def kl_div_backward(
-    dloss: Tensor, input: Tensor, target: Tensor,
-    reduction: str, log_target: bool, eps: float, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of `kl_div`, whose documentation has the equations.
-
-    Args:
-        dloss: the gradient of the loss, floating point, of its shape, any strides.
-        input, target, reduction, log_target, eps: as given to `kl_div`.
-        output_mask: whether dinput and dtarget are computed and allocated.
-
-    Returns:
-        dinput, dtarget: (..., V), contiguous, each of its tensor's dtype; None if not in
-            output_mask.
-
-    Raises:
-        TypeError, ValueError: as `kl_div`.
-    """
-    called = form(input, target, reduction, log_target, eps)
-    return distribution_loss.gradients(dloss, called, output_mask)
+@library.backward("kl_div", "dloss input target ... output_mask -> dinput dtarget")
+def kl_div_backward(call: Any) -> Any:
+    """The gradients of `kl_div`, whose documentation has the equations."""
+    return distribution_loss.gradients(call, form(call))
 
 
-def form(input: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float) -> Form:
-    kind = "forward_kl" if log_target else "kl_div"
-    return Form(kind, input, target, eps, reduction, input.shape[0])
-
-
-library.gradient("kl_div")
+def form(call: Any) -> Form:
+    kind, eps = "forward_kl" if call.log_target else "kl_div", max(call.eps, TINY)
+    return Form(kind, call.input, call.target, eps, call.reduction, call.input.shape[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,8 @@ def log_prob(
     return log_prob_forward(logits, target, temperature, softcap, logit_scale, ignore_index)[:2]
 
 
-@library.define(
+@library.forward(
+    "... return_mean_logits return_log_sum_sq_probs return_predicted",
     strides=torch.Tag.needs_fixed_stride_order,
     returns=RESULTS,
     axes="logits=* V, target=*: int -> log_prob=*, entropy=*, lse=*, mean_logits=*, "
@@ -80,12 +83,7 @@ def log_prob(
     dtype="float32+logits",
     options=OPTIONS,
 )
-def log_prob_forward(
-    logits: Tensor, target: Tensor, temperature: float = 1.0, softcap: float | None = None,
-    logit_scale: float = 1.0, ignore_index: int = -100,
-    return_mean_logits: bool = False, return_log_sum_sq_probs: bool = False,
-    return_predicted: bool = False,
-) -> Results:  # fmt: skip
+def log_prob_forward(call: Any) -> Results:
     """`log_prob` with lse, from which the backward computes the probabilities again, and with
     statistics of each token's distribution, from the same pass over the logits.
 
@@ -95,7 +93,6 @@ def log_prob_forward(
         log_sum_sq_probs_i = log(sum_c p_ic**2)
 
     Args:
-        logits, target, temperature, softcap, logit_scale, ignore_index: as for `log_prob`.
         return_mean_logits, return_log_sum_sq_probs, return_predicted: whether to compute
             mean_logits, log_sum_sq_probs and predicted_tokens.
 
@@ -115,30 +112,28 @@ def log_prob_forward(
         >>> liger_ops.log_prob_forward(torch.zeros(1, 4), torch.tensor([3]))[2]
         tensor([1.3863])
     """
-    within = target != ignore_index
-    x = _kept(logits, within, temperature, softcap, logit_scale)
+    x, within = _kept(call)
     shifted, maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
-    log_prob = picked(shifted, target, ignore_index, "log_prob") - log_sum
+    log_prob = picked(shifted, call.target, call.ignore_index, "log_prob") - log_sum
     # PyTorch's own sum of exponentials, whose error all classes share, is the more exact one.
     log_p = torch.log_softmax(x, -1)
     p = torch.exp(log_p)
     entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
-    mean_logits = x.detach().mean(-1) if return_mean_logits else None
-    log_sum_sq_probs = p.detach().square().sum(-1).log() if return_log_sum_sq_probs else None
-    predicted = logits.detach().argmax(-1) if return_predicted else None
+    mean_logits = x.detach().mean(-1) if call.return_mean_logits else None
+    log_sum_sq_probs = p.detach().square().sum(-1).log() if call.return_log_sum_sq_probs else None
+    predicted = call.logits.detach().argmax(-1) if call.return_predicted else None
     results = (log_prob, entropy, lse, mean_logits, log_sum_sq_probs, predicted, lse_error)
     return tuple(  # type: ignore[return-value]
         None if value is None else value.masked_fill(~within, 0) for value in results
     )
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def log_prob_backward(
-    dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None,
-    logits: Tensor, target: Tensor, entropy: Tensor, lse: Tensor, lse_error: Tensor,
-    temperature: float, softcap: float | None, logit_scale: float, ignore_index: int,
-) -> Tensor:  # fmt: skip
+@library.backward(
+    "log_prob_forward",
+    "dlog_prob? dentropy? dlse? logits target entropy lse lse_error ... -> dlogits",
+)
+def log_prob_backward(call: Any) -> Any:
     """The gradient of `log_prob_forward`.
 
         dx_ic = dlog_prob_i * ((c == target_i) - p_ic) + dlse_i * p_ic
@@ -148,39 +143,26 @@ def log_prob_backward(
 
     and dlogits_i = 0 for an ignored token. The logits may be those of a part of the classes, with
     the lse and the entropy of all.
-
-    Args:
-        dlog_prob, dentropy, dlse: the gradients of the forward's results, floating point, of the
-            shape of target, any strides; each may be None.
-        entropy, lse, lse_error: results of the forward.
-        The others: as given to the forward.
-
-    Returns:
-        dlogits: (..., V), contiguous, of the dtype of the logits.
-
-    Raises:
-        TypeError, ValueError: as `log_prob`.
     """
-    within = target != ignore_index
-    x = _kept(logits, within, temperature, softcap, logit_scale)
-    cap, scale = tempered(temperature, softcap, logit_scale)
-    entropy = entropy.to(x.dtype).unsqueeze(-1)
-    log_p = log_softmax_of(x, lse, lse_error)
+    x, within = _kept(call)
+    cap, scale = tempered(call.temperature, call.softcap, call.logit_scale)
+    entropy = call.entropy.to(x.dtype).unsqueeze(-1)
+    log_p = log_softmax_of(x, call.lse, call.lse_error)
     p = torch.exp(log_p)
     dx = torch.zeros_like(x)
-    if dlse is not None:
-        dx = dx + dlse.to(x.dtype).unsqueeze(-1) * p
-    if dlog_prob is not None:
-        is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
-        dx = dx + dlog_prob.to(x.dtype).unsqueeze(-1) * (is_target.to(x.dtype) - p)
-    if dentropy is not None:
+    if call.dlse is not None:
+        dx = dx + call.dlse.to(x.dtype).unsqueeze(-1) * p
+    if call.dlog_prob is not None:
+        is_target = torch.arange(x.shape[-1], device=x.device) == call.target.unsqueeze(-1)
+        dx = dx + call.dlog_prob.to(x.dtype).unsqueeze(-1) * (is_target.to(x.dtype) - p)
+    if call.dentropy is not None:
         # A class of probability 0 has no gradient, though its logarithm is -inf.
         centred = torch.where(p == 0, 0.0, log_p + entropy)
-        dx = dx - dentropy.to(x.dtype).unsqueeze(-1) * (p * centred)
+        dx = dx - call.dentropy.to(x.dtype).unsqueeze(-1) * (p * centred)
     if cap is not None:
         dx = dx * (1 - (x / cap).square())
     dx = torch.where(within.unsqueeze(-1), dx * scale, 0.0)
-    return dx.to(logits.dtype).contiguous()
+    return dx.to(call.logits.dtype).contiguous()
 
 
 def tempered(
@@ -191,13 +173,9 @@ def tempered(
     return None if softcap is None else softcap / temperature, logit_scale / temperature
 
 
-def _kept(
-    logits: Tensor, within: Tensor, temperature: float, softcap: float | None, logit_scale: float
-) -> Tensor:
+def _kept(call: Any) -> tuple[Tensor, Tensor]:
     """x, computed from 0 where the token is ignored: its logits may be NaN, which would make its
-    gradient NaN."""
-    kept = torch.where(within.unsqueeze(-1), logits, 0.0)
-    return effective(kept, *tempered(temperature, softcap, logit_scale))
-
-
-library.gradient("log_prob_forward")
+    gradient NaN; and whether each token counts."""
+    within = call.target != call.ignore_index
+    kept = torch.where(within.unsqueeze(-1), call.logits, 0.0)
+    return effective(kept, *tempered(call.temperature, call.softcap, call.logit_scale)), within

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,36 +66,16 @@ def tvd(
         >>> liger_ops.tvd(torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.75, 0.0]]))
         tensor(0.2500)
     """
-    return distribution_loss.value(form(p, q, shift_labels, reduction, ignore_index))
+    options = (shift_labels, reduction, ignore_index)
+    return distribution_loss.value(form(library.OPS["tvd"].arguments(p, q, *options)))
 
 
-@library.define(strides=torch.Tag.needs_fixed_stride_order)
-def tvd_backward(
-    dloss: Tensor, p: Tensor, q: Tensor, shift_labels: Tensor | None,
-    reduction: str, ignore_index: int, output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of `tvd`, whose documentation has the equations.
-
-    Args:
-        dloss: the gradient of the loss, floating point, of its shape, any strides.
-        p, q, shift_labels, reduction, ignore_index: as given to `tvd`.
-        output_mask: whether dp and dq are computed and allocated.
-
-    Returns:
-        dp, dq: (..., V), contiguous, each of its tensor's dtype; None if not in output_mask.
-
-    Raises:
-        TypeError, ValueError: as `tvd`.
-    """
-    called = form(p, q, shift_labels, reduction, ignore_index)
-    return distribution_loss.gradients(dloss, called, output_mask)
+@library.backward("tvd", "dloss p q shift_labels ... output_mask -> dp dq")
+def tvd_backward(call: Any) -> Any:
+    """The gradients of `tvd`, whose documentation has the equations."""
+    return distribution_loss.gradients(call, form(call))
 
 
-def form(
-    p: Tensor, q: Tensor, shift_labels: Tensor | None, reduction: str, ignore_index: int
-) -> Form:
-    tokens, counted = math.prod(p.shape[:-1]), within(shift_labels, ignore_index)
-    return Form("tvd", p, q, 0.0, reduction, tokens, counted)
-
-
-library.gradient("tvd")
+def form(call: Any) -> Form:
+    tokens = math.prod(call.p.shape[:-1])
+    return Form("tvd", call.p, call.q, 0.0, call.reduction, tokens, within(call))

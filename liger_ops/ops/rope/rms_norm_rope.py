@@ -113,7 +113,7 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         norm = (eps, offset, casting_mode)
         xhat = scaled(q, q_weight, *norm).to(q.dtype), scaled(k, k_weight, *norm).to(k.dtype)
         needed = [needs.cos, needs.sin]
-        dcos, dsin = table_gradients(dq, dk, *xhat, cos, sin, *rotation, needed)
+        dcos, dsin = table_gradients((dq, dk, *xhat, cos, sin, *rotation, needed))
     return grad_q, grad_k, dcos, dsin, dq_weight, dk_weight
 
 

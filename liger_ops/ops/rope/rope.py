@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from ...derived import derived_definition
+from ...derived import gradient_by_autograd
 from ..precision import widened
 from ..strides import in_order_of
 
@@ -117,33 +117,16 @@ def rope(
     return rotated(q, *tables), rotated(k, *tables)
 
 
-@library.define(strides=torch.Tag.needs_exact_strides)
-def rope_backward(
-    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor | None,
-    interleaved: bool, per_pair: bool, sections: list[int] | None, deinterleave: bool,
-    output_mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+@library.backward("rope", "dq dk cos sin ... output_mask -> dq dk")
+def rope_backward(call: Any) -> Any:
     """The gradient of `rope`.
 
-        dx = dy * cos - turned(dy * sin)
-
-    Args:
-        dq, dk: the gradients of `rope`'s results, any strides.
-        cos, sin, interleaved, per_pair, sections, deinterleave: as given to `rope`.
-        output_mask: whether the gradients of q and k are computed and allocated.
-
-    Returns:
-        The gradients of q and k, with the layout of dq and dk; each may be None.
-
-    Raises:
-        TypeError, ValueError: as `rope`.
+    dx = dy * cos - turned(dy * sin)
     """
-    tables = (cos, sin, interleaved, per_pair, sections, deinterleave)
-    back = [
-        rotated(dy, *tables, backward=True) if wanted else None
-        for dy, wanted in zip((dq, dk), output_mask, strict=True)
-    ]
-    return back[0], back[1]
+    options = (call.interleaved, call.per_pair, call.sections, call.deinterleave, True)
+    tables = (call.cos, call.sin, *options)
+    pairs = zip((call.dq, call.dk), call.output_mask, strict=True)
+    return tuple(rotated(dy, *tables) if wanted else None for dy, wanted in pairs)
 
 
 class Pairs(NamedTuple):
@@ -243,11 +226,7 @@ def _rotations(
     return _rotated(q, *options), _rotated(k, *options)
 
 
-table_gradients = derived_definition(
-    "rope",
-    _rotations,
-    "dq dk q k cos sin interleaved per_pair sections deinterleave output_mask -> dcos dsin",
-)
+table_gradients = gradient_by_autograd(_rotations, "dq dk q k cos sin ... output_mask -> dcos dsin")
 
 
 def _setup_context(ctx: Any, call: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -265,7 +244,7 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         grad_q, grad_k = rope_backward(dq, dk, cos, sin, *options)
     if needs.cos or needs.sin:
         needed = [needs.cos, needs.sin]
-        dcos, dsin = table_gradients(dq, dk, *inputs, cos, sin, *ctx.options, needed)
+        dcos, dsin = table_gradients((dq, dk, *inputs, cos, sin, *ctx.options, needed))
     return grad_q, grad_k, dcos, dsin
 
 

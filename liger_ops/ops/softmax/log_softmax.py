@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,28 +43,17 @@ def log_softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
     return rows.log_softmax(widened(x)).to(x.dtype).contiguous()
 
 
-@library.define()
-def log_softmax_backward(dy: Tensor, y: Tensor, *, rows: Rows = WHOLE) -> Tensor:
+@library.backward("log_softmax", "dy y -> dx")
+def log_softmax_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
     """The gradient of `log_softmax`, from its result.
 
-        dx = dy - exp(y) * sum(dy, -1)
-
-    Args:
-        dy: (..., N), floating point, any strides.
-        y: the result of `log_softmax`.
-
-    Returns:
-        dx: (..., N), contiguous, of y's dtype.
-
-    Raises:
-        TypeError: a tensor is not floating point.
-        ValueError: y has no dimension, or dy does not have y's shape and device.
+    dx = dy - exp(y) * sum(dy, -1)
     """
+    dy, y = call
     wide = widened(y)
     dy = dy.to(wide.dtype)
     dx = dy - torch.exp(wide) * rows.total(dy)
     return dx.to(y.dtype).contiguous()
 
 
-library.gradient("log_softmax")
 library.autocast("log_softmax", torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,28 +43,17 @@ def softmax(x: Tensor, *, rows: Rows = WHOLE) -> Tensor:
     return rows.softmax(widened(x)).to(x.dtype).contiguous()
 
 
-@library.define()
-def softmax_backward(dy: Tensor, y: Tensor, *, rows: Rows = WHOLE) -> Tensor:
+@library.backward("softmax", "dy y -> dx")
+def softmax_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
     """The gradient of `softmax`, from its result.
 
-        dx = y * (dy - sum(dy * y, -1))
-
-    Args:
-        dy: (..., N), floating point, any strides.
-        y: the result of `softmax`.
-
-    Returns:
-        dx: (..., N), contiguous, of y's dtype.
-
-    Raises:
-        TypeError: a tensor is not floating point.
-        ValueError: y has no dimension, or dy does not have y's shape and device.
+    dx = y * (dy - sum(dy * y, -1))
     """
+    dy, y = call
     wide = widened(y)
     dy = dy.to(wide.dtype)
     dx = wide * (dy - rows.total(dy * wide))
     return dx.to(y.dtype).contiguous()
 
 
-library.gradient("softmax")
 library.autocast("softmax", torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -86,24 +88,14 @@ def sparsemax_forward(x: Tensor) -> Tensor:
     return torch.relu(below - tau).to(x.dtype).contiguous()
 
 
-@library.define()
-def sparsemax_backward(dy: Tensor, y: Tensor) -> Tensor:
+@library.backward("sparsemax_forward", "dy y -> dx")
+def sparsemax_backward(call: Any) -> Any:
     """The gradient of `sparsemax` along the last dimension, from its result.
 
-        dx = dy - mean(dy over the support)   inside of the support, where y > 0
-        dx = 0                                outside
-
-    Args:
-        dy: (..., N), floating point, any strides.
-        y: the result of `sparsemax`.
-
-    Returns:
-        dx: (..., N), contiguous, of y's dtype; NaN where y is.
-
-    Raises:
-        TypeError: a tensor is not floating point.
-        ValueError: y has no dimension, or dy does not have y's shape and device.
+    dx = dy - mean(dy over the support)   inside of the support, where y > 0
+    dx = 0                                outside
     """
+    dy, y = call
     wide = widened(y)
     dy = dy.to(wide.dtype)
     support = wide > 0
@@ -112,5 +104,4 @@ def sparsemax_backward(dy: Tensor, y: Tensor) -> Tensor:
     return torch.where(support, dy - mean, 0.0 * wide).to(y.dtype).contiguous()
 
 
-library.gradient("sparsemax_forward")
 library.autocast("sparsemax_forward", torch.float32)

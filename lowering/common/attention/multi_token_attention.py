@@ -28,9 +28,8 @@ def register(
     module = launch_forward.__module__
 
     def convolution_of(call: Any) -> CausalConvolution:
-        options = (call.stride, call.padding, call.dilation, call.groups)
-        found = convolution.of(*options)
-        return found if found.takes(call.weight) else CausalConvolution.of(*options)
+        found = convolution.of(call)
+        return found if found.takes(call.weight) else CausalConvolution.of(call)
 
     # allocates=True, because the convolution allocates the result.
     @library.kernel("multi_token_attention_forward", device, allocates=True, module=module)

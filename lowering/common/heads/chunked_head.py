@@ -4,7 +4,7 @@ memory that the chunks share."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,12 +83,6 @@ def chunked_words(
         # One product has the whole gradient of x: there is no sum.
         sum_dtype = head.x.dtype
     return ChunkedHead(head, alignment, slices, True, sum_dtype)
-
-
-def head_tensors(call: Any, prefix: str = "") -> tuple[Any, ...]:
-    """The tensors of a call's head, whose names start with `prefix`."""
-    names = ("x", "weight", "bias", "lora_x", "lora_b")
-    return tuple(getattr(call, f"{prefix}{name}") for name in names)
 
 
 def _fill(logits: Tensor, head: Head) -> None:

@@ -9,18 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from .... import library
+from ....ops.heads.gradients import WEIGHT
 from ....ops.heads.head import (
+    HEAD,
     Head,
     both,
     divisor,
     finished_in_forward,
     shaped,
     still_missing,
-    upstream_of_tokens,
 )
+from ....ops.heads.linear_cross_entropy import upstream_of_tokens
 from ....ops.heads.scaling import scales
 from ..losses.cross_entropy import given_tokens, tokens_of
-from .chunked_head import chunked_tokens, head_tensors
+from .chunked_head import chunked_tokens
 
 
 def register(device: str, kernels: Any, scale: Callable[..., None], alignment: int) -> None:
@@ -44,11 +46,11 @@ def register(device: str, kernels: Any, scale: Callable[..., None], alignment: i
 
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
     allocated = library.allocate("linear_cross_entropy_forward", call)
-    outputs, computed = allocated[:-5], allocated[-5:]
+    outputs, computed = allocated[: -len(HEAD)], allocated[-len(HEAD) :]
     del allocated
     tokens = tokens_of(call, call.class_weight, *outputs)
-    tensors, bounds = head_tensors(call), (call.accum_dtype, call.chunk_bytes)
-    head = chunked_tokens(Head.of(*tensors), computed[1], alignment, *bounds)
+    bounds = (call.accum_dtype, call.chunk_bytes)
+    head = chunked_tokens(Head.of_call(call), computed[WEIGHT], alignment, *bounds)
     gradients = head.gradients(computed)
     del computed
     for chunk, chunk_head, logits in head.logits():
@@ -57,29 +59,20 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
     del logits
     loss, z_loss, _, _, total_weight, *_ = outputs
     kernels.reduce(call, call.weight.shape[0], tokens, loss, z_loss, total_weight)
-    return (*outputs, *shaped(gradients.results(), tensors))
+    return (*outputs, *shaped(gradients.results(), call))
 
 
 def _backward(
     call: Any, kernels: Any, scale: Callable[..., None], alignment: int
 ) -> tuple[Tensor | None, ...]:
     results = library.allocate("linear_cross_entropy_backward", call)
-    computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
-    items = divisor(call.reduction, call.total_weight, call.num_items_in_batch)
-    finished = finished_in_forward(
-        call.dloss, computed, call.output_mask, call.target, call.ignore_index, items,
-        call.x.dtype, results, scale,
-    )  # fmt: skip
+    finished = finished_in_forward(call, divisor(call, call.total_weight), results, scale)
     if not any(still_missing(call.output_mask, finished)):
         return tuple(finished)
-    tokens = given_tokens(call, call.class_weight)
-    upstream = upstream_of_tokens(
-        call.dloss, call.dz_loss, call.dlse, call.dtarget_logit,
-        call.lse, call.reduction, call.total_weight, call.num_items_in_batch,
-    )  # fmt: skip
+    tokens, upstream = given_tokens(call, call.class_weight), upstream_of_tokens(call)
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
-    tensors, bounds = head_tensors(call), (call.accum_dtype, call.chunk_bytes)
-    head = chunked_tokens(Head.of(*tensors), unfinished[1], alignment, *bounds)
+    bounds = (call.accum_dtype, call.chunk_bytes)
+    head = chunked_tokens(Head.of_call(call), unfinished[WEIGHT], alignment, *bounds)
     gradients = head.gradients(unfinished)
     del results, unfinished
     for chunk, chunk_head, logits in head.logits():
@@ -87,4 +80,4 @@ def _backward(
         kernels.gradient(call, grads, logits, tokens.chunk(chunk), logits)
         gradients.add(chunk_head, logits)
     del logits
-    return both(finished, shaped(gradients.results(), tensors))
+    return both(finished, shaped(gradients.results(), call))

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from .... import library
+from ....ops.heads.gradients import BIAS, WEIGHT
 from ....ops.heads.head import Head, both, finished_in_forward, rows_of, shaped, still_missing
 from ....ops.heads.two_heads import (
-    divisor,
     mixed,
     reduced,
     upstream_of_sum,
     upstream_of_tokens,
-    weights_of_tokens,
+    weights_and_items,
 )
 from ..sizes import cdiv
-from .chunked_head import ChunkedHead, chunked_tokens, chunked_words, head_tensors
+from .chunked_head import ChunkedHead, chunked_tokens, chunked_words
 from .two_heads import Rows, Upstream
 
 Outputs = tuple[Tensor | None, ...]
@@ -32,10 +32,9 @@ class Heads:
 
     def __init__(self, call: Any, dweight: Tensor | None, alignment: int) -> None:
         self.given = None if call.teacher_logits is None else rows_of(call.teacher_logits)
-        self.tensors = head_tensors(call, "student_")
-        student, row_bytes = Head.of(*self.tensors), 0
+        student, row_bytes = Head.of_call(call, "student_"), 0
         if self.given is None:
-            teacher = Head.of(*head_tensors(call, "teacher_"))
+            teacher = Head.of_call(call, "teacher_")
             row_bytes = cdiv(teacher.weight.shape[0], alignment) * alignment * teacher.x.itemsize
         bounds = (call.accum_dtype, call.chunk_bytes, row_bytes)
         self.student = chunked_tokens(student, dweight, alignment, *bounds)
@@ -75,23 +74,15 @@ def register(
         return _backward(call, kernels, scale)
 
 
-def _weights(call: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | int]:
-    """The weight of each token, and the number by which the reduction divides."""
-    x = call.student_x
-    given = (call.target, call.token_weight, call.ignore_index, x.shape[:-1], dtype, x.device)
-    weights = weights_of_tokens(*given)
-    return weights, divisor(call.reduction, weights, call.num_items_in_batch)
-
-
 def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     allocated = library.allocate("linear_divergence_forward", call)
     statistics, computed, entropy = allocated[3], allocated[4:-1], allocated[-1]
     divergence, cross_entropy, alignment = kernels
-    rows, heads = Rows(call, divergence, cross_entropy), Heads(call, computed[1], alignment)
+    rows, heads = Rows(call, divergence, cross_entropy), Heads(call, computed[WEIGHT], alignment)
     gradients = heads.student.gradients(computed)
     del allocated, computed
     by_token = statistics.view(statistics.shape[0], -1)
-    weights, items = _weights(call, statistics.dtype)
+    weights, items = weights_and_items(call, statistics.dtype)
     losses = None
     if call.target is None:
         by_token[-2:].zero_()
@@ -102,44 +93,35 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
         if entropy is not None:
             rows.entropies(chunk, student, entropy.view(-1)[chunk])
         if any(call.gradient_mask):
-            upstream = upstream_of_sum(weights, call.soft_weight, call.hard_weight)
+            upstream = upstream_of_sum(call, weights)
             rows.gradient(upstream, student, teacher, by_token, tokens=chunk)
             gradients.add(chunk_head, student)
     del student, teacher
-    reduction = (weights, items, call.reduction, call.student_x.shape[:-1])
-    divergence, cross_entropy = reduced(by_token[0], *reduction), None
+    divergence, cross_entropy = reduced(call, by_token[0], weights, items), None
     if losses is not None:
         # It is here that a target out of range stops a GPU.
         tokens = rows.tokens(losses, torch.empty_like(losses), *by_token[-2:])
         total = losses.new_empty(())
         V = call.student_weight.shape[0]
         rows.cross_entropy.reduce(rows.loss, V, tokens, None, None, total)
-        cross_entropy = reduced(losses, *reduction)
-    loss = mixed(divergence, cross_entropy, call.soft_weight, call.hard_weight)
-    found = shaped(gradients.results(), heads.tensors)
+        cross_entropy = reduced(call, losses, weights, items)
+    loss, found = mixed(call, divergence, cross_entropy), shaped(gradients.results(), call)
     return (loss, divergence, cross_entropy, statistics, *found, entropy)
 
 
 def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
     results = library.allocate("linear_divergence_backward", call)
-    weights, items = _weights(call, call.statistics.dtype)
-    computed = (call.dx, call.dweight, call.dbias, call.dlora_x, call.dlora_b)
-    finished = finished_in_forward(
-        call.dloss, computed, call.output_mask, call.target, call.ignore_index, items,
-        call.student_x.dtype, results, scale,
-    )  # fmt: skip
+    weights, items = weights_and_items(call, call.statistics.dtype)
+    finished = finished_in_forward(call, items, results, scale)
     missing = still_missing(call.output_mask, finished)
     if not any(missing):
         return tuple(finished)
-    upstream = upstream_of_tokens(
-        call.dloss, call.ddivergence, call.dcross_entropy, call.target, call.ignore_index,
-        weights, items, call.soft_weight, call.hard_weight,
-    )  # fmt: skip
+    upstream = upstream_of_tokens(call, weights, items)
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
     del results
     # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
     # lora_b's, whose sum is smaller than that of x's.
-    backward = _by_words if any(missing[1:3]) else _by_tokens
+    backward = _by_words if missing[WEIGHT] or missing[BIAS] else _by_tokens
     return both(finished, backward(call, kernels, upstream, unfinished))
 
 
@@ -156,7 +138,7 @@ def _by_tokens(
         rows.gradient(upstream, student, teacher, by_token, tokens=chunk)
         gradients.add(chunk_head, student)
     del student, teacher
-    return shaped(gradients.results(), heads.tensors)
+    return shaped(gradients.results(), call)
 
 
 def _by_words(call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor | None]) -> Outputs:
@@ -166,9 +148,8 @@ def _by_words(call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor 
     rows, given = Rows(call, divergence, cross_entropy), call.teacher_logits
     # If the kernels need contiguous rows, the columns of the teacher's logits are copied.
     teacher_bytes = (call.teacher_x if given is None else given).itemsize
-    tensors = head_tensors(call, "student_")
     bounds = (call.accum_dtype, call.chunk_bytes, teacher_bytes)
-    head = chunked_words(Head.of(*tensors), alignment, *bounds)
+    head = chunked_words(Head.of_call(call, "student_"), alignment, *bounds)
     gradients = head.gradients(outputs)
     outputs.clear()
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
@@ -178,7 +159,7 @@ def _by_words(call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor 
         rows.gradient(upstream, student, teacher, by_token, first=words.start)
         gradients.add(chunk_head, student)
     del student, teacher
-    return shaped(gradients.results(), tensors)
+    return shaped(gradients.results(), call)
 
 
 def _teacher_of_words(call: Any, student: ChunkedHead) -> Iterator[Tensor]:
@@ -190,6 +171,6 @@ def _teacher_of_words(call: Any, student: ChunkedHead) -> Iterator[Tensor]:
         for words in slices:
             yield given[:, words]
     else:
-        head = Head.of(*head_tensors(call, "teacher_"))
+        head = Head.of_call(call, "teacher_")
         for _, _, logits in student._replace(head=head, slices=slices).logits():
             yield logits

@@ -12,7 +12,7 @@ from ....ops.heads.head import Head
 from ..losses.cross_entropy import Tokens
 from ..losses.log_prob import as_loss, given_tokens, results
 from ..tensors import flat
-from .chunked_head import chunked_tokens, head_tensors
+from .chunked_head import chunked_tokens
 from .recomputed import Outputs, backward
 
 Upstream = tuple[Tensor | None, ...]
@@ -37,7 +37,7 @@ def register(device: str, kernels: Any, alignment: int) -> None:
 def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
     outputs = library.allocate("linear_log_prob_forward", call)
     loss, tokens = as_loss(call), results(call, *outputs)
-    head, bounds = Head.of(*head_tensors(call)), (call.accum_dtype, call.chunk_bytes)
+    head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
     for chunk, _, logits in chunked_tokens(head, None, alignment, *bounds).logits():
         kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
     total = tokens.lse.new_empty(())

@@ -20,7 +20,7 @@ from ....ops.losses.cross_entropy import effective, rounded_lse
 from ....ops.losses.log_prob import tempered
 from ..losses.cross_entropy import Tokens
 from ..tensors import flat
-from .chunked_head import chunked_tokens, head_tensors
+from .chunked_head import chunked_tokens
 from .recomputed import Outputs, backward
 
 INF = float("inf")
@@ -52,7 +52,7 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, T
         None, _target(ids), None, lse=flat_rest, lse_error=error.view(-1),
         log_prob=torch.empty_like(flat_rest),
     )  # fmt: skip
-    head, bounds = Head.of(*head_tensors(call)), (call.accum_dtype, call.chunk_bytes)
+    head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
     V = call.weight.shape[0]
     for chunk, _, part in chunked_tokens(head, None, alignment, *bounds).logits():
         words = ids[chunk]

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from .... import library
+from ....ops.heads.gradients import BIAS, WEIGHT
 from ....ops.heads.head import Head, shaped
-from .chunked_head import chunked_tokens, chunked_words, head_tensors
+from .chunked_head import chunked_tokens, chunked_words
 
 Outputs = tuple[Tensor | None, ...]
 ALL = slice(0, None)
@@ -19,11 +20,11 @@ Dlogits = Callable[[Tensor, slice, slice], None]
 
 def backward(name: str, call: Any, alignment: int, dlogits: Dlogits) -> Outputs:
     """dx, dweight, dbias, dlora_x and dlora_b of a call of op `name`."""
-    outputs, tensors = library.allocate(name, call), head_tensors(call)
-    head, bounds = Head.of(*tensors), (call.accum_dtype, call.chunk_bytes)
+    outputs = library.allocate(name, call)
+    head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
     # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
     # lora_b's, whose sum is smaller than that of x's.
-    by_words = any(call.output_mask[1:3])
+    by_words = call.output_mask[WEIGHT] or call.output_mask[BIAS]
     if by_words:
         chunked = chunked_words(head, alignment, *bounds)
     else:
@@ -34,4 +35,4 @@ def backward(name: str, call: Any, alignment: int, dlogits: Dlogits) -> Outputs:
         dlogits(logits, *((ALL, chunk) if by_words else (chunk, ALL)))
         gradients.add(chunk_head, logits)
     del logits
-    return shaped(gradients.results(), tensors)
+    return shaped(gradients.results(), call)

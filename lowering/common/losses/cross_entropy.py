@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .... import library
-from ....ops.losses.cross_entropy import upstream
+from ....ops.losses.cross_entropy import upstream_of_tokens
 from ..tensors import flat
 
 
@@ -80,9 +80,7 @@ def register(
 
     @library.kernel("cross_entropy_backward", device, module=module)
     def cross_entropy_backward(call, dlogits, plan):
-        reduction = (call.lse, call.total_weight, call.num_items_in_batch, call.reduction)
-        dloss, dz_loss = (upstream(grad, *reduction) for grad in (call.dloss, call.dz_loss))
-        grads = per_token(dloss, dz_loss, call.dlse, call.dtarget_logit, None)
+        grads = per_token(*upstream_of_tokens(call), None)
         tokens = given_tokens(call, call.weight)
         dlogits = dlogits.view(-1, call.logits.shape[-1])
         gradient(call, grads, rows(call.logits), tokens, dlogits, plan)

@@ -10,20 +10,12 @@ from torch import Tensor
 
 from .... import library
 from ....ops.losses import jsd, kl_div, tvd
-from ....ops.losses.distribution_loss import TINY, Form
+from ....ops.losses.distribution_loss import Form
 from ..tensors import flat
 
 FORMS: dict[str, Callable[[Any], Form]] = {
-    "kl_div": lambda call: kl_div.form(
-        call.input, call.target, call.reduction, call.log_target, max(call.eps, TINY)
-    ),
-    "jsd": lambda call: jsd.form(
-        call.input, call.target, call.shift_labels, call.beta, call.ignore_index
-    ),
-    "tvd": lambda call: tvd.form(
-        call.p, call.q, call.shift_labels, call.reduction, call.ignore_index
-    ),
-}
+    "kl_div": kl_div.form, "jsd": jsd.form, "tvd": tvd.form,
+}  # fmt: skip
 
 
 def register(

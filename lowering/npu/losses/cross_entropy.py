@@ -223,19 +223,15 @@ def loss_and_gradient(
     if maximum is not None:
         log_sum = (lse - maximum) + lse_error
         smooth = (class_sum * log_sum - weighted_x) / V
-    losses = definition.token_losses(
-        lse, nll, smooth, weights, counts, inside,
-        call.label_smoothing, call.lse_square_scale,
-    )  # fmt: skip
+    losses = definition.token_losses(lse, nll, smooth, weights, counts, inside, call)
     for result, value in zip((loss, z_loss), losses, strict=True):
         result.copy_(torch.where(inside | ignored, value, float("nan")))
     if predicted_tokens is not None:
         predicted_tokens.copy_(predicted)
     if gradient:
-        factors = definition.gradient_factors(
-            torch.ones_like(lse), None, None, None, lse, weights, counts, inside,
-            class_sum, V, call.label_smoothing, call.lse_square_scale,
-        )  # fmt: skip
+        grads = (torch.ones_like(lse), None, None, None)
+        given = (lse, weights, counts, inside, class_sum, V)
+        factors = definition.gradient_factors(call, grads, *given)
         column = torch.where(inside, target, -1)
         rows = (lse, lse_error)
         _launch_gradient(call, factors, column, None, None, logits, weight, rows, logits, plan)
@@ -258,11 +254,9 @@ def gradient(
     lse, lse_error = tokens.lse, tokens.lse_error
     *upstream, dentropy = upstream
     inside = _inside(target, V, call.ignore_index)
-    factors = definition.gradient_factors(
-        *upstream, lse,
-        *definition.token_weights(target, inside, weight, token_weight, torch.float32), inside,
-        _class_sum(weight, V, call.label_smoothing), V, call.label_smoothing, call.lse_square_scale,
-    )  # fmt: skip
+    weights = definition.token_weights(target, inside, weight, token_weight, torch.float32)
+    class_sum = _class_sum(weight, V, call.label_smoothing)
+    factors = definition.gradient_factors(call, upstream, lse, *weights, inside, class_sum, V)
     entropy = None
     if dentropy is not None:
         soft, smoothed, hard, alive = factors

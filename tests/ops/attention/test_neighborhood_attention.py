@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import liger_ops
 import op_checks
@@ -250,3 +251,11 @@ def test_dtypes_must_be_the_same() -> None:
     message = "key must have query's dtype, torch.float32, got torch.float16"
     with pytest.raises(TypeError, match=message):
         liger_ops.neighborhood_attention(*given)
+
+
+def test_flops_are_those_of_attention_where_every_window_is_whole() -> None:
+    q, k = torch.randn(2, 4, 7, 8, requires_grad=True), torch.randn(2, 2, 7, 8, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        liger_ops.neighborhood_attention(q, k, k, 7).sum().backward()
+    dense = sdpa_flop_count(q.shape, k.shape, k.shape)
+    assert counter.get_total_flops() == dense + 5 * dense // 2

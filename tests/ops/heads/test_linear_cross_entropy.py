@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from head_calls import BACKWARD, FORWARD
 from liger_ops import library
-from liger_ops.ops.heads.head import upstream_of_tokens
+from liger_ops.ops.heads.linear_cross_entropy import upstream_of_tokens
 from linear_cross_entropy_cases import (
     NOT_COMPUTED,
     WITHOUT_LORA,
@@ -99,10 +100,15 @@ def gradient_roundings(args: list[Any], upstream: list[Tensor | None]) -> dict[s
             gradient(*grads, logits, *rest, lse, error, total, *options[:6]).abs().nan_to_num(0.0)
         )
 
+    names = ("dloss", "dz_loss", "dlse", "dtarget_logit")
+    call = SimpleNamespace(
+        **dict(zip(names, upstream, strict=True)), lse=lse, reduction=options[1],
+        total_weight=total, num_items_in_batch=num_items,
+    )  # fmt: skip
     ones = torch.ones_like(lse)
     dloss, dz_loss, dlse, dtarget_logit = (
         torch.zeros_like(lse) if grad is None else grad.abs().reshape(lse.shape)
-        for grad in upstream_of_tokens(*upstream, lse, options[1], total, num_items)
+        for grad in upstream_of_tokens(call)
     )
     largest = math.prod(1 + max_abs(weights) for weights in (class_weight, token_weight))
     scales = largest * (dloss + (dloss + dz_loss) * 2 * options[3] * lse.abs())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import simulated_npu
 from graphs import Recorder, liger_ops_of
@@ -135,3 +137,16 @@ def test_training_on_the_simulated_npu(
     assert modules and all(m.startswith("liger_ops.lowering.npu.") for m in modules)
     for gradient, reference in zip(gradients, expected, strict=True):
         torch.testing.assert_close(simulated_npu.to_cpu(gradient), reference)
+
+
+def test_flops_of_symbolic_sizes_are_a_symbol() -> None:
+    """Inductor estimates the time of a node with dynamic shapes, which must not become static."""
+    counts = []
+
+    def count(x: Tensor, weight: Tensor, target: Tensor) -> None:
+        with FlopCounterMode(display=False) as counter:
+            FORWARD.overload(x, weight, target)
+        counts.append(counter.get_total_flops())
+
+    make_fx(count, tracing_mode="symbolic")(torch.ones(6, 8), torch.ones(11, 8), torch.arange(6))
+    assert isinstance(counts[0], torch.SymInt) and counts[0] == 2 * 6 * 8 * 11

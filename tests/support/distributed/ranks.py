@@ -137,7 +137,7 @@ class Traffic(TorchDispatchMode):
         elif func.namespace == "c10d":
             tensors = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
             self.seen.append((name, sum(one.nbytes for one in tensors)))
-        self.ops[name] += func.namespace == "liger"
+        self.ops[name.removesuffix("_forward")] += func.namespace == "liger"
         return func(*args, **(kwargs or {}))
 
 

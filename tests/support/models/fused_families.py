@@ -44,8 +44,9 @@ class Family:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The ops that `fuse` finds, and the loss, which a forward without labels does not run."""
-        return {**self.ops, "linear_cross_entropy": 1} if self.has_loss else self.ops
+        """What `fuse` finds: the ops, and losses, which a forward without labels does not run."""
+        losses = {"linear_cross_entropy": self.has_loss, "router_losses": "moe_experts" in self.ops}
+        return {**self.ops, **dict.fromkeys((op for op, has_it in losses.items() if has_it), 1)}
 
     def model(self) -> nn.Module:
         """The model in float32, in training mode, with every parameter changed from its initial
@@ -160,8 +161,8 @@ FAMILIES = [
     text("Olmo2", 9),
     text("Phi3", 5),
     text("Glm4", 9),
-    text("GptOss", 5, "clamped_swiglu", num_local_experts=4, **EXPERTS),
-    text("Qwen3Moe", 9, num_experts=4, moe_intermediate_size=16, **EXPERTS),
+    text("GptOss", 5, "moe_experts", num_local_experts=4, **EXPERTS),
+    text("Qwen3Moe", 9, "moe_experts", num_experts=4, moe_intermediate_size=16, **EXPERTS),
     Family("Bert", bert, {"layer_norm": 6}, token_inputs, has_loss=True),
     Family("ViT", vit, {"layer_norm": 5}, image_inputs),
     Family("diffusion", diffusion, {"group_norm": 4}, image_inputs),

@@ -7,6 +7,7 @@ import cross_entropy_cases
 import distribution_cases
 import divergence_cases
 import dyt_cases
+import expert_cases
 import gated_norm_cases
 import layer_cases
 import linear_cross_entropy_cases
@@ -20,6 +21,7 @@ import multi_token_cases
 import neighborhood_cases
 import norm_cases
 import rope_cases
+import router_cases
 import softmax_cases
 from op_under_test import OpUnderTest
 
@@ -35,12 +37,14 @@ OPS: dict[str, OpUnderTest] = {
         *rope_cases.OPS,
         *layer_cases.OPS,
         *neighborhood_cases.OPS,
+        *expert_cases.OPS,
         *multi_token_cases.OPS,
         *cross_entropy_cases.OPS,
         *linear_cross_entropy_cases.OPS,
         *log_prob_cases.OPS,
         *divergence_cases.OPS,
         *distribution_cases.OPS,
+        *router_cases.OPS,
         *linear_log_prob_cases.OPS,
         *linear_divergence_cases.OPS,
         *linear_top_k_divergence_cases.OPS,

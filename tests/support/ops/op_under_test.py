@@ -272,7 +272,9 @@ class OpUnderTest:
         """Tensors whose first dimension consists of independent rows."""
         if self.rowwise is not None:
             return self.rowwise
-        few, many = (self.tensors(self.sample(torch.float32, rows=rows)) for rows in (3, 5))
+        # Values are drawn on the CPU, whatever the default device is.
+        with torch.device("cpu"):
+            few, many = [self.tensors(self.sample(torch.float32, rows=rows)) for rows in (3, 5)]
         return tuple(
             name
             for name, value in few.items()

@@ -1,0 +1,45 @@
+"""router_losses: the load-balancing loss of all layers of a mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import liger_ops
+
+from .entry import Draw, Entry, Shape, moved
+
+TOP_K = 8
+
+
+def model_load_balancing(*gate_logits: Tensor) -> Tensor:
+    """As in models of transformers."""
+    experts = gate_logits[0].shape[-1]
+    weights = torch.cat(gate_logits).softmax(-1)
+    _, selected = torch.topk(weights, TOP_K, dim=-1)
+    mask = torch.nn.functional.one_hot(selected, experts).to(weights.dtype)
+    return (mask.mean(0) * weights.mean(0).unsqueeze(0)).sum() * experts
+
+
+def _ours(*gate_logits: Tensor) -> Tensor:
+    return liger_ops.router_losses(list(gate_logits), TOP_K)[0]
+
+
+def _layers(draw: Draw, shape: Shape) -> list[Tensor]:
+    return [draw.leaf(*shape[1:]) for _ in range(shape[0])]
+
+
+ENTRIES = (
+    # The forward reads the logits, and the backward reads them and writes their gradient.
+    Entry(
+        op="router_losses",
+        ours=_ours,
+        eager=model_load_balancing,
+        dims=("layers", "tokens", "experts"),
+        inputs=_layers,
+        passes=moved(1, 2),
+        figures=((48, 8192, 128), (48, 65536, 128)),
+        models={"Qwen3-30B-A3B": (48, 65536, 128), "Mixtral-8x7B": (32, 65536, 8)},
+        small=(8, 512, 128),
+    ),
+)

@@ -1,0 +1,58 @@
+"""The ops as ATen's operators, for programs that leave for a process without liger_ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from .library import COMPOSED, NAMESPACE, OPS
+from .torch_private import after_import
+
+Table = dict[Any, Callable[..., Any]]
+
+
+def definitions() -> Table:
+    """Operator -> its definition, a function of ATen's operators without a write, of any sizes."""
+    ops = getattr(torch.ops, NAMESPACE)
+    return {op.overload: op.definition for op in OPS.values()} | {
+        getattr(ops, name).default: function for name, function in COMPOSED.items()
+    }
+
+
+def decompositions() -> Table:
+    """A table for `run_decompositions`: PyTorch's default one, and a decomposition of every op.
+
+        program = torch.export.export(model, (), batch, dynamic_shapes=shapes)
+        program = program.run_decompositions(liger_ops.decompositions())
+        torch.export.save(program, "model.pt2")
+
+    The decomposed program consists of ATen's core operators, and is loaded, compiled and run where
+    liger_ops is not installed. It computes what the ops' definitions compute, on every device, with
+    their speed and memory: the logits of a head are in chunks if the number of tokens is not
+    dynamic, and otherwise one tensor.
+
+    Returns:
+        A dictionary of operators and functions, new in each call.
+    """
+    table: Table = torch.export.default_decompositions()
+    table.update(definitions())
+    return table
+
+
+def export_to_onnx() -> None:
+    """Let `torch.onnx.export(dynamo=True)` decompose the ops, which ONNX does not know."""
+    after_import("torch.onnx._internal.exporter._decomp", _extend_onnx)
+
+
+def _extend_onnx(module: Any) -> None:
+    from .torch_private import has, onnx_table
+
+    def with_definitions(registered: Collection[Any]) -> Table:
+        ours = {op: run for op, run in definitions().items() if op not in registered}
+        return onnx_table(registered) | ours
+
+    if has("onnx_table"):
+        setattr(module, onnx_table.__name__, functools.wraps(onnx_table)(with_definitions))

@@ -1,0 +1,234 @@
+"""Experts of mixture models in transformers: a layer of experts becomes moe_experts.
+
+transformers keeps the weights of all experts of a layer in one module. Its forward is one of
+`ALL_EXPERTS_FUNCTIONS`, which the configuration names, and calls the module's method `_apply_gate`
+with projections, gate and up in one tensor. That method says what the activation is; the other
+facts are attributes of the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.experts.moe_experts import moe_experts
+from .. import classes, sharding, tensor_parallel
+from ..planning import Plan
+from ..probing import NotAnOp
+from .gated import Gated
+from .installed import Facts, methods_of
+from .kind import obstacle, parameter_obstacle
+from .module_trace import Traced
+from .program import Program, Value
+
+# The file of transformers whose decorator makes a forward that looks its function up by name, and
+# the functions that compute what the op does.
+REGISTRY = "transformers.integrations.moe"
+GROUPED, NAME = "grouped_mm", "liger"
+REPLACED = (GROUPED, "batched_mm", NAME)
+PLAIN = (Tensor, nn.Parameter)
+WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+
+
+class Experts(Gated):
+    """`Facts.form` is the options of moe_experts, or why only the activation is an op's."""
+
+    name = "experts"
+    method = "_apply_gate"
+
+    def is_expected(self, name: str, module: nn.Module) -> bool:
+        is_experts = classes.class_of(module).__name__.endswith("Experts")
+        holds_gates = is_experts and any("gate_up" in name for name in module._parameters)
+        return holds_gates or _has_method(module, self.method)
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        if not _has_method(module, self.method):
+            return f"it has no {self.method}: the activation is part of its forward"
+        if reason := obstacle(module, self.method):
+            return reason
+        if getattr(module, "has_gate", True) is False:
+            return f"its experts have no gate, and do not call {self.method}"
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        is_eager = _implementation(module) == "eager"
+        if is_eager and code is not None and self.method not in code.co_names:
+            return f"its experts_implementation is 'eager', which does not call {self.method}"
+        return None
+
+    def form_of(
+        self, module: nn.Module, form: Any, traced: Traced, program: Program
+    ) -> tuple[tuple[str, Any], ...] | str:
+        return _options(program) if _looks_up(classes.class_of(module)) else NO_REGISTRY
+
+    def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+        fused = len(plan.changes)
+        super().look(plan, name, module)
+        if len(plan.changes) == fused:
+            return
+        facts = self.facts(module)
+        reason = facts.form if isinstance(facts.form, str) else _left(module)
+        if reason is None:
+            # The activation is within the op.
+            plan.findings.pop()
+            plan.fuse(name, module, "moe_experts", dict(facts.form))
+        elif reason != NO_REGISTRY:
+            plan.leave(name, module, f"only its activation is fused: {reason}")
+
+    def install(self, module: nn.Module, facts: Facts) -> None:
+        super().install(module, facts)
+        style = tensor_parallel.style_of(module)
+        if style is not None:
+            tensor_parallel.call_class(module, style)
+        tensor_parallel.dispatch_to_class(module)
+
+    @classmethod
+    def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
+        made = methods_of(cls.method, cls.caller, base, facts)
+        return made if isinstance(facts.form, str) else {**made, "forward": _forward(base, facts)}
+
+
+NO_REGISTRY = "its forward is not one that transformers looks up by experts_implementation"
+
+
+def _options(program: Program) -> tuple[tuple[str, Any], ...] | str:
+    """The options of moe_experts with the activation of a program."""
+    (op, *others), options = program.steps, program.ops[0].options()
+    is_whole = not others and op.args[:2] == (Value(0), None)
+    if not is_whole or program.returned != Value(1):
+        return f"the activation is {program} of parts of the projection"
+    if op.name == "geglu":
+        return (("activation", "gelu" if options["approximate"] == "none" else "gelu_tanh"),)
+    if op.name == "swiglu" and set(options.values()) == {1.0}:
+        return (("activation", "silu"),)
+    if op.name != "clamped_swiglu":
+        return f"moe_experts has no {program}"
+    if (options["alpha"], options["limit"], options["up_offset"]) == (1.0, math.inf, 0.0):
+        return (("activation", "silu"), ("interleaved", options["interleaved"]))
+    return (("activation", "clamped_swiglu"), *options.items())
+
+
+def _looks_up(cls: Any) -> bool:
+    return getattr(cls.forward, "__globals__", {}).get("__name__") == REGISTRY
+
+
+def _left(module: Any) -> str | None:
+    """Why the products of a module's experts are left, or None."""
+    if getattr(module, "has_post_expert_norm", False):
+        return "its experts have a norm after them (has_post_expert_norm)"
+    if _implementation(module) not in REPLACED:
+        return f"its experts_implementation is {_implementation(module)!r}"
+    if "forward" in vars(module) and not (
+        tensor_parallel.style_of(module) or tensor_parallel.dispatchers_of(module)
+    ):
+        return "the instance has a forward of its own"
+    missing = [one for one in WEIGHTS[:2] if module._parameters.get(one) is None]
+    if missing:
+        return f"it has no parameter {missing[0]}"
+    return None if sharding.is_managed(module) else parameter_obstacle(module)
+
+
+def _implementation(module: Any) -> Any:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def _has_method(module: nn.Module, name: str) -> bool:
+    return inspect.isfunction(getattr(classes.class_of(module), name, None))
+
+
+def _forward(base: Any, facts: Facts) -> Callable[..., Tensor]:
+    """The forward that calls the op, or the module's own code where that computes another thing."""
+    original, hold, options = base.forward, facts.assumptions.hold, dict(facts.form)
+    names = list(inspect.signature(original).parameters)[1:4]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args
+        if kwargs and kwargs.keys() == set(names[len(args) :]):
+            given = (*args, *(kwargs[name] for name in names[len(args) :]))
+        if len(given) == 3 and len(args) + len(kwargs) == 3 and hold(self, given[0]):
+            y = experts(self, options, *given)
+            if y is not None:
+                return y
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def experts(
+    module: Any, options: dict[str, Any], x: Tensor, index: Tensor, weights: Tensor
+) -> Tensor | None:
+    """What transformers' function computes, by the op; None if the op does not.
+
+    `grouped_mm` computes in the dtype of the weights, also under autocast; `batched_mm`, and the op
+    by its own name, in autocast's.
+    """
+    implementation = module.config._experts_implementation
+    own = module._parameters
+    gate_up, down, gate_up_bias, down_bias = (own.get(name) for name in WEIGHTS)
+    tensors = [one for one in (gate_up, down, gate_up_bias, down_bias) if one is not None]
+    if (
+        implementation not in REPLACED or module.has_post_expert_norm or not module.has_gate
+        or gate_up is None or down is None or not all(type(one) in PLAIN for one in tensors)
+        or x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape
+    ):  # fmt: skip
+        return None
+    if module.is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    if not module.has_bias:
+        gate_up_bias = down_bias = None
+    is_autocast = torch.is_autocast_enabled(x.device.type)
+    if is_autocast and implementation != GROUPED:
+        y = moe_experts(x, gate_up, down, index, weights, gate_up_bias, down_bias, **options)
+        return y.to(x.dtype)
+    if any(one.dtype is not gate_up.dtype for one in tensors):
+        return None
+    given = (x.to(gate_up.dtype), gate_up, down, index, weights, gate_up_bias, down_bias)
+    if not is_autocast:
+        return moe_experts(*given, **options).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return moe_experts(*given, **options).to(x.dtype)
+
+
+def registered(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The function that transformers calls for experts_implementation="liger".
+
+    Raises:
+        ValueError: the experts are not those of moe_experts; the text gives the reason.
+    """
+    options = _recognised(module)
+    if not isinstance(options, str):
+        y = experts(module, dict(options), hidden_states, top_k_index, top_k_weights)
+        if y is not None:
+            return y
+        options = _left(module) or "its arguments or parameters are not those of moe_experts"
+    raise ValueError(
+        f"experts_implementation={NAME!r}: {type(module).__name__} cannot be computed by"
+        f" moe_experts: {options}"
+    )
+
+
+_found: weakref.WeakKeyDictionary[Any, Facts] = weakref.WeakKeyDictionary()
+
+
+# Dynamo calls it while it traces.
+@torch.compiler.assume_constant_result
+def _recognised(module: nn.Module) -> tuple[tuple[str, Any], ...] | str:
+    """The options of moe_experts for a module, or why it has none."""
+    try:
+        if module in _found:
+            with contextlib.suppress(NotAnOp):
+                _found[module].assumptions.check(module)
+                return _found[module].form
+        _found[module] = Experts(module).facts(module)
+    except NotAnOp as reason:
+        return str(reason)
+    return _found[module].form

@@ -1,0 +1,119 @@
+"""The load-balancing loss of a mixture model: the function of all layers becomes router_losses.
+
+In transformers it is a function of the model's file, `load_balancing_loss_func`, which the forward
+of the model with the loss calls. A function of the same arguments is one if it computes the same
+loss and gradient of some logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.losses.router_losses import router_losses
+from .. import classes
+from ..planning import Plan
+from ..probing import NotAnOp, Probes
+from .rebinding import Names, rebound
+from .rope import call_obstacle, wrapped
+
+KIND = "router loss"
+NAME = "load_balancing_loss_func"
+PARAMETERS = ("gate_logits", "num_experts", "top_k", "attention_mask")
+
+
+def plan(model: nn.Module) -> Plan:
+    """Override the forward of every module that calls such a function."""
+    probes = Probes()
+
+    def look(plan: Plan, name: str, module: nn.Module) -> None:
+        function = _function(classes.class_of(module))
+        if function is None or KIND in classes.overrides(module):
+            return
+        probes.once(function, lambda: _check(function))
+        if reason := call_obstacle(module, NAME):
+            raise NotAnOp(reason)
+        plan.fuse(name, module, "router_losses", {})
+        # Another function of the name makes another class.
+        facts = function.__module__, function.__qualname__
+        plan.changes.append(lambda: classes.override(module, KIND, facts))
+
+    return Plan(KIND, model, look)
+
+
+@classes.kind(KIND)
+def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
+    return {"forward": rebound(base.forward, {NAME: _replacement})}
+
+
+def _function(cls: Any) -> Any:
+    """The function that a class's forward calls by the name, or None."""
+    for caller in wrapped(getattr(cls, "forward", None)):
+        if NAME in caller.__code__.co_names:
+            return caller.__globals__.get(NAME)
+    return None
+
+
+def _check(function: Any) -> None:
+    """Raise NotAnOp if a function computes another loss, or another gradient."""
+    names = tuple(inspect.signature(function).parameters)
+    if names != PARAMETERS:
+        raise NotAnOp(f"{NAME} takes ({', '.join(names)}), not ({', '.join(PARAMETERS)})")
+    for found, expected in _pairs(function):
+        if not torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
+            raise NotAnOp(f"{NAME} computes another loss than router_losses")
+
+
+@torch.enable_grad()
+def _pairs(function: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """A function's loss and gradients, and the op's, with and without a mask."""
+    drawn = torch.Generator().manual_seed(0)
+    masked = torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    for experts, top_k, mask in ((5, 1, None), (6, 2, None), (7, 3, masked)):
+        logits = [torch.randn(8, experts, generator=drawn).requires_grad_() for _ in range(3)]
+        loss = function(tuple(logits), experts, top_k, mask)
+        own = _loss(tuple(logits), experts, top_k, mask)
+        assert own is not None
+        yield loss, own
+        yield from zip(
+            torch.autograd.grad(loss, logits), torch.autograd.grad(own, logits), strict=True
+        )
+
+
+def _loss(
+    gate_logits: Any, num_experts: Any = None, top_k: Any = 2, attention_mask: Any = None
+) -> Tensor | None:
+    """The loss by the op, or None for what the function may compute in another way."""
+    if not isinstance(gate_logits, tuple) or not gate_logits:
+        return None
+    x = gate_logits[0]
+    if type(x) is not Tensor or x.dim() != 2 or x.shape[1] != num_experts:
+        return None
+    for one in gate_logits:
+        if type(one) is not Tensor or one.shape != x.shape:
+            return None
+        if one.dtype is not x.dtype or one.device != x.device:
+            return None
+    if attention_mask is not None:
+        if attention_mask.numel() != x.shape[0] or attention_mask.dtype is torch.float64:
+            return None
+        attention_mask = attention_mask.reshape(-1).to(x.device)
+    # The function returns float32 for float64 too.
+    return router_losses(list(gate_logits), top_k, attention_mask)[0].float()
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    called = Names({}, ())
+    called.add_functions(original)
+
+    @functools.wraps(original)
+    def balanced(*args: Any, **kwargs: Any) -> Any:
+        loss = _loss(*args, **kwargs) if called.are_unchanged() else None
+        return original(*args, **kwargs) if loss is None else loss
+
+    return balanced

@@ -1,0 +1,1 @@
+"""Experts: the routed MLPs of mixture-of-experts layers."""

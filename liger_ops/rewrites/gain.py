@@ -1,0 +1,209 @@
+"""What the rewrites, or `fuse`, gain: bytes that no backward needs, and a step's time and peak."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+
+from ..torch_private import FakeTensor
+from .default_rewrites import chosen
+from .engine.failure import first_line
+from .state import state_kept
+from .verify import as_unchanged, loss_of, modules_of
+
+# A step is timed at least and at most so often, and no longer than these seconds in between.
+FEWEST, MOST, SECONDS = 5, 30, 3.0
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as it was measured: the forward, and the gradients of all parameters.
+
+    Attributes:
+        name: how the step runs or, of a rewrite, its name.
+        milliseconds: the median.
+        spread: the 20th and the 80th percentile, in milliseconds.
+        peak_bytes: the most memory that the step holds above what was there before.
+        compile_seconds: how much longer the first call took than the median; 0 of an eager step.
+        error: why the step cannot be run, or "".
+    """
+
+    name: str
+    milliseconds: float = 0.0
+    spread: tuple[float, float] = (0.0, 0.0)
+    peak_bytes: int = 0
+    compile_seconds: float = 0.0
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"  {self.name:32} fails: {self.error}"
+        (low, high), seconds = self.spread, self.compile_seconds
+        time = f"{self.milliseconds:9.2f} ms ({low:.2f} to {high:.2f})"
+        compiled = f", compiled in {seconds:.1f} s" if seconds else ""
+        return f"  {self.name:32}{time}, peak {self.peak_bytes / MIB:,.1f} MiB{compiled}"
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The measurement of `explain(measure=True)`.
+
+    Attributes:
+        device: the name of the device.
+        steps: the step unchanged, and with the ops, the latter last.
+        rewrites: for each rewrite whose absence changes more than noise, the step without it.
+    """
+
+    device: str
+    steps: tuple[Step, ...]
+    rewrites: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"a step on {self.device}: forward and gradients, median (20% to 80%)"]
+        return "\n".join([*lines, *map(str, (*self.steps, *self.rewrites))])
+
+
+def measured(model: Any, args: Sequence[Any], kwargs: dict[str, Any], used: Iterable[str]) -> Gain:
+    """Measure the steps of a model on a batch; `used` are the rewrites that are made of it."""
+    run = _Steps(model, args, kwargs)
+    with as_unchanged(modules_of(model)) as changed:
+        name = "unfused, " if changed else ""
+        before = (run.eager(f"{name}eager"), run.compiled(f"{name}torch.compile"))
+    if changed:
+        after = (run.eager("fused, eager"), run.compiled("fused, torch.compile"))
+        return Gain(run.device_name, before + after)
+    defaults = chosen(None, True, "explain")
+    last = run.compiled("backend='liger'", backend="liger")
+    found = [name for name in defaults if name in set(used)]
+    alone = []
+    for name in found if len(found) > 1 else ():
+        options = {"rewrites": [other for other in defaults if other != name]}
+        alone.append(run.compiled(f"  without {name}", backend="liger", options=options))
+    matter = (step for step in alone if _differs(step, last))
+    return Gain(run.device_name, (*before, last), tuple(matter))
+
+
+def _differs(one: Step, other: Step) -> bool:
+    """Whether two steps differ by more than noise: outside of each other's spread, or by a
+    hundredth of the memory."""
+    apart = one.spread[0] > other.spread[1] or other.spread[0] > one.spread[1]
+    memory = abs(one.peak_bytes - other.peak_bytes) > max(one.peak_bytes, other.peak_bytes) / 100
+    return bool(one.error) or apart or memory
+
+
+class _Steps:
+    """Steps of one model on one batch. They change no `.grad`, and no buffer."""
+
+    def __init__(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        parameters = [p for one in modules_of(model) for p in one.parameters()]
+        leaves = [*parameters, *pytree.tree_leaves((args, kwargs))]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        self.leaves = [x for x in tensors if x.requires_grad]
+        kind = tensors[0].device.type if tensors else "cpu"
+        self.device: Any = None if kind == "cpu" else torch.get_device_module(kind)
+        self.device_name = self.device.get_device_name() if self.device else "the CPU"
+
+    def eager(self, name: str) -> Step:
+        return replace(self._step(name, lambda: self.model), compile_seconds=0.0)
+
+    def compiled(self, name: str, **options: Any) -> Step:
+        return self._step(name, lambda: torch.compile(self.model, **options))
+
+    def _step(self, name: str, make: Callable[[], Callable[..., Any]]) -> Step:
+        torch.compiler.reset()
+        # A cache would hide the time of the compilation.
+        uncached = torch.compiler.config.patch(force_disable_caches=True)  # type: ignore[attr-defined]
+        try:
+            with state_kept(self.model), torch.enable_grad(), uncached:
+                return self._measured(name, make())
+        except Exception as error:
+            return Step(name, error=first_line(error))
+
+    def _measured(self, name: str, function: Callable[..., Any]) -> Step:
+        def call() -> None:
+            loss = loss_of(function(*self.args, **self.kwargs))
+            torch.autograd.grad(loss, self.leaves, allow_unused=True)
+
+        first = self._seconds(call)
+        call()
+        peak = self._peak(call)
+        times: list[float] = []
+        while len(times) < FEWEST or (len(times) < MOST and sum(times) < SECONDS):
+            times.append(self._seconds(call))
+        median, (low, *_, high) = statistics.median(times), statistics.quantiles(times, n=5)
+        return Step(name, 1e3 * median, (1e3 * low, 1e3 * high), peak, max(first - median, 0.0))
+
+    def _seconds(self, call: Callable[[], None]) -> float:
+        """Between events of the device, or by the clock of the host."""
+        if self.device is None:
+            started = time.perf_counter()
+            call()
+            return time.perf_counter() - started
+        begin, end = (self.device.Event(enable_timing=True) for _ in range(2))
+        self.device.synchronize()
+        begin.record()
+        call()
+        end.record()
+        self.device.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def _peak(self, call: Callable[[], None]) -> int:
+        if self.device is None:
+            return peak_of(events_of(call, memory=True))
+        before = self.device.memory_allocated()
+        self.device.reset_peak_memory_stats()
+        call()
+        self.device.synchronize()
+        return int(self.device.max_memory_allocated() - before)
+
+
+def events_of(call: Callable[[], object], memory: bool) -> list[Any]:
+    """The events of a call on the CPU, with those of memory if asked for, in their order."""
+    # Otherwise the profiler writes two lines to standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=memory) as profiler:
+        call()
+    events = profiler.profiler.kineto_results.events()
+    return sorted(events, key=lambda event: event.start_ns())
+
+
+def peak_of(events: Iterable[Any]) -> int:
+    """The most bytes that are held at any of these events."""
+    held = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+    return max(held, default=0)
+
+
+def saved_bytes(module: fx.GraphModule) -> int | None:
+    """The bytes that eager autograd saves for the backward of a graph, beside the graph's inputs;
+    None if the graph does not run on tensors without data, or a size is a symbol."""
+    inputs = [n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder"]
+    tensors = [x for x in inputs if isinstance(x, FakeTensor)]
+    own = {x.untyped_storage()._cdata for x in tensors}
+    # By the address of the storage, which is kept, so that no other takes it.
+    saved: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        saved.setdefault(x.untyped_storage()._cdata, x)
+        return x
+
+    try:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+        with torch.enable_grad(), tensors[0].fake_mode, hooks:
+            module(*inputs)
+        sizes = [x.untyped_storage().nbytes() for key, x in saved.items() if key not in own]
+    except Exception:
+        return None
+    return sum(sizes) if all(isinstance(size, int) for size in sizes) else None

@@ -1,0 +1,302 @@
+"""moe_experts: `route` sorts the rows of tokens by expert, and `products` multiplies them.
+
+T tokens, E experts; n rows, one for each expert of a token; D and I columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .... import library
+from ....ops.experts.moe_experts import ACTIVATIONS
+from ....ops.strides import is_transposed
+from ...common.sizes import cdiv, next_power_of_2
+from ..launch import compute_capability, launch, on_nvidia, pipeline_stages, processors, rows
+from .products import (
+    _bias_kernel,
+    _combine_kernel,
+    _rows_kernel,
+    _slopes_kernel,
+    _up_kernel,
+    _weight_kernel,
+)
+from .route import Blocks, blocks_of, sort
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of a product. A persistent kernel has `programs` for each multiprocessor; without
+    any, each tile has one. Tiles of a `group` of blocks of rows are computed together, and share
+    the columns of an expert in the L2 cache."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 256
+    BLOCK_K: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    programs: int = 0
+    group: int = 8
+
+    def within(self, N: int, K: int) -> Tiles:
+        """Without columns that do not exist."""
+        sizes = (min(self.BLOCK_N, next_power_of_2(N)), min(self.BLOCK_K, next_power_of_2(K)))
+        return replace(self, BLOCK_N=max(16, sizes[0]), BLOCK_K=max(16, sizes[1]))
+
+    def stages(self, x: Tensor) -> int:
+        """num_stages, as far as shared memory holds the tiles of x's dtype."""
+        columns = (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K
+        return pipeline_stages(x, columns * x.element_size(), self.num_stages)
+
+
+# TFLOP/s on an H100 of the products of 32768 tokens of Qwen3-30B-A3B: up 565, with its activation;
+# down 523, or 503 without persistent programs; da 609; dx 635, or 597 in groups of 8. Groups of 16
+# cost up 6%. Tiles of 128 x 128 and 256 x 128 have 380 to 450, and 4 stages 5% less than 3.
+KINDS = {
+    "up": Tiles(),
+    "down": Tiles(programs=1),
+    "da": Tiles(programs=1),
+    "dx": Tiles(group=16),
+}
+# The weights' gradients have 440 and 453 where the tile has 128 columns of the tensor whose rows
+# are gathered, and 347 and 336 the other way. An index is loaded two stages ahead of its row.
+WEIGHTS = Tiles(num_stages=5)
+# Of float32, whose products have its precision and no tensor cores, and where rows do not start at
+# multiples of 16 bytes: larger tiles spill registers.
+SMALL = Tiles(64, 64, 16, 4, 2)
+
+
+class _Experts:
+    """The tensors and scalars of a call that its kernels take."""
+
+    def __init__(self, call: Any, order: Tensor, offsets: Tensor) -> None:
+        self.call, self.order, self.offsets = call, order, offsets
+        self.n, self.top_k = order.numel(), call.top_k_index.shape[1]
+        self.E, self.D, self.I = call.down.shape
+        self.ids, self.weights = call.top_k_index.contiguous(), call.top_k_weights.contiguous()
+        name, options = ACTIVATIONS[call.activation]
+        if name == "geglu":
+            name, options = f"geglu_{options[0]}", ()
+        if name == "clamped_swiglu":
+            options = (call.alpha, call.limit, call.up_offset)
+        self.activation, self.scalars = name, (*options, 0.0, 0.0, 0.0)[:3]
+        exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(call.x)
+        self.precision = "ieee" if exact else "tf32"
+        aligned = self.D % 8 == self.I % 8 == 0
+        self.small = not aligned or call.x.element_size() == 4
+        # PyTorch's product is for bfloat16, on Hopper GPUs, with rows of multiples of 16 bytes.
+        is_hopper = on_nvidia(call.x) and compute_capability(call.x) == 9
+        self.has_grouped_products = aligned and is_hopper and call.x.dtype is torch.bfloat16
+        self.blocks: dict[int, Blocks] = {}
+
+    def tiles(self, kind: str, N: int, K: int) -> Tiles:
+        return (SMALL if self.small else KINDS[kind]).within(N, K)
+
+    def empty(self, columns: int) -> Tensor:
+        return self.call.x.new_empty(self.n, columns)
+
+    def launch(
+        self, kernel: Any, tiles: Tiles, width: int, N: int, K: int, even: int,
+        tensors: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...], **constants: Any,
+    ) -> None:  # fmt: skip
+        """Launch a product of blocks of rows with N columns, `width` of them in a tile."""
+        BLOCK_M = tiles.BLOCK_M
+        if BLOCK_M not in self.blocks:
+            self.blocks[BLOCK_M] = blocks_of(self.offsets, self.n, BLOCK_M)
+        table, most = self.blocks[BLOCK_M]
+        programs = most * cdiv(N, width)
+        if tiles.programs:
+            programs = min(programs, tiles.programs * processors(table))
+        launch(
+            kernel, (programs,), table,
+            *tensors, self.order, self.offsets, table, *outputs,
+            most, *numbers,
+            **constants, EVEN_N=N % even == 0, EVEN_K=K % tiles.BLOCK_K == 0,
+            PRECISION=self.precision, GROUP=tiles.group,
+            BLOCK_M=BLOCK_M, BLOCK_N=tiles.BLOCK_N, BLOCK_K=tiles.BLOCK_K,
+            num_warps=tiles.num_warps, num_stages=tiles.stages(self.call.x),
+        )  # fmt: skip
+
+    def up(self, pre: Tensor | None, act: Tensor | None) -> None:
+        """Fill pre and act, h and its activation, of each of which there may be none."""
+        call, x = self.call, rows(self.call.x)
+        halves = 1 if self.activation == "relu_squared" else 2
+        tiles = self.tiles("up", halves * self.I, self.D)
+        width = tiles.BLOCK_N // halves
+        stride_e, stride_n, stride_k = call.gate_up.stride()
+        # Pairs of columns are in one thread; halves are where columns are read together.
+        paired = call.interleaved or stride_n != 1
+        self.launch(
+            _up_kernel, tiles, width, self.I, self.D, width,
+            (x, call.gate_up, _contiguous(call.gate_up_bias)), (pre, act),
+            (self.D, self.I, self.top_k, x.stride(0), stride_e, stride_n, stride_k, *self.scalars),
+            ACTIVATION=self.activation, INTERLEAVED=call.interleaved, PAIRED=paired,
+        )  # fmt: skip
+
+    def rows(
+        self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, of_tokens: bool = False
+    ) -> Tensor:
+        """x @ weight[e].T + bias[e]: of the rows of tokens, by expert, or of rows by expert, by
+        token."""
+        N, K = weight.shape[1:]
+        tiles, y = self.tiles(kind, N, K), self.empty(N)
+        self.launch(
+            _rows_kernel, tiles, tiles.BLOCK_N, N, K, tiles.BLOCK_N,
+            (x, weight, _contiguous(bias)), (y,), (K, N, self.top_k, *weight.stride()),
+            OF_TOKENS=of_tokens,
+        )  # fmt: skip
+        return y
+
+    def slopes(
+        self, da: Tensor, pre: Tensor, dpre: Tensor, act: Tensor | None, dweights: Tensor | None
+    ) -> None:
+        """Fill dpre, act and dweights, the gradient of the router's weights as far as it comes from
+        activations."""
+        BLOCK_N = min(1024, next_power_of_2(self.I))
+        launch(
+            _slopes_kernel, (self.n,), da,
+            da, pre, self.weights, self.order, self.offsets, dpre, act, dweights,
+            self.E, self.I, *self.scalars,
+            ACTIVATION=self.activation, INTERLEAVED=self.call.interleaved, BLOCK_N=BLOCK_N,
+            num_warps=4,
+        )  # fmt: skip
+
+    def weight(
+        self, dweight: Tensor, a: Tensor, b: Tensor, gathers_a: bool, gathers_b: bool
+    ) -> None:
+        """Fill dweight with each expert's a.T @ b; the rows of tokens are gathered."""
+        if is_transposed(dweight):
+            a, b, gathers_a, gathers_b = b, a, gathers_b, gathers_a
+        P, Q = a.shape[1], b.shape[1]
+        tiles = SMALL if self.small else WEIGHTS
+        most = (tiles.BLOCK_M, tiles.BLOCK_N) if gathers_a else (tiles.BLOCK_N, tiles.BLOCK_M)
+        BLOCK_P, BLOCK_Q = (
+            max(16, min(block, next_power_of_2(size)))
+            for block, size in zip(most, (P, Q), strict=True)
+        )
+        launch(
+            _weight_kernel, (self.E * cdiv(P, BLOCK_P) * cdiv(Q, BLOCK_Q),), a,
+            a, b, self.order, self.offsets, dweight,
+            P, Q, self.top_k,
+            GATHER_A=gathers_a, GATHER_B=gathers_b, EVEN=P % BLOCK_P == 0 and Q % BLOCK_Q == 0,
+            PRECISION=self.precision, GROUP=tiles.group,
+            BLOCK_P=BLOCK_P, BLOCK_Q=BLOCK_Q, BLOCK_K=tiles.BLOCK_K,
+            num_warps=tiles.num_warps, num_stages=tiles.stages(a),
+        )  # fmt: skip
+
+    def weights_gradient(
+        self, outputs: list[Tensor | None], i: int, a: Tensor, b: Tensor, gathers_a: bool
+    ) -> None:
+        """Set outputs[i], if it is wanted, to each expert's a.T @ b, of which either has the rows
+        of tokens."""
+        output = outputs[i]
+        if output is None:
+            return
+        if not self.has_grouped_products:
+            self.weight(output, a, b, gathers_a, not gathers_a)
+            return
+        transposed = is_transposed(output)
+        # The product allocates its result, in the place of this one.
+        output = outputs[i] = None
+        tokens = self.order // self.top_k
+        a, b = (a[tokens], b) if gathers_a else (a, b[tokens])
+        left, right = (b, a) if transposed else (a, b)
+        product = F.grouped_mm(left.mT, right, offs=self.offsets[1:])
+        outputs[i] = product.mT if transposed else product
+
+    def bias(self, dbias: Tensor, values: Tensor, weights: Tensor | None) -> None:
+        """Fill dbias with each expert's sum of rows, or of rows of tokens, times their weights."""
+        N = dbias.shape[1]
+        launch(
+            _bias_kernel, (self.E, cdiv(N, 64)), values,
+            values, weights, self.order, self.offsets, dbias,
+            N, self.top_k,
+            BLOCK_M=128, BLOCK_N=64, num_warps=8,
+        )  # fmt: skip
+
+    def combine(self, values: Tensor, weights: Tensor | None, y: Tensor) -> None:
+        """Fill y with each token's sum of rows."""
+        T, N = y.shape
+        BLOCK_N = min(2048, next_power_of_2(N))
+        launch(
+            _combine_kernel, (T, cdiv(N, BLOCK_N)), y,
+            values, self.ids, weights, y,
+            N, self.E,
+            TOP_K=self.top_k, BLOCK_N=BLOCK_N, num_warps=4,
+        )  # fmt: skip
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+@library.kernel("moe_experts_forward", "cuda")
+def moe_experts_forward(
+    call: Any, y: Tensor, order: Tensor, offsets: Tensor, pre_activation: Tensor | None, plan: None
+) -> None:
+    if order.numel() == 0:
+        y.zero_()
+        offsets.zero_()
+        return
+    sort(call.top_k_index, order, offsets)
+    experts = _Experts(call, order, offsets)
+    act = experts.empty(experts.I)
+    experts.up(pre_activation, act)
+    experts.combine(experts.rows("down", act, call.down, call.down_bias), experts.weights, y)
+
+
+# allocates=True, because PyTorch's product allocates a weight's gradient.
+@library.kernel("moe_experts_backward", "cuda", allocates=True)
+def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
+    outputs = list(library.allocate("moe_experts_backward", call))
+    dx, _, _, dtop_k_weights, dgate_up_bias, ddown_bias = outputs
+    experts = _Experts(call, call.order, call.offsets)
+    if experts.n == 0:
+        return tuple(None if output is None else output.zero_() for output in outputs)
+    dy, x, pre = rows(call.dy).contiguous(), rows(call.x).contiguous(), call.pre_activation
+    if ddown_bias is not None:
+        experts.bias(ddown_bias, dy, experts.weights)
+    if all(output is None for output in outputs[:5]):
+        return tuple(outputs)
+    if pre is None:
+        pre = experts.empty(call.gate_up.shape[1])
+        experts.up(pre, None)
+    dpre = experts.empty(pre.shape[1])
+    act = None if outputs[2] is None else experts.empty(experts.I)
+    dweights = None
+    if dtop_k_weights is not None:
+        dweights = dy.new_empty(dtop_k_weights.shape, dtype=torch.float32)
+    da = experts.rows("da", dy, call.down.mT, None, of_tokens=True)
+    experts.slopes(da, pre.contiguous(), dpre, act, dweights)
+    del da
+    if dtop_k_weights is not None and dweights is not None:
+        _add_biases(call, dy, dweights)
+        dtop_k_weights.copy_(dweights)
+    if act is not None:
+        experts.weights_gradient(outputs, 2, dy, act, True)
+    del act
+    experts.weights_gradient(outputs, 1, dpre, x, False)
+    if dgate_up_bias is not None:
+        experts.bias(dgate_up_bias, dpre, None)
+    if dx is not None:
+        experts.combine(experts.rows("dx", dpre, call.gate_up.mT, None), None, dx)
+    return tuple(outputs)
+
+
+def _add_biases(call: Any, dy: Tensor, dweights: Tensor) -> None:
+    """Add the part of the gradient of the router's weights that comes from down_bias."""
+    if call.down_bias is None:
+        return
+    bias, ids = call.down_bias.t(), call.top_k_index.long()
+    if dy.is_cuda and dy.dtype is torch.bfloat16:
+        products = torch.ops.aten.mm.dtype(dy, bias, torch.float32)
+    else:
+        products = torch.mm(dy.float(), bias.float())
+    exists = (ids >= 0) & (ids < bias.shape[1])
+    of_bias = products.gather(1, ids.where(exists, 0))
+    dweights += of_bias.where(exists, 0)

@@ -1,0 +1,1 @@
+"""What runs on an NPU: experts."""

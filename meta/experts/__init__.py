@@ -1,0 +1,1 @@
+"""Checks of moe_experts."""

@@ -1,0 +1,33 @@
+"""moe_experts: the rows of gate_up, and the layout of the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...ops.shapes import equal
+from ...ops.strides import is_transposed
+from .. import checks
+from ..lines import EXCEPTIONS, also
+
+
+@also("moe_experts")
+def rows_of_gate_up(call: Any) -> None:
+    is_gated = call.activation != "relu_squared"
+    if call.interleaved and not is_gated:
+        raise ValueError(f"{checks.op(call)}: interleaved must be False without a gate, got True")
+    rows = (2 if is_gated else 1) * call.down.shape[2]
+    if not equal(call.gate_up.shape[1:2], (rows,), f"{checks.op(call)}: gate_up"):
+        raise ValueError(
+            f"{checks.op(call)}: gate_up must have {rows} rows for each expert, for down of"
+            f" {tuple(call.down.shape)} and {call.activation!r}, got {call.gate_up.shape[1]}"
+        )
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Allocate an uninitialised dense tensor with the order of the last two dimensions."""
+    return checks.like(tensor.mT).mT if is_transposed(tensor) else checks.like(tensor)
+
+
+EXCEPTIONS["moe_experts"] = EXCEPTIONS["moe_experts"]._replace(like=dense)

@@ -1,0 +1,185 @@
+"""moe_experts under test, in the form of moe_experts_forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch_forms import BF16, FP32, Fields, Forms
+from liger_ops import library
+from op_under_test import DEVICE, SAME, Magnitude, OpUnderTest, Pick, Tensors, drawn_for, laid_out
+
+# Ids of experts: drawn evenly, a tenth of the experts half of the time, one expert, or sentinels.
+ROUTING = ("even", "skewed", "one", "sentinels", "nobody")
+OPTIONS = ("activation", "alpha", "limit", "up_offset", "interleaved")
+
+
+def ids(case: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(case.seed)
+    shape, E = (case.shape[0], case.top_k), case.experts
+    chosen = torch.randint(E, shape, generator=generator)
+    if case.routing == "skewed":
+        few = torch.randint(max(1, E // 10), shape, generator=generator)
+        chosen = few.where(torch.rand(shape, generator=generator) < 0.5, chosen)
+    elif case.routing == "one":
+        chosen = torch.full(shape, E - 1)
+    elif case.routing == "nobody":
+        chosen = torch.full(shape, E)
+    elif case.routing == "sentinels":
+        chosen = torch.randint(-1, E + 2, shape, generator=generator)
+    return chosen.to(DEVICE, case.index_dtype)
+
+
+def tensors(case: Any) -> Tensors:
+    values = drawn_for(case)
+    (T, D), E, I = case.shape, case.experts, case.width
+    F = I if case.activation == "relu_squared" else 2 * I
+    bias = SAME if case.bias else None
+
+    def weight(*shape: int) -> Tensor:
+        drawn = values.draw(shape, scale=shape[-1] ** -0.5)
+        return drawn.mT.contiguous().mT if case.transposed else laid_out(drawn, case.weight_layout)
+
+    given: Tensors = {
+        "x": values.draw((T, D), SAME, case.layout, case.scale),
+        "gate_up": weight(E, F, D),
+        "down": weight(E, D, I),
+        "top_k_index": ids(case),
+        "top_k_weights": values.draw((T, case.top_k), case.router_dtype, case.layout),
+        "gate_up_bias": values.draw((E, F), bias),
+        "down_bias": values.draw((E, D), bias),
+    }
+    forward = library.OPS["moe_experts_forward"].definition
+    results = forward(*given.values(), *(getattr(case, name) for name in OPTIONS))
+    given["y"], given["order"], given["offsets"], pre_activation = results
+    given["pre_activation"] = pre_activation if case.return_pre_activation else None
+    return {**given, "dy": values.draw((T, D), SAME, case.dy_layout)}
+
+
+class Absolute:
+    """The sums of the op without signs, each of which is rounded some times."""
+
+    # Roundings to the dtype of the inputs that a term has on its way to a result.
+    ROUNDINGS = 8
+
+    def __init__(self, case: Any, given: Tensors) -> None:
+        self.case, self.given = case, given
+        self.wide = {
+            name: value.double().abs()
+            for name, value in given.items()
+            if value is not None and value.is_floating_point()
+        }
+        T, K = given["top_k_index"].shape
+        index = given["top_k_index"].long()
+        self.inside = (index >= 0) & (index < case.experts)
+        self.ids = index.where(self.inside, 0).flatten()
+        self.x = self.wide["x"].repeat_interleave(K, 0)
+        self.h = self.rows("x", "gate_up", self.x) + self.bias("gate_up_bias")
+        if case.activation == "relu_squared":
+            self.a, self.slopes = self.h.square(), 2 * self.h
+        else:
+            gate, up = (
+                (self.h[:, ::2], self.h[:, 1::2]) if case.interleaved else self.h.chunk(2, -1)
+            )
+            # A slope is at most 1.1 + |alpha * gate|, and its error is as large.
+            gate, up = gate + 1, up + abs(case.up_offset) + 1
+            self.a = gate * up
+            self.slopes = torch.stack((up * (1 + 2 * gate), gate), -1)
+            self.slopes = self.slopes.flatten(1) if case.interleaved else self.slopes.mT.flatten(1)
+        self.weights = (self.wide["top_k_weights"] * self.inside).reshape(-1, 1)
+        self.result = self.rows("a", "down", self.a) + self.bias("down_bias")
+
+    def rows(self, of: str, name: str, values: Tensor) -> Tensor:
+        return torch.einsum("rd,rfd->rf", values, self.wide[name][self.ids])
+
+    def bias(self, name: str) -> Tensor | float:
+        return self.wide[name][self.ids] if name in self.wide else 0.0
+
+    def magnitude(self, terms: Tensor) -> float:
+        eps, single = torch.finfo(self.case.dtype).eps, torch.finfo(torch.float32).eps
+        roundings = 4 + self.ROUNDINGS * (eps / single / 8 if eps > single else 1)
+        return float(terms.max()) * roundings if terms.numel() else 0.0
+
+    def outputs(self) -> list[Magnitude]:
+        y = (self.result * self.weights).unflatten(0, self.inside.shape).sum(1)
+        # order and offsets are tested by themselves, and the rows of sentinels hold anything.
+        return [self.magnitude(y)]
+
+    def gradients(self) -> list[Magnitude]:
+        E, K = self.case.experts, self.inside.shape[1]
+        dy = self.wide["dy"].repeat_interleave(K, 0)
+        upstream = dy * self.weights
+        da = torch.einsum("rd,rdi->ri", upstream, self.wide["down"][self.ids])
+        is_gated = self.case.activation != "relu_squared"
+        both = da
+        if is_gated:
+            both = da.repeat_interleave(2, 1) if self.case.interleaved else da.repeat(1, 2)
+        dh = both * self.slopes
+        dx = torch.einsum("rf,rfd->rd", dh, self.wide["gate_up"][self.ids])
+        experts = torch.nn.functional.one_hot(self.ids, E).double() * self.inside.reshape(-1, 1)
+        terms = (
+            dx.unflatten(0, self.inside.shape).sum(1),
+            torch.einsum("re,rf,rd->efd", experts, dh, self.x),
+            torch.einsum("re,rd,ri->edi", experts, upstream, self.a),
+            (dy * self.result).sum(1),
+            experts.mT @ dh,
+            experts.mT @ upstream,
+        )
+        return [self.magnitude(term) for term in terms]
+
+
+def experts(pick: Pick, fields: Fields) -> Fields:
+    E, K = pick(((1, 1), (3, 1), (3, 2), (7, 3), (17, 2)))
+    return {
+        "shape": (pick((0, 1, 2, 5, 33)), pick((1, 5, 16, 33))), "experts": E, "top_k": K,
+        "width": pick((1, 5, 16, 33)), "interleaved": fields["interleaved"]
+        and fields["activation"] != "relu_squared",
+    }  # fmt: skip
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu_squared")
+OPS = (
+    OpUnderTest(
+        name="moe_experts_forward",
+        choices={
+            "experts": (7,), "top_k": (2,), "width": (11,), "routing": ROUTING,
+            "activation": ACTIVATIONS, "alpha": (1.702, 1.0), "limit": (7.0, 0.5),
+            "up_offset": (1.0, 0.0), "interleaved": (False, True), "bias": (True, False),
+            "transposed": (False, True), "weight_layout": ("contiguous", "sliced"),
+            "router_dtype": (SAME, FP32), "index_dtype": (torch.int64, torch.int32),
+            "return_pre_activation": (True, False), "scale": (1.0,), "tile": (None,),
+            "layout": ("contiguous", "transposed", "sliced"),
+        },
+        coupled=experts,
+        tensors=tensors,
+        output_magnitudes=lambda case, given: Absolute(case, given).outputs(),
+        gradient_magnitudes=lambda case, given: Absolute(case, given).gradients(),
+        sample_shape=lambda rows: (rows, 4),
+        sampled={"activation": "clamped_swiglu", "limit": 0.5, "router_dtype": lambda d: d},
+        no_gradient=("top_k_index",),
+        # Several blocks of rows of an expert, and of columns, by the host code's own plan.
+        cases={
+            f"{activation}-{routing}": {
+                "shape": (150, 70), "experts": 4, "width": 80, "routing": routing, "dtype": BF16,
+                "activation": activation, "interleaved": activation == "clamped_swiglu",
+            }
+            for activation, routing in (("silu", "skewed"), ("clamped_swiglu", "sentinels"))
+        },
+        forms=Forms(shapes=()),
+        compiled=(
+            {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False},
+            {
+                "shape": (4, 544), "width": 288, "activation": "clamped_swiglu",
+                "interleaved": True, "transposed": True,
+            },
+        ),
+        shaping=("x", "gate_up", "down", "top_k_index"),
+        rowwise=(),
+        multiplies=True,
+        cost=4,
+        autocast_as="linear",
+        autocast_keeps=("top_k_weights",),
+    ),
+)  # fmt: skip
