@@ -68,7 +68,7 @@ class ShardedOp(Function):
         results.update(zip(form.formula.results, found, strict=False))
         ctx.handed_over = []
         if results.get("dweight") is not None and not torch.compiler.is_compiling():
-            ctx.handed_over = hand_over(results["dweight"], call[1].dtype)
+            ctx.handed_over = hand_over(results["dweight"], getattr(call, form.loss.sharded).dtype)
         if ctx.handed_over:
             results["dweight"] = None
         kept = call._asdict() | results
@@ -110,5 +110,5 @@ class ShardedOp(Function):
         for i, gradient in zip(form.differentiated, found, strict=True):
             gradients[first + i] = gradient
         if whole is not None:
-            gradients[first + form.differentiated[1]] = whole
+            gradients[first + form.differentiated[WEIGHT]] = whole
         return tuple(gradients)

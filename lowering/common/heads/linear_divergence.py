@@ -54,11 +54,10 @@ class Heads:
 
 
 def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
-    allocated = library.allocate("linear_divergence_forward", call)
-    statistics, computed, entropy = allocated[3], allocated[4:-1], allocated[-1]
+    _, _, _, statistics, *computed, entropy = library.allocate("linear_divergence_forward", call)
     rows, heads = Rows(call, device), Heads(call, computed[WEIGHT], device.alignment)
     gradients = heads.student.gradients(computed)
-    del allocated, computed
+    del computed
     by_token = statistics.view(statistics.shape[0], -1)
     weights, items = weights_and_items(call, statistics.dtype)
     losses = None
