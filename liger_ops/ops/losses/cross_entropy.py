@@ -195,8 +195,11 @@ def cross_entropy_backward(call: Any) -> Any:
     soft, smoothed, hard, alive = gradient_factors(
         call, upstream_of_tokens(call), lse, *weights, within, class_sum, V
     )
-    dx = log_softmax_of(x, lse, call.lse_error)
-    dx = dx.exp_().mul_(soft.unsqueeze(-1)) if is_eager(x) else soft.unsqueeze(-1) * torch.exp(dx)
+    if is_eager(x):
+        soft = soft * torch.exp(-call.lse_error.to(x.dtype))
+        dx = (x - lse.unsqueeze(-1)).exp_().mul_(soft.unsqueeze(-1))
+    else:
+        dx = soft.unsqueeze(-1) * torch.exp(log_softmax_of(x, lse, call.lse_error))
     if call.label_smoothing != 0:
         smoothed = smoothed.unsqueeze(-1)
         dx = dx - (smoothed if weight is None else smoothed * weight.to(x.dtype))
@@ -213,8 +216,8 @@ def cross_entropy_backward(call: Any) -> Any:
     if call.logit_scale != 1:
         dx = dx * call.logit_scale
     if is_eager(x) and x.device.type == "cpu":
-        # ATen looks for the rows, of which there are few. On a GPU it would wait for the device.
-        dx[~alive] = 0.0
+        # The rows are few. On a GPU their indices would wait for the device.
+        dx[torch.where(~alive)] = 0.0
     else:
         dx = dx.masked_fill(~alive.unsqueeze(-1), 0.0)
     return dx.to(call.logits.dtype).contiguous()
@@ -231,13 +234,10 @@ def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tens
 def centred(x: Tensor) -> tuple[Tensor, Tensor]:
     """The largest number of each row, a constant, and the logarithm of the sum of exponentials of x
     less this number. A row with inf in it gives NaN, as it does in a softmax."""
-    highest = x.detach().amax(-1)
-    maximum = highest.clamp(min=torch.finfo(x.dtype).min)
-    if is_eager(x):
-        # One pass of ATen, which subtracts the maximum first: at the maximum it leaves -log_sum.
-        log_sum = -torch.log_softmax(x, -1).amax(-1)
-        return maximum, torch.where(highest == float("-inf"), highest, log_sum)
-    return maximum, torch.log(torch.exp(x - maximum.unsqueeze(-1)).sum(-1))
+    maximum = x.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
+    centred = x - maximum
+    exponentials = centred.exp_() if is_eager(x) else torch.exp(centred)
+    return maximum.squeeze(-1), torch.log(exponentials.sum(-1))
 
 
 def rounded_lse(maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
