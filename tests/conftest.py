@@ -3,6 +3,8 @@ real device."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ COMMON = {
     "derandomize": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }
-settings.register_profile("ci", max_examples=30, **COMMON)
+settings.register_profile("ci", max_examples=20, **COMMON)
 settings.register_profile("nightly", max_examples=1000, **{**COMMON, "derandomize": False})
 
 
@@ -72,6 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "device_kernels" not in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the tests two kinds of work that nobody needs: the collector's passes over imported
+    modules, and the records of torch's structured traces, which pytest would capture."""
+    import torch  # noqa: F401  # sets up its loggers
+
+    logging.getLogger("torch.__trace").propagate = True
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -110,7 +110,7 @@ def test_opcheck_backward(op: OpUnderTest, dy_layout: str) -> None:
     opcheck(op.overload(backward=True), args, dy_layout)
 
 
-@EVERY_OP
+@ONE_FORM
 def test_opcheck_of_the_defaults(op: OpUnderTest) -> None:
     """The dispatcher drops arguments equal to their default; the gradient must account for them."""
     case = op.sample(torch.float32)

@@ -66,7 +66,7 @@ def test_properties(op: OpUnderTest, folder: str) -> None:
         if op.per_row and op.rows_permute(case):
             assert_rows_are_independent(op, folder, case)
 
-    strategies.for_cases(op, check, fewer=3, drawn=strategies.cases(op).filter(strategies.has_rows))
+    strategies.for_cases(op, check, fewer=4, drawn=strategies.cases(op).filter(strategies.has_rows))
 
 
 @pytest.mark.parametrize(

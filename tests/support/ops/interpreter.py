@@ -7,10 +7,12 @@ would miss error bounds that device code meets.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -26,6 +28,7 @@ def patch() -> None:
     round_to_nearest()
     multiply_bfloat16()
     patch_language_once()
+    make_types_once()
     # Without `debug` it computes whether a sum of integers overflows, and then ignores the result.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
@@ -62,23 +65,56 @@ def multiply_bfloat16() -> None:
 
 
 def patch_language_once() -> None:
-    """Patch `triton.language` once in a launch for the functions of a module.
+    """Patch `triton.language` for the functions of a module once, and leave it so.
 
-    The interpreter patches `tl` and `tl.core`, whichever a function's module has, for the launch,
-    and then again at every call of a device function, which takes longer than most of these calls.
+    The interpreter patches `tl` and `tl.core`, whichever a function's module has, for a launch, and
+    then again at every call of a device function, which takes longer than most of these calls.
     """
-    launch, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patch_lang = interpreter._patch_lang
     patched: set[int] = set()
+    unchanged = SimpleNamespace(restore=lambda: None)
 
     def patch_for_module(fn: Any) -> Any:
-        if id(fn.__globals__) in patched:
-            return None
-        patched.add(id(fn.__globals__))
-        return patch_lang(fn)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
-        launch(self, *args, **kwargs)
+        if id(fn.__globals__) not in patched:
+            patched.add(id(fn.__globals__))
+            patch_lang(fn)
+        return unchanged
 
     interpreter._patch_lang = patch_for_module
-    interpreter.GridExecutor.__call__ = call
+
+
+def make_types_once() -> None:
+    """Keep the types of blocks and the sizes of tensors, and broadcast no equal shapes: that takes
+    most of the interpreter's time."""
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    broadcast = TritonSemantic.broadcast_impl_value
+    get_dtype = interpreter._get_np_dtype
+    types: dict[Any, dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = self.__dict__
+        self.__dict__ = types[key]
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        made = type.__dict__.get("tensor")
+        if made is None:
+            make_tensor(self, None, type)
+            made = type.__dict__["tensor"] = dict(self.__dict__)
+        self.__dict__.update(made, handle=handle)
+
+    def get_np_dtype(type: Any) -> Any:
+        if type.name not in dtypes:
+            dtypes[type.name] = get_dtype(type)
+        return dtypes[type.name]
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        shapes = [type.shape.values if type.is_block() else () for type in (lhs.type, rhs.type)]
+        return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    interpreter._get_np_dtype = get_np_dtype
