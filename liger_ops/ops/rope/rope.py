@@ -183,7 +183,7 @@ def _rotated(
     a, b = _split(wide[..., :R], pairs.x)
     y = _joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b, pairs.y)
     # cat would copy y, which is in new memory.
-    return (y if R == x.shape[-1] else torch.cat((y, wide[..., R:]), -1)).to(x.dtype)
+    return (y if x.shape[-1] == R else torch.cat((y, wide[..., R:]), -1)).to(x.dtype)
 
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
