@@ -199,6 +199,7 @@ def fuse(
         1 op used
           1 x layer_norm(eps=1e-05): LayerNorm
               0
+          Nothing is faster on cpu, where there are no kernels.
     """
     check_module("fuse", model)
     switches = {
@@ -224,4 +225,5 @@ def fuse(
         kinds = tuple(name for name, wanted in switches.items() if wanted)
         findings += not_looked_for(model, [KINDS.get(kind, kind) for kind in kinds], findings)
         verification = None if verify is None else verified(model, verify)
-    return FuseReport(tuple(findings), kinds, verification)
+    device = next((parameter.device.type for parameter in model.parameters()), "")
+    return FuseReport(tuple(findings), kinds, verification, device)

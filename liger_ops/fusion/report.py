@@ -21,6 +21,8 @@ class FuseReport(Findings):
     # The kinds of parts that were looked for.
     kinds: tuple[str, ...] = field(default=(), compare=False)
     verification: Verification | None = None
+    # The type of the device of the model's parameters.
+    device: str = field(default="", compare=False)
 
     @property
     def fused(self) -> tuple[Finding, ...]:
@@ -31,7 +33,7 @@ class FuseReport(Findings):
         return len(self.fused)
 
     def __str__(self) -> str:
-        lines = table(self.findings)
+        lines = table(self.findings, self.device)
         if not self.findings:
             lines += [
                 f"  looked for: {', '.join(self.kinds)}",

@@ -15,11 +15,15 @@ from .engine.report import Finding
 _POSITION = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def table(findings: Sequence[Finding]) -> list[str]:
-    """The lines of the table: the ops that are used, then the places that are left."""
+def table(findings: Sequence[Finding], device: str = "") -> list[str]:
+    """The lines of the table: the ops that are used, then the places that are left. `device` is
+    that of modules."""
     used = [finding for finding in findings if finding.used]
     left = [finding for finding in findings if not finding.used]
     lines = [f"{counted(len(used), 'op')} used", *_entries(used)]
+    without = sorted({finding.device or device for finding in used} - {*DEVICES, "", "meta"})
+    if without:
+        lines.append(f"  Nothing is faster on {' and '.join(without)}, where there are no kernels.")
     if left:
         lines += [f"{counted(len(left), 'place')} left", *_entries(left)]
     return lines

@@ -127,12 +127,14 @@ def test_report_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "      layers.*",
         "  1 x rms_norm(eps=1e-06, offset=0.0, casting_mode='llama'): LlamaRMSNorm",
         "      layers.2",
+        "  Nothing is faster on cpu, where there are no kernels.",
         "1 place left",
         "  1 x RMSNorm: rms_norm: eps=None is the dtype's own epsilon, which the op does not",
         "      support",
         "      norm",
     ]
     assert report.counts() == {"layer_norm": 2, "rms_norm": 1}
+    assert "faster" not in str(fuse(nn.LayerNorm(8, device="meta")))
     nothing = str(fuse(nn.Linear(2, 2), rope=False)).splitlines()
     assert nothing[0] == "0 ops used"
     assert nothing[1] == "  looked for: norms, activations, attention, loss, hyper_connections"

@@ -87,6 +87,7 @@ def test_explain_prints_a_table(monkeypatch):
     assert liger_ops.library.implementation(liger_ops.library.OPS["swiglu"], "") in used
     assert "left to Inductor" in " ".join(lines)
     assert "3 ops used" in lines and "1 place left" in lines
+    assert lines.count("  Nothing is faster on cpu, where there are no kernels.") == 1
 
 
 def test_explain_of_a_function():

@@ -130,7 +130,7 @@ def rank_lses(lses: Tensor, errors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     its error of each rank's words."""
     highest = lses.detach().amax(0).clamp(min=torch.finfo(lses.dtype).min)
     parts = (lses - highest) + errors
-    _, more, log_sum = centred(parts.movedim(0, -1))
+    more, log_sum = centred(parts.movedim(0, -1))
     log_sum = more + log_sum
     return *rounded_lse(highest, log_sum), parts - log_sum
 

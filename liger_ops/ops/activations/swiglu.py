@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .gated import AXES, gate_and_up, gradients, silu_slope
+from .gated import AXES, gate_and_up, gradients, silu_slope, times
 
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order, axes=AXES, dtype="gate+up")
@@ -54,8 +54,8 @@ def swiglu(
         tensor([ 1.4621, -0.5379])
     """
     gate, up, dtype = gate_and_up(gate, up)
-    y = torch.nn.functional.silu(gate * gate_multiplier) * up * down_multiplier
-    return y.to(dtype).contiguous()
+    y = torch.nn.functional.silu(times(gate, gate_multiplier)) * up
+    return times(y, down_multiplier).to(dtype).contiguous()
 
 
 @library.backward("swiglu", "dy gate up ... output_mask -> dgate dup")
@@ -68,7 +68,7 @@ def swiglu_backward(call: Any) -> Any:
         dup   = dy * z * s * down_multiplier
     """
     g, u, _ = gate_and_up(call.gate, call.up)
-    dy = call.dy.to(g.dtype) * call.down_multiplier
-    z = g * call.gate_multiplier
-    dgate = dy * silu_slope(z) * u * call.gate_multiplier
+    dy = times(call.dy.to(g.dtype), call.down_multiplier)
+    z = times(g, call.gate_multiplier)
+    dgate = times(dy * silu_slope(z) * u, call.gate_multiplier)
     return gradients(dgate, dy * torch.nn.functional.silu(z), call)

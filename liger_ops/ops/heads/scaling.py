@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...torch_private import are_functorch_transforms_active, len_torch_dispatch_stack
+from ..eager import is_eager
 
 # A device's own `scale`, for any dtype but float64.
 scales: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {}
@@ -46,14 +46,9 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
 def _own_scale(gradient: Tensor, factor: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
     """The device's `scale` for these tensors: plain ones, because its own is not an op."""
     if (
-        torch.compiler.is_compiling()
-        or are_functorch_transforms_active()
-        or type(gradient) is not Tensor
-        or type(factor) is not Tensor
+        not is_eager(gradient, factor)
         or gradient.dtype is torch.float64
         or not gradient.is_contiguous()
-        or torch.is_grad_enabled()
-        or len_torch_dispatch_stack()
     ):
         return None
     return scales.get(gradient.device.type, scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import FINITE_AT_LEAST_0, FRACTION, POSITIVE, Options
+from ..eager import is_eager
 from ..precision import widened
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -144,14 +145,14 @@ def cross_entropy_forward(
     """
     target, weight, reduction = call.target, call.weight, call.reduction
     x = effective(call.logits, call.softcap, call.logit_scale)
-    shifted, maximum, log_sum = centred(x)
+    maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
     target_logit = picked(x, target, call.ignore_index, "cross_entropy")
     within = target != call.ignore_index
     weights, counts = token_weights(target, within, weight, call.token_weight, x.dtype)
     smooth = None
     if call.label_smoothing != 0:
-        surprisals = log_sum.unsqueeze(-1) - shifted
+        surprisals = log_sum.unsqueeze(-1) - (x - maximum.unsqueeze(-1))
         if weight is not None:
             surprisals = surprisals * weight.to(x.dtype)
         smooth = surprisals.sum(-1) / x.shape[-1]
@@ -194,15 +195,31 @@ def cross_entropy_backward(call: Any) -> Any:
     soft, smoothed, hard, alive = gradient_factors(
         call, upstream_of_tokens(call), lse, *weights, within, class_sum, V
     )
-    dx = soft.unsqueeze(-1) * torch.exp(log_softmax_of(x, lse, call.lse_error))
+    if is_eager(x):
+        soft = soft * torch.exp(-call.lse_error.to(x.dtype))
+        dx = (x - lse.unsqueeze(-1)).exp_().mul_(soft.unsqueeze(-1))
+    else:
+        dx = soft.unsqueeze(-1) * torch.exp(log_softmax_of(x, lse, call.lse_error))
     if call.label_smoothing != 0:
         smoothed = smoothed.unsqueeze(-1)
         dx = dx - (smoothed if weight is None else smoothed * weight.to(x.dtype))
-    is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
-    dx = dx - torch.where(is_target, hard.unsqueeze(-1), 0.0)
+    if is_eager(x) and V:
+        # A target may be among the other classes.
+        inside = (target >= 0) & (target < V)
+        places = torch.where(inside, target, 0).long().unsqueeze(-1)
+        dx.scatter_add_(-1, places, -torch.where(inside, hard, 0.0).unsqueeze(-1))
+    else:
+        is_target = torch.arange(V, device=x.device) == target.unsqueeze(-1)
+        dx = dx - torch.where(is_target, hard.unsqueeze(-1), 0.0)
     if call.softcap is not None:
         dx = dx * (1 - (x / call.softcap).square())
-    dx = torch.where(alive.unsqueeze(-1), dx * call.logit_scale, 0.0)
+    if call.logit_scale != 1:
+        dx = dx * call.logit_scale
+    if is_eager(x) and x.device.type == "cpu":
+        # The rows are few. On a GPU their indices would wait for the device.
+        dx[torch.where(~alive)] = 0.0
+    else:
+        dx = dx.masked_fill(~alive.unsqueeze(-1), 0.0)
     return dx.to(call.logits.dtype).contiguous()
 
 
@@ -214,14 +231,13 @@ def effective(logits: Tensor, softcap: float | None, logit_scale: float) -> Tens
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def centred(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x less the largest number of its row, a constant; that number; and the logarithm of the sum
-    of exponentials of these differences. A row with inf in it gives NaN, as it does in a softmax.
-    """
-    lowest = torch.finfo(x.dtype).min
-    maximum = x.detach().amax(-1, keepdim=True).clamp(min=lowest)
-    shifted = x - maximum
-    return shifted, maximum.squeeze(-1), torch.log(torch.exp(shifted).sum(-1))
+def centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest number of each row, a constant, and the logarithm of the sum of exponentials of x
+    less this number. A row with inf in it gives NaN, as it does in a softmax."""
+    maximum = x.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
+    centred = x - maximum
+    exponentials = centred.exp_() if is_eager(x) else torch.exp(centred)
+    return maximum.squeeze(-1), torch.log(exponentials.sum(-1))
 
 
 def rounded_lse(maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,14 +258,14 @@ def rounded_lse(maximum: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
 def logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.logsumexp`, except that inf gives NaN, as it does in a softmax; and what rounding took
     from it."""
-    _, maximum, log_sum = centred(x)
-    return rounded_lse(maximum, log_sum)
+    return rounded_lse(*centred(x))
 
 
 def log_softmax_of(x: Tensor, lse: Tensor, lse_error: Tensor) -> Tensor:
     """The logarithms of the probabilities of x, which may be a part of the classes."""
     lse, lse_error = (value.to(x.dtype).unsqueeze(-1) for value in (lse, lse_error))
-    return (x - lse) - lse_error
+    centred = x - lse
+    return centred.sub_(lse_error) if is_eager(x) else centred - lse_error
 
 
 def picked(x: Tensor, target: Tensor, ignore_index: int, op: str) -> Tensor:

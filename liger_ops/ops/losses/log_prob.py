@@ -113,9 +113,9 @@ def log_prob_forward(call: Any) -> Results:
         tensor([1.3863])
     """
     x, within = _kept(call)
-    shifted, maximum, log_sum = centred(x)
+    maximum, log_sum = centred(x)
     lse, lse_error = rounded_lse(maximum, log_sum)
-    log_prob = picked(shifted, call.target, call.ignore_index, "log_prob") - log_sum
+    log_prob = picked(x, call.target, call.ignore_index, "log_prob") - maximum - log_sum
     # PyTorch's own sum of exponentials, whose error all classes share, is the more exact one.
     log_p = torch.log_softmax(x, -1)
     p = torch.exp(log_p)

@@ -182,7 +182,8 @@ def _rotated(
         sin_a, sin_b = -sin_b, -sin_a
     a, b = _split(wide[..., :R], pairs.x)
     y = _joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b, pairs.y)
-    return torch.cat((y, wide[..., R:]), -1).to(x.dtype)
+    # cat would copy y, which is in new memory.
+    return (y if x.shape[-1] == R else torch.cat((y, wide[..., R:]), -1)).to(x.dtype)
 
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
