@@ -60,11 +60,13 @@ from . import distributed
 from .compile_cache import tag_compile_caches
 from .decompositions import decompositions, export_to_onnx
 from .flops import count_flops
+from .inductor import register_with_inductor
 
 __version__ = "0.1.0"
 
 tag_compile_caches()
 count_flops()
+register_with_inductor()
 export_to_onnx()
 
 if TYPE_CHECKING:

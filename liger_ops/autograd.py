@@ -47,9 +47,6 @@ class Formula:
     tensor argument may require a gradient.
     """
 
-    # What the names of the arguments with a gradient start with, and those of the results do not.
-    prefix = ""
-
     def __init__(self, op: Op, gradient: Op) -> None:
         self.gradient = gradient
         inputs = [argument.name for argument in op.schema.arguments]
@@ -58,6 +55,7 @@ class Formula:
         results = [result.name for result in op.schema.returns]
         if not all(results):
             results = [name.removeprefix("d") for name in names[: len(results)]]
+        self.results = results
         self.count = sum(f"d{result}" in names for result in results)
         self.may_be_none = str(gradient.schema.arguments[0].type) != "Tensor"
         saved = [a for a in gradient.schema.arguments[self.count :] if a.name != "output_mask"]
@@ -71,7 +69,11 @@ class Formula:
         at_hand = [*names[: self.count], *self.saved_names, "output_mask"]
         self.given = _picker([at_hand.index(name) for name in names])
         returned = [result.name for result in gradient.schema.returns]
+        # What the names of the arguments with a gradient start with.
+        self.prefix, first = "", returned[0].removeprefix("d")
         if all(returned):
+            named = next(name for name in inputs if name.endswith(first))
+            self.prefix = named.removesuffix(first)
             of = [inputs.index(f"{self.prefix}{name[1:]}") for name in returned]
         else:
             of = tensors[: len(returned)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from inspect import Parameter
 from typing import Any, get_type_hints
 
@@ -125,6 +125,7 @@ def _of_backward(form: str, function: Function) -> tuple[dict[str, Parameter], i
     return parameters, count, results.split()
 
 
+@cache
 def _parameters(function: Function) -> dict[str, Parameter]:
     """The parameters of a definition, with the types of its annotations."""
     hide_keyword_only(function)

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from . import autograd, derived
 from .accepted import Options
-from .record import Op
-from .refusals import refusal, refuse_nested
+from .record import Op, refusal, refuse_nested
 from .schemas import arguments_of, hide_keyword_only, schema_of
 from .torch_private import (
     AUTOGRAD,

@@ -72,17 +72,16 @@ def hide_keyword_only(function: Callable[..., Any]) -> None:
 def definition_of_call(
     function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], result: Any
 ) -> Callable[..., Any]:
-    """A function with these parameters, from one of a call, the named tuple of its arguments.
-    Keyword-only options go on to the latter."""
+    """A function with these parameters, from one of a call, the named tuple of its arguments. Other
+    keywords go on to the latter."""
     listed = list(parameters.values())
     defaults = [p.default for p in listed if p.default is not p.empty]
     arguments = namedtuple(function.__name__, list(parameters), defaults=defaults)  # type: ignore[misc]
-    options = [name for name in inspect.signature(function).parameters if name != "call"]
 
     @functools.wraps(function)
     def definition(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in options if name in kwargs}
-        return function(arguments(*args, **kwargs), **given)
+        options = {name: kwargs.pop(name) for name in kwargs.keys() - parameters.keys()}
+        return function(arguments(*args, **kwargs), **options)
 
     definition.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
     definition.__annotations__ = {name: p.annotation for name, p in parameters.items()}

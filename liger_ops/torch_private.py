@@ -158,8 +158,9 @@ PARTS = {
     "list_inductor_options": Part(
         "torch._inductor:list_options", "Inductor's options, which raise"
     ),
-    "inductor_lowering": Part(
-        "torch._inductor.lowering", "the registration of ops with Inductor before it meets them"
+    "inductor_patterns": Part(
+        "torch._inductor.pattern_matcher",
+        "compiled definitions; on a device without kernels, compiled code calls the ops",
     ),
     "CustomGraphPass": Part(
         "torch._inductor.custom_graph_pass:CustomGraphPass",

@@ -48,8 +48,8 @@ def fuse(
     rope: bool = True, attention: bool = True, loss: bool = True, hyper_connections: bool = True,
     verify: Any = None,
 ) -> FuseReport:  # fmt: skip
-    """Compute the norms, activations, rotary embeddings, hyper-connections and loss of a model with
-    the ops, and its attention with the fastest exact engine of PyTorch.
+    """Compute the norms, activations, experts, rotary embeddings, hyper-connections and losses of a
+    model with the ops, and its attention with the fastest exact engine of PyTorch.
 
     A module is recognised by what it computes, not by its class. The forward of a norm or of a
     gated activation, and the function that rotates queries and keys, are traced with tensors

@@ -27,8 +27,8 @@ def install() -> None:
     Under autocast the op's inputs are cast as those of a linear layer are.
 
     The activation is recognised from the code of the module's `_apply_gate`, once a module. Experts
-    with another activation than the op's, without a gate, or with a norm after them raise
-    ValueError with the reason when they are called.
+    with another activation than the op's, or with a norm after them, raise ValueError with the
+    reason when they are called.
 
     `uninstall` undoes it. Installing twice is installing once.
 

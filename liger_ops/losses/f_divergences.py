@@ -35,8 +35,5 @@ def alpha_divergence(log_u: Tensor, alpha: float) -> Tensor:
 
 # The constants that are left out cancel: only differences of f' are used.
 F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "reverse_kl": reverse_kl,
-    "forward_kl": forward_kl,
-    "js_divergence": js_divergence,
-    "alpha_divergence": alpha_divergence,
+    f.__name__: f for f in (reverse_kl, forward_kl, js_divergence, alpha_divergence)
 }

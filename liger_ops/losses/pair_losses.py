@@ -142,32 +142,15 @@ def sft(pairs: Pairs, options: PairOptions) -> Tensor:
 
 
 PAIR_LOSSES: dict[str, Callable[[Pairs, PairOptions], Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo_pair": exo_pair,
-    "nca_pair": nca_pair,
-    "robust": robust,
-    "bco_pair": bco_pair,
-    "sppo_hard": sppo_hard,
-    "aot": aot,
-    "aot_unpaired": aot_unpaired,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "discopop": discopop,
-    "sft": sft,
-    "sigmoid_norm": sigmoid_norm,
-}
+    loss.__name__: loss
+    for loss in (
+        sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
+        apo_zero, apo_down, discopop, sft, sigmoid_norm,
+    )
+}  # fmt: skip
 SORTED = {"aot", "aot_unpaired"}
 SMOOTHED = {"sigmoid", "sigmoid_norm", "exo_pair", "robust", *SORTED}
 # The partition function of an f-divergence cancels in the difference of the two scores alone.
 OF_DIFFERENCES = {
-    "sigmoid",
-    "sigmoid_norm",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "robust",
-    "discopop",
-    "sft",
-}
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"
+}  # fmt: skip

@@ -47,13 +47,7 @@ def summed(losses: Tensor, divisors: Divisors) -> Tensor:
 
 
 REDUCTIONS: dict[str, Callable[[Tensor, Divisors], Tensor]] = {
-    "grpo": per_sequence,
-    "sapo": per_sequence,
-    "bnpo": per_token,
-    "dr_grpo": per_length,
-    "dapo": per_item,
-    "cispo": per_item,
-    "vespo": per_item,
-    "luspo": summed,
-}
+    **dict.fromkeys(("grpo", "sapo"), per_sequence), "bnpo": per_token, "dr_grpo": per_length,
+    **dict.fromkeys(("dapo", "cispo", "vespo"), per_item), "luspo": summed,
+}  # fmt: skip
 OF_ITEMS = tuple(name for name, reduction in REDUCTIONS.items() if reduction is per_item)

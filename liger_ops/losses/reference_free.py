@@ -216,20 +216,9 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, of_near, torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
-def cpo_sigmoid(d: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    return smoothed(beta * d, label_smoothing)
-
-
-def cpo_hinge(d: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    return torch.relu(1 - beta * d)
-
-
-def cpo_ipo(d: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    return (d - 1 / (2 * beta)) ** 2
-
-
+# Functions of the difference d, beta and label_smoothing.
 CPO_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
-    "sigmoid": cpo_sigmoid,
-    "hinge": cpo_hinge,
-    "ipo": cpo_ipo,
+    "sigmoid": lambda d, beta, smoothing: smoothed(beta * d, smoothing),
+    "hinge": lambda d, beta, smoothing: torch.relu(1 - beta * d),
+    "ipo": lambda d, beta, smoothing: (d - 1 / (2 * beta)) ** 2,
 }

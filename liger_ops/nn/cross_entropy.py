@@ -80,10 +80,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         arguments: tuple[Any, ...] = (input, target, self.weight, token_weight, items)
         arguments = (*arguments, *self._options, self.wants_predicted, self.return_entropy)
         outputs = cross_entropy_forward(*arguments)
-        loss, z_loss, _, _, _, predicted_tokens, entropy, _ = outputs
-        if not self.has_parts:
-            return loss
-        return self._output(target, loss, z_loss, predicted_tokens, entropy)
+        return self._output(target, outputs) if self.has_parts else outputs[0]
 
     @property
     def _options(self) -> tuple[Any, ...]:
@@ -102,10 +99,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         """Whether the result is a CrossEntropyOutput."""
         return self.return_z_loss or self.wants_predicted or self.return_entropy
 
-    def _output(
-        self, target: Tensor, loss: Tensor, z_loss: Tensor,
-        predicted_tokens: Tensor | None, entropy: Tensor | None,
-    ) -> CrossEntropyOutput:  # fmt: skip
+    def _output(self, target: Tensor, outputs: tuple[Any, ...]) -> CrossEntropyOutput:
+        loss, z_loss, _, _, _, predicted_tokens, entropy, *_ = outputs
         accuracy = None
         if self.return_token_accuracy and predicted_tokens is not None:
             accuracy = token_accuracy(predicted_tokens, target, self.ignore_index)
@@ -189,8 +184,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         mask = needed_gradients((x, weight, bias, lora_x, lora_b), self.reduction)
         options = (*options, self.wants_predicted, self.return_entropy, mask, lora_x, lora_b)
         outputs = linear_cross_entropy_forward(x, weight, target, bias, *options)
-        loss, z_loss, _, _, _, predicted_tokens, entropy, *_ = outputs
-        return self._output(target, loss, z_loss, predicted_tokens, entropy)
+        return self._output(target, outputs)
 
 
 def items_on(device: torch.device, num_items_in_batch: Tensor | float | None) -> Tensor | None:

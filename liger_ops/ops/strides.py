@@ -30,12 +30,12 @@ def in_order_of(values: Tensor, x: Tensor) -> Tensor:
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether the last two dimensions of x are those of a matrix in column order."""
-    return x.dim() > 1 and x.stride(-2) < x.stride(-1)
+    """Whether x is a stack of matrices in column order."""
+    return x.dim() > 2 and x.stride(-2) < x.stride(-1)
 
 
 def dense(values: Tensor, x: Tensor) -> Tensor:
-    """Copy values, if necessary, to a dense layout with the order of x's last two dimensions."""
+    """Copy values, if necessary, to a dense layout, in which a stack of matrices has x's order."""
     if not is_transposed(x):
         return values.contiguous()
     rows = values.mT.contiguous()

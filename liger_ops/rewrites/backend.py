@@ -14,7 +14,6 @@ from .attention.runtime.mask_outputs import with_data
 from .attention.runtime.padding import assume_ones, found_padding, padding_variants
 from .attention.runtime.variants import is_split
 from .default_rewrites import check_known, checked_strict, chosen
-from .inductor import declare_ops
 from .losses.unfused_loss import warn
 
 Compiled = Callable[..., Any]
@@ -80,7 +79,6 @@ def liger(
         warn(rewrite(module, names, strict=strict).findings)
         put_back(module)
         if inner == "inductor":
-            declare_ops()
             inductor = CompileInductorWrapper(mode, rest, dynamic=None)
             return inductor(module, example_inputs)
         wrapper = CompileWrapper(inner, mode, rest, dynamic=None)

@@ -12,7 +12,6 @@ from ..compile_cache import package_hash
 from ..torch_private import CustomGraphPass, OpOverload
 from . import rewrite
 from .default_rewrites import checked_strict, chosen
-from .inductor import declare_ops
 from .losses.unfused_loss import warn
 
 
@@ -60,7 +59,6 @@ class LigerGraphPass(CustomGraphPass):
         refuse_exported(graph)
         if _is_for_a_subgraph():
             return
-        declare_ops()
         module, strict = graph.owning_module, self.strict
         if module is None:
             # Without an owning module the graph cannot be restored if a rewrite fails.

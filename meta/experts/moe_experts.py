@@ -26,7 +26,7 @@ def rows_of_gate_up(call: Any) -> None:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Allocate an uninitialised dense tensor with the order of the last two dimensions."""
+    """Allocate an uninitialised dense tensor, in which a stack of matrices has its order."""
     return checks.like(tensor.mT).mT if is_transposed(tensor) else checks.like(tensor)
 
 

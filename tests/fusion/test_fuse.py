@@ -21,7 +21,9 @@ def test_every_part_is_fused(family: Family) -> None:
     report = fuse(model, attention=False)
     assert Counter(entry.op for entry in report.fused) == family.parts
     assert all("its loss is a classifier's" in entry.reason for entry in report.left)
-    assert len(fused_modules(model)) == len(report) == sum(family.parts.values())
+    # One module has the losses of words and of routers.
+    assert len(fused_modules(model)) == len({entry.where for entry in report.fused})
+    assert len(report) == sum(family.parts.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -69,7 +71,7 @@ def test_compiles_whole(family: Family) -> None:
     model.zero_grad()
     y.backward(gradient_of(y))
     assert len(recorder.forwards) == len(recorder.backwards) == 1
-    assert liger_ops_of(recorder.forwards) == family.ops
+    assert liger_ops_of(recorder.forwards) == family.forwards
     backward = {f"{op}_backward": count for op, count in family.ops.items()}
     assert liger_ops_of(recorder.backwards) == backward
     torch.testing.assert_close(y, eager["output"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,13 +12,14 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs import Recorder, liger_ops_of
-from liger_ops import library
+from liger_ops import inductor, library
 from liger_ops.decompositions import definitions
 from op_checks import (
     as_tuple,
@@ -266,11 +268,13 @@ def test_saves_nothing_but_tensors_that_exist_anyway(op: OpUnderTest) -> None:
     assert {tensor.data_ptr() for tensor in saved} <= existing
 
 
-@EVERY_OP
-def test_one_dynamic_compilation(op: OpUnderTest) -> None:
-    """Two batch sizes give one compilation; each op is in the graph once, whole; results equal
-    eager's."""
-    recorder = Recorder()
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+def compile_dynamically(
+    op: OpUnderTest, recorder: Recorder, compare: Callable[..., Any] = assert_equal
+) -> None:
+    """Compare what is compiled with eager, forward and backward, at two batch sizes."""
     samples = [op.sample(torch.float32, rows=rows) for rows in (3, 5)]
     slots = form(op.forward_args(samples[0], op.tensors(samples[0])))
 
@@ -287,15 +291,37 @@ def test_one_dynamic_compilation(op: OpUnderTest) -> None:
         weights = [torch.randn_like(output) for output in outputs]
         grads = torch.autograd.grad(outputs, required(tensors), weights)
         expected_grads = torch.autograd.grad(expected, required(tensors), weights)
-        for a, b in zip((*outputs, *grads), (*expected, *expected_grads), strict=True):
-            assert torch.equal(a, b)
+        compare((*outputs, *grads), (*expected, *expected_grads))
+
+
+@EVERY_OP
+def test_one_dynamic_compilation(op: OpUnderTest) -> None:
+    """Two batch sizes give one compilation; each op is in the graph once, whole; results equal
+    eager's."""
+    recorder = Recorder()
+    compile_dynamically(op, recorder)
     assert len(recorder.forwards) == len(recorder.backwards) == 1
     assert liger_ops_of(recorder.forwards) == Counter([op.name])
     assert liger_ops_of(recorder.backwards) == Counter([op.backward_name])
 
 
-def test_inductor_compiles_every_op_whole() -> None:
-    """Compile one function with all ops by Inductor, each in one form, at two sizes.
+@EVERY_OP
+def test_inductor_compiles_the_definition(op: OpUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device without kernels it is given the operators of the definition, and no op."""
+    monkeypatch.setattr(inductor, "MOST_NODES", 10_000)
+    recorder = Recorder(pass_patterns[0].apply)
+    compile_dynamically(op, recorder, torch.testing.assert_close)
+    # The samples of losses and MLPs in chunks have another number of them at each size.
+    in_chunks = op.name.startswith(("linear_", "tiled_"))
+    assert len(recorder.forwards) == len(recorder.backwards) == 1 + in_chunks
+    # Inductor compiles nothing that is complex.
+    kept = Counter([op.name]) if op.id == "rope-complex" else Counter()
+    assert liger_ops_of(recorder.forwards) == kept
+
+
+def test_inductor_calls_every_op() -> None:
+    """Compile one function with all ops by Inductor, each in one form, at two sizes: as they are
+    where they have kernels.
 
     The losses are outside of it: the kernels that Inductor would make for them take a minute of
     C++ to compile.
@@ -313,7 +339,8 @@ def test_inductor_compiles_every_op_whole() -> None:
         ]
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    options = {"pattern_matcher": False}
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, options=options)
     for rows in (3, 5):
         groups = [differentiable(op, op.sample(torch.float32, rows=rows))[1] for op, _ in forms]
         tensors = required(tensor for group in groups for tensor in group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
@@ -137,6 +138,31 @@ def test_pytorchs_own_autograd_runs_the_registered_formula(op: OpUnderTest) -> N
         found.append([leaves[i].grad for i in wanted])
     assert all(grad is not None for grad in found[0])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", liger_ops.distributed.__all__)
+def test_a_function_of_process_groups_has_the_ops_arguments(name: str) -> None:
+    function, op = getattr(liger_ops.distributed, name), getattr(liger_ops, name)
+    own, given = (inspect.signature(f).parameters for f in (function, op))
+    assert [str(own[argument]) for argument in given] == list(map(str, given.values()))
+    described = function.__doc__.partition("Args:\n")[2].partition("Returns:\n")[0]
+    assert all(re.search(rf"^    .*\b{argument}\b.*: ", described, re.M) for argument in own)
+    with pytest.raises(TypeError, match="nonsense"):
+        function(nonsense=1)
+
+
+def test_the_arguments_of_derived_ops() -> None:
+    """What the forms leave out, add, and may be None."""
+    head = liger_ops.linear_cross_entropy
+    parameters = inspect.signature(liger_ops.linear_cross_entropy_forward).parameters
+    assert set(inspect.signature(head).parameters) - set(parameters) == {"lora_a", "lora_scale"}
+    assert list(parameters)[-3:] == ["gradient_mask", "lora_x", "lora_b"]
+    assert "    x, weight, target" in (liger_ops.linear_cross_entropy_forward.__doc__ or "")
+    gradient = library.OPS["linear_cross_entropy_backward"]
+    arguments = {argument.name: argument for argument in gradient.schema.arguments}
+    assert str(arguments["dloss"].type) == "Optional[Tensor]"
+    assert arguments["dlora_b"].has_default_value() and not arguments["dx"].has_default_value()
+    assert "return_predicted" not in arguments and "chunk_bytes" in arguments
 
 
 def is_derived(op: OpUnderTest) -> bool:

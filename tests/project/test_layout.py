@@ -27,7 +27,7 @@ ABOVE = ("rewrites", "fusion", "distributed")
 BESIDE = ("nn", "losses")
 # Below them all: they import nothing of the package but each other.
 BASE = (
-    "accepted", "autograd", "axes", "compile_cache", "derived", "record", "refusals", "schemas",
+    "accepted", "autograd", "axes", "compile_cache", "derived", "record", "schemas",
     "torch_private",
 )  # fmt: skip
 

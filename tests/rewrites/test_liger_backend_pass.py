@@ -12,7 +12,6 @@ from torch import fx
 
 import liger_ops
 from backends import ROOT, inputs, model, needs_compiler, run, without_caches
-from liger_ops.library import OPS
 from liger_ops.rewrites import REWRITES
 from liger_ops.rewrites import graph_pass as pass_module
 from rewriting import Rewriter
@@ -56,30 +55,6 @@ def test_a_pass_in_inductor(monkeypatch):
     assert [report.counts() for report in reports] == [{"rms_norm": 1, "swiglu": 1}]
 
 
-@pytest.mark.parametrize("how", ["backend", "pass"])
-def test_inductor_knows_every_op_before_it_meets_one(monkeypatch, how):
-    """Up to torch 2.12 Inductor would log the expressions of each op's arguments."""
-    import torch._inductor.compile_fx as compile_fx
-    from torch._inductor.lowering import lowerings
-
-    overloads = [op.overload for op in OPS.values()]
-    known = []
-
-    def compile_nothing(module: fx.GraphModule, example_inputs: Any, **how: Any) -> Any:
-        known.append([overload in lowerings for overload in overloads])
-        return module.forward
-
-    for overload in overloads:
-        monkeypatch.delitem(lowerings, overload, raising=False)
-    if how == "backend":
-        monkeypatch.setattr(compile_fx, "compile_fx", compile_nothing)
-        torch.compile(model, backend=liger_ops.backend)(*inputs())
-    else:
-        liger_ops.graph_pass("all")(fx.Graph())
-        compile_nothing(fx.symbolic_trace(model), inputs())
-    assert known == [[True] * len(overloads)]
-
-
 def test_the_uuid_of_a_pass():
     """Equal for the same rewrites in any order, different for other rewrites."""
     uuid = lambda names=None: liger_ops.graph_pass(names).uuid()
@@ -95,7 +70,6 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-# Nothing but an op, so that there is no kernel for the compiler of C++.
 def function(gate, up):
     return F.silu(gate) * up
 

@@ -17,24 +17,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from liger_ops import distributed
 
+from ...distributed.vocab_parallel.collectives import Replicated
 from ...torch_private import functional_collectives as collectives
 
 IGNORED = -100
 
 Loss = Callable[[Tensor, Tensor, Tensor], Any]
-
-
-class Whole(torch.autograd.Function):
-    """x, the same on every rank; its gradient is the sum of the ranks'."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Any:
-        return collectives.wait_tensor(collectives.all_reduce(dx, "sum", ctx.group)), None
 
 
 class Products(torch.autograd.Function):
@@ -65,7 +53,7 @@ def ways(mesh: DeviceMesh, words: int) -> dict[str, Loss]:
     sharded: dict[str, Any] = {"group": group, "vocab_size": words}
 
     def linear(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(Whole.apply(x, group), weight)
+        return F.linear(Replicated.apply(x, group), weight)
 
     def log_prob(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         found, _ = distributed.linear_log_prob(x, weight, target, **sharded)
@@ -120,7 +108,7 @@ def ways_of_others(group: Any, words: int) -> dict[str, Loss]:
     def of_verl(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         path = "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"
         function = of("verl", path, x, True)
-        found, _ = function(Whole.apply(x, group), weight, target, 1.0, "none", group)
+        found, _ = function(Replicated.apply(x, group), weight, target, 1.0, "none", group)
         return mean(-found, target)
 
     def mean(losses: Tensor, target: Tensor) -> Tensor:
@@ -129,7 +117,7 @@ def ways_of_others(group: Any, words: int) -> dict[str, Loss]:
 
     def after_linear(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
         return lambda x, weight, target: mean(
-            function(F.linear(Whole.apply(x, group), weight), target), target
+            function(F.linear(Replicated.apply(x, group), weight), target), target
         )
 
     return {
@@ -149,7 +137,7 @@ def ways_of_divergence(
     sharded: dict[str, Any] = {"group": group, "vocab_size": words}
 
     def both_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        student = F.linear(Whole.apply(x, group), weight)
+        student = F.linear(Replicated.apply(x, group), weight)
         return student, F.linear(teacher_x[: len(x)], teacher_weight)
 
     def head(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:

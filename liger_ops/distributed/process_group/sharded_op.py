@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...autograd import Formula
 from ...library import OPS
 from ...ops.heads.gradients import WEIGHT
 from ...ops.heads.head import divisor, factors_of
@@ -20,30 +21,18 @@ from ..vocab_parallel.shard import VocabShard
 
 
 class Form(NamedTuple):
-    """An op and its backward op, as `autograd.Formula` reads them from their schemas."""
-
     loss: ShardedLoss
     op: Op
-    gradient: Op
-    results: tuple[str, ...]
-    # The backward op's arguments: gradients of results, then arguments and results of the op.
-    upstream: tuple[str, ...]
-    saved: tuple[str, ...]
-    # The positions of the arguments that have gradients, and whether the backward op has a mask.
+    # The arguments and results of the backward op.
+    formula: Formula
+    # The positions of the arguments that have gradients.
     differentiated: tuple[int, ...]
-    masked: bool
 
     @staticmethod
     def of(name: str, loss: ShardedLoss) -> Form:
-        op, gradient = OPS[f"{name}_forward"], OPS[f"{name}_backward"]
-        results = tuple(result.name for result in op.schema.returns)
-        fields = gradient.arguments._fields
-        names = [name for name in fields if name != "output_mask"]
-        upstream = tuple(name for name in names if name in {f"d{result}" for result in results})
-        saved = tuple(name for name in names if name not in upstream)
-        positions = tuple(map(op.arguments._fields.index, loss.differentiated))
-        masked = "output_mask" in fields
-        return Form(loss, op, gradient, results, upstream, saved, positions, masked)
+        op = OPS[f"{name}_forward"]
+        positions = map(op.arguments._fields.index, loss.differentiated)
+        return Form(loss, op, Formula(op, OPS[f"{name}_backward"]), tuple(positions))
 
 
 FORMS = {name: Form.of(name, loss) for name, loss in SHARDED_LOSSES.items()}
@@ -74,16 +63,16 @@ class ShardedOp(Function):
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         form = FORMS[name]
         call = form.op.arguments(*values[count:])
-        results = dict.fromkeys(form.results)
+        results = dict.fromkeys(form.formula.results)
         found = values[:count] or form.loss.forward(form.op, call, shard)
-        results.update(zip(form.results, found, strict=False))
+        results.update(zip(form.formula.results, found, strict=False))
         ctx.handed_over = []
         if results.get("dweight") is not None and not torch.compiler.is_compiling():
-            ctx.handed_over = hand_over(results["dweight"], call[1].dtype)
+            ctx.handed_over = hand_over(results["dweight"], getattr(call, form.loss.sharded).dtype)
         if ctx.handed_over:
             results["dweight"] = None
         kept = call._asdict() | results
-        saved = [kept[name] for name in form.saved]
+        saved = [kept[name] for name in form.formula.saved_names]
         tensors = [x if isinstance(x, Tensor) else None for x in saved]
         ctx.save_for_backward(*tensors)
         ctx.others = [x if t is None else None for x, t in zip(saved, tensors, strict=True)]
@@ -103,22 +92,23 @@ class ShardedOp(Function):
         # Read only once, because a checkpoint recomputes the saved tensors at each access.
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
         values = [other if tensor is None else tensor for tensor, other in pairs]
-        given: dict[str, Any] = dict.fromkeys(form.upstream)
-        given.update(zip(form.saved, values, strict=True))
+        names = form.formula.gradient.arguments._fields
+        given: dict[str, Any] = dict.fromkeys(names[: form.formula.count])
+        given.update(zip(form.formula.saved_names, values, strict=True))
         for result, grad in zip(asked, grads, strict=False):
             given[f"d{result}"] = grad
         wanted, whole = [ctx.needs_input_grad[first + i] for i in form.differentiated], None
-        if form.masked:
+        if "output_mask" in names:
             given["output_mask"] = wanted
-        call = form.gradient.arguments(**given)
+        call = form.formula.gradient.arguments(**given)
         if ctx.handed_over:
             # A second backward finds none, and computes it again.
             factors = factors_of(call, divisor(call, getattr(call, "total_weight", call.dloss)))
             whole, wanted[WEIGHT] = scale_(ctx.handed_over.pop(), factors[WEIGHT]), False
-        found = form.loss.backward(form.gradient, call, shard)
+        found = form.loss.backward(form.formula.gradient, call, shard)
         gradients: list[Tensor | None] = [None] * count
         for i, gradient in zip(form.differentiated, found, strict=True):
             gradients[first + i] = gradient
         if whole is not None:
-            gradients[first + form.differentiated[1]] = whole
+            gradients[first + form.differentiated[WEIGHT]] = whole
         return tuple(gradients)

@@ -2,8 +2,8 @@
 
 transformers keeps the weights of all experts of a layer in one module. Its forward is one of
 `ALL_EXPERTS_FUNCTIONS`, which the configuration names, and calls the module's method `_apply_gate`
-with projections, gate and up in one tensor. That method says what the activation is; the other
-facts are attributes of the module.
+with projections, gate and up in one tensor, or without a gate its child `act_fn`. These say what
+the activation is; the other facts are attributes of the module.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..probing import NotAnOp
 from .gated import Gated
 from .installed import Facts, methods_of
 from .kind import obstacle, parameter_obstacle
-from .module_trace import Traced
+from .module_trace import ModuleTrace, Traced
 from .program import Program, Value
 
 # The file of transformers whose decorator makes a forward that looks its function up by name, and
@@ -36,6 +37,7 @@ GROUPED, NAME = "grouped_mm", "liger"
 REPLACED = (GROUPED, "batched_mm", NAME)
 PLAIN = (Tensor, nn.Parameter)
 WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+UNGATED = ("up_proj", "down_proj", "up_proj_bias", "down_proj_bias")
 
 
 class Experts(Gated):
@@ -54,13 +56,23 @@ class Experts(Gated):
             return f"it has no {self.method}: the activation is part of its forward"
         if reason := obstacle(module, self.method):
             return reason
-        if getattr(module, "has_gate", True) is False:
-            return f"its experts have no gate, and do not call {self.method}"
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         is_eager = _implementation(module) == "eager"
         if is_eager and code is not None and self.method not in code.co_names:
             return f"its experts_implementation is 'eager', which does not call {self.method}"
         return None
+
+    def found(self, module: nn.Module) -> Facts:
+        if getattr(module, "has_gate", True):
+            return super().found(module)
+        activation = _Activation(module)
+        trace = ModuleTrace(activation, (), self.method)
+        facts = self.verified(activation, trace, None)
+        options = _options(facts.program) if _looks_up(classes.class_of(module)) else NO_REGISTRY
+        reason = options if isinstance(options, str) else _left(module)
+        if reason:
+            raise NotAnOp(f"its experts have no gate, and {reason}")
+        return replace(facts, form=options)
 
     def form_of(
         self, module: nn.Module, form: Any, traced: Traced, program: Program
@@ -90,16 +102,32 @@ class Experts(Gated):
 
     @classmethod
     def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
-        made = methods_of(cls.method, cls.caller, base, facts)
-        return made if isinstance(facts.form, str) else {**made, "forward": _forward(base, facts)}
+        made = {} if isinstance(facts.form, str) else {"forward": _forward(base, facts)}
+        if facts.form != RELU_SQUARED:
+            made |= methods_of(cls.method, cls.caller, base, facts)
+        return made
 
 
+class _Activation(nn.Module):
+    """The activation of experts without a gate, in the place of a gated one."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.act_fn = experts.act_fn
+
+    def _apply_gate(self, up: Tensor) -> Any:
+        return self.act_fn(up)
+
+
+RELU_SQUARED = (("activation", "relu_squared"),)
 NO_REGISTRY = "its forward is not one that transformers looks up by experts_implementation"
 
 
 def _options(program: Program) -> tuple[tuple[str, Any], ...] | str:
     """The options of moe_experts with the activation of a program."""
     (op, *others), options = program.steps, program.ops[0].options()
+    if op.name == "relu_squared" and not others:
+        return RELU_SQUARED
     is_whole = not others and op.args[:2] == (Value(0), None)
     if not is_whole or program.returned != Value(1):
         return f"the activation is {program} of parts of the projection"
@@ -128,10 +156,14 @@ def _left(module: Any) -> str | None:
         tensor_parallel.style_of(module) or tensor_parallel.dispatchers_of(module)
     ):
         return "the instance has a forward of its own"
-    missing = [one for one in WEIGHTS[:2] if module._parameters.get(one) is None]
+    missing = [one for one in _names(module)[:2] if module._parameters.get(one) is None]
     if missing:
         return f"it has no parameter {missing[0]}"
     return None if sharding.is_managed(module) else parameter_obstacle(module)
+
+
+def _names(module: Any) -> tuple[str, ...]:
+    return WEIGHTS if module.has_gate else UNGATED
 
 
 def _implementation(module: Any) -> Any:
@@ -170,11 +202,13 @@ def experts(
     by its own name, in autocast's.
     """
     implementation = module.config._experts_implementation
-    own = module._parameters
-    gate_up, down, gate_up_bias, down_bias = (own.get(name) for name in WEIGHTS)
+    gate_up, down, gate_up_bias, down_bias = (
+        getattr(module, name, None) for name in _names(module)
+    )
     tensors = [one for one in (gate_up, down, gate_up_bias, down_bias) if one is not None]
     if (
-        implementation not in REPLACED or module.has_post_expert_norm or not module.has_gate
+        implementation not in REPLACED or module.has_post_expert_norm
+        or module.has_gate is (options["activation"] == "relu_squared")
         or gate_up is None or down is None or not all(type(one) in PLAIN for one in tensors)
         or x.dim() != 2 or index.dim() != 2 or index.shape != weights.shape
     ):  # fmt: skip

@@ -255,18 +255,11 @@ class DeferredLogits:
 
 # The functions of torch that methods of DeferredLogits record.
 RECORDED: dict[Any, str] = {
-    torch.mul: "mul",
-    torch.multiply: "mul",
-    torch.div: "div",
-    torch.divide: "div",
-    torch.true_divide: "div",
-    torch.add: "add",
-    torch.tanh: "tanh",
-    torch.reshape: "reshape",
-    torch.flatten: "flatten",
-    Tensor.add: "add",
-    Tensor.__add__: "add",
-}
+    **dict.fromkeys((torch.mul, torch.multiply), "mul"),
+    **dict.fromkeys((torch.div, torch.divide, torch.true_divide), "div"),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), "add"),
+    torch.tanh: "tanh", torch.reshape: "reshape", torch.flatten: "flatten",
+}  # fmt: skip
 
 
 def with_size(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:

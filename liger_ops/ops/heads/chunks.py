@@ -27,19 +27,28 @@ def chunks(
     If neither the caller nor the environment sets a size, it is `default` or, if larger,
     `later_bytes`, memory that is needed anyway after the last chunk. A single slice of all rows may
     then take `saved_bytes` more, memory that only several slices need. If M is 0, there is one
-    empty slice, and if it is a symbol, one of all rows: their number would depend on it.
+    empty slice. While a graph is traced for any M, it gets the number of slices of the M at hand,
+    which `torch.compile` guards, or one slice if M is only known from the data.
     """
     named = set_bytes(chunk_bytes)
     most = named or max(default, later_bytes)
-    if isinstance(M * row_bytes, torch.SymInt) or M * row_bytes <= (named or most + saved_bytes):
+    if _holds(M * row_bytes <= (named or most + saved_bytes)):
         yield slice(0, M)
         return
     fitting = max(1, most // row_bytes)
     unit = TILE if fitting >= TILE else 1
-    count = -(-M // (fitting // unit * unit))
+    count = int(-(-M // (fitting // unit * unit)))
     rows = -(-M // (count * unit)) * unit
-    for start in range(0, M, rows):
-        yield slice(start, min(start + rows, M))
+    for i in range(count):
+        yield slice(i * rows, M if i == count - 1 else (i + 1) * rows)
+
+
+def _holds(fits: bool | torch.SymBool) -> bool:
+    if isinstance(fits, bool):
+        return fits
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(fits)
 
 
 def set_bytes(chunk_bytes: int | None) -> int | None:

@@ -27,11 +27,13 @@ from .lora import lora_input
 from .precomputed_gradient import PrecomputedFormula, gradients_are_private
 from .two_heads import (
     chunks_of_logits,
+    divisor,
     dlogits_of,
     entropy_of,
     mixed,
     reduced,
     result_dtype,
+    token_weights,
     upstream_of_sum,
     upstream_of_tokens,
     values_of,
@@ -323,10 +325,9 @@ def linear_divergence_forward(
 
 
 class _Formula(PrecomputedFormula):
-    prefix = "student_"
-
     def items(self, call: Any) -> Tensor | int:
-        return weights_and_items(call, call.statistics.dtype)[1]
+        # Weights that are DTensors keep the shape of the tokens.
+        return divisor(call, token_weights(call, call.statistics.dtype))
 
     def refusal(self, name: str) -> str:
         if not name.startswith("teacher_"):

@@ -85,22 +85,16 @@ def mhc_coeffs(
     )[:3]  # fmt: skip
 
 
-@library.define(
+@library.forward(
+    "...",
     returns="h_pre h_post h_res product rstd",
     axes="x=* Hc C, phi=Hc*C Hc*Hc+2*Hc, b=Hc*Hc+2*Hc, alpha_pre=, alpha_post=, alpha_res= -> "
     "h_pre=* Hc, h_post=* Hc, h_res=* Hc Hc, product=* Hc*Hc+2*Hc, rstd=*",
     dtype="float32+x",
     options={"tmax": AT_LEAST_1, "rms_eps": AT_LEAST_0, "sinkhorn_eps": AT_LEAST_0},
 )
-def mhc_coeffs_forward(
-    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor,
-    tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
-    post_mult: float = 2.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def mhc_coeffs_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`mhc_coeffs` with the product and 1 / rms, from which the backward starts.
-
-    Args:
-        As for `mhc_coeffs`.
 
     Returns:
         h_pre, h_post, h_res: the results of `mhc_coeffs`, which alone are differentiable.
@@ -115,16 +109,14 @@ def mhc_coeffs_forward(
         >>> liger_ops.mhc_coeffs_forward(x, phi, torch.zeros(8), one, one, one)[4]
         tensor([0.5000])
     """
-    hc = x.shape[-2]
-    rows, product, rstd = _projected(x, phi, rms_eps)
-    logits = product * rstd * _factors(rows, hc, alpha_pre, alpha_post, alpha_res) + b.to(
-        rows.dtype
-    )
+    hc, alphas = call.x.shape[-2], (call.alpha_pre, call.alpha_post, call.alpha_res)
+    rows, product, rstd = _projected(call.x, call.phi, call.rms_eps)
+    logits = product * rstd * _factors(rows, hc, *alphas) + call.b.to(rows.dtype)
     pre, post, res = _split(logits, hc)
-    h_res = _sinkhorn(res, tmax, sinkhorn_eps)
+    h_res = _sinkhorn(res, call.tmax, call.sinkhorn_eps)
     return (
-        torch.sigmoid(pre) + pre_eps, torch.sigmoid(post) * post_mult, h_res.contiguous(),
-        product.detach(), rstd.detach().squeeze(-1),
+        torch.sigmoid(pre) + call.pre_eps, torch.sigmoid(post) * call.post_mult,
+        h_res.contiguous(), product.detach(), rstd.detach().squeeze(-1),
     )  # fmt: skip
 
 
@@ -169,5 +161,4 @@ mhc_coeffs_backward = library.derive_backward(
 )
 
 
-library.gradient("mhc_coeffs_forward")
 library.keep_dtypes_under_autocast("mhc_coeffs_forward", "mhc_coeffs_backward")

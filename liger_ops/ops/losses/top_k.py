@@ -23,8 +23,8 @@ def distinct(ids: Tensor, target: Tensor | None, ignore_index: int) -> Tensor:
     ids = ids.long().clamp(min=-1)
     # The first of equal words stays before the others.
     ordered, places = ids.sort(dim=-1, stable=True)
-    repeated = torch.zeros_like(ordered, dtype=torch.bool)
-    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    first = torch.zeros_like(ordered[..., :1], dtype=torch.bool)
+    repeated = torch.cat((first, ordered[..., 1:] == ordered[..., :-1]), -1)
     return ids.masked_fill(torch.zeros_like(repeated).scatter(-1, places, repeated), -1)
 
 

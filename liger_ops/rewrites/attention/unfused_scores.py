@@ -235,19 +235,12 @@ def _lowered(node: fx.Node, inner: UnfusedScores, call: Call, place: int) -> Unf
 
 
 _STEPS: dict[str, Callable[[fx.Node, UnfusedScores, Call, int], UnfusedScores | None]] = {
-    IDENTITY: _kept,
-    "cast": _kept,
-    "contiguous": _kept,
-    "view": _viewed,
-    "flatten": _viewed,
-    "mul": _scaled,
-    "div": _scaled,
-    "tanh": _capped,
-    "add": _added,
-    "masked_fill": _filled,
-    "where": _filled,
-    "sub": _lowered,
-}
+    **dict.fromkeys((IDENTITY, "cast", "contiguous"), _kept),
+    **dict.fromkeys(("view", "flatten"), _viewed),
+    **dict.fromkeys(("mul", "div"), _scaled),
+    **dict.fromkeys(("masked_fill", "where"), _filled),
+    "tanh": _capped, "add": _added, "sub": _lowered,
+}  # fmt: skip
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:

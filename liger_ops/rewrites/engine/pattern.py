@@ -30,18 +30,9 @@ from .replay import fake_mode_of
 MOST_DIFFERENCES = 1
 # Views and casts of an input. Their results may also be used elsewhere, because they are cheap.
 CHEAP = {
-    "cast",
-    "chunk",
-    "contiguous",
-    "expand",
-    "flatten",
-    "repeat_interleave",
-    "slice",
-    "split",
-    "transpose",
-    "unsqueeze",
-    "view",
-}
+    "cast", "chunk", "contiguous", "expand", "flatten", "repeat_interleave", "slice", "split",
+    "transpose", "unsqueeze", "view",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

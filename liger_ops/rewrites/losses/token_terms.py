@@ -215,15 +215,9 @@ _DIFFERENCES = {
 }
 
 READERS: dict[str, Any] = {
-    "gather": Parts._gather,
-    "logsumexp": Parts._logsumexp,
-    "sum": Parts._sum,
-    "sub": Parts._sub,
-    "neg": Parts._neg,
-    "stack": Parts._joined,
-    "cat": Parts._joined,
-    "cross_entropy": Parts._call,
-    "nll_loss": Parts._call,
+    **{name: getattr(Parts, f"_{name}") for name in ("gather", "logsumexp", "sum", "sub", "neg")},
+    **dict.fromkeys(("stack", "cat"), Parts._joined),
+    **dict.fromkeys(("cross_entropy", "nll_loss"), Parts._call),
 }
 
 

@@ -3,8 +3,8 @@ memory that the chunks share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,17 @@ from ....ops.heads.gradients import HeadGradients, accumulation_dtype, rounds_on
 from ....ops.heads.head import Head
 from ..products import linear, product
 from ..sizes import cdiv
+
+
+class Device(NamedTuple):
+    """What a device has for heads: the modules of its row functions, and its own `scale` (see
+    `scaling`). Each row of logits starts at a multiple of `alignment` elements: with 1, the rows
+    are adjacent."""
+
+    cross_entropy: Any
+    divergence: Any
+    scale: Callable[..., None]
+    alignment: int
 
 
 class ChunkedHead(NamedTuple):

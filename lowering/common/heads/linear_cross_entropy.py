@@ -3,7 +3,6 @@ between them the row functions of the device's cross_entropy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -20,37 +19,18 @@ from ....ops.heads.head import (
     still_missing,
 )
 from ....ops.heads.linear_cross_entropy import upstream_of_tokens
-from ....ops.heads.scaling import scales
 from ..losses.cross_entropy import given_tokens, tokens_of
-from .chunked_head import chunked_tokens
+from .chunked_head import Device, chunked_tokens
 
 
-def register(device: str, kernels: Any, scale: Callable[..., None], alignment: int) -> None:
-    """Register the ops with the row functions of the module `kernels`.
-
-    `scale` is the device's own: see `scaling`. Each row of logits starts at a multiple of
-    `alignment` elements.
-    """
-    scales[device] = scale
-    module = kernels.__name__
-
-    # allocates=True, so that the output of a gradient is not in memory beside its wider sum.
-    @library.kernel("linear_cross_entropy_forward", device, allocates=True, module=module)
-    def linear_cross_entropy_forward(call):
-        return _forward(call, kernels, alignment)
-
-    @library.kernel("linear_cross_entropy_backward", device, allocates=True, module=module)
-    def linear_cross_entropy_backward(call):
-        return _backward(call, kernels, scale, alignment)
-
-
-def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
+def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
+    kernels = device.cross_entropy
     allocated = library.allocate("linear_cross_entropy_forward", call)
     outputs, computed = allocated[: -len(HEAD)], allocated[-len(HEAD) :]
     del allocated
     tokens = tokens_of(call, call.class_weight, *outputs)
     bounds = (call.accum_dtype, call.chunk_bytes)
-    head = chunked_tokens(Head.of_call(call), computed[WEIGHT], alignment, *bounds)
+    head = chunked_tokens(Head.of_call(call), computed[WEIGHT], device.alignment, *bounds)
     gradients = head.gradients(computed)
     del computed
     for chunk, chunk_head, logits in head.logits():
@@ -62,22 +42,20 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ..
     return (*outputs, *shaped(gradients.results(), call))
 
 
-def _backward(
-    call: Any, kernels: Any, scale: Callable[..., None], alignment: int
-) -> tuple[Tensor | None, ...]:
+def backward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     results = library.allocate("linear_cross_entropy_backward", call)
-    finished = finished_in_forward(call, divisor(call, call.total_weight), results, scale)
+    finished = finished_in_forward(call, divisor(call, call.total_weight), results, device.scale)
     if not any(still_missing(call.output_mask, finished)):
         return tuple(finished)
     tokens, upstream = given_tokens(call, call.class_weight), upstream_of_tokens(call)
     unfinished = [a if b is None else None for a, b in zip(results, finished, strict=True)]
     bounds = (call.accum_dtype, call.chunk_bytes)
-    head = chunked_tokens(Head.of_call(call), unfinished[WEIGHT], alignment, *bounds)
+    head = chunked_tokens(Head.of_call(call), unfinished[WEIGHT], device.alignment, *bounds)
     gradients = head.gradients(unfinished)
     del results, unfinished
     for chunk, chunk_head, logits in head.logits():
         grads = [None if grad is None else grad[chunk] for grad in (*upstream, None)]
-        kernels.gradient(call, grads, logits, tokens.chunk(chunk), logits)
+        device.cross_entropy.gradient(call, grads, logits, tokens.chunk(chunk), logits)
         gradients.add(chunk_head, logits)
     del logits
     return both(finished, shaped(gradients.results(), call))

@@ -4,7 +4,7 @@ in chunks of words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ....ops.heads.two_heads import (
     weights_and_items,
 )
 from ..sizes import cdiv
-from .chunked_head import ChunkedHead, chunked_tokens, chunked_words
+from .chunked_head import ChunkedHead, Device, chunked_tokens, chunked_words
 from .two_heads import Rows, Upstream
 
 Outputs = tuple[Tensor | None, ...]
@@ -53,34 +53,11 @@ class Heads:
                 yield chunk, head, student, teacher
 
 
-def register(
-    device: str, divergence: Any, cross_entropy: Any, scale: Callable[..., None], alignment: int
-) -> None:
-    """Register the ops with the row functions of the modules `divergence` and `cross_entropy`.
-
-    `scale` is the device's own: see `scaling`. Each row of logits starts at a multiple of
-    `alignment` elements.
-    """
-    kernels = (divergence, cross_entropy, alignment)
-    module = divergence.__name__
-
-    # allocates=True, so that the output of a gradient is not in memory beside its wider sum.
-    @library.kernel("linear_divergence_forward", device, allocates=True, module=module)
-    def linear_divergence_forward(call):
-        return _forward(call, kernels)
-
-    @library.kernel("linear_divergence_backward", device, allocates=True, module=module)
-    def linear_divergence_backward(call):
-        return _backward(call, kernels, scale)
-
-
-def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
-    allocated = library.allocate("linear_divergence_forward", call)
-    statistics, computed, entropy = allocated[3], allocated[4:-1], allocated[-1]
-    divergence, cross_entropy, alignment = kernels
-    rows, heads = Rows(call, divergence, cross_entropy), Heads(call, computed[WEIGHT], alignment)
+def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
+    _, _, _, statistics, *computed, entropy = library.allocate("linear_divergence_forward", call)
+    rows, heads = Rows(call, device), Heads(call, computed[WEIGHT], device.alignment)
     gradients = heads.student.gradients(computed)
-    del allocated, computed
+    del computed
     by_token = statistics.view(statistics.shape[0], -1)
     weights, items = weights_and_items(call, statistics.dtype)
     losses = None
@@ -109,10 +86,10 @@ def _forward(call: Any, kernels: Any) -> tuple[Tensor | None, ...]:
     return (loss, divergence, cross_entropy, statistics, *found, entropy)
 
 
-def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
+def backward(device: Device, call: Any) -> Outputs:
     results = library.allocate("linear_divergence_backward", call)
     weights, items = weights_and_items(call, call.statistics.dtype)
-    finished = finished_in_forward(call, items, results, scale)
+    finished = finished_in_forward(call, items, results, device.scale)
     missing = still_missing(call.output_mask, finished)
     if not any(missing):
         return tuple(finished)
@@ -121,16 +98,15 @@ def _backward(call: Any, kernels: Any, scale: Callable[..., None]) -> Outputs:
     del results
     # Without the gradients of weight and bias, those of a chunk of tokens are complete, but for
     # lora_b's, whose sum is smaller than that of x's.
-    backward = _by_words if missing[WEIGHT] or missing[BIAS] else _by_tokens
-    return both(finished, backward(call, kernels, upstream, unfinished))
+    chunked = _by_words if missing[WEIGHT] or missing[BIAS] else _by_tokens
+    return both(finished, chunked(device, call, upstream, unfinished))
 
 
 def _by_tokens(
-    call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor | None]
+    device: Device, call: Any, upstream: Upstream, outputs: list[Tensor | None]
 ) -> Outputs:
     """The gradients of x, lora_x and lora_b, a chunk of tokens at a time."""
-    divergence, cross_entropy, alignment = kernels
-    rows, heads = Rows(call, divergence, cross_entropy), Heads(call, None, alignment)
+    rows, heads = Rows(call, device), Heads(call, None, device.alignment)
     gradients = heads.student.gradients(outputs)
     outputs.clear()
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()
@@ -141,15 +117,16 @@ def _by_tokens(
     return shaped(gradients.results(), call)
 
 
-def _by_words(call: Any, kernels: Any, upstream: Upstream, outputs: list[Tensor | None]) -> Outputs:
+def _by_words(
+    device: Device, call: Any, upstream: Upstream, outputs: list[Tensor | None]
+) -> Outputs:
     """Every gradient, a chunk of words at a time: the statistics have each token's sums over all
     words of both."""
-    divergence, cross_entropy, alignment = kernels
-    rows, given = Rows(call, divergence, cross_entropy), call.teacher_logits
+    rows, given = Rows(call, device), call.teacher_logits
     # If the kernels need contiguous rows, the columns of the teacher's logits are copied.
     teacher_bytes = (call.teacher_x if given is None else given).itemsize
     bounds = (call.accum_dtype, call.chunk_bytes, teacher_bytes)
-    head = chunked_words(Head.of_call(call, "student_"), alignment, *bounds)
+    head = chunked_words(Head.of_call(call, "student_"), device.alignment, *bounds)
     gradients = head.gradients(outputs)
     outputs.clear()
     by_token = call.statistics.reshape(call.statistics.shape[0], -1).contiguous()

@@ -12,40 +12,24 @@ from ....ops.heads.head import Head
 from ..losses.cross_entropy import Tokens
 from ..losses.log_prob import as_loss, given_tokens, results
 from ..tensors import flat
-from .chunked_head import chunked_tokens
-from .recomputed import Outputs, backward
+from .chunked_head import Device, chunked_tokens
+from .recomputed import Outputs, recomputed
 
 Upstream = tuple[Tensor | None, ...]
 
 
-def register(device: str, kernels: Any, alignment: int) -> None:
-    """Register the ops with the row functions of the module `kernels`. Each row of logits starts at
-    a multiple of `alignment` elements; with 1, the rows are adjacent."""
-
-    module = kernels.__name__
-
-    # allocates=True, so that the output of a gradient is not in memory beside its wider sum.
-    @library.kernel("linear_log_prob_forward", device, allocates=True, module=module)
-    def linear_log_prob_forward(call):
-        return _forward(call, kernels, alignment)
-
-    @library.kernel("linear_log_prob_backward", device, allocates=True, module=module)
-    def linear_log_prob_backward(call):
-        return _backward(call, kernels, alignment)
-
-
-def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor | None, ...]:
+def forward(device: Device, call: Any) -> tuple[Tensor | None, ...]:
     outputs = library.allocate("linear_log_prob_forward", call)
     loss, tokens = as_loss(call), results(call, *outputs)
     head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
-    for chunk, _, logits in chunked_tokens(head, None, alignment, *bounds).logits():
-        kernels.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
+    for chunk, _, logits in chunked_tokens(head, None, device.alignment, *bounds).logits():
+        device.cross_entropy.loss_and_gradient(loss, logits, tokens.chunk(chunk), False)
     total = tokens.lse.new_empty(())
-    kernels.reduce(loss, call.weight.shape[0], tokens, None, None, total)
+    device.cross_entropy.reduce(loss, call.weight.shape[0], tokens, None, None, total)
     return outputs
 
 
-def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
+def backward(device: Device, call: Any) -> Outputs:
     upstream, all_tokens = _of_tokens(call)
 
     def dlogits(logits: Tensor, tokens: slice, words: slice) -> None:
@@ -54,9 +38,9 @@ def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
         # A target that is not among the words is out of range, and has no column.
         part = part._replace(target=part.target - words.start)
         loss = as_loss(call, first=words.start)
-        kernels.gradient(loss, grads, logits, part, logits)
+        device.cross_entropy.gradient(loss, grads, logits, part, logits)
 
-    return backward("linear_log_prob_backward", call, alignment, dlogits)
+    return recomputed("linear_log_prob_backward", call, device.alignment, dlogits)
 
 
 def _of_tokens(call: Any) -> tuple[Upstream, Tokens]:

@@ -20,30 +20,14 @@ from ....ops.losses.cross_entropy import effective, rounded_lse
 from ....ops.losses.log_prob import tempered
 from ..losses.cross_entropy import Tokens
 from ..tensors import flat
-from .chunked_head import chunked_tokens
-from .recomputed import Outputs, backward
+from .chunked_head import Device, chunked_tokens
+from .recomputed import Outputs, recomputed
 
 INF = float("inf")
 IGNORED = -100
 
 
-def register(device: str, kernels: Any, alignment: int) -> None:
-    """Register the ops with the row functions of the module `kernels`. Each row of logits starts at
-    a multiple of `alignment` elements; with 1, the rows are adjacent."""
-
-    module = kernels.__name__
-
-    @library.kernel("linear_top_k_divergence_forward", device, allocates=True, module=module)
-    def linear_top_k_divergence_forward(call):
-        return _forward(call, kernels, alignment)
-
-    # allocates=True, so that the output of a gradient is not in memory beside its wider sum.
-    @library.kernel("linear_top_k_divergence_backward", device, allocates=True, module=module)
-    def linear_top_k_divergence_backward(call):
-        return _backward(call, kernels, alignment)
-
-
-def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
+def forward(device: Device, call: Any) -> tuple[Tensor, Tensor, Tensor]:
     logits, rest, error = library.allocate("linear_top_k_divergence_forward", call)
     ids, flat_rest, loss = _ids(call), rest.view(-1), _loss(call)
     flat_logits = logits.view(ids.shape)
@@ -54,7 +38,7 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, T
     )  # fmt: skip
     head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)
     V = call.weight.shape[0]
-    for chunk, _, part in chunked_tokens(head, None, alignment, *bounds).logits():
+    for chunk, _, part in chunked_tokens(head, None, device.alignment, *bounds).logits():
         words = ids[chunk]
         listed = part.gather(1, words.clamp(0, V - 1))
         listed = effective(listed, loss.softcap, loss.logit_scale)
@@ -62,7 +46,7 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, T
         listed = torch.where(words < V, listed, float("nan"))
         flat_logits[chunk] = torch.where(words < 0, -INF, listed)
         _place(part, words, torch.full_like(listed, -INF))
-        kernels.loss_and_gradient(loss, part, tokens.chunk(chunk), False)
+        device.cross_entropy.loss_and_gradient(loss, part, tokens.chunk(chunk), False)
     if loss.softcap is not None:
         # A cap has made the -inf of each listed word -softcap.
         count = (ids >= 0).sum(-1)
@@ -74,7 +58,7 @@ def _forward(call: Any, kernels: Any, alignment: int) -> tuple[Tensor, Tensor, T
     return logits, rest, error
 
 
-def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
+def backward(device: Device, call: Any) -> Outputs:
     ids, rest, loss = _ids(call), flat(call.rest), _loss(call)
     assert rest is not None
     target = _target(ids)
@@ -95,10 +79,10 @@ def _backward(call: Any, kernels: Any, alignment: int) -> Outputs:
             logits.zero_()
         else:
             upstream = (None, None, drest[tokens], None, None)
-            kernels.gradient(loss, upstream, logits, all_tokens.chunk(tokens), logits)
+            device.cross_entropy.gradient(loss, upstream, logits, all_tokens.chunk(tokens), logits)
         _place(logits, ids[tokens] - words.start, values[tokens])
 
-    return backward("linear_top_k_divergence_backward", call, alignment, dlogits)
+    return recomputed("linear_top_k_divergence_backward", call, device.alignment, dlogits)
 
 
 def _ids(call: Any) -> Tensor:

@@ -18,7 +18,7 @@ ALL = slice(0, None)
 Dlogits = Callable[[Tensor, slice, slice], None]
 
 
-def backward(name: str, call: Any, alignment: int, dlogits: Dlogits) -> Outputs:
+def recomputed(name: str, call: Any, alignment: int, dlogits: Dlogits) -> Outputs:
     """dx, dweight, dbias, dlora_x and dlora_b of a call of op `name`."""
     outputs = library.allocate(name, call)
     head, bounds = Head.of_call(call), (call.accum_dtype, call.chunk_bytes)

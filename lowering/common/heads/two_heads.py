@@ -13,16 +13,17 @@ from ....ops.losses.log_prob import tempered
 from ..losses.cross_entropy import Tokens
 from ..losses.divergence import Hard, Options, options_of
 from ..tensors import flat
+from .chunked_head import Device
 
 Upstream = tuple[Tensor | None, Tensor | None]
 ALL = slice(None)
 
 
 class Rows:
-    """The row functions of the modules `divergence` and `cross_entropy`, with a call's options."""
+    """The row functions of a device's divergence and cross_entropy, with a call's options."""
 
-    def __init__(self, call: Any, divergence: Any, cross_entropy: Any) -> None:
-        self.divergence, self.cross_entropy = divergence, cross_entropy
+    def __init__(self, call: Any, device: Device) -> None:
+        self.divergence, self.cross_entropy = device.divergence, device.cross_entropy
         self.target, self.temperature = flat(call.target), call.temperature
         caps = (call.student_softcap, call.student_logit_scale)
         self.options: Options = options_of(

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .... import library
+from .backward import Arguments, backward_of, modulated
 from .modulation import Gradients, launch_backward, modulation_of
 
 
 def register(
     device: str, launch: Callable[..., None], launch_norm_backward: Callable[..., None],
-    launch_modulated_backward: Callable[..., None], rows: Callable[[Tensor], Tensor],
+    norm: type[Arguments], rows: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
-    """Register launch(call, y, plan, modulation), launch_norm_backward(call, dx, dweight, dbias,
-    plan) and launch_modulated_backward(call, PerSample or PerToken, dx, dweight, dbias, plan) of a
-    device. `rows` makes a tensor (M, N)."""
+    """Register launch(call, y, plan, modulation) and launch_norm_backward(norm, plan) of a device,
+    whose `norm` has the arguments. `rows` makes a tensor (M, N)."""
     module = launch.__module__
 
     @library.kernel("layer_norm", device, module=module)
@@ -25,7 +25,8 @@ def register(
 
     @library.kernel("layer_norm_backward", device, module=module)
     def layer_norm_backward(call, dx, dweight, dbias, plan):
-        launch_norm_backward(call, dx, dweight, dbias, plan)
+        given = (None, call.x, dx, dweight, dbias)
+        launch_norm_backward(backward_of(norm, rows, call, *given, has_mean=True), plan)
 
     @library.kernel("modulated_layer_norm", device, module=module)
     def modulated_layer_norm(call, y, plan):
@@ -37,6 +38,7 @@ def register(
         given = Gradients(dx, dscale, dshift, dweight, dbias)
 
         def backward(form):
-            launch_modulated_backward(call, form, dx, dweight, dbias, plan)
+            given = (form, dx, dweight, dbias)
+            launch_norm_backward(modulated(norm, rows, call, *given, has_mean=True), plan)
 
         launch_backward(call, given, call.bias, 0.0, rows, backward)

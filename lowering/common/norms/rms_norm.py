@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from .... import library
+from .backward import Arguments, backward_of, modulated
 from .modulation import Gradients, launch_backward, modulation_of
 
 
@@ -17,12 +19,13 @@ def rms_mode(casting_mode: str) -> str:
 
 def register(
     device: str, launch: Callable[..., None], launch_norm_backward: Callable[..., None],
-    launch_modulated_backward: Callable[..., None], rows: Callable[[Tensor], Tensor],
+    norm: type[Arguments], rows: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
-    """Register launch(call, residual, y, s, plan, modulation), launch_norm_backward(call, ds, x or
-    s, dx, dweight, plan) and launch_modulated_backward(call, PerSample or PerToken, dx, dweight,
-    plan) of a device. residual, s and ds are None in rms_norm. `rows` makes a tensor (M, N)."""
+    """Register launch(call, residual, y, s, plan, modulation) and launch_norm_backward(norm, plan)
+    of a device, whose `norm` has the arguments. residual and s are None in rms_norm. `rows` makes a
+    tensor (M, N)."""
     module = launch.__module__
+    backward_of_norm = partial(backward_of, norm, rows, has_mean=False)
 
     @library.kernel("rms_norm", device, module=module)
     def rms_norm(call, y, plan):
@@ -34,11 +37,11 @@ def register(
 
     @library.kernel("rms_norm_backward", device, module=module)
     def rms_norm_backward(call, dx, dweight, plan):
-        launch_norm_backward(call, None, call.x, dx, dweight, plan)
+        launch_norm_backward(backward_of_norm(call, None, call.x, dx, dweight, None), plan)
 
     @library.kernel("fused_add_rms_norm_backward", device, module=module)
     def fused_add_rms_norm_backward(call, dx, dweight, plan):
-        launch_norm_backward(call, call.ds, call.s, dx, dweight, plan)
+        launch_norm_backward(backward_of_norm(call, call.ds, call.s, dx, dweight, None), plan)
 
     @library.kernel("modulated_rms_norm", device, module=module)
     def modulated_rms_norm(call, y, plan):
@@ -50,6 +53,7 @@ def register(
         given = Gradients(dx, dscale, dshift, dweight)
 
         def backward(form):
-            launch_modulated_backward(call, form, dx, dweight, plan)
+            given = (form, dx, dweight, None)
+            launch_norm_backward(modulated(norm, rows, call, *given, has_mean=False), plan)
 
         launch_backward(call, given, None, call.offset, rows, backward)

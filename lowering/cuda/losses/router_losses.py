@@ -28,9 +28,10 @@ def _of_layer(ptrs):
 @triton.jit
 def _token_weights(weight_ptr, rows, M):
     """The weights of tokens, 0 of those that are not there."""
-    if weight_ptr is None:
-        return (rows < M).to(tl.float32)
-    return tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
+    weight = (rows < M).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
+    return weight
 
 
 @triton.jit
@@ -48,7 +49,8 @@ def _softmax(x):
     maximum = tl.max(x, 1)[:, None]
     exponentials = tl.exp(x - maximum)
     sum = tl.sum(exponentials, 1)[:, None]
-    return exponentials / sum, maximum + tl.log(sum)
+    # One division a row.
+    return exponentials * (1.0 / sum), maximum + tl.log(sum)
 
 
 @triton.jit
@@ -119,7 +121,9 @@ def router_losses_backward_kernel(
     p, lse = _softmax(_loaded(x_ptr, rows, cols, weight, N))
     slope = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if dprobabilities_ptr is not None:
-        of_p = tl.load(dprobabilities_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        # As a vector: a tile of one row would make its layout that of all tiles.
+        col = tl.arange(0, BLOCK_N)
+        of_p = tl.load(dprobabilities_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
         slope += of_p - tl.sum(p * of_p, 1)[:, None]
     if dz_ptr is not None:
         slope += 2 * tl.load(dz_ptr).to(tl.float32) * lse
@@ -150,7 +154,8 @@ def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: P
     M, N = x.shape
     plan = plan or _plan(N)
     tiles = cdiv(M, plan.BLOCK_M)
-    programs = min(tiles, max(1, cdiv(8 * processors(x), len(layers))))
+    # Four programs a multiprocessor, of 86 registers a thread on sm_90: all of them run at once.
+    programs = min(tiles, max(1, cdiv(4 * processors(x), len(layers))))
     parts = [partial_sums(sum, programs * len(layers)) for sum in (probabilities, tokens, z)]
     launch(
         router_losses_kernel, (programs, len(layers)), x,

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from ...common.norms.layer_norm import register
-from ...common.norms.modulation import PLAIN, Modulation, PerSample, PerToken
+from ...common.norms.modulation import PLAIN, Modulation
 from ...common.tensors import contiguous
 from ..launch import Plan, TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
 from .layer_norm_two_pass import launch_two_pass, plan_two_pass
 from .layer_norm_whole_row import launch_whole_rows_backward, layer_norm_kernel
 from .modulation import constants_of
-from .norm_backward import NormBackward, modulated_backward, plan_whole_rows_backward
+from .norm_backward import NormBackward, plan_whole_rows_backward
 from .norm_backward_launch import launch_backward
 from .norm_backward_two_kernel import TwoKernel, plan_two_kernels
 from .norm_backward_two_pass import LAYER_NORM, TwoPassBackward, plan_two_pass_backward
@@ -53,23 +53,8 @@ def launch_layer_norm(
         launch_two_pass(plan, x, *arguments, **constants_of(modulation))
 
 
-def launch_layer_norm_backward(
-    call: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, plan: Plan | None
-) -> None:
-    x, dy, weight = rows(call.x), rows(call.dy), contiguous(call.weight)
-    gradients = (dx, dweight, dbias)
-    _launch(NormBackward(dy, None, x, weight, *gradients, call.eps, 0.0, has_mean=True), plan)
-
-
-def launch_modulated_backward(
-    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
-    dbias: Tensor | None, plan: Plan | None,
-) -> None:  # fmt: skip
-    _launch(modulated_backward(call, form, dx, dweight, dbias, 0.0, has_mean=True), plan)
-
-
-def _launch(norm: NormBackward, plan: Plan | None) -> None:
+def launch_layer_norm_backward(norm: NormBackward, plan: Plan | None) -> None:
     launch_backward(norm, plan, lambda: plan_backward(norm.x), launch_whole_rows_backward)
 
 
-register("cuda", launch_layer_norm, launch_layer_norm_backward, launch_modulated_backward, rows)
+register("cuda", launch_layer_norm, launch_layer_norm_backward, NormBackward, rows)

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from ...common.norms.modulation import PerSample, PerToken
+from ...common.norms.backward import Arguments
 from ...common.sizes import cdiv, next_power_of_2
-from ...common.tensors import contiguous
-from ..launch import WholeRow, launch, pipeline_stages, processors, rows
+from ..launch import WholeRow, launch, pipeline_stages, processors
 from ..partial_sums import partial_sums, summed
 
 
-class NormBackward(NamedTuple):
-    """Arguments of the backward of a norm. A tensor is None if it is absent or not wanted.
-
-    dy, ds and x are rows, (M, N), with unit stride in the last dimension; the others are
-    contiguous. layer_norm has a mean, and rms_norm has none.
-
-    There are `samples` norms, one after the other, of as many rows each: weight, dweight and dbias
-    then have a row for each of them. `token` is a modulation of each row.
-    """
-
-    dy: Tensor
-    ds: Tensor | None
-    x: Tensor
-    weight: Tensor | None
-    dx: Tensor | None
-    dweight: Tensor | None
-    dbias: Tensor | None
-    eps: float
-    offset: float
-    has_mean: bool
-    samples: int = 1
-    token: PerToken | None = None
-
-    @property
-    def tokens(self) -> int:
-        """The rows of a sample."""
-        return self.x.shape[0] // self.samples
-
-    @property
-    def rows_of_weight(self) -> int | None:
-        """How many rows of x a row of weight is for, or None if there is one row of weight."""
-        return None if self.samples == 1 else self.tokens
+class NormBackward(Arguments):
+    """The arguments: dy, ds and x have unit stride in the last dimension."""
 
     @property
     def strides(self) -> tuple[int, int, int]:
@@ -55,20 +24,6 @@ class NormBackward(NamedTuple):
     @property
     def stride_scale(self) -> int | None:
         return None if self.token is None else self.token.scale.stride(0)
-
-
-def modulated_backward(
-    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
-    dbias: Tensor | None, offset: float, has_mean: bool,
-) -> NormBackward:  # fmt: skip
-    """The backward of a modulated norm."""
-    dy, x = rows(call.dy), rows(call.x)
-    if isinstance(form, PerToken):
-        tensors = (dy, None, x, contiguous(call.weight), dx, dweight, dbias)
-        token = form._replace(bias=contiguous(form.bias))
-        return NormBackward(*tensors, call.eps, offset, has_mean, token=token)
-    tensors = (dy, None, x, form.weights, dx, form.products, form.sums)
-    return NormBackward(*tensors, call.eps, 0.0, has_mean, samples=form.weights.shape[0])
 
 
 def plan_whole_rows_backward(x: Tensor, loads: int) -> WholeRow:

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...common.norms.modulation import PLAIN, Modulation, PerSample, PerToken
+from ...common.norms.modulation import PLAIN, Modulation
 from ...common.norms.rms_norm import register, rms_mode
 from ...common.sizes import next_power_of_2
 from ...common.tensors import contiguous
 from ..launch import Plan, TwoPass, WholeRow, launch_whole_rows, plan_whole_rows, rows
 from .layer_norm import plan_backward as layer_norm_plan
 from .modulation import constants_of
-from .norm_backward import NormBackward, modulated_backward, plan_whole_rows_backward
+from .norm_backward import NormBackward, plan_whole_rows_backward
 from .norm_backward_launch import launch_backward
 from .norm_backward_two_kernel import TwoKernel, plan_two_kernels
 from .norm_backward_two_pass import (
@@ -69,29 +69,11 @@ def launch_rms_norm(
         launch_two_pass(plan, x, y, *arguments, **constants)
 
 
-def launch_rms_norm_backward(
-    call: Any, ds: Tensor | None, x: Tensor, dx: Tensor | None,
-    dweight: Tensor | None, plan: Plan | None,
-) -> None:  # fmt: skip
-    x, dy, weight = rows(x), rows(call.dy), contiguous(call.weight)
-    ds = None if ds is None else rows(ds)
-    options = (call.eps, call.offset)
-    _launch(NormBackward(dy, ds, x, weight, dx, dweight, None, *options, has_mean=False), plan)
-
-
-def launch_modulated_backward(
-    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
-    plan: Plan | None,
-) -> None:  # fmt: skip
-    norm = modulated_backward(call, form, dx, dweight, None, call.offset, has_mean=False)
-    _launch(norm, plan)
-
-
-def _launch(norm: NormBackward, plan: Plan | None) -> None:
+def launch_rms_norm_backward(norm: NormBackward, plan: Plan | None) -> None:
     def planned() -> Plan:
         return plan_backward(norm.x, norm.ds, norm.dbias is not None)
 
     launch_backward(norm, plan, planned, launch_whole_rows_backward)
 
 
-register("cuda", launch_rms_norm, launch_rms_norm_backward, launch_modulated_backward, rows)
+register("cuda", launch_rms_norm, launch_rms_norm_backward, NormBackward, rows)

@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 
 from .... import library
+from ...common.norms.backward import backward_of
 from ...common.tensors import contiguous
 from .. import tiling
 from ..partial_sums import partial_sums, summed
 from ..tile import load, within
 from ..tiling import COSTS, Cost, Kept, launch
 from . import group_pieces, group_resident, layer_norm
+from .norm_backward import NormBackward
 
 COSTS.update(
     {
@@ -173,8 +175,9 @@ def group_norm_backward(call, dx, dweight, dbias, plan):
     shape = tiling.Groups.of(x, call.num_groups)
     if plan is None and shape.a_row:
         dy, x = (tensor.view(shape.batch, shape.C_G) for tensor in (dy, x))
-        call = call._replace(dy=dy, x=x)
-        layer_norm.launch_layer_norm_backward(call, dx, dweight, dbias, None)
+        call, given = call._replace(dy=dy, x=x), (None, x, dx, dweight, dbias)
+        norm = backward_of(NormBackward, tiling.rows, call, *given, has_mean=True)
+        layer_norm.launch_layer_norm_backward(norm, None)
         return
     if plan is None:
         plan = tiling.group_plan("group_norm_backward", shape, x, dy)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.norms.layer_norm import register
-from ...common.norms.modulation import PLAIN, Modulation, PerSample, PerToken
+from ...common.norms.modulation import PLAIN, Modulation
 from ...common.sizes import cdiv
 from ...common.tensors import contiguous
 from .. import tiling
@@ -19,7 +19,7 @@ from ..tile import lane_counts, lanes_merged, lanes_updated, load, remaining, ti
 from ..tiling import COSTS, Cost, Kept, Plan, launch
 from . import wide_backward
 from .modulation import by_row_of, modulated_tile, of_one_sample
-from .norm_backward import NormBackward, modulated_backward
+from .norm_backward import NormBackward
 from .resident_rows import kept_mean, kept_or_loaded, kept_row, piece
 from .resident_rows_backward import launch_kept_backward
 
@@ -311,27 +311,10 @@ def launch_layer_norm(
         launch(_layer_norm_wide_kernel, *arguments, **constants)
 
 
-def launch_layer_norm_backward(
-    call: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, plan: Plan | None
-) -> None:
-    dy, x, weight = tiling.rows(call.dy), tiling.rows(call.x), contiguous(call.weight)
-    norm = NormBackward(dy, None, x, weight, dx, dweight, dbias, call.eps, 0.0)
-    _launch_backward("layer_norm_backward", norm, plan)
-
-
-def launch_modulated_backward(
-    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
-    dbias: Tensor | None, plan: Plan | None,
-) -> None:  # fmt: skip
-    norm = modulated_backward(call, form, dx, dweight, dbias, 0.0)
-    kernels = "statistics" if isinstance(form, PerToken) else "backward"
-    _launch_backward(f"modulated_layer_norm_{kernels}", norm, plan)
-
-
-def _launch_backward(op: str, norm: NormBackward, forced: Plan | None) -> None:
+def launch_layer_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
     dy, _, x, weight, dx, dweight, dbias, eps, _ = norm[:9]
     M, N = x.shape
-    plan = norm.plan(op, forced)
+    plan = norm.plan("layer_norm", forced)
     if plan.KEPT:
         launch_kept_backward(*norm[:9], plan, centred=True)
         return
@@ -358,6 +341,4 @@ def _launch_backward(op: str, norm: NormBackward, forced: Plan | None) -> None:
     summed(dbiases, dbias)
 
 
-register(
-    "npu", launch_layer_norm, launch_layer_norm_backward, launch_modulated_backward, tiling.rows
-)
+register("npu", launch_layer_norm, launch_layer_norm_backward, NormBackward, tiling.rows)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.norms.modulation import PLAIN, Modulation, PerSample, PerToken
+from ...common.norms.modulation import PLAIN, Modulation
 from ...common.norms.rms_norm import register, rms_mode
 from ...common.sizes import cdiv
 from ...common.tensors import contiguous
@@ -20,7 +20,7 @@ from ..tile import load, remaining, tile_offsets, within
 from ..tiling import COSTS, Cost, Kept, Plan, launch
 from . import wide_backward
 from .modulation import by_row_of, modulated_tile, of_one_sample
-from .norm_backward import NormBackward, modulated_backward
+from .norm_backward import NormBackward
 from .resident_rows import kept_or_loaded, kept_row, piece
 from .resident_rows_backward import launch_kept_backward
 
@@ -325,31 +325,10 @@ def launch_rms_norm(
         launch(_rms_norm_wide_kernel, *arguments, **constants, **kept)
 
 
-def launch_rms_norm_backward(
-    call: Any, ds: Tensor | None, x: Tensor, dx: Tensor | None,
-    dweight: Tensor | None, plan: Plan | None,
-) -> None:  # fmt: skip
-    dy, ds, x, weight = *map(tiling.rows, (call.dy, ds, x)), contiguous(call.weight)
-    op = "rms_norm_backward"
-    if ds is not None:
-        op = "add_rms_norm_backward" if dweight is not None else "add_rms_norm_backward_dx"
-    norm = NormBackward(dy, ds, x, weight, dx, dweight, None, call.eps, call.offset)
-    _launch_backward(op, norm, plan)
-
-
-def launch_modulated_backward(
-    call: Any, form: PerSample | PerToken, dx: Tensor | None, dweight: Tensor | None,
-    plan: Plan | None,
-) -> None:  # fmt: skip
-    norm = modulated_backward(call, form, dx, dweight, None, call.offset)
-    kernels = "statistics" if isinstance(form, PerToken) else "backward"
-    _launch_backward(f"modulated_rms_norm_{kernels}", norm, plan)
-
-
-def _launch_backward(op: str, norm: NormBackward, forced: Plan | None) -> None:
+def launch_rms_norm_backward(norm: NormBackward, forced: Plan | None) -> None:
     dy, ds, x, weight, dx, dweight, dbias, eps, offset = norm[:9]
     M, N = x.shape
-    plan = norm.plan(op, forced)
+    plan = norm.plan("rms_norm", forced)
     if plan.KEPT:
         launch_kept_backward(*norm[:9], plan, centred=False)
         return
@@ -376,4 +355,4 @@ def _launch_backward(op: str, norm: NormBackward, forced: Plan | None) -> None:
     summed(dbiases, dbias)
 
 
-register("npu", launch_rms_norm, launch_rms_norm_backward, launch_modulated_backward, tiling.rows)
+register("npu", launch_rms_norm, launch_rms_norm_backward, NormBackward, tiling.rows)

@@ -17,7 +17,7 @@ from op_under_test import OpUnderTest
 
 pytestmark = pytest.mark.device_kernels
 
-SECONDS = 180
+SECONDS = 300
 # Not a multiple of the devices, so that shards differ in size.
 ROWS = 5
 # One for each kind of rule: each dimension of a mesh follows the same rules by itself.

@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 import small_configs
+from called_ops import called
 from gated_modules import HIDDEN, NO_OP, WIDTH
 from graphs import Recorder, liger_ops_of
 from liger_ops import fuse, unfuse
@@ -192,6 +193,17 @@ def test_sentinels_of_expert_parallelism() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
+def test_parameters_that_are_computed() -> None:
+    """As by parametrizations, with which peft adapts weights of experts."""
+    module, given = experts(), tokens()
+    fuse(module)
+    parametrize.register_parametrization(module, "gate_up_proj", nn.Softplus())
+    (y, *_), ops = called(module, *given)
+    assert ops == {"moe_experts_forward": 1}
+    module.config._experts_implementation = "eager"
+    torch.testing.assert_close(y, module(*given))
+
+
 def left_reason(module: nn.Module) -> str:
     return " ".join(entry.reason for entry in fuse(module).left)
 
@@ -209,9 +221,10 @@ def test_products_that_are_left() -> None:
     module = experts()
     module.forward = module.forward
     assert "the instance has a forward of its own" in left_reason(module)
-    module = experts(activation="relu2")
-    module.has_gate = False
-    assert "its experts have no gate" in left_reason(module)
+    for activation, reason in (("silu", NO_OP), ("relu2", "and it has no parameter up_proj")):
+        module = experts(activation=activation)
+        module.has_gate = False
+        assert reason in left_reason(module)
 
 
 def test_the_implementation_by_name() -> None:
@@ -244,7 +257,7 @@ FAMILIES = {
     "mixtral": True, "qwen2_moe": True, "qwen3_moe": True, "qwen3_next": True, "gpt_oss": True,
     "deepseek_v2": False, "deepseek_v3": False, "deepseek_v4": True, "olmoe": True,
     "phimoe": True, "glm4_moe": False, "granitemoe": True, "hunyuan_v1_moe": False,
-    "ernie4_5_moe": True, "minimax_m2": True, "qwen3_5_moe_text": True,
+    "ernie4_5_moe": True, "minimax_m2": True, "nemotron_h": False, "qwen3_5_moe_text": True,
 }  # fmt: skip
 
 
@@ -280,3 +293,20 @@ def test_a_step_of_every_family(model_type: str) -> None:
             one.float().eval()(input_ids=x, attention_mask=mask).logits for one in (model, fused)
         ]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_step_is_one_graph() -> None:
+    """With a loss of its routers, for changing numbers of tokens."""
+    config = small_configs.small("qwen3_moe", output_router_logits=True)
+    model, recorder = AutoModelForCausalLM.from_config(config), Recorder()
+    fuse(model, attention=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder.backend())
+    for length in (7, 11, 12):
+        x = torch.randint(1, 60, (2, length))
+        given = {"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)}
+        # The first eager call has transformers register hooks, which would break a graph.
+        expected = model(**given).loss
+        torch.testing.assert_close(compiled(**given).loss, expected)
+    ops = liger_ops_of(recorder.forwards)
+    assert (ops["moe_experts_forward"], ops["router_losses_forward"]) == (2, 1)

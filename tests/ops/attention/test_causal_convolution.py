@@ -42,8 +42,8 @@ def test_is_the_convolution_where_the_key_is_not_after_the_query(
     p = values.draw((2 if out < 33 else 1, channels, L, L), dtype).tril()
     weight = values.draw((out, channels // groups, *kernel), dtype)
     bias = values.draw((out,), dtype)
-    options = (1, list(padding), list(dilation), groups)
-    kernels, truth = cuda.KernelConvolution.of(*options), CausalConvolution.of(*options)
+    options = ([1, 1], list(padding), list(dilation), groups)
+    kernels, truth = cuda.KernelConvolution(*options), CausalConvolution(*options)
     assert kernels.takes(weight)
     wide = [tensor.double() for tensor in (p, weight, bias)]
     y, expected = kernels.forward(p, weight, bias), truth.forward(*wide)
@@ -73,7 +73,7 @@ def test_what_is_left_to_pytorch() -> None:
         out: int, channels: int, dtype: torch.dtype = torch.bfloat16, stride: int = 1
     ) -> bool:
         weight = torch.empty(out, channels, 3, 3, dtype=dtype)
-        return cuda.KernelConvolution.of(stride, 1, 1, 1).takes(weight)
+        return cuda.KernelConvolution([stride] * 2, [1, 1], [1, 1], 1).takes(weight)
 
     assert takes(64, 64)
     assert not takes(65, 64) and not takes(64, 65)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_ops.lowering.cuda.heads.linear_cross_entropy import scale
+from liger_ops.lowering.cuda.heads.heads import scale
 from liger_ops.ops.heads import scaling
 from op_under_test import DEVICE
 

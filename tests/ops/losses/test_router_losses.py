@@ -8,7 +8,8 @@ from torch import Tensor
 
 import liger_ops
 from graphs import Recorder, liger_ops_of
-from op_under_test import DEVICE
+from op_table import OPS
+from op_under_test import DEVICE, FOLDERS
 
 moe = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 
@@ -38,9 +39,13 @@ def test_it_is_the_function_of_transformers(dtype: torch.dtype, masked: bool, co
     torch.testing.assert_close(both, of_z)
 
 
-def test_the_first_of_equal_logits_are_selected() -> None:
-    x = torch.tensor([[0.0, -0.0, 1.0, 0.0], [2.0, 2.0, 2.0, 2.0]], device=DEVICE)
-    assert liger_ops.router_losses_forward(x, top_k=2)[2].tolist() == [2, 1, 1, 0]
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+def test_the_first_of_equal_logits_are_selected(folder: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[0, -0.0, 1, 0], [2, 2, 2, 2], [-1, -1, -2, -1]], dtype=dtype, device=DEVICE)
+    args = (x, *[None] * 8, 2)
+    assert OPS["router_losses_forward"].kernel(folder)(*args)[2].tolist() == [3, 2, 1, 0]
 
 
 def test_a_token_without_weight_is_not_seen() -> None:

@@ -157,7 +157,10 @@ OPS = (
         output_magnitudes=lambda case, given: Absolute(case, given).outputs(),
         gradient_magnitudes=lambda case, given: Absolute(case, given).gradients(),
         sample_shape=lambda rows: (rows, 4),
-        sampled={"activation": "clamped_swiglu", "limit": 0.5, "router_dtype": lambda d: d},
+        sampled={
+            "activation": "clamped_swiglu", "limit": 0.5, "router_dtype": lambda d: d,
+            "transposed": True,
+        },
         no_gradient=("top_k_index",),
         # Several blocks of rows of an expert, and of columns, by the host code's own plan.
         cases={
@@ -166,6 +169,14 @@ OPS = (
                 "activation": activation, "interleaved": activation == "clamped_swiglu",
             }
             for activation, routing in (("silu", "skewed"), ("clamped_swiglu", "sentinels"))
+        }
+        | {
+            # Where the bounds are tight enough to notice each part of a gradient.
+            f"{activation}-float32": {
+                "shape": (17, 20), "experts": 4, "width": 24, "routing": "sentinels", "dtype": FP32,
+                "activation": activation, "layout": "transposed", "dy_layout": "transposed",
+            }
+            for activation in ACTIVATIONS
         },
         forms=Forms(shapes=()),
         compiled=(

@@ -79,7 +79,7 @@ OPS = (
             "tiles": {"shape": (400, 60), "dtype": BF16, "layers": 8, "top_k": 4},
         },
         forms=Forms(shapes=SHAPES),
-        compiled=SHAPES,
+        compiled=(*SHAPES, *({**shape, "weights": "none"} for shape in SHAPES[2:])),
         rowwise=(),
         shaping=("x0",),
         cost=2,

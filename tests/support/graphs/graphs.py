@@ -12,15 +12,18 @@ from torch._dynamo.backends.common import aot_autograd
 
 
 class Recorder:
-    """A backend that keeps the traced forward and backward graphs, and runs them unchanged."""
+    """A backend that keeps the traced forward and backward graphs, and runs them; unchanged, unless
+    `change` writes to them first."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[torch.fx.GraphModule], object] = bool) -> None:
+        self.change = change
         self.forwards: list[torch.fx.GraphModule] = []
         self.backwards: list[torch.fx.GraphModule] = []
 
     def backend(self, **options: Any) -> Callable[..., Any]:
         def keep(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
             def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+                self.change(graph)
                 graphs.append(graph)
                 return make_boxed_func(graph.forward)
 

@@ -48,6 +48,12 @@ class Family:
         losses = {"linear_cross_entropy": self.has_loss, "router_losses": "moe_experts" in self.ops}
         return {**self.ops, **dict.fromkeys((op for op, has_it in losses.items() if has_it), 1)}
 
+    @property
+    def forwards(self) -> dict[str, int]:
+        """The ops that a forward runs, by the names of those that others call."""
+        names = {"moe_experts": "moe_experts_forward"}
+        return {names.get(op, op): count for op, count in self.ops.items()}
+
     def model(self) -> nn.Module:
         """The model in float32, in training mode, with every parameter changed from its initial
         value: a new norm's weight is all ones or zeros, which hides a wrong offset.

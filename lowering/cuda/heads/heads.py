@@ -1,4 +1,4 @@
-"""linear_cross_entropy: cuBLAS's products between the kernels of cross_entropy."""
+"""The losses of a head: cuBLAS's products between the kernels of cross_entropy and divergence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.heads.linear_cross_entropy import register
+from ...common.heads.chunked_head import Device
+from ...common.heads.register import register
 from ..activations.elementwise import columns, launch_tiles, place
-from ..losses import cross_entropy
+from ..losses import cross_entropy, divergence
 
 # cuBLAS reads and writes by 16 bytes where rows start at multiples of that, as those of an odd
 # vocabulary would not; Triton knows multiples of 16 elements.
@@ -41,4 +42,4 @@ def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     launch_tiles(_scale_kernel, None, rows, rows, factor, result, *rows.shape, int(each_row))
 
 
-register("cuda", cross_entropy, scale, ALIGNMENT)
+register("cuda", Device(cross_entropy, divergence, scale, ALIGNMENT))

@@ -1,7 +1,0 @@
-"""linear_top_k_divergence: aclnn's matrix products between the kernels of cross_entropy."""
-
-from ...common.heads.linear_top_k_divergence import register
-from ..losses import cross_entropy
-from .linear_cross_entropy import ALIGNMENT
-
-register("npu", cross_entropy, ALIGNMENT)
