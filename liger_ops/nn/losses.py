@@ -147,7 +147,7 @@ class RouterLosses(LossOptions):
         (tensor(1.), tensor(1.7247))
     """
 
-    top_k: int = 1
+    top_k: int
 
     def _check(self) -> None:
         self([no_rows(self.top_k)])

@@ -69,7 +69,8 @@ def test_dynamo_does_not_trace_into_an_op(training: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("name", library.COMPOSED)
+# router_losses takes a list of tensors.
+@pytest.mark.parametrize("name", [name for name in library.COMPOSED if name != "router_losses"])
 def test_an_op_that_is_made_of_others_refuses_what_they_do(name: str) -> None:
     op = getattr(liger_ops, name)
     schema = getattr(torch.ops.liger, name).default._schema
@@ -179,7 +180,7 @@ def test_a_derived_gradient_is_computed_in_float32_and_rounded_once(op: OpUnderT
     wide = [arg.float() if is_real else arg for arg, is_real in zip(args, floating, strict=True)]
     found, exact = (as_tuple(library.OPS[op.backward_name].definition(*a)) for a in (args, wide))
     for value, truth in zip(found, exact, strict=True):
-        assert torch.equal(value, truth.to(value.dtype))
+        assert value is truth is None or torch.equal(value, truth.to(value.dtype))
 
 
 def test_a_derived_gradient_is_computed_in_the_calling_thread() -> None:

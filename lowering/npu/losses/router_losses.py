@@ -1,17 +1,7 @@
-"""router_losses, whose definition runs: PyTorch's softmax, sort and sums of torch_npu."""
-
-from __future__ import annotations
-
-from typing import Any
+"""router_losses on NPUs: the definition, whose softmax, sort and sums are PyTorch's."""
 
 from .... import library
+from ...common.definition import run_definition
 
-
-@library.kernel("router_losses_forward", "npu", allocates=True)
-def forward(call: Any) -> Any:
-    return library.OPS["router_losses_forward"].definition(*call)
-
-
-@library.kernel("router_losses_backward", "npu", allocates=True)
-def backward(call: Any) -> Any:
-    return library.OPS["router_losses_backward"].definition(*call)
+for _name in ("router_losses_forward", "router_losses_backward"):
+    library.kernel(_name, "npu", allocates=True, module=__name__)(run_definition(_name))

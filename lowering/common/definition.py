@@ -1,11 +1,11 @@
-"""moe_experts without kernels of its own."""
+"""Ops that run their definition on a device: PyTorch's functions are what they have there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from .... import library
+from ... import library
 
 
 def run_definition(name: str) -> Callable[[Any], Any]:

@@ -1,1 +1,0 @@
-"""What the kernels of every device share: experts."""
