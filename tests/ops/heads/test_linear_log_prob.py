@@ -15,18 +15,25 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from graphs import Recorder, liger_ops_of
-from head_bounds import assert_no_further, gradient_bounds, logits_of, rounding
+from head_bounds import (
+    assert_gradients_match,
+    assert_no_further,
+    gradient_bounds,
+    head_fields,
+    logits_of,
+    rounding,
+    run,
+)
 from head_calls import Calls
 from liger_ops import library
 from linear_log_prob_cases import LogProbHeadCase
 from log_prob_cases import ASKED, UPSTREAM
 from op_table import OPS
-from op_under_test import FOLDERS, X_LAYOUTS, Tensors
+from op_under_test import FOLDERS, Tensors
 
 OP = OPS["linear_log_prob_forward"]
 FORWARD, BACKWARD = (library.OPS[f"linear_log_prob_{name}"] for name in ("forward", "backward"))
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
-MOSTLY = st.sampled_from((True, True, True, False))
 EXAMPLES = tuple(
     LogProbHeadCase(shape=(9,), dtype=dtype, temperature=0.7)
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -35,29 +42,7 @@ EXAMPLES = tuple(
 
 @st.composite
 def cases(draw: st.DrawFn) -> LogProbHeadCase:
-    """Mostly of several chunks, with all gradients."""
-    bias = draw(st.booleans())
-    mask = tuple(draw(MOSTLY) for _ in range(3))
-    return LogProbHeadCase(
-        shape=draw(st.sampled_from(((9,), (2, 3), (5,), (3, 1, 2), (1,), (), (0,), (2, 0)))),
-        D=draw(st.sampled_from((7, 4, 16, 1))),
-        V=draw(st.sampled_from((7, 16, 33, 130, 2, 1))),
-        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
-        layout=draw(st.sampled_from(X_LAYOUTS)),
-        dy_layout=draw(st.sampled_from((*X_LAYOUTS, "expanded"))),
-        bias=bias,
-        ignored=draw(st.sampled_from(("some", "some", "none", "all"))),
-        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
-        temperature=draw(st.sampled_from((1.0, 0.6))),
-        softcap=draw(st.sampled_from((None, 5.0))),
-        logit_scale=draw(st.sampled_from((1.0, 0.25))),
-        accumulate_narrow=draw(st.booleans()),
-        chunk_bytes=draw(st.sampled_from((60, 400, 1, None))),
-        scale=draw(st.sampled_from((1.0, 0.05, 4.0))),
-        mask=(*mask[:2], mask[2] and bias),
-        upstream=tuple(draw(MOSTLY) for _ in range(3)),
-        seed=draw(st.integers(0, 2**31)),
-    )
+    return LogProbHeadCase(**head_fields(draw, 3))
 
 
 @pytest.mark.device_kernels
@@ -69,11 +54,7 @@ def cases(draw: st.DrawFn) -> LogProbHeadCase:
 def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
     tensors = OP.tensors(case)
     args = OP.forward_args(replace(case, **dict.fromkeys(ASKED, True)), tensors)
-    before = op_checks.clones(args)
-    outputs = op_checks.as_tuple(FORWARD.kernels[folder](*args))
-    op_checks.assert_unchanged(args, before)
-    op_checks.assert_own_memory(args, outputs)
-    op_checks.assert_allocated_as_meta(OP, False, args, outputs)
+    outputs = run(OP, folder, False, args)
     references = FORWARD.definition(*args)
     *truths, _, _ = FORWARD.definition(*op_checks.widened(args))
     # Logits in x's dtype are equal where float64's are not.
@@ -96,25 +77,9 @@ def test_forward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
 @example(case=EXAMPLES[2])
 def test_backward_matches_truth(folder: str, case: LogProbHeadCase) -> None:
     tensors = OP.tensors(case)
-    args = OP.backward_args(case, tensors)
-    before = op_checks.clones(args)
-    with op_checks.poisoned_memory():
-        found = BACKWARD.kernels[folder](*args)
-        again = BACKWARD.kernels[folder](*args)
-    op_checks.assert_unchanged(args, before)
-    op_checks.assert_own_memory(args, found)
-    op_checks.assert_allocated_as_meta(OP, True, args, found)
-    references = BACKWARD.definition(*args)
     truths = op_checks.true_gradients(OP, case, tensors)
-    for name, wanted, output, second, reference, truth in zip(
-        OP.gradients_of, case.mask, found, again, references, truths, strict=True
-    ):
-        label = f"{folder} d{name} of {case}"
-        assert (output is not None) == wanted, label
-        if wanted:
-            assert torch.equal(output, second), f"{label}: two runs differ"
-            bound = gradient_roundings(case, tensors)[name] + torch.finfo(case.dtype).tiny
-            assert_no_further(label, output, reference, truth, bound)
+    bounds = gradient_roundings(case, tensors)
+    assert_gradients_match(OP, folder, case, tensors, truths, bounds)
 
 
 def gradient_roundings(case: LogProbHeadCase, tensors: Tensors) -> dict[str, float]:

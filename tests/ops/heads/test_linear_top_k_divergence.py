@@ -18,12 +18,20 @@ from torch import Tensor
 import liger_ops
 import op_checks
 from graphs import Recorder, liger_ops_of
-from head_bounds import assert_no_further, gradient_bounds, logits_of, rounding
+from head_bounds import (
+    assert_gradients_match,
+    assert_no_further,
+    gradient_bounds,
+    head_fields,
+    logits_of,
+    rounding,
+    run,
+)
 from head_calls import Calls
 from liger_ops import library
 from linear_top_k_divergence_cases import UPSTREAM, TopKCase
 from op_table import OPS
-from op_under_test import DEVICE, FOLDERS, X_LAYOUTS, Tensors
+from op_under_test import DEVICE, FOLDERS, Tensors
 
 OP = OPS["linear_top_k_divergence_forward"]
 NAMES = ("forward", "backward")
@@ -31,37 +39,14 @@ FORWARD, BACKWARD = (library.OPS[f"linear_top_k_divergence_{name}"] for name in 
 EVERY_FOLDER = pytest.mark.parametrize("folder", FOLDERS)
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd")
 ACCEPTED = {*itertools.product(KINDS, ("bucket", "zero", "drop"))} - {("reverse_kl", "zero")}
-MOSTLY = st.sampled_from((True, True, True, False))
 NAN, INF = float("nan"), float("inf")
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> TopKCase:
-    """Mostly of several chunks, with all gradients."""
-    bias, V = draw(st.booleans()), draw(st.sampled_from((7, 16, 33, 130, 2, 1)))
-    mask = tuple(draw(MOSTLY) for _ in range(3))
-    return TopKCase(
-        shape=draw(st.sampled_from(((9,), (2, 3), (5,), (3, 1, 2), (1,), (), (0,), (2, 0)))),
-        D=draw(st.sampled_from((7, 4, 16, 1))),
-        V=V,
-        K=min(V, draw(st.sampled_from((3, 1, 5, 2, 130)))),
-        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
-        layout=draw(st.sampled_from(X_LAYOUTS)),
-        dy_layout=draw(st.sampled_from((*X_LAYOUTS, "expanded"))),
-        bias=bias,
-        ignored=draw(st.sampled_from(("some", "some", "none", "all"))),
-        target_dtype=draw(st.sampled_from((torch.int64, torch.int32))),
-        temperature=draw(st.sampled_from((1.0, 0.6))),
-        softcap=draw(st.sampled_from((None, 5.0))),
-        logit_scale=draw(st.sampled_from((1.0, 0.25))),
-        accumulate_narrow=draw(st.booleans()),
-        chunk_bytes=draw(st.sampled_from((60, 400, 1, None))),
-        scale=draw(st.sampled_from((1.0, 0.05, 4.0))),
-        mask=(*mask[:2], mask[2] and bias),
-        rank=draw(st.sampled_from((None, None, 3))),
-        upstream=tuple(draw(MOSTLY) for _ in range(2)),
-        seed=draw(st.integers(0, 2**31)),
-    )
+    fields = head_fields(draw, 2)
+    K = min(fields["V"], draw(st.sampled_from((3, 1, 5, 2, 130))))
+    return TopKCase(**fields, K=K, rank=draw(st.sampled_from((None, None, 3))))
 
 
 def truth_of(case: TopKCase, tensors: Tensors) -> Tensor:
@@ -82,12 +67,7 @@ def truth_of(case: TopKCase, tensors: Tensors) -> Tensor:
 def test_forward_matches_truth(folder: str, case: TopKCase) -> None:
     tensors = OP.tensors(case)
     args = OP.forward_args(case, tensors)
-    before = op_checks.clones(args)
-    with op_checks.poisoned_memory():
-        outputs = FORWARD.kernels[folder](*args)
-    op_checks.assert_unchanged(args, before)
-    op_checks.assert_own_memory(args, outputs)
-    op_checks.assert_allocated_as_meta(OP, False, args, outputs)
+    outputs = run(OP, folder, False, args)
     references = FORWARD.definition(*args)
     truths = FORWARD.definition(*op_checks.widened(args))
     # The head's and the LoRA's products are rounded one after the other.
@@ -104,25 +84,8 @@ def test_forward_matches_truth(folder: str, case: TopKCase) -> None:
 @given(case=cases())
 def test_backward_matches_truth(folder: str, case: TopKCase) -> None:
     tensors = OP.tensors(case)
-    args = OP.backward_args(case, tensors)
-    before = op_checks.clones(args)
-    with op_checks.poisoned_memory():
-        found = BACKWARD.kernels[folder](*args)
-        again = BACKWARD.kernels[folder](*args)
-    op_checks.assert_unchanged(args, before)
-    op_checks.assert_own_memory(args, found)
-    op_checks.assert_allocated_as_meta(OP, True, args, found)
-    references = BACKWARD.definition(*args)
-    truths = true_gradients(case, tensors)
-    for name, wanted, output, second, reference, truth in zip(
-        OP.gradients_of, case.mask, found, again, references, truths, strict=True
-    ):
-        label = f"{folder} d{name} of {case}"
-        assert (output is not None) == wanted, label
-        if wanted:
-            assert torch.equal(output, second), f"{label}: two runs differ"
-            bound = gradient_roundings(case, tensors)[name] + torch.finfo(case.dtype).tiny
-            assert_no_further(label, output, reference, truth, bound)
+    truths, bounds = true_gradients(case, tensors), gradient_roundings(case, tensors)
+    assert_gradients_match(OP, folder, case, tensors, truths, bounds)
 
 
 def true_gradients(case: TopKCase, tensors: Tensors) -> list[Tensor | None]:

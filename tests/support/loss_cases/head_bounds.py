@@ -1,16 +1,75 @@
-"""Bounds of the errors of heads whose logits are computed again."""
+"""Cases of heads whose logits are computed again, and the bounds of their errors."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
 import op_checks
-from op_under_test import Tensors, max_abs
+from liger_ops import library
+from op_under_test import DY_LAYOUTS, X_LAYOUTS, OpUnderTest, Tensors, max_abs
+
+MOSTLY = st.sampled_from((True, True, True, False))
+
+
+def head_fields(draw: st.DrawFn, results: int) -> dict[str, Any]:
+    """The fields of a head without losses: mostly of several chunks, with all gradients."""
+    bias, *mask = draw(st.booleans()), *(draw(MOSTLY) for _ in range(3))
+    choices = {
+        "shape": ((9,), (2, 3), (5,), (3, 1, 2), (1,), (), (0,), (2, 0)),
+        "D": (7, 4, 16, 1), "V": (7, 16, 33, 130, 2, 1),
+        "dtype": (torch.float32, torch.bfloat16, torch.float16),
+        "layout": X_LAYOUTS, "dy_layout": DY_LAYOUTS,
+        "ignored": ("some", "some", "none", "all"), "target_dtype": (torch.int64, torch.int32),
+        "temperature": (1.0, 0.6), "softcap": (None, 5.0), "logit_scale": (1.0, 0.25),
+        "accumulate_narrow": (False, True), "chunk_bytes": (60, 400, 1, None),
+        "scale": (1.0, 0.05, 4.0),
+    }  # fmt: skip
+    return {
+        **{name: draw(st.sampled_from(values)) for name, values in choices.items()},
+        "bias": bias,
+        "mask": (*mask[:2], mask[2] and bias),
+        "upstream": tuple(draw(MOSTLY) for _ in range(results)),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+def run(op: OpUnderTest, folder: str, backward: bool, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results of the kernels, in memory of their own; the arguments are as before."""
+    before = op_checks.clones(args)
+    with op_checks.poisoned_memory():
+        outputs = op_checks.as_tuple(op.kernel(folder, backward)(*args))
+    op_checks.assert_unchanged(args, before)
+    op_checks.assert_own_memory(args, outputs)
+    op_checks.assert_allocated_as_meta(op, backward, args, outputs)
+    return outputs
+
+
+def assert_gradients_match(
+    op: OpUnderTest, folder: str, case: Any, tensors: Tensors,
+    truths: Any, bounds: dict[str, float],
+) -> None:  # fmt: skip
+    """The requested gradients are no further from truth than their bounds, and always the same."""
+    args = op.backward_args(case, tensors)
+    found, again = (run(op, folder, True, args) for _ in range(2))
+    # In one chunk: the definition adds chunks by the same code as the kernels' host code.
+    whole = op.backward_args(replace(case, chunk_bytes=None), tensors)
+    references = library.OPS[op.backward_name].definition(*whole)
+    for name, wanted, output, second, reference, truth in zip(
+        op.gradients_of, case.mask, found, again, references, truths, strict=True
+    ):
+        label = f"{folder} d{name} of {case}"
+        assert (output is not None) == wanted, label
+        if wanted:
+            assert torch.equal(output, second), f"{label}: two runs differ"
+            bound = bounds[name] + torch.finfo(case.dtype).tiny
+            assert_no_further(label, output, reference, truth, bound)
 
 
 def logits_of(case: Any, tensors: Tensors) -> Tensor:
