@@ -31,8 +31,8 @@ def decompositions() -> Table:
 
     The decomposed program consists of ATen's core operators, and is loaded, compiled and run where
     liger_ops is not installed. It computes what the ops' definitions compute, on every device, with
-    their speed and memory: the logits of a head are in chunks if the number of tokens is not
-    dynamic, and otherwise one tensor.
+    their speed and memory. The logits of a head are in as many chunks as the example's number of
+    tokens needs, and are one tensor if that number depends on data.
 
     Returns:
         A dictionary of operators and functions, new in each call.
