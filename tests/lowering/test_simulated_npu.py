@@ -48,12 +48,8 @@ def assert_same(op: OpUnderTest, output: Tensor, expected: Tensor) -> None:
         assert torch.equal(output, expected)
 
 
-# PyTorch's functions are all that these call on an npu.
-RUN_DEFINITIONS = {"moe_experts_forward", "router_losses_forward"}
-
-
 def launches(op: OpUnderTest) -> bool:
-    return op.name not in RUN_DEFINITIONS and not op.is_pytorchs_forward
+    return not (op.is_definition_on_npu or op.is_pytorchs_forward)
 
 
 def launched_modules() -> set[str]:
@@ -90,7 +86,7 @@ def test_training_runs_the_npu_kernels(op: OpUnderTest, backend: str | None) -> 
     weights = [torch.randn(output.shape) for output in outputs]
     simulated_npu.launched.clear()
     grads = torch.autograd.grad(outputs, tensors, [to_npu(weight) for weight in weights])
-    assert bool(launched_modules()) is (op.name not in RUN_DEFINITIONS)
+    assert bool(launched_modules()) is not op.is_definition_on_npu
 
     references = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
     inputs = require_gradients(op, references)

@@ -179,6 +179,7 @@ OPS = (
             for activation in ACTIVATIONS
         },
         forms=Forms(shapes=()),
+        is_definition_on_npu=True,
         compiled=(
             {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False},
             {
