@@ -39,7 +39,10 @@ def on_cpu() -> Iterator[None]:
             keep = ("scale", "shift") if name.startswith("modulated") else ()
             op = library.OPS[name]
             on_cpu = SimpleNamespace(
-                name=op.name, overload=op.overload, custom_op=SimpleNamespace(_lib=liger)
+                name=op.name,
+                overload=op.overload,
+                schema=op.schema,
+                custom_op=SimpleNamespace(_lib=liger),
             )
             library._under_autocast(on_cpu, "AutocastCPU", cast, keep)
         yield
