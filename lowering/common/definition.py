@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ... import library
 
 
-def run_definition(name: str) -> Callable[[Any], Any]:
-    def run(call: Any) -> Any:
-        library.allocate(name, call)
-        return library.OPS[name].definition(*call)
+def run_definition(op: str, device: str, module: str) -> None:
+    """Register the definitions of `<op>_forward` and `<op>_backward` as a device's kernels."""
 
-    return run
+    def register(name: str) -> None:
+        def run(call: Any) -> Any:
+            return library.OPS[name].check_and_define(*call)
+
+        library.kernel(name, device, allocates=True, module=module)(run)
+
+    register(f"{op}_forward")
+    register(f"{op}_backward")
