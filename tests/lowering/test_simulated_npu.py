@@ -113,10 +113,7 @@ def test_autocast_does_what_pytorchs_does(op: OpUnderTest) -> None:
     args = forward_args(op, torch.bfloat16)
     with torch.autocast("npu", dtype=torch.bfloat16):
         outputs = as_tuple(op.overload()(*on_npu(args)))
-    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
-    # torch 2.11 has the rule for layer_norm, and not yet for rms_norm.
-    aten = "layer_norm" if op.autocast_as == "rms_norm" else op.autocast_as
-    widens = not op.multiplies and has_rule(f"aten::{aten}", "AutocastCUDA")
+    widens = not op.multiplies and op.has_autocast_rule("AutocastCUDA")
     names = [argument.name for argument in op.overload()._schema.arguments]
     cast = tuple(
         arg.float()

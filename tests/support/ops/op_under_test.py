@@ -318,6 +318,12 @@ class OpUnderTest:
         )
         return [value for argument, value in values if is_option(argument)]
 
+    def has_autocast_rule(self, key: str) -> bool:
+        """Whether ATen's op has a rule of autocast; torch 2.11 has that of layer_norm, and not yet
+        that of rms_norm."""
+        aten = "layer_norm" if self.autocast_as == "rms_norm" else self.autocast_as
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{aten}", key))
+
     def has_gradient(self, i: int) -> bool:
         """Whether the i-th argument, if it is a tensor, has a gradient."""
         return self.overload()._schema.arguments[i].name not in self.no_gradient
