@@ -3,8 +3,8 @@
 PyTorch sorts the ids of experts, and gathers rows of tokens. The rows of sentinels are behind those
 of experts. The products leave them undefined, and no kernel reads them.
 
-For each row, of D and I columns, the kernels of a gated activation move 3I + D elements of the dtype
-of x in the forward, and 6I + D in the backward. PyTorch's operations move 5I + 11D in the forward,
+For each row, of D and I columns, the kernels of a gated activation move 3I + D elements of x's
+dtype in the forward, and 6I + D in the backward. PyTorch's operations move 5I + 11D in the forward,
 because their weighted sum is of float32.
 """
 
