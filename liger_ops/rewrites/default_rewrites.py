@@ -78,7 +78,7 @@ def check_known(names: Collection[str], before_inductor: bool) -> None:
             )
 
 
-def checked_strict(strict: Any, argument: str) -> bool | None:
-    if strict is not None and not isinstance(strict, bool):
-        raise TypeError(f"{argument} must be a bool or None, got {type(strict).__name__}")
-    return strict
+def checked_flag(flag: Any, argument: str) -> bool | None:
+    if flag is not None and not isinstance(flag, bool):
+        raise TypeError(f"{argument} must be a bool or None, got {type(flag).__name__}")
+    return flag

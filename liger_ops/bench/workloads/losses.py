@@ -199,7 +199,9 @@ ENTRIES = (
     ),
     Entry(
         op="linear_log_prob",
-        low_memory=lambda x, *others: liger_ops.linear_log_prob(x, *others, accum_dtype=x.dtype),
+        low_memory=lambda x, weight, target: liger_ops.linear_log_prob(
+            x, weight, target, accum_dtype=x.dtype
+        ),
         eager=lambda x, weight, target: model_log_prob(x @ weight.T, target),
         peers={"trl": _trl_linear},
         **{**OF_HEADS, "figures": (*OF_HEADS["figures"], (32768, 4096, 128256))},

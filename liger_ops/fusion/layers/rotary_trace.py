@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -198,8 +199,11 @@ class _Function:
         needed = needed_by(output)
         found = list(bound(needed))
         try:
-            if len(found) != 1:
-                raise NotAnOp("it is rope and more" if found else reason_for_none(report, ["rope"]))
+            if len(found) != 1 or not all(_is_of(one, found[0][0]) for one in output.args[0]):
+                is_more = found and all(one.used for one in report.findings)
+                raise NotAnOp(
+                    "it is rope and more" if is_more else reason_for_none(report, ["rope"])
+                )
             for node in module.graph.nodes:
                 if node not in needed:
                     check_unused(node)
@@ -264,6 +268,13 @@ class _Function:
             else:
                 return None, is_half, is_back
             node = call.args[0]
+
+
+def _is_of(node: Any, op: fx.Node) -> bool:
+    """Whether a result is one of an op's, in another view or dtype."""
+    while (call := canonical(node)) is not None and call.op in VIEWS:
+        node = call.args[0]
+    return getattr(node, "target", None) is operator.getitem and node.args[0] is op
 
 
 def _without_ones(node: fx.Node) -> list[int]:
