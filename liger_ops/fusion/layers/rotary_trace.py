@@ -213,17 +213,13 @@ class _Function:
         return self.form(call, *found[0], output, {dtype, table_dtype or dtype} | WIDE)
 
     def form(
-        self, call: Form, op: fx.Node, arguments: dict[str, Any], output: fx.Node,
+        self, call: Form, op: fx.Node, arguments: dict[str, Any], output: Any,
         dtypes: set[torch.dtype],
     ) -> Form:  # fmt: skip
         """The form, if the op is of the function's own arguments and its results are the op's."""
         for i, (operand, result) in enumerate(zip("qk", output.args[0], strict=True)):
             x, y = self.viewed(arguments[operand], dtypes), self.viewed(result, dtypes)
-            wanted = (x.op, x.target, y.args) == (
-                "placeholder",
-                self.parameters[i],
-                (op, i),
-            )
+            wanted = (x.op, x.target) == ("placeholder", self.parameters[i]) and y.args == (op, i)
             # All sizes differ, so the shape says in which order the dimensions are.
             inward, _ = LAYOUTS[call.layout]
             if not wanted or value(arguments[operand]).shape != inward(value(x)).shape:
