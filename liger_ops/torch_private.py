@@ -162,6 +162,16 @@ PARTS = {
         "torch._inductor.pattern_matcher",
         "compiled definitions; on a device without kernels, compiled code calls the ops",
     ),
+    # Whether Inductor compiles a package, and the questions about sizes that one cannot ask.
+    "inductor_state": Part(
+        "torch._inductor.virtualized:V",
+        "the kernels in packages of AOTInductor, which need liger_ops on a GPU",
+        types.SimpleNamespace(aot_compilation=False),
+    ),
+    "check_frozen": Part(
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv._check_frozen",
+        "the kernels in packages of AOTInductor with dynamic sizes, which have definitions",
+    ),
     "CustomGraphPass": Part(
         "torch._inductor.custom_graph_pass:CustomGraphPass",
         "Inductor's caches with `graph_pass` and `enable`",
