@@ -43,7 +43,7 @@ def plan(model: nn.Module) -> Plan:
     """Override the forward of every LoRA Linear of peft."""
     probes = Probes()
 
-    def look(plan: Plan, name: str, module: nn.Module) -> None:
+    def look(plan: Plan, name: str, module: Any) -> None:
         cls = classes.class_of(module)
         if KIND in classes.overrides(module) or not hasattr(module, "lora_dropout"):
             return
@@ -128,15 +128,14 @@ def _fits(layer: Any, x: Tensor, lora: Lora) -> bool:
 def _check(layer: Any) -> None:
     """Raise NotAnOp if the code of the layer's class computes something else, for one of 3 inputs
     and 2 outputs."""
-    small = copy.copy(layer)
-    (name,) = adapters_of(layer, "it").names
-    base, a, b = (
-        nn.Linear(*sizes, dtype=torch.float64) for sizes in ((3, 2), (3, 1, 0), (1, 2, 0))
-    )
+    small, dtype = copy.copy(layer), torch.float64
+    (name,) = (one for one in layer.active_adapters if one in layer.lora_A)
+    base = nn.Linear(3, 2, dtype=dtype)
+    a, b = nn.Linear(3, 1, bias=False, dtype=dtype), nn.Linear(1, 2, bias=False, dtype=dtype)
     parts = {"lora_A": a, "lora_B": b, "lora_dropout": nn.Identity()}
     held = {key: nn.ModuleDict({name: one}) for key, one in parts.items()}
     vars(small)["_modules"] = {**layer._modules, **held, "base_layer": base}
-    x = torch.arange(6, dtype=torch.float64).view(2, 3)
+    x = torch.arange(6, dtype=dtype).view(2, 3)
     expected = lora_linear(x, base.weight, a.weight, b.weight, layer.scaling[name], base.bias)
     if not torch.allclose(type(layer).forward(small, x), expected):
         raise NotAnOp("its forward computes something else than lora_linear")
