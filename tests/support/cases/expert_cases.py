@@ -17,9 +17,8 @@ OPTIONS = (
     "activation", "alpha", "limit", "up_offset", "interleaved", "gate_up_lora_scale",
     "down_lora_scale",
 )  # fmt: skip
-# The LoRAs of a case, each with the name of its weight; and that of another rank.
+# The weights that have a LoRA.
 LORAS = ((), ("gate_up", "down"), ("gate_up",), ("down",))
-RANKS = {"gate_up": 3, "down": 17}
 
 
 def ids(case: Any) -> Tensor:
@@ -57,14 +56,17 @@ def tensors(case: Any) -> Tensors:
         "gate_up_bias": values.draw((E, F), bias),
         "down_bias": values.draw((E, D), bias),
     }
-    for name, (out, into) in {"gate_up": (F, D), "down": (D, I)}.items():
-        R, dtype = RANKS[name], SAME if name in case.loras else None
-        given[f"{name}_lora_a"] = values.draw((E, R, into), dtype, scale=into**-0.5)
-        b = values.draw((out, R, E), dtype, scale=R**-0.5)
+    lora: Tensors = {}
+    for name, out, into, R in zip(LORAS[1], (F, D), (D, I), case.ranks, strict=True):
+        dtype = SAME if name in case.loras else None
+        lora[f"{name}_lora_a"] = values.draw((E, R, into), dtype, scale=into**-0.5)
+        b = values.draw((out, R, E), dtype, scale=1 / R)
         # peft's layout, in which the experts are neighbours.
-        given[f"{name}_lora_b"] = None if b is None else b.permute(2, 0, 1)
+        lora[f"{name}_lora_b"] = None if b is None else b.permute(2, 0, 1)
     forward = library.OPS["moe_experts_forward"].definition
-    results = forward(**given, **{name: getattr(case, name) for name in OPTIONS})
+    *options, scale, down_scale = (getattr(case, name) for name in OPTIONS)
+    results = forward(*given.values(), *options, True, *lora.values(), scale, down_scale)
+    given |= lora
     given["y"], given["order"], given["offsets"], pre_activation = results
     given["pre_activation"] = pre_activation if case.return_pre_activation else None
     return {**given, "dy": values.draw((T, D), SAME, case.dy_layout)}
@@ -180,8 +182,9 @@ OPS = (
             "up_offset": (1.0, 0.0), "interleaved": (False, True), "bias": (True, False),
             "transposed": (False, True), "weight_layout": ("contiguous", "sliced"),
             "router_dtype": (SAME, FP32), "index_dtype": (torch.int64, torch.int32),
-            "return_pre_activation": (True, False), "loras": LORAS,
-            "gate_up_lora_scale": (1.0, 2.0), "down_lora_scale": (1.0, 0.5), "scale": (1.0,), "tile": (None,),
+            "return_pre_activation": (True, False), "loras": LORAS, "ranks": ((13, 17), (16, 16)),
+            "gate_up_lora_scale": (1.0, 2.0), "down_lora_scale": (1.0, 0.5),
+            "scale": (1.0,), "tile": (None,),
             "layout": ("contiguous", "transposed", "sliced"),
         },
         coupled=experts,
@@ -191,7 +194,7 @@ OPS = (
         sample_shape=lambda rows: (rows, 4),
         sampled={
             "activation": "clamped_swiglu", "limit": 0.5, "router_dtype": lambda d: d,
-            "transposed": True, "loras": LORAS[1], "gate_up_lora_scale": 2.0,
+            "transposed": True, "loras": LORAS[1], "gate_up_lora_scale": 1.5,
         },
         no_gradient=("top_k_index",),
         # Several blocks of rows of an expert, and of columns, by the host code's own plan.
@@ -218,7 +221,7 @@ OPS = (
         is_definition_on_npu=True,
         compiled=(
             {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False},
-            {"shape": (4, 512), "width": 256, "bias": False, "loras": LORAS[1]},
+            {"shape": (4, 512), "width": 256, "bias": False, "loras": LORAS[1], "ranks": (16, 16)},
             {
                 "shape": (4, 544), "width": 288, "activation": "clamped_swiglu",
                 "interleaved": True, "transposed": True,
