@@ -59,6 +59,7 @@ README_WAYS = ("eager", "compile", "liger-kernel", "liger", "enabled", "fused", 
 LLAMAS = ("llama-3.2-1b", "tiny")
 # The functions of Liger-Kernel that patch a model's file.
 PATCHES = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"} | dict.fromkeys(LLAMAS, "llama")
+PATCHES |= {"qwen3-moe": "qwen3_moe", "deepseek-v3": "deepseek_v3"}
 PATCHES |= {name: name for name in ("qwen3", "mistral", "gemma2", "llama4")}
 # The shapes for a way that does not apply to all shapes.
 FOR: dict[str, Container[str]] = {"causal": TEXT, "flex": TEXT, "liger-kernel": PATCHES}

@@ -66,6 +66,18 @@ TEXT: dict[str, tuple[str, tuple[int, ...], dict[str, Any], tuple[int, int]]] = 
         {**EXPERTS, "head_dim": 64, "sliding_window": 128},
         (4, 2048),
     ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        (2048, 6144, 6, 32, 151936, 8192, 4),
+        {**WIDE, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        (4, 2048),
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        (2048, 6144, 4, 16, 129280, 8192, 16),
+        {"n_routed_experts": 32, "moe_intermediate_size": 1024, "first_k_dense_replace": 1},
+        (4, 2048),
+    ),
     "tiny": ("Llama", (64, 128, 2, 4, 256, 256, 2), {"tie_word_embeddings": True}, (2, 32)),
 }
 BATCHES = ("none", "ones", "padded", "packed")
