@@ -306,8 +306,8 @@ def _unparametrized(module: Any) -> nn.Module:
     """A module with this activation whose parameters are not computed, as peft's LoRA has them."""
     if not parametrize.is_parametrized(module):
         return module
-    cls = parametrize.type_before_parametrizations(module)
-    plain = cls.__new__(cls)
+    cls: Any = parametrize.type_before_parametrizations(module)
+    plain: nn.Module = cls.__new__(cls)
     vars(plain).update(vars(module))
     children = {name: one for name, one in module._modules.items() if name != "parametrizations"}
     vars(plain)["_modules"] = children

@@ -42,7 +42,7 @@ def methods(base: Any, facts: None) -> dict[str, Callable[..., Any]]:
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         given, experts = loras(self), wrapped(self)
-        adapted = getattr(experts, ADAPTED, None)
+        adapted: Any = getattr(experts, ADAPTED, None)
         if given and adapted is None:
             given = f"its {type(experts).__name__} is not fused"
         if isinstance(given, str):

@@ -132,11 +132,13 @@ def moe_experts(
     cast = iter(cast_for_products(*given))
     x, gate_up, down = (next(cast) for _ in range(3))
     gate_up_bias, down_bias, *lora = (t if t is None else next(cast) for t in optional)
+    gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b = lora
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, top_k_weights))
     return moe_experts_forward(
         x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias,
         activation, alpha, limit, up_offset, interleaved, needed and not recompute,
-        *lora, gate_up_lora_scale, down_lora_scale,
+        gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b,
+        gate_up_lora_scale, down_lora_scale,
     )[0]  # fmt: skip
 
 

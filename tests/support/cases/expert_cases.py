@@ -220,7 +220,7 @@ OPS = (
         forms=Forms(shapes=()),
         is_definition_on_npu=True,
         compiled=(
-            {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False},
+            {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False, "loras": ()},
             {"shape": (4, 512), "width": 256, "bias": False, "loras": LORAS[1], "ranks": (16, 16)},
             {
                 "shape": (4, 544), "width": 288, "activation": "clamped_swiglu",
