@@ -9,6 +9,7 @@ own addresses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,18 +26,8 @@ ALLOCATIONS = {
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-class Replay:
-    """A call that is replayed: its tensors, first the arguments, their addresses, and the stream.
-
-    A step of a recording names a tensor by its index here.
-    """
-
-    def __init__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        self.tensors, self.addresses, self.stream = tensors, addresses, stream
-
-    def add(self, tensor: Tensor) -> None:
-        self.tensors.append(tensor)
-        self.addresses.append(tensor.data_ptr())
+# A step is given the tensors of the call that is replayed, of which the call's arguments are the
+# first, their addresses, and the stream. `index` is that of one of these tensors.
 
 
 class Allocation(NamedTuple):
@@ -46,39 +37,55 @@ class Allocation(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def run(self, call: Replay) -> None:
-        call.add(empty_strided_cuda(*self))
+    def run(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        x = empty_strided_cuda(*self)
+        tensors.append(x)
+        addresses.append(x.data_ptr())
+
+
+class Given(NamedTuple):
+    """An argument of a computation that is a tensor or, with size, stride and start, its part."""
+
+    argument: int | str
+    index: int
+    part: tuple[Any, ...] | None
 
 
 class Computation(NamedTuple):
-    """An operator of PyTorch; `tensors` are the indices of arguments, and of their tensors."""
+    """An operator of PyTorch."""
 
     function: Any
     args: list[Any]
     options: dict[str, Any]
-    tensors: list[tuple[int, int]]
+    given: list[Given]
 
-    def run(self, call: Replay) -> None:
-        args = self.args.copy()
-        for i, tensor in self.tensors:
-            args[i] = call.tensors[tensor]
-        call.add(self.function(*args, **self.options))
+    def run(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        args, options = self.args.copy(), self.options.copy()
+        for i, index, part in self.given:
+            x = tensors[index]
+            if part is not None:
+                size, stride, start = part
+                x = x.as_strided(size, stride, x.storage_offset() + start)
+            (options if isinstance(i, str) else args)[i] = x
+        x = self.function(*args, **options)
+        tensors.append(x)
+        addresses.append(x.data_ptr())
 
 
 class Launch(NamedTuple):
-    """A compiled kernel; `addresses` are the indices of arguments, and of their tensors, and the
-    bytes between a tensor's start and the address. `hooks` are Triton's, before a launch."""
+    """A compiled kernel; `places` are the indices of arguments that are addresses, the indices of
+    their tensors, and the bytes between a tensor's start and the address. `hooks` are Triton's."""
 
     hooks: list[Any]
     compiled: Compiled
     args: list[Any]
-    addresses: list[tuple[int, int, int]]
+    places: list[tuple[int, int, int]]
 
-    def run(self, call: Replay) -> None:
+    def run(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         args = self.args.copy()
-        for i, tensor, offset in self.addresses:
-            args[i] = call.addresses[tensor] + offset
-        self.compiled.launch(call.stream, args)
+        for i, index, offset in self.places:
+            args[i] = addresses[index] + offset
+        self.compiled.launch(stream, args)
 
 
 class Recording(NamedTuple):
@@ -95,18 +102,12 @@ class Recording(NamedTuple):
         if self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.replay(tensors, addresses)
-        call = Replay(tensors, addresses, current_stream(self.device))
-        if self.computes:
-            with AutoDispatchBelowAutograd():
-                self._run(call)
-        else:
-            self._run(call)
+        stream = current_stream(self.device)
+        with AutoDispatchBelowAutograd() if self.computes else nullcontext():
+            for step in self.steps:
+                step.run(tensors, addresses, stream)
         results = [None if i is None else tensors[i] for i in self.results]
         return tuple(results) if self.is_tuple else results[0]
-
-    def _run(self, call: Replay) -> None:
-        for step in self.steps:
-            step.run(call)
 
 
 class Recorder(TorchDispatchMode):
@@ -138,7 +139,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        given = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
+        given = {**dict(enumerate(args)), **kwargs}
+        given = {i: x for i, x in given.items() if isinstance(x, Tensor)}
         results = [result] if isinstance(result, Tensor) else result
         if function.is_view and all(_memory(x) == _memory(args[0]) for x in results):
             index = self._index(args[0])
@@ -148,14 +150,12 @@ class Recorder(TorchDispatchMode):
         elif function._schema.name in ALLOCATIONS:
             self._make(result, _form(result))
         elif isinstance(result, Tensor):
-            indices = [(i, self._index(x)) for i, x in given]
-            self.is_exact &= _is_exact(function, kwargs) and all(
-                index is not None and _form(x) == _form(self.tensors[index])
-                for (_, x), (_, index) in zip(given, indices, strict=True)
-            )
+            found = [self._given(i, x) for i, x in given.items()]
+            self.is_exact &= _is_exact(function) and None not in found
             # The recording keeps no tensor alive.
-            others = [None if isinstance(x, Tensor) else x for x in args]
-            self._make(result, Computation(function, others, kwargs, indices))
+            values = [None if i in given else x for i, x in enumerate(args)]
+            options = {name: None if name in given else x for name, x in kwargs.items()}
+            self._make(result, Computation(function, values, options, found))
         else:
             # What is computed without tensors depends on the form alone.
             self.is_exact &= not given
@@ -167,6 +167,14 @@ class Recorder(TorchDispatchMode):
         self.made[index] = len(self.steps)
         self.tensors.append(tensor)
         self.steps.append(step)
+
+    def _given(self, argument: int | str, x: Tensor) -> Given | None:
+        index = self._index(x)
+        tensor = x if index is None else self.tensors[index]
+        if index is None or x.dtype is not tensor.dtype:
+            return None
+        part = (tuple(x.shape), x.stride(), x.storage_offset() - tensor.storage_offset())
+        return Given(argument, index, None if _form(x) == _form(tensor) else part)
 
     def _index(self, x: Tensor) -> int | None:
         return self.found.get(id(x), (x, None))[1]
@@ -216,12 +224,11 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _is_exact(function: Any, options: dict[str, Any]) -> bool:
-    """Whether a computation can be repeated with other tensors as positional arguments."""
+def _is_exact(function: Any) -> bool:
+    """Whether an operator takes no list of tensors, and returns the same forms in each call."""
     kinds = [str(argument.type) for argument in function._schema.arguments]
-    plain = not any("List" in kind and "Tensor" in kind for kind in kinds)
-    named = any(isinstance(value, Tensor) for value in options.values())
-    return plain and not named and not DATA_DEPENDENT & set(function.tags)
+    takes_list = any("List" in kind and "Tensor" in kind for kind in kinds)
+    return not (takes_list or DATA_DEPENDENT & set(function.tags))
 
 
 def _is_whole(x: Tensor, tensor: Tensor) -> bool:
