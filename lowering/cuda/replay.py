@@ -22,6 +22,8 @@ ALLOCATIONS = {
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
+# Bytes of what a call may compute by PyTorch: a replay has all of it in memory until it ends.
+MOST_COMPUTED = 2**20
 # Operators whose results have another form, or are other numbers, in the next call.
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -124,7 +126,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Allocation | Computation | Launch] = []
         # Index of a tensor that is no argument -> index of the step that makes it.
         self.made: dict[int, int] = {}
-        self.is_exact = True
+        self.is_exact, self.computed = True, 0
 
     def __enter__(self) -> Recorder:
         thread.recorder = self
@@ -137,36 +139,45 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        result = function(*args, **(kwargs or {}))
+        if self.is_exact and not self._called(function, args, kwargs or {}, result):
+            self.stop()
+        return result
+
+    def stop(self) -> None:
+        """The call cannot be replayed. From now on it frees its memory as it does otherwise."""
+        self.is_exact = False
+        self.tensors.clear()
+        self.found.clear()
+
+    def _called(self, function: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Note what an operator of PyTorch did, and return whether it can be repeated."""
         given = {**dict(enumerate(args)), **kwargs}
         given = {i: x for i, x in given.items() if isinstance(x, Tensor)}
         results = [result] if isinstance(result, Tensor) else result
         if function.is_view and all(_memory(x) == _memory(args[0]) for x in results):
             index = self._index(args[0])
-            self.is_exact &= index is not None
-            for x in results:
-                self.found[id(x)] = x, index
-        elif function._schema.name in ALLOCATIONS:
-            self._make(result, _form(result))
-        elif isinstance(result, Tensor):
+            self.found.update({id(x): (x, index) for x in results})
+            return index is not None
+        if not isinstance(result, Tensor):
+            # What is computed without tensors depends on the form alone.
+            return not given
+        step: Any = _form(result)
+        if function._schema.name not in ALLOCATIONS:
             found = [self._given(i, x) for i, x in given.items()]
-            self.is_exact &= _is_exact(function) and None not in found
+            self.computed += result.nbytes
+            if None in found or self.computed > MOST_COMPUTED or not _is_exact(function):
+                return False
             # The recording keeps no tensor alive.
             values = [None if i in given else x for i, x in enumerate(args)]
             options = {name: None if name in given else x for name, x in kwargs.items()}
-            self._make(result, Computation(function, values, options, found))
-        else:
-            # What is computed without tensors depends on the form alone.
-            self.is_exact &= not given
-        return result
-
-    def _make(self, tensor: Tensor, step: Allocation | Computation) -> None:
+            step = Computation(function, values, options, found)
         index = len(self.tensors)
-        self.found[id(tensor)] = tensor, index
+        self.found[id(result)] = result, index
         self.made[index] = len(self.steps)
-        self.tensors.append(tensor)
+        self.tensors.append(result)
         self.steps.append(step)
+        return True
 
     def _given(self, argument: int | str, x: Tensor) -> Given | None:
         index = self._index(x)
@@ -181,19 +192,21 @@ class Recorder(TorchDispatchMode):
 
     def launched(self, kernel: Any, compiled: Compiled, args: Sequence[Any]) -> None:
         """Note a launch."""
-        passed, addresses = [*args, *compiled.constants], []
+        passed, places = [*args, *compiled.constants], []
         for i, x in enumerate(args):
             if isinstance(x, Tensor):
                 passed[i], index = x.data_ptr(), self._index(x)
                 if index is None:
-                    self.is_exact = False
-                elif x.numel():
-                    start = self.tensors[index].data_ptr()
-                    addresses.append((i, index, passed[i] - start))
-        self.steps.append(Launch(kernel.pre_run_hooks, compiled, passed, addresses))
+                    self.stop()
+                    return
+                if x.numel():
+                    places.append((i, index, passed[i] - self.tensors[index].data_ptr()))
+        self.steps.append(Launch(kernel.pre_run_hooks, compiled, passed, places))
 
     def recording(self, returned: Any) -> Recording | None:
         """The call, which returned this, or None if it cannot be replayed."""
+        if not self.is_exact:
+            return None
         computes = any(isinstance(step, Computation) for step in self.steps)
         results: list[int | None] = []
         for x in returned if isinstance(returned, tuple) else (returned,):
@@ -209,7 +222,7 @@ class Recorder(TorchDispatchMode):
                     self.steps[self.made[index]] = _form(x)
             results.append(index)
         devices = {x.get_device() for x in self.tensors if x is not None}
-        if not self.is_exact or len(devices) != 1:
+        if len(devices) != 1:
             return None
         hooks = [step.hooks for step in self.steps if isinstance(step, Launch)]
         is_tuple = isinstance(returned, tuple)
