@@ -9,13 +9,13 @@ tests/project/test_layout.py finds private parts that are used elsewhere.
 
 from __future__ import annotations
 
+import itertools
 import pkgutil
 import sys
 import types
 import warnings
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +171,16 @@ PARTS = {
         "torch._inductor.pattern_matcher",
         "compiled definitions; on a device without kernels, compiled code calls the ops",
     ),
+    # Whether Inductor compiles a package, and the questions about sizes that one cannot ask.
+    "inductor_state": Part(
+        "torch._inductor.virtualized:V",
+        "the kernels in packages of AOTInductor, which need liger_ops on a GPU",
+        types.SimpleNamespace(aot_compilation=False),
+    ),
+    "check_frozen": Part(
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv._check_frozen",
+        "the kernels in packages of AOTInductor with dynamic sizes, which have definitions",
+    ),
     "CustomGraphPass": Part(
         "torch._inductor.custom_graph_pass:CustomGraphPass",
         "Inductor's caches with `graph_pass` and `enable`",
@@ -238,7 +248,7 @@ def after_import(name: str, extend: Callable[[Any], object]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module once, and extends it after its import."""
+    """Extends the module after its import, however often somebody asks for its spec before."""
 
     def __init__(self, name: str, extend: Callable[[Any], object]) -> None:
         self.name, self.extend = name, extend
@@ -246,14 +256,18 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None and spec.loader is not None
+        later = [*itertools.dropwhile(lambda finder: finder is not self, sys.meta_path)][1:]
+        specs = (finder.find_spec(name, path, target) for finder in later)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_extend(module: Any) -> None:
             execute(module)
-            self.extend(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.extend(module)
 
         spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
         return spec
