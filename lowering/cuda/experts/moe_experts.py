@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .... import library
-from ....ops.experts.moe_experts import ACTIVATIONS
 from ....ops.strides import is_transposed
+from ...common.experts.moe_experts import activation_of, add_biases
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import compute_capability, launch, on_nvidia, pipeline_stages, processors, rows
 from .products import (
@@ -94,12 +94,7 @@ class _Experts:
         self.n, self.top_k = order.numel(), call.top_k_index.shape[1]
         self.E, self.D, self.I = call.down.shape
         self.ids, self.weights = call.top_k_index.contiguous(), call.top_k_weights.contiguous()
-        name, options = ACTIVATIONS[call.activation]
-        if name == "geglu":
-            name, options = f"geglu_{options[0]}", ()
-        if name == "clamped_swiglu":
-            options = (call.alpha, call.limit, call.up_offset)
-        self.activation, self.scalars = name, (*options, 0.0, 0.0, 0.0)[:3]
+        self.activation, self.scalars = activation_of(call)
         exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(call.x)
         self.precision = "ieee" if exact else "tf32"
         aligned = self.D % 8 == self.I % 8 == 0
@@ -336,7 +331,7 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
     experts.slopes(da, pre.contiguous(), dpre, act, dweights)
     del da
     if dtop_k_weights is not None and dweights is not None:
-        _add_biases(call, dy, dweights)
+        add_biases(call, dy, dweights)
         dtop_k_weights.copy_(dweights)
     if act is not None:
         experts.lora_gradients(dloras[2:], "down", dy, act, lora.u, True)
@@ -350,17 +345,3 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
     if dx is not None:
         experts.combine(experts.rows("dx", dpre, call.gate_up.mT, lora=lora), None, dx)
     return tuple(outputs)
-
-
-def _add_biases(call: Any, dy: Tensor, dweights: Tensor) -> None:
-    """Add the part of the gradient of the router's weights that comes from down_bias."""
-    if call.down_bias is None:
-        return
-    bias, ids = call.down_bias.t(), call.top_k_index.long()
-    if dy.is_cuda and dy.dtype is torch.bfloat16:
-        products = torch.ops.aten.mm.dtype(dy, bias, torch.float32)
-    else:
-        products = torch.mm(dy.float(), bias.float())
-    exists = (ids >= 0) & (ids < bias.shape[1])
-    of_bias = products.gather(1, ids.where(exists, 0))
-    dweights += of_bias.where(exists, 0)

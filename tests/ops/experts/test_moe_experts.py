@@ -158,10 +158,14 @@ def test_no_pre_activation_is_made_where_no_gradient_is_needed() -> None:
     assert calls == [False, True]
 
 
-def test_a_dropped_token_does_not_hear_of_its_weight() -> None:
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_dropped_token_does_not_hear_of_its_weight(folder: str) -> None:
     index, weights = torch.tensor([[0, 3]]), torch.tensor([[1.0, float("nan")]])
     x, gate_up, down = torch.ones(1, 4), torch.ones(3, 2, 4), torch.ones(3, 4, 1)
-    assert liger_ops.moe_experts(x, gate_up, down, index, weights).isfinite().all()
+    args = [tensor.to(DEVICE) for tensor in (x, gate_up, down, index, weights)]
+    for forward in (OP.definition, OP.kernel(folder)):
+        assert forward(*args)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from launch_forms import BF16, FP32, Fields, Forms
 from liger_ops import library
@@ -63,9 +64,13 @@ def tensors(case: Any) -> Tensors:
         b = values.draw((out, R, E), dtype, scale=1 / R)
         # peft's layout, in which the experts are neighbours.
         lora[f"{name}_lora_b"] = None if b is None else b.permute(2, 0, 1)
-    forward = library.OPS["moe_experts_forward"].definition
+    op = library.OPS["moe_experts_forward"]
+    # The definition reads the numbers of tokens, which tensors without memory do not have.
+    forward = op.fake if isinstance(given["x"], FakeTensor) else lambda call: op.definition(*call)
     *options, scale, down_scale = (getattr(case, name) for name in OPTIONS)
-    results = forward(*given.values(), *options, True, *lora.values(), scale, down_scale)
+    results = forward(
+        op.arguments(*given.values(), *options, True, *lora.values(), scale, down_scale)
+    )
     given |= lora
     given["y"], given["order"], given["offsets"], pre_activation = results
     given["pre_activation"] = pre_activation if case.return_pre_activation else None
@@ -217,8 +222,31 @@ OPS = (
             }
             for i, activation in enumerate(ACTIVATIONS)
         },
-        forms=Forms(shapes=()),
-        is_definition_on_npu=True,
+        forms=Forms(
+            shapes=[
+                {"shape": (4096, D), "experts": E, "top_k": K, "width": width}
+                for D, E, K, width in (
+                    (1, 1, 1, 1), (1023, 7, 3, 1023), (2048, 128, 8, 768), (2880, 32, 4, 2880),
+                    (4096, 8, 2, 14336), (7168, 64, 8, 2048), (32768, 2, 2, 512),
+                )
+            ],
+            options=(
+                *({"activation": activation} for activation in ACTIVATIONS[1:]),
+                *({"activation": gated, "interleaved": True} for gated in ACTIVATIONS[:4]),
+                {"router_dtype": FP32, "bias": True},
+            ),
+            backward_options=(
+                {"output_mask": (True, False, False, True, False, False, *[False] * 4)},
+                {"output_mask": (False, True, True, False, True, True, *[False] * 4)},
+            ),
+            optional_at=(1, 2, 3),
+            common={"activation": "silu", "bias": False, "routing": "sentinels", "loras": ()},
+            # Several rows and columns of a tile, and several tiles across each.
+            executed=[
+                {"shape": (T, D), "experts": 4, "top_k": 3, "width": width}
+                for T, D, width in ((30, 70, 40), (5, 9000, 20), (5, 24, 1100))
+            ],
+        ),
         compiled=(
             {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False, "loras": ()},
             {"shape": (4, 512), "width": 256, "bias": False, "loras": LORAS[1], "ranks": (16, 16)},
