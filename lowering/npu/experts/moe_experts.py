@@ -141,9 +141,31 @@ class _Rows:
         return x.index_select(0, self.order // self.top_k)
 
     def up(self) -> Tensor:
-        call = self.call
-        rows = self.of_tokens(call.x)
-        return product_of_rows(rows, call.gate_up.mT, self.ends, call.gate_up_bias)
+        return self.product("gate_up", self.of_tokens(self.call.x))
+
+    def product(self, name: str, x: Tensor) -> Tensor:
+        """The rows x times a weight with its LoRA, and its bias."""
+        weight, bias, a, b, _ = self.parts_of(name)
+        y = product_of_rows(x, weight.mT, self.ends, bias)
+        return y if a is None else y.add_(product_of_rows(self.inner(name, x), b.mT, self.ends))
+
+    def inner(self, name: str, x: Tensor) -> Tensor:
+        """The rows x times a LoRA's a, and its scale."""
+        _, _, a, _, scale = self.parts_of(name)
+        return product_of_rows(x, a.mT, self.ends).mul_(scale)
+
+    def through(self, name: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradients of the rows that a weight with its LoRA, and a LoRA's b, multiply."""
+        weight, _, a, b, scale = self.parts_of(name)
+        dx = product_of_rows(dy, weight, self.ends)
+        if a is None:
+            return dx, None
+        dinner = product_of_rows(dy, b, self.ends).mul_(scale)
+        return dx.add_(product_of_rows(dinner, a, self.ends)), dinner
+
+    def parts_of(self, name: str) -> tuple[Any, ...]:
+        parts = ("", "_bias", "_lora_a", "_lora_b", "_lora_scale")
+        return tuple(getattr(self.call, name + part) for part in parts)
 
     def combine(self, rows: Tensor, weights: Tensor | None, y: Tensor) -> None:
         """Fill y with each token's sum of rows."""
@@ -192,16 +214,9 @@ def _activated(call: Any, h: Tensor) -> Tensor:
     return activate(gate, up, *options)
 
 
-def _has_lora(call: Any) -> bool:
-    """Whether the call is the definition's."""
-    return call.gate_up_lora_a is not None or call.down_lora_a is not None
-
-
 # allocates=True, because npu_grouped_matmul allocates the pre-activation and weights' gradients.
 @library.kernel("moe_experts_forward", "npu", allocates=True)
 def moe_experts_forward(call: Any) -> tuple[Tensor | None, ...]:
-    if _has_lora(call):
-        return library.OPS["moe_experts_forward"].definition(*call)  # type: ignore[no-any-return]
     without = call._replace(return_pre_activation=False)
     y, order, offsets, _ = library.allocate("moe_experts_forward", without)
     pre = call.x.new_empty(0, call.gate_up.shape[1])
@@ -215,28 +230,28 @@ def moe_experts_forward(call: Any) -> tuple[Tensor | None, ...]:
         offsets.copy_(found[1])
         rows = _Rows(call, order, offsets)
         pre = rows.up()
-        results = product_of_rows(_activated(call, pre), call.down.mT, rows.ends, call.down_bias)
-        rows.combine(results, rows.weights, y)
+        rows.combine(rows.product("down", _activated(call, pre)), rows.weights, y)
     return y, order, offsets, pre if call.return_pre_activation else None
 
 
 @library.kernel("moe_experts_backward", "npu", allocates=True)
 def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
-    if _has_lora(call):
-        return library.OPS["moe_experts_backward"].definition(*call)  # type: ignore[no-any-return]
     outputs = list(library.allocate("moe_experts_backward", call))
     if call.order.numel() == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
     rows, dy = _Rows(call, call.order, call.offsets), call.dy.contiguous()
     dy_rows = rows.of_tokens(dy)
-    if outputs[5] is not None:
-        _sum_rows(rows, outputs, 5, dy_rows, rows.by_expert(rows.weights).to(dy.dtype))
-    if all(output is None for output in outputs[:5]):
+    dx, _, _, dtop_k_weights, dgate_up_bias, ddown_bias = outputs[:6]
+    if ddown_bias is not None:
+        _sum_rows(rows, ddown_bias, dy_rows, rows.by_expert(rows.weights).to(dy.dtype))
+    if all(output is None for output in (*outputs[:5], *outputs[6:])):
         return tuple(outputs)
     pre = rows.up() if call.pre_activation is None else call.pre_activation.contiguous()
-    da = product_of_rows(dy_rows, call.down, rows.ends)
-    dpre, dx, dtop_k_weights = torch.empty_like(pre), outputs[0], outputs[3]
-    act = None if outputs[2] is None else torch.empty_like(da)
+    da, dinner = rows.through("down", dy_rows)
+    dpre = torch.empty_like(pre)
+    act = None
+    if any(outputs[i] is not None for i in (2, 8, 9)):
+        act = torch.empty_like(da)
     dweights = None if dtop_k_weights is None else da.new_empty(len(da), dtype=torch.float32)
     rows.slopes(da, pre, dpre, act, dweights)
     del da, pre
@@ -245,30 +260,49 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
         add_biases(call, dy, dweights)
         dtop_k_weights.copy_(dweights)
     if act is not None:
-        _multiply_rows(rows, outputs, 2, dy_rows, act)
+        _weights_gradients(rows, outputs, "down", (2, 8, 9), act, dy_rows, dinner)
+    dinner = None
     del act, dy_rows
-    if outputs[1] is not None:
-        _multiply_rows(rows, outputs, 1, dpre, rows.of_tokens(call.x))
-    if outputs[4] is not None:
-        _sum_rows(rows, outputs, 4, dpre, dpre.new_ones(len(dpre)))
-    if dx is not None:
-        rows.combine(product_of_rows(dpre, call.gate_up, rows.ends), None, dx)
+    if dgate_up_bias is not None:
+        _sum_rows(rows, dgate_up_bias, dpre, dpre.new_ones(len(dpre)))
+    if dx is not None or outputs[6] is not None:
+        dx_rows, dinner = rows.through("gate_up", dpre)
+        if dx is not None:
+            rows.combine(dx_rows, None, dx)
+        del dx_rows
+    if any(outputs[i] is not None for i in (1, 6, 7)):
+        x_rows = rows.of_tokens(call.x)
+        _weights_gradients(rows, outputs, "gate_up", (1, 6, 7), x_rows, dpre, dinner)
     return tuple(outputs)
 
 
+def _weights_gradients(
+    rows: _Rows, outputs: list[Tensor | None], name: str, places: tuple[int, int, int],
+    x: Tensor, dy: Tensor, dinner: Tensor | None,
+) -> None:  # fmt: skip
+    """Set the outputs at these places, those of a weight and its LoRA's a and b, if wanted."""
+    of_weight, of_a, of_b = places
+    _multiply_rows(rows, outputs, of_weight, dy, x)
+    if dinner is not None:
+        _multiply_rows(rows, outputs, of_a, dinner, x)
+    if outputs[of_b] is not None:
+        _multiply_rows(rows, outputs, of_b, dy, rows.inner(name, x))
+
+
 def _multiply_rows(rows: _Rows, outputs: list[Tensor | None], i: int, a: Tensor, b: Tensor) -> None:
-    """Set outputs[i] to each expert's a.T @ b."""
-    transposed = is_transposed(outputs[i])
+    """Set outputs[i], if it is wanted, to each expert's a.T @ b."""
+    output = outputs[i]
+    if output is None:
+        return
+    transposed = is_transposed(output)
     # The product allocates its result, in the place of this one.
-    outputs[i] = None
+    output = outputs[i] = None
     left, right = (b, a) if transposed else (a, b)
     product = product_over_rows(left, right, rows.ends)
     outputs[i] = product.mT if transposed else product
 
 
-def _sum_rows(
-    rows: _Rows, outputs: list[Tensor | None], i: int, values: Tensor, weights: Tensor
-) -> None:
-    """Set outputs[i] to each expert's sum of weighted rows, one column of a product."""
+def _sum_rows(rows: _Rows, output: Tensor, values: Tensor, weights: Tensor) -> None:
+    """Fill output with each expert's sum of weighted rows, one column of a product."""
     columns = weights.unsqueeze(1).expand(-1, SUMS).contiguous()
-    outputs[i] = product_over_rows(columns, values, rows.ends)[:, 0].contiguous()
+    output.copy_(product_over_rows(columns, values, rows.ends)[:, 0])
