@@ -192,9 +192,16 @@ def _activated(call: Any, h: Tensor) -> Tensor:
     return activate(gate, up, *options)
 
 
+def _has_lora(call: Any) -> bool:
+    """Whether the call is the definition's."""
+    return call.gate_up_lora_a is not None or call.down_lora_a is not None
+
+
 # allocates=True, because npu_grouped_matmul allocates the pre-activation and weights' gradients.
 @library.kernel("moe_experts_forward", "npu", allocates=True)
 def moe_experts_forward(call: Any) -> tuple[Tensor | None, ...]:
+    if _has_lora(call):
+        return library.OPS["moe_experts_forward"].definition(*call)  # type: ignore[no-any-return]
     without = call._replace(return_pre_activation=False)
     y, order, offsets, _ = library.allocate("moe_experts_forward", without)
     pre = call.x.new_empty(0, call.gate_up.shape[1])
@@ -215,6 +222,8 @@ def moe_experts_forward(call: Any) -> tuple[Tensor | None, ...]:
 
 @library.kernel("moe_experts_backward", "npu", allocates=True)
 def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
+    if _has_lora(call):
+        return library.OPS["moe_experts_backward"].definition(*call)  # type: ignore[no-any-return]
     outputs = list(library.allocate("moe_experts_backward", call))
     if call.order.numel() == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
