@@ -1,4 +1,4 @@
-"""embedding, attn_res and tiled_mlp."""
+"""embedding, attn_res, lora_linear and tiled_mlp."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .entry import Draw, Entry, Shape, moved, peer, wide
 from .models import MODELS, TOKENS
 
 EPS = 1e-6
+RANK, SCALE = 16, 2.0
 
 
 def model_attn_res(x: Tensor, query: Tensor, weight: Tensor) -> Tensor:
@@ -31,6 +32,14 @@ def _mlp(draw: Draw, shape: Shape) -> list[Tensor]:
     return [draw.leaf(M, D), *(draw.leaf(*size, scale=size[1] ** -0.5) for size in sizes)]
 
 
+def _adapted(draw: Draw, shape: Shape) -> list[Tensor]:
+    """x, a frozen weight, and a LoRA."""
+    M, D, N = shape
+    weight = draw.normal(N, D) * D**-0.5
+    a, b = (draw.leaf(*size, scale=size[1] ** -0.5) for size in ((RANK, D), (N, RANK)))
+    return [draw.leaf(M, D), weight, a, b]
+
+
 def _moved_blocks(shape: Shape) -> dict[str, int]:
     """The forward reads x and writes one block; the backward reads x and dy and writes dx."""
     N, M, D = shape
@@ -41,6 +50,10 @@ def _moved_rows(shape: Shape) -> dict[str, int]:
     """The forward reads and writes the rows; the backward reads dy and writes the whole table."""
     M, V, D = shape
     return moved(2 * M * D, (M + V) * D)
+
+
+def peft_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, weight) + F.linear(F.linear(x, a), b) * SCALE
 
 
 ENTRIES = (
@@ -72,6 +85,19 @@ ENTRIES = (
         figures=((8, 8192, 4096), (16, 8192, 2048)),
         models={name: (8, TOKENS, model.hidden) for name, model in MODELS.items()},
         small=(4, 256, 1024),
+    ),
+    Entry(
+        op="lora_linear",
+        ours=lambda x, weight, a, b: liger_ops.lora_linear(x, weight, a, b, SCALE),
+        eager=peft_linear,
+        dims=("M", "D", "N"),
+        inputs=_adapted,
+        # One product forward and one backward; those of the LoRA are small beside them.
+        passes={"full": 4},
+        is_matrix_product=True,
+        figures=((8192, 2048, 2048), (8192, 4096, 14336)),
+        models={name: (TOKENS, model.hidden, model.hidden) for name, model in MODELS.items()},
+        small=(256, 512, 1024),
     ),
     Entry(
         op="tiled_mlp",
