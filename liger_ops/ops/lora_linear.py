@@ -85,7 +85,8 @@ def lora_linear_forward(call: Any) -> tuple[Tensor, Tensor]:
 
 
 @library.backward(
-    "lora_linear_forward", "dy x weight a b bias lora_x ... output_mask -> dx dweight da db dbias"
+    "lora_linear_forward",
+    "dy x weight a b bias lora_x ... output_mask -> dx dweight da db dbias",
 )
 def lora_linear_backward(call: Any) -> Any:
     """The gradient of `lora_linear`."""
