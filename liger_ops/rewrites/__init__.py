@@ -24,6 +24,7 @@ from .engine.report import Report
 from .engine.rewrite import replace_all
 from .layers import (
     clamped_swiglu,
+    dense_experts,
     fused_add_rms_norm,
     gated_rms_norm,
     geglu,
@@ -80,6 +81,8 @@ REWRITES: dict[str, Rewrite] = {
     "modulated_rms_norm": modulated_norm.rewrite_rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,
     "group_norm": _patterns("group_norm", group_norm),
+    # Before the activations, which would match those of the experts.
+    "moe_experts": dense_experts.rewrite,
     "clamped_swiglu": _patterns("clamped_swiglu", clamped_swiglu),
     "swiglu": _patterns("swiglu", swiglu),
     "geglu": _patterns("geglu", geglu),

@@ -53,6 +53,16 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: Any = False) -> Ca
     return None if sparse_grad else Call("gather", (input, dimension(input, dim), index))
 
 
+@spelled(torch.scatter, "scatter", "scatter_")
+def _scatter(input: Any, dim: Any, index: Any, src: Any) -> Call:
+    return Call("scatter", (input, dimension(input, dim), index, src))
+
+
+@spelled(torch.full_like)
+def _full_like(input: Any, fill_value: Any) -> Call:
+    return Call("full_like", (input, fill_value))
+
+
 @spelled(torch.take_along_dim, "take_along_dim")
 def _take_along_dim(input: Any, indices: Any, dim: Any = None) -> Call:
     return Call("gather", (input, dimension(input, dim), indices))

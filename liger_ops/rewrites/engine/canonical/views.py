@@ -119,6 +119,11 @@ def _expand(input: Any, *sizes: Any) -> Call:
     return Call("expand", (input, tuple(sizes)))
 
 
+@spelled("repeat")
+def _repeat(input: Any, *sizes: Any) -> Call:
+    return Call("repeat", (input, as_tuple(sizes[0]) if len(sizes) == 1 else sizes))
+
+
 @spelled(torch.repeat_interleave, "repeat_interleave")
 def _repeat_interleave(input: Any, repeats: Any, dim: Any = None) -> Call:
     return Call("repeat_interleave", (input, repeats, dimension(input, dim)))
