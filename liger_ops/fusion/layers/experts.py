@@ -24,6 +24,7 @@ from ...ops.experts.moe_experts import moe_experts
 from .. import classes, sharding, tensor_parallel
 from ..planning import Plan
 from ..probing import NotAnOp
+from .dense_experts import DenseExperts
 from .gated import Gated
 from .installed import Facts, methods_of
 from .kind import obstacle, parameter_obstacle
@@ -46,6 +47,10 @@ class Experts(Gated):
     name = "experts"
     method = "_apply_gate"
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.dense = DenseExperts(model)
+
     def is_expected(self, name: str, module: nn.Module) -> bool:
         is_experts = classes.class_of(module).__name__.endswith("Experts")
         holds_gates = is_experts and any("gate_up" in name for name in module._parameters)
@@ -53,7 +58,9 @@ class Experts(Gated):
 
     def obstacle(self, module: nn.Module) -> str | None:
         if not _has_method(module, self.method):
-            return f"it has no {self.method}: the activation is part of its forward"
+            reason = self.dense.reasons.get(module)
+            text = f"it has no {self.method}: the activation is part of its forward"
+            return f"{text}, and as to its layer, {reason}" if reason else text
         if reason := obstacle(module, self.method):
             return reason
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -80,6 +87,9 @@ class Experts(Gated):
         return _options(program) if _looks_up(classes.class_of(module)) else NO_REGISTRY
 
     def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+        self.dense.look(plan, name, module)
+        if module in self.dense.taken:
+            return
         fused = len(plan.changes)
         super().look(plan, name, module)
         if len(plan.changes) == fused:
