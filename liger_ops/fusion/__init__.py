@@ -70,7 +70,9 @@ def fuse(
     * Experts of mixture models in transformers: a layer whose method `_apply_gate` computes one of
       these activations, and whose `experts_implementation` is grouped_mm or batched_mm, gets a
       forward that calls `moe_experts`. With another implementation, or a norm after each expert,
-      `_apply_gate` becomes the op of the activation. docs/experts.md says what is left.
+      `_apply_gate` becomes the op of the activation. A layer whose experts each compute every token
+      times its score, as Llama 4's, gets a forward that calls the router, the shared expert and
+      `moe_experts` of the scores that are not 0. docs/experts.md says what is left.
     * Rotary embeddings: a forward that calls a global function of queries, keys and cosines and
       sines (or complex frequencies) which computes `rope` is copied, and the copy calls the op. If
       the function returns float32 for float32 tables and bfloat16 queries, as in autocast, the op's

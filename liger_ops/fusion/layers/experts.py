@@ -60,7 +60,7 @@ class Experts(Gated):
         if not _has_method(module, self.method):
             reason = self.dense.reasons.get(module)
             text = f"it has no {self.method}: the activation is part of its forward"
-            return f"{text}, and as to its layer, {reason}" if reason else text
+            return f"{text}, and its layer is left: {reason}" if reason else text
         if reason := obstacle(module, self.method):
             return reason
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
