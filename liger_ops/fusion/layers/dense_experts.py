@@ -45,11 +45,13 @@ class DenseExperts(Kind):
         self.reasons: dict[nn.Module, str] = {}
 
     def obstacle(self, module: nn.Module) -> str | None:
-        reason = obstacle(module) or state_obstacle(module)
-        experts = _experts(module)
-        if not sharding.is_held_by_fsdp(module._modules[experts]):
-            reason = reason or parameter_obstacle(module.get_submodule(experts), f"{experts}.")
-        return reason or argument_obstacle(module, _is_one)
+        name = _experts(module)
+        experts = module.get_submodule(name)
+        if not sharding.is_held_by_fsdp(experts) and (
+            reason := parameter_obstacle(experts, f"{name}.")
+        ):
+            return reason
+        return obstacle(module) or state_obstacle(module) or argument_obstacle(module, _is_one)
 
     def called(self, module: nn.Module) -> Collection[str]:
         children = module.named_children()
