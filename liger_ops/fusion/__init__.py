@@ -16,8 +16,8 @@ from . import loss as losses
 from .attention import attention as attentions
 from .layers import lora as lora_layers
 from .layers import rope as rotary_embeddings
-from .layers import router_losses
-from .layers.experts import Experts
+from .layers.experts import router_losses
+from .layers.experts.experts import Experts
 from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms

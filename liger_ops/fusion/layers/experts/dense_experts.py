@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.experts.moe_experts import moe_experts
-from .. import sharding
-from ..planning import Plan
-from ..probing import NotAnOp
-from ..sharding import shape_of
-from ..trace import ANY_SIZES
-from .installed import Called, Facts
-from .kind import Kind, argument_obstacle, has_state, obstacle, parameter_obstacle, state_obstacle
-from .module_trace import Case, FailsInTrace, names_of
-from .program import Program, Step
+from ....ops.experts.moe_experts import moe_experts
+from ... import sharding
+from ...planning import Plan
+from ...probing import NotAnOp
+from ...sharding import shape_of
+from ...trace import ANY_SIZES
+from ..installed import Called, Facts
+from ..kind import Kind, argument_obstacle, has_state, obstacle, parameter_obstacle, state_obstacle
+from ..module_trace import Case, FailsInTrace, names_of
+from ..program import Program, Step
 
 
 class DenseExperts(Kind):

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...ops.experts.moe_experts import moe_experts
-from .. import classes, sharding, tensor_parallel
-from ..planning import Plan
-from ..probing import NotAnOp
+from ....ops.experts.moe_experts import moe_experts
+from ... import classes, sharding, tensor_parallel
+from ...planning import Plan
+from ...probing import NotAnOp
+from ..gated import Gated
+from ..installed import Facts, methods_of
+from ..kind import obstacle, parameter_obstacle
+from ..module_trace import ModuleTrace, Traced
+from ..program import Program, Value
 from . import peft_experts
 from .dense_experts import DenseExperts
-from .gated import Gated
-from .installed import Facts, methods_of
-from .kind import obstacle, parameter_obstacle
-from .module_trace import ModuleTrace, Traced
-from .program import Program, Value
 
 # The file of transformers whose decorator makes a forward that looks its function up by name, and
 # the functions that compute what the op does.
