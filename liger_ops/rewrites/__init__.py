@@ -24,6 +24,7 @@ from .engine.report import Report
 from .engine.rewrite import replace_all
 from .layers import (
     activations,
+    dense_experts,
     fused_add_rms_norm,
     gated_rms_norm,
     layer_norm,
@@ -72,6 +73,8 @@ REWRITES: dict[str, Rewrite] = {
     "modulated_rms_norm": modulated_norm.rewrite_rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,
     "group_norm": _patterns("group_norm", layer_norm.GROUP_NORM),
+    # Before the activations, which would match those of the experts.
+    "moe_experts": dense_experts.rewrite,
     "clamped_swiglu": _patterns("clamped_swiglu", activations.CLAMPED_SWIGLU),
     "swiglu": _patterns("swiglu", activations.SWIGLU),
     "geglu": _patterns("geglu", activations.GEGLU),

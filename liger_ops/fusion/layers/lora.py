@@ -23,7 +23,7 @@ from ..loss.head import obstacle_beside
 from ..loss.lora import LAYER, adapters_of
 from ..planning import Plan
 from ..probing import NotAnOp, Probes
-from . import peft_experts
+from .experts import peft_experts
 
 KIND = "lora"
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
