@@ -25,11 +25,11 @@ from ...rewrites.engine.report import Report
 from ...rewrites.engine.rewrite import before_widening, derive
 from ...rewrites.layers import clamped_swiglu
 from .. import classes
+from ..lora import below_gated
 from ..probing import NotAnOp, dtype_name
 from ..trace import ANY_SIZES, unchanged
 from .installed import Facts
 from .kind import Kind, argument_obstacle, has_state, obstacle, state_obstacle, width_of
-from .lora import below_gated
 from .module_trace import Case, Traced, names_of
 from .program import Program
 

@@ -15,24 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import library
-from ...ops.activations.tiled_mlp import ACTIVATIONS
-from ...ops.lora_linear import lora_linear
-from ...torch_private import FakeTensor
-from .. import classes, sharding
-from ..assumptions import say_once
-from ..loss.head import obstacle_beside
-from ..loss.lora import LAYER, adapters_of
-from ..planning import Plan
-from ..probing import NotAnOp, Probes
-from .installed import Facts
-from .program import CHILD, OP, Program, Step, Value
+from .. import library
+from ..ops.activations.tiled_mlp import ACTIVATIONS
+from ..ops.lora_linear import lora_linear
+from ..torch_private import FakeTensor
+from . import classes, sharding
+from .assumptions import say_once
+from .layers.installed import Facts
+from .layers.program import CHILD, OP, Program, Step, Value
+from .loss.head import obstacle_beside
+from .loss.lora import LAYER, adapters_of
+from .planning import Plan
+from .probing import NotAnOp, Probes
 
 KIND = "lora"
 # Attribute of a fused layer's class: a function of the layer, in the place of a call.
 READER = "_liger_ops_lora"
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
-LAYERS = LAYER.rpartition(".")[0]
 
 
 class Lora(NamedTuple):
