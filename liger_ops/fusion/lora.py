@@ -21,6 +21,7 @@ from ..ops.lora_linear import lora_linear
 from ..torch_private import FakeTensor
 from . import classes, sharding
 from .assumptions import say_once
+from .layers import peft_experts
 from .layers.installed import Facts
 from .layers.program import CHILD, OP, Program, Step, Value
 from .loss.head import obstacle_beside
@@ -51,6 +52,9 @@ def plan(model: nn.Module) -> Plan:
     def look(plan: Plan, name: str, module: Any) -> None:
         cls = classes.class_of(module)
         if KIND in classes.overrides(module) or not hasattr(module, "lora_dropout"):
+            return
+        if peft_experts.is_wrapper(module):
+            # It adapts parameters, such as those of experts, whose plan looks at it.
             return
         if not cls.__module__.startswith("peft.tuners.lora"):
             return
