@@ -25,8 +25,10 @@ from ...rewrites.engine.report import Report
 from ...rewrites.engine.rewrite import before_widening, derive
 from ...rewrites.layers import activations
 from .. import classes
+from ..lora import below_gated
 from ..probing import NotAnOp, dtype_name
 from ..trace import ANY_SIZES, unchanged
+from .installed import Facts
 from .kind import Kind, argument_obstacle, has_state, obstacle, state_obstacle, width_of
 from .module_trace import Case, Traced, names_of
 from .program import Program
@@ -105,6 +107,11 @@ class GatedMLPs(Gated):
 
     def called(self, module: nn.Module) -> Collection[str]:
         return _projections(module)
+
+    @classmethod
+    def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
+        made = super().methods(base, facts)
+        return made | {cls.method: below_gated(made[cls.method], facts)}
 
     def check(self, traced: Traced) -> None:
         names = [name for name, _, _ in traced.calls.values()]
