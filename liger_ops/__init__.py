@@ -31,6 +31,7 @@ from .ops.rope.rms_norm_rope import rms_norm_rope
 from .ops.embedding import embedding
 from .ops.attention.attn_res import attn_res
 from .ops.activations.tiled_mlp import tiled_mlp, tiled_mlp_forward
+from .ops.lora_linear import lora_linear, lora_linear_forward
 from .ops.experts.moe_experts import moe_experts, moe_experts_forward
 from .ops.attention.neighborhood_attention import (
     neighborhood_attention,

@@ -50,6 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = tempfile.TemporaryDirectory(prefix="torchinductor_", ignore_cleanup_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.name
         config.add_cleanup(cache.cleanup)
+    # Otherwise Inductor compiles PyTorch's headers three times to ask what the compiler knows, for
+    # 6 s in each empty cache.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # Triton reads this when a kernel is defined.
     # LIGER_OPS_SIMULATED_NPU=1 runs what --device npu runs on the simulated device.
     simulated = device == "npu" and os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1"

@@ -138,7 +138,7 @@ class Assumptions(NamedTuple):
         for state in self.states:
             reason = state.change(module)
             if reason is not None:
-                _say_once(module, reason)
+                say_once(module, reason)
                 return False
         return (x.dtype, x.dtype) in self.dtypes
 
@@ -315,7 +315,7 @@ def _frozen(value: Any, name: str) -> Any:
     raise NotAnOp(f"it reads {name}, a {type(value).__name__}")
 
 
-def _say_once(module: nn.Module, reason: str) -> None:
+def say_once(module: nn.Module, reason: str) -> None:
     """Warn that a module runs its own code, once per module and reason."""
     if torch.compiler.is_compiling():
         # A warning would break the graph.

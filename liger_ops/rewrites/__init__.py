@@ -42,11 +42,8 @@ from .losses import loss_ops
 Rewrite = Callable[[fx.Graph, Report], None]
 
 INLINED = {
-    "cond",
-    "invoke_subgraph",
-    "tag_activation_checkpoint",
-    "wrap",
-    "wrap_activation_checkpoint",
+    *("cond", "invoke_subgraph", "tag_activation_checkpoint"),
+    *("wrap", "wrap_activation_checkpoint"),
 }
 
 

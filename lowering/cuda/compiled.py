@@ -6,8 +6,9 @@ Triton, so any surprise hands this and all later launches back to Triton.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,8 +23,31 @@ MOST_COMPILED = 4096
 # Bytes. Triton specialises a kernel on pointers that are multiples of 16.
 ALIGNMENT = 64
 
-# The compiled kernel, the grid, and the constants to pass after the arguments, by `_key`.
-_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
+
+class Compiled(NamedTuple):
+    """A compiled kernel, its grid, and the constants to pass after the arguments."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    constants: list[Any]
+
+    def launch(self, stream: int, passed: list[Any]) -> None:
+        kernel = self.kernel
+        loaded = (kernel.function, kernel.packed_metadata)
+        kernel.run(*self.grid, stream, *loaded, None, None, None, *passed)
+
+
+# What was compiled, by `_key`.
+_COMPILED: dict[tuple[Any, ...], Compiled] = {}
+
+
+class _Thread(threading.local):
+    """`recorder` is told of every launch in this thread: see `replay`."""
+
+    recorder: Any = None
+
+
+thread = _Thread()
 
 
 def was_run_with(version: str) -> bool:
@@ -44,15 +68,16 @@ def launch_compiled(
         try:
             key, passed = _key(kernel, grid, device, args, constants)
             found = _COMPILED.get(key)
-            if found is not None and not _hooked(kernel):
-                compiled, blocks, others = found
-                stream = driver.active.get_current_stream(device)
-                loaded = (compiled.function, compiled.packed_metadata)
-                compiled.run(*blocks, stream, *loaded, None, None, None, *passed, *others)
+            if found is not None and not (kernel.pre_run_hooks or _hooked()):
+                found.launch(current_stream(device), passed + found.constants)
+                if thread.recorder is not None:
+                    thread.recorder.launched(kernel, found, args)
                 return
         except Exception as surprise:
             _leave_to_triton(surprise)
     compiled = kernel[grid](*args, **constants)
+    if thread.recorder is not None:
+        thread.recorder.is_exact = False
     # The interpreter compiles nothing.
     if not _direct or key is None or compiled is None:
         return
@@ -63,7 +88,7 @@ def launch_compiled(
         return
     if len(_COMPILED) >= MOST_COMPILED:
         _COMPILED.clear()
-    _COMPILED[key] = (compiled, (*grid, 1, 1)[:3], others)
+    _COMPILED[key] = Compiled(compiled, (*grid, 1, 1)[:3], others)
 
 
 def _key(
@@ -84,19 +109,29 @@ def _key(
         else:
             form.append(arg)
     key = (kernel.fn, grid, device, *form, *constants, *constants.values())
+    return key + _settings(), passed
+
+
+def _settings() -> tuple[Any, ...]:
+    """Triton's settings that a program has changed."""
     runtime, compilation = vars(triton.knobs.runtime), vars(triton.knobs.compilation)
-    if runtime or compilation:
-        key += (*runtime.items(), *compilation.items())
-    return key, passed
+    return (*runtime.items(), *compilation.items()) if runtime or compilation else ()
 
 
-def _hooked(kernel: Any) -> bool:
+def _hooked() -> bool:
     """Whether hooks, such as a profiler's, are set, which only Triton's own launch calls."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-    )
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def can_replay() -> bool:
+    """Whether a recorded call may be replayed: nothing has changed how kernels are launched."""
+    return _direct and thread.recorder is None and not (_settings() or _hooked())
+
+
+def current_stream(device: int | None) -> int:
+    return driver.active.get_current_stream(device)
 
 
 def _leave_to_triton(surprise: Exception) -> None:

@@ -18,7 +18,7 @@ from liger_ops.fusion.attention import attention_function
 from liger_ops.rewrites import default_rewrites
 from liger_ops.rewrites.attention import masked_attention
 from parallel_plans import parallel
-from sharded_training import BOUND, PRELOADED, Graphs, full
+from sharded_training import BOUND, Graphs, full
 
 pytestmark = pytest.mark.device_kernels
 
@@ -90,5 +90,5 @@ def rewritten_masks() -> None:
 
 
 test_attention_tensor_parallel = ranks.tests(
-    {2: [block_masks, dense_masks, rewritten_masks]}, SECONDS, PRELOADED
+    {2: [block_masks, dense_masks, rewritten_masks]}, SECONDS
 )

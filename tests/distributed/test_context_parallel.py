@@ -17,7 +17,7 @@ import ranks
 from causal_models import assert_same_gradients
 from liger_ops import backend, fuse
 from liger_ops.fusion.attention import attention_mask
-from sharded_training import PRELOADED, Graphs
+from sharded_training import Graphs
 
 pytestmark = pytest.mark.device_kernels
 
@@ -32,7 +32,7 @@ KEYS = 1 if ranks.DEVICE == "cpu" else 2
 
 def test_two_devices(tmp_path: Path) -> None:
     checks = [fused, rewritten, masks_are_refused]
-    assert not ranks.failures(checks, 2, tmp_path, SECONDS, PRELOADED)
+    assert not ranks.failures(checks, 2, tmp_path, SECONDS)
 
 
 def made(use_cache: bool = False) -> Any:

@@ -15,7 +15,6 @@ import ranks
 from liger_ops import backend, fuse
 from sharded_training import (
     MIXTURE,
-    PRELOADED,
     TRAINED,
     Graphs,
     batch,
@@ -175,4 +174,4 @@ CHECKS = [
     a_padded_batch_follows_a_full_one,
 ]
 
-test_ddp = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)
+test_ddp = ranks.tests({2: CHECKS}, SECONDS)

@@ -19,7 +19,6 @@ from liger_ops import fuse
 from reloaded_models import reloaded
 from sharded_training import (
     LLAMA,
-    PRELOADED,
     ROWS,
     STEPS,
     TRAINED,
@@ -157,4 +156,4 @@ def activations_are_checkpointed() -> None:
 
 CHECKS = [fused_first, fused_after, fused_in_parts, activations_are_checkpointed]
 
-test_deepspeed = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)
+test_deepspeed = ranks.tests({2: CHECKS}, SECONDS)

@@ -21,7 +21,6 @@ import ranks
 from liger_ops import backend, fuse
 from sharded_training import (
     MIXTURE,
-    PRELOADED,
     TRAINED,
     Graphs,
     batch,
@@ -241,5 +240,5 @@ CHECKS = [
 ]
 
 test_fsdp = ranks.tests(
-    {2: CHECKS, 4: [fused_after_it_is_sharded, sharded_and_replicated]}, SECONDS, PRELOADED
+    {2: CHECKS, 4: [fused_after_it_is_sharded, sharded_and_replicated]}, SECONDS
 )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import ranks
 from liger_ops import backend, fuse
-from sharded_training import BOUND, PRELOADED, Graphs, batch, full, made
+from sharded_training import BOUND, Graphs, batch, full, made
 
 pytestmark = pytest.mark.device_kernels
 
@@ -165,4 +165,4 @@ def configured_by_a_file() -> None:
 
 CHECKS = [fused, layers_are_compiled, configured_by_a_file]
 
-test_fsdp_trainer = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)
+test_fsdp_trainer = ranks.tests({2: CHECKS}, SECONDS)

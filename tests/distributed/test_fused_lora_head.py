@@ -22,7 +22,6 @@ from liger_ops import backend, fuse
 from parallel_plans import parallel
 from plans_of_transformers import loaded
 from sharded_training import (
-    PRELOADED,
     Graphs,
     batch,
     compare,
@@ -164,4 +163,4 @@ CHECKS = [
 if Version(peft.__version__) >= Version("0.21.1"):
     CHECKS.append(loaded_with_a_plan_of_transformers)
 
-test_fused_lora_head = ranks.tests({2: CHECKS}, SECONDS, PRELOADED)
+test_fused_lora_head = ranks.tests({2: CHECKS}, SECONDS)

@@ -24,7 +24,6 @@ from sharded_training import (
     GEMMA,
     LLAMA,
     MIXTURE,
-    PRELOADED,
     TRAINED,
     Graphs,
     Run,
@@ -274,4 +273,4 @@ if torch.__version__ >= "2.13":
     # transformers 5.17 with torch 2.11 fails to load shards of shards.
     WITH_FOUR.append(sharded_twice_by_plans_of_transformers)
 
-test_fused_tensor_parallel = ranks.tests({2: CHECKS, 4: WITH_FOUR}, SECONDS, PRELOADED)
+test_fused_tensor_parallel = ranks.tests({2: CHECKS, 4: WITH_FOUR}, SECONDS)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -146,7 +147,7 @@ def test_flops_are_those_of_the_products_of_the_definition(op: OpUnderTest, back
 def test_decomposition_is_functional_and_of_any_size(op: OpUnderTest, backward: bool) -> None:
     few, many = (
         (op.backward_args if backward else op.forward_args)(case, op.tensors(case))
-        for case in (op.sample(rows=rows) for rows in (17, 23))
+        for case in (op.sample(rows=rows) for rows in (5, 7))
     )
     overload = op.overload(backward=backward)
     call = lambda *tensors: overload(*with_leaves(form(few), tensors))
@@ -268,14 +269,14 @@ def test_saves_nothing_but_tensors_that_exist_anyway(op: OpUnderTest) -> None:
     assert {tensor.data_ptr() for tensor in saved} <= existing
 
 
-assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+def is_chunked(op: OpUnderTest) -> bool:
+    return op.name.startswith(("linear_", "tiled_"))
 
 
-def compile_dynamically(
-    op: OpUnderTest, recorder: Recorder, compare: Callable[..., Any] = assert_equal
-) -> None:
-    """Compare what is compiled with eager, forward and backward, at two batch sizes."""
-    samples = [op.sample(torch.float32, rows=rows) for rows in (3, 5)]
+@mock.patch.object(inductor, "MOST_NODES", 10_000)
+def compile_dynamically(op: OpUnderTest, recorder: Recorder, sizes: tuple[int, ...]) -> None:
+    """Compare what is compiled with eager, forward and backward, at these batch sizes."""
+    samples = [op.sample(torch.float32, rows=rows) for rows in sizes]
     slots = form(op.forward_args(samples[0], op.tensors(samples[0])))
 
     def model(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -291,29 +292,31 @@ def compile_dynamically(
         weights = [torch.randn_like(output) for output in outputs]
         grads = torch.autograd.grad(outputs, required(tensors), weights)
         expected_grads = torch.autograd.grad(expected, required(tensors), weights)
-        compare((*outputs, *grads), (*expected, *expected_grads))
+        torch.testing.assert_close((*outputs, *grads), (*expected, *expected_grads))
 
 
 @EVERY_OP
 def test_one_dynamic_compilation(op: OpUnderTest) -> None:
-    """Two batch sizes give one compilation; each op is in the graph once, whole; results equal
-    eager's."""
-    recorder = Recorder()
-    compile_dynamically(op, recorder)
+    """Two batch sizes give one compilation; each op is in the graph once, whole. On a device
+    without kernels Inductor is given the operators of its definition, and the results are eager's.
+    """
+    recorder = Recorder() if is_chunked(op) else Recorder(pass_patterns[0].apply)
+    compile_dynamically(op, recorder, (3, 5))
     assert len(recorder.forwards) == len(recorder.backwards) == 1
-    assert liger_ops_of(recorder.forwards) == Counter([op.name])
-    assert liger_ops_of(recorder.backwards) == Counter([op.backward_name])
+    assert recorder.ops == [Counter([op.name]), Counter([op.backward_name])]
+    if not is_chunked(op):
+        assert_definition(op, recorder)
 
 
-@EVERY_OP
-def test_inductor_compiles_the_definition(op: OpUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device without kernels it is given the operators of the definition, and no op."""
-    monkeypatch.setattr(inductor, "MOST_NODES", 10_000)
+@pytest.mark.parametrize("op", list(filter(is_chunked, OPS.values())), ids=repr)
+def test_inductor_compiles_the_chunks_of_a_definition(op: OpUnderTest) -> None:
+    """There is another number of them at each size, and another compilation."""
     recorder = Recorder(pass_patterns[0].apply)
-    compile_dynamically(op, recorder, torch.testing.assert_close)
-    # The samples of losses and MLPs in chunks have another number of them at each size.
-    in_chunks = op.name.startswith(("linear_", "tiled_"))
-    assert len(recorder.forwards) == len(recorder.backwards) == 1 + in_chunks
+    compile_dynamically(op, recorder, (2,))
+    assert_definition(op, recorder)
+
+
+def assert_definition(op: OpUnderTest, recorder: Recorder) -> None:
     # Inductor compiles nothing that is complex.
     kept = Counter([op.name]) if op.id == "rope-complex" else Counter()
     assert liger_ops_of(recorder.forwards) == kept
@@ -338,17 +341,26 @@ def test_inductor_calls_every_op() -> None:
             for output in op.results(op.overload()(*with_leaves(slots, tensors)))
         ]
 
+    few, many = (
+        [differentiable(op, op.sample(torch.float32, rows=rows))[1] for op, _ in forms]
+        for rows in (3, 5)
+    )
+    for a, b in zip(itertools.chain(*few), itertools.chain(*many), strict=True):
+        for dim in range(a.dim()):
+            if a.shape[dim] != b.shape[dim]:
+                torch._dynamo.maybe_mark_dynamic(a, dim)
     torch._dynamo.reset()
+    counters.clear()
     options = {"pattern_matcher": False}
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, options=options)
-    for rows in (3, 5):
-        groups = [differentiable(op, op.sample(torch.float32, rows=rows))[1] for op, _ in forms]
+    compiled = torch.compile(model, fullgraph=True, options=options)
+    for groups in (few, many):
         tensors = required(tensor for group in groups for tensor in group)
         expected, actual = model(*groups), compiled(*groups)
         torch.testing.assert_close(actual, expected)
         losses = [sum((y * 2).square().sum() for y in outputs) for outputs in (actual, expected)]
         gradients = [torch.autograd.grad(loss, tensors) for loss in losses]
         torch.testing.assert_close(*gradients)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @EVERY_OP

@@ -134,7 +134,7 @@ class _Writer:
         for node in self.traced.graph.graph.nodes:
             is_call = node.op == "placeholder" and node.target in self.calls
             if node is output or (node not in needed and not is_call):
-                _check_unused(node)
+                check_unused(node)
                 continue
             self.values[node] = self.value_of(node)
         leaves = [self.argument(one) for one in output.args[0][0]]  # type: ignore[index,union-attr]
@@ -214,7 +214,8 @@ class _Writer:
         return one
 
 
-def _check_unused(node: fx.Node) -> None:
+def check_unused(node: fx.Node) -> None:
+    """Raise NotAnOp for a node that no result needs, unless it is a view or a cast."""
     call = canonical(node)
     is_view = node.target is operator.getitem or (
         call is not None and call.op in {*CHEAP, IDENTITY, "item", "unbind"}

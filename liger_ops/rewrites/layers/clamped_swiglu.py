@@ -44,13 +44,9 @@ def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:
     limit = number(match.values.get("limit", math.inf))
     if "lower" in match.values and not same(value(number(match["lower"])), -value(limit)):
         raise Refused("up is clamped to other bounds than -limit and limit")
-    return torch.ops.liger.clamped_swiglu.default, (
-        match["gate"],
-        match["up"],
-        number(match.values.get("alpha", 1.0)),
-        limit,
-        number(match.values.get("up_offset", 0.0)),
-    )
+    alpha, up_offset = (match.values.get(*one) for one in (("alpha", 1.0), ("up_offset", 0.0)))
+    args = (match["gate"], match["up"], number(alpha), limit, number(up_offset))
+    return torch.ops.liger.clamped_swiglu.default, args
 
 
 _HALVES: dict[str, Any] = {"gate": (2, 3, 8), "up": (2, 3, 8)}

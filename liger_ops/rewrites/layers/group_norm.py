@@ -19,13 +19,8 @@ def torch_group_norm(
 
 
 def _op(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    return torch.ops.liger.group_norm.default, (
-        match["x"],
-        match["num_groups"],
-        match["weight"],
-        match["bias"],
-        number(match["eps"]),
-    )
+    args = (match["x"], match["num_groups"], match["weight"], match["bias"], number(match["eps"]))
+    return torch.ops.liger.group_norm.default, args
 
 
 SPELLINGS = [

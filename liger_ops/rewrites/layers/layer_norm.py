@@ -41,12 +41,8 @@ def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
     dimensions = len(value(match["shape"]))
     if dimensions != 1:
         raise Refused(f"it normalises over {dimensions} dimensions, not the last alone")
-    return torch.ops.liger.layer_norm.default, (
-        match["x"],
-        match.values.get("weight"),
-        match.values.get("bias"),
-        number(match["eps"]),
-    )
+    weight, bias = match.values.get("weight"), match.values.get("bias")
+    return torch.ops.liger.layer_norm.default, (match["x"], weight, bias, number(match["eps"]))
 
 
 def _of_cohere(match: Match) -> tuple[Any, tuple[Any, ...]]:

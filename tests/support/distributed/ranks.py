@@ -22,6 +22,20 @@ from torch.utils._pytree import tree_leaves
 
 Check = Callable[[], None]
 
+# The server of processes imports these once: what each would import for itself, most of its time.
+# There is one list for all files, because a pytest process has one server, which its first file
+# starts.
+PRELOADED = [
+    "liger_ops.distributed",
+    "liger_ops.fusion",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo.backends.debugging",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gemma3.modeling_gemma3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
+
 DEVICE = os.environ.get("LIGER_OPS_TEST_DEVICE", "cpu")
 # The dtype and the bound of a comparison of ops with one device. Kernels have no float64, and a sum
 # over shards has another order.
@@ -33,21 +47,15 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     return init_device_mesh(DEVICE, shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
-def failures(
-    checks: Sequence[Check], ranks: int, folder: Path, seconds: float,
-    preloaded: Sequence[str] = (),
-) -> dict[str, str]:  # fmt: skip
+def failures(checks: Sequence[Check], ranks: int, folder: Path, seconds: float) -> dict[str, str]:
     """Run checks, functions of a module, on so many ranks, and return what each one that failed
     raised on its first rank, by the check's name.
 
     After a failure the ranks are not in step, and the checks after it fail too. Processes that take
     longer than `seconds` are killed.
     """
-    # The server imports these once, for all processes.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed.tensor", "liger_ops.distributed", *preloaded]
-    )
+    context.set_forkserver_preload(PRELOADED)
     processes = [
         context.Process(target=_run, args=(rank, ranks, checks, folder)) for rank in range(ranks)
     ]
@@ -70,9 +78,7 @@ def failures(
     return failed
 
 
-def tests(
-    checks: Mapping[int, Sequence[Check]], seconds: float, preloaded: Sequence[str] = ()
-) -> Callable[..., None]:
+def tests(checks: Mapping[int, Sequence[Check]], seconds: float) -> Callable[..., None]:
     """A test of each check, by the number of ranks. Those of one number run together, when the
     result of one is asked for."""
     found: dict[int, dict[str, str]] = {}
@@ -82,7 +88,7 @@ def tests(
     def test(count: int, check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         if count not in found:
             folder = tmp_path_factory.mktemp("ranks")
-            found[count] = failures(checks[count], count, folder, seconds, preloaded)
+            found[count] = failures(checks[count], count, folder, seconds)
         if failure := found[count].get(check):
             pytest.fail(failure, pytrace=False)
 

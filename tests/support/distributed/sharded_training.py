@@ -27,15 +27,6 @@ BOUND = 1e-5
 # The names under which wrappers hold a module.
 WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
-# What each process would import for itself, most of its time.
-PRELOADED = [
-    "torch.distributed.fsdp",
-    "torch._dynamo.backends.debugging",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.gemma3.modeling_gemma3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-]
-
 # Loss and gradients of each step.
 Run = list[tuple[Tensor, dict[str, Tensor]]]
 Loss = Callable[..., Tensor]

@@ -19,10 +19,13 @@ class Recorder:
         self.change = change
         self.forwards: list[torch.fx.GraphModule] = []
         self.backwards: list[torch.fx.GraphModule] = []
+        # The ops of each graph before it is changed.
+        self.ops: list[Counter[str]] = []
 
     def backend(self, **options: Any) -> Callable[..., Any]:
         def keep(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
             def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+                self.ops.append(liger_ops_of([graph]))
                 self.change(graph)
                 graphs.append(graph)
                 return make_boxed_func(graph.forward)

@@ -26,22 +26,7 @@ from .call import (
 )
 
 __all__ = [
-    "COMMUTATIVE",
-    "IDENTITY",
-    "Call",
-    "arguments",
-    "arithmetic",
-    "attention",
-    "calls",
-    "canonical",
-    "dimension",
-    "dtypes",
-    "functional",
-    "is_tensor",
-    "losses",
-    "operation",
-    "same",
-    "same_number",
-    "value",
-    "views",
-]
+    "COMMUTATIVE", "IDENTITY", "Call", "arguments", "arithmetic", "attention", "calls", "canonical",
+    "dimension", "dtypes", "functional", "is_tensor", "losses", "operation", "same", "same_number",
+    "value", "views",
+]  # fmt: skip

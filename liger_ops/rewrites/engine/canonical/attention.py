@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,22 +11,21 @@ import torch.nn.functional as F
 from .call import Call, dimension, spelled
 
 
-@spelled(torch.softmax, torch.special.softmax, "softmax")
-def _softmax(input: Any, dim: Any, dtype: Any = None) -> Call:
+def _softmax(op: str, input: Any, dim: Any, dtype: Any = None) -> Call:
     # The dtype is taken from the result's value, whether the call or autocast sets it.
-    return Call("softmax", (input, dimension(input, dim)))
+    return Call(op, (input, dimension(input, dim)))
 
 
-@spelled(F.softmax)
 def _functional_softmax(
-    input: Any, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None
+    op: str, input: Any, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None
 ) -> Call:
-    return Call("softmax", (input, dimension(input, dim)))
+    return Call(op, (input, dimension(input, dim)))
 
 
-@spelled(torch.bmm, "bmm")
-def _bmm(input: Any, mat2: Any) -> Call:
-    return Call("matmul", (input, mat2))
+for _name in ("softmax", "log_softmax"):
+    _functions = getattr(torch, _name), getattr(torch.special, _name)
+    spelled(*_functions, _name)(functools.partial(_softmax, _name))
+    spelled(getattr(F, _name))(functools.partial(_functional_softmax, _name))
 
 
 @spelled(torch.baddbmm, "baddbmm")
@@ -40,16 +40,9 @@ def _einsum(equation: Any, *operands: Any) -> Call:
     return Call("einsum", (equation, operands))
 
 
-@spelled(torch.masked_fill, "masked_fill")
-def _masked_fill(input: Any, mask: Any, value: Any) -> Call:
-    return Call("masked_fill", (input, mask, value))
-
-
-@spelled(torch.where)
-def _where(condition: Any, input: Any, other: Any) -> Call:
-    return Call("where", (condition, input, other))
-
-
-@spelled("where")
-def _where_method(input: Any, condition: Any, other: Any) -> Call:
-    return Call("where", (condition, input, other))
+spelled(torch.bmm, "bmm")(lambda input, mat2: Call("matmul", (input, mat2)))
+spelled(torch.masked_fill, "masked_fill")(
+    lambda input, mask, value: Call("masked_fill", (input, mask, value))
+)
+spelled(torch.where)(lambda condition, input, other: Call("where", (condition, input, other)))
+spelled("where")(lambda input, condition, other: Call("where", (condition, input, other)))

@@ -30,19 +30,6 @@ def _nll_loss(
     return Call("nll_loss", (input, target, weight, ignore_index, reduction))
 
 
-@spelled(torch.log_softmax, torch.special.log_softmax, "log_softmax")
-def _log_softmax(input: Any, dim: Any, dtype: Any = None) -> Call:
-    # The dtype is taken from the result's value, whether the call or autocast sets it.
-    return Call("log_softmax", (input, dimension(input, dim)))
-
-
-@spelled(F.log_softmax)
-def _functional_log_softmax(
-    input: Any, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None
-) -> Call:
-    return Call("log_softmax", (input, dimension(input, dim)))
-
-
 @spelled(torch.logsumexp, torch.special.logsumexp, "logsumexp")
 def _logsumexp(input: Any, dim: Any, keepdim: Any = False) -> Call:
     return Call("logsumexp", (input, dimensions(input, dim), bool(keepdim)))

@@ -1,0 +1,278 @@
+"""Replay an earlier call of an op for arguments of the same form.
+
+A call's checks, plan, allocations and launches depend on its form alone: shapes, strides, dtypes
+and alignment of tensors, and options. The first call of a form runs as it is, the second is
+recorded, and later ones allocate the same memory and launch the same compiled kernels, with their
+own addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...torch_private import AutoDispatchBelowAutograd, TorchDispatchMode, empty_strided_cuda
+from .compiled import ALIGNMENT, MOST_COMPILED, Compiled, can_replay, current_stream, thread
+
+ALLOCATIONS = {
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
+# Operators whose results have another form, or are other numbers, in the next call.
+DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+class Replay:
+    """A call that is replayed: its tensors, first the arguments, their addresses, and the stream.
+
+    A step of a recording names a tensor by its index here.
+    """
+
+    def __init__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        self.tensors, self.addresses, self.stream = tensors, addresses, stream
+
+    def add(self, tensor: Tensor) -> None:
+        self.tensors.append(tensor)
+        self.addresses.append(tensor.data_ptr())
+
+
+class Allocation(NamedTuple):
+    """Memory for a result, or for use within the call."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def run(self, call: Replay) -> None:
+        call.add(empty_strided_cuda(*self))
+
+
+class Computation(NamedTuple):
+    """An operator of PyTorch; `tensors` are the indices of arguments, and of their tensors."""
+
+    function: Any
+    args: list[Any]
+    options: dict[str, Any]
+    tensors: list[tuple[int, int]]
+
+    def run(self, call: Replay) -> None:
+        args = self.args.copy()
+        for i, tensor in self.tensors:
+            args[i] = call.tensors[tensor]
+        call.add(self.function(*args, **self.options))
+
+
+class Launch(NamedTuple):
+    """A compiled kernel; `addresses` are the indices of arguments, and of their tensors, and the
+    bytes between a tensor's start and the address. `hooks` are Triton's, before a launch."""
+
+    hooks: list[Any]
+    compiled: Compiled
+    args: list[Any]
+    addresses: list[tuple[int, int, int]]
+
+    def run(self, call: Replay) -> None:
+        args = self.args.copy()
+        for i, tensor, offset in self.addresses:
+            args[i] = call.addresses[tensor] + offset
+        self.compiled.launch(call.stream, args)
+
+
+class Recording(NamedTuple):
+    """A call's steps, and which of its tensors are its results; and the hooks of its kernels."""
+
+    device: int
+    steps: list[Allocation | Computation | Launch]
+    hooks: list[list[Any]]
+    computes: bool
+    results: list[int | None]
+    is_tuple: bool
+
+    def replay(self, tensors: list[Any], addresses: list[int]) -> Any:
+        if self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self.replay(tensors, addresses)
+        call = Replay(tensors, addresses, current_stream(self.device))
+        if self.computes:
+            with AutoDispatchBelowAutograd():
+                self._run(call)
+        else:
+            self._run(call)
+        results = [None if i is None else tensors[i] for i in self.results]
+        return tuple(results) if self.is_tuple else results[0]
+
+    def _run(self, call: Replay) -> None:
+        for step in self.steps:
+            step.run(call)
+
+
+class Recorder(TorchDispatchMode):
+    """Records a call, which is to be made with `args` in place of its own arguments."""
+
+    def __init__(self, args: Sequence[Any], tensors: Sequence[int]) -> None:
+        super().__init__()
+        # An argument that is given twice is two objects here.
+        self.args = [x.detach() if isinstance(x, Tensor) else x for x in args]
+        self.tensors = [self.args[i] if i < len(args) else None for i in tensors]
+        self.count = len(self.tensors)
+        # By the id of a tensor or a view of one: it, and the tensor's index.
+        self.found = {id(x): (x, i) for i, x in enumerate(self.tensors) if x is not None}
+        self.steps: list[Allocation | Computation | Launch] = []
+        # Index of a tensor that is no argument -> index of the step that makes it.
+        self.made: dict[int, int] = {}
+        self.is_exact = True
+
+    def __enter__(self) -> Recorder:
+        thread.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        thread.recorder = None
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        given = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
+        results = [result] if isinstance(result, Tensor) else result
+        if function.is_view and all(_memory(x) == _memory(args[0]) for x in results):
+            index = self._index(args[0])
+            self.is_exact &= index is not None
+            for x in results:
+                self.found[id(x)] = x, index
+        elif function._schema.name in ALLOCATIONS:
+            self._make(result, _form(result))
+        elif isinstance(result, Tensor):
+            indices = [(i, self._index(x)) for i, x in given]
+            self.is_exact &= _is_exact(function, kwargs) and all(
+                index is not None and _form(x) == _form(self.tensors[index])
+                for (_, x), (_, index) in zip(given, indices, strict=True)
+            )
+            # The recording keeps no tensor alive.
+            others = [None if isinstance(x, Tensor) else x for x in args]
+            self._make(result, Computation(function, others, kwargs, indices))
+        else:
+            # What is computed without tensors depends on the form alone.
+            self.is_exact &= not given
+        return result
+
+    def _make(self, tensor: Tensor, step: Allocation | Computation) -> None:
+        index = len(self.tensors)
+        self.found[id(tensor)] = tensor, index
+        self.made[index] = len(self.steps)
+        self.tensors.append(tensor)
+        self.steps.append(step)
+
+    def _index(self, x: Tensor) -> int | None:
+        return self.found.get(id(x), (x, None))[1]
+
+    def launched(self, kernel: Any, compiled: Compiled, args: Sequence[Any]) -> None:
+        """Note a launch."""
+        passed, addresses = [*args, *compiled.constants], []
+        for i, x in enumerate(args):
+            if isinstance(x, Tensor):
+                passed[i], index = x.data_ptr(), self._index(x)
+                if index is None:
+                    self.is_exact = False
+                elif x.numel():
+                    start = self.tensors[index].data_ptr()
+                    addresses.append((i, index, passed[i] - start))
+        self.steps.append(Launch(kernel.pre_run_hooks, compiled, passed, addresses))
+
+    def recording(self, returned: Any) -> Recording | None:
+        """The call, which returned this, or None if it cannot be replayed."""
+        computes = any(isinstance(step, Computation) for step in self.steps)
+        results: list[int | None] = []
+        for x in returned if isinstance(returned, tuple) else (returned,):
+            index = None if x is None else self._index(x)
+            if x is not None:
+                if index not in self.made or index in results:
+                    return None
+                tensor = self.tensors[index]
+                if _form(x) != _form(tensor):
+                    # The memory has the result's strides from the start.
+                    if computes or not _is_whole(x, tensor):
+                        return None
+                    self.steps[self.made[index]] = _form(x)
+            results.append(index)
+        devices = {x.get_device() for x in self.tensors if x is not None}
+        if not self.is_exact or len(devices) != 1:
+            return None
+        hooks = [step.hooks for step in self.steps if isinstance(step, Launch)]
+        is_tuple = isinstance(returned, tuple)
+        return Recording(devices.pop(), self.steps, hooks, computes, results, is_tuple)
+
+
+def _form(x: Tensor) -> Allocation:
+    return Allocation(tuple(x.shape), x.stride(), x.dtype)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _is_exact(function: Any, options: dict[str, Any]) -> bool:
+    """Whether a computation can be repeated with other tensors as positional arguments."""
+    kinds = [str(argument.type) for argument in function._schema.arguments]
+    plain = not any("List" in kind and "Tensor" in kind for kind in kinds)
+    named = any(isinstance(value, Tensor) for value in options.values())
+    return plain and not named and not DATA_DEPENDENT & set(function.tags)
+
+
+def _is_whole(x: Tensor, tensor: Tensor) -> bool:
+    """Whether x has all memory of the tensor, and no element twice."""
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    is_dense = x.numel() in (0, last + 1)
+    return is_dense and x.nbytes == tensor.nbytes and x.data_ptr() == tensor.data_ptr()
+
+
+class Replays:
+    """The kernel of an op, which is given the arguments as a tuple: `run`, or a recorded call."""
+
+    def __init__(self, run: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        self.run = run
+        kinds = [str(argument.type) for argument in arguments]
+        self.tensors = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
+        self.lists = [i for i, kind in enumerate(kinds) if "List" in kind]
+        # The form of a call -> its recording, or whether its next call is to be recorded.
+        self.known: dict[tuple[Any, ...], Recording | bool] = {}
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        if not can_replay():
+            return self.run(*args)
+        form, tensors, addresses = self._form(args)
+        known = self.known.get(form)
+        if isinstance(known, Recording):
+            if not any(known.hooks):
+                return known.replay(tensors, addresses)
+        elif known:
+            with Recorder(args, self.tensors) as recorder:
+                results = self.run(*recorder.args)
+            self.known[form] = recorder.recording(results) or False
+            return results
+        results = self.run(*args)
+        if known is None:
+            if len(self.known) >= MOST_COMPILED:
+                self.known.clear()
+            self.known[form] = True
+        return results
+
+    def _form(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], list[int]]:
+        """What a call depends on but the numbers in its tensors; these, and their addresses."""
+        form, tensors, addresses, count = [*args], [], [], len(args)
+        for i in self.tensors:
+            x, address = args[i] if i < count else None, 0
+            if x is not None:
+                address = x.data_ptr()
+                form[i] = x.shape, x.stride(), x.dtype, x.get_device(), address % ALIGNMENT
+            tensors.append(x)
+            addresses.append(address)
+        for i in self.lists:
+            if i < count and form[i] is not None:
+                form[i] = tuple(form[i])
+        return tuple(form), tensors, addresses
