@@ -77,7 +77,7 @@ def launch_compiled(
             _leave_to_triton(surprise)
     compiled = kernel[grid](*args, **constants)
     if thread.recorder is not None:
-        thread.recorder.is_exact = False
+        thread.recorder.stop()
     # The interpreter compiles nothing.
     if not _direct or key is None or compiled is None:
         return

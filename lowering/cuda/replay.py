@@ -9,6 +9,7 @@ own addresses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,22 +22,14 @@ ALLOCATIONS = {
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
+# Bytes of what a call may compute by PyTorch: a replay has all of it in memory until it ends.
+MOST_COMPUTED = 2**20
 # Operators whose results have another form, or are other numbers, in the next call.
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-class Replay:
-    """A call that is replayed: its tensors, first the arguments, their addresses, and the stream.
-
-    A step of a recording names a tensor by its index here.
-    """
-
-    def __init__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        self.tensors, self.addresses, self.stream = tensors, addresses, stream
-
-    def add(self, tensor: Tensor) -> None:
-        self.tensors.append(tensor)
-        self.addresses.append(tensor.data_ptr())
+# A step is given the tensors of the call that is replayed, of which the call's arguments are the
+# first, their addresses, and the stream. `index` is that of one of these tensors.
 
 
 class Allocation(NamedTuple):
@@ -46,39 +39,55 @@ class Allocation(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def run(self, call: Replay) -> None:
-        call.add(empty_strided_cuda(*self))
+    def run(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        x = empty_strided_cuda(*self)
+        tensors.append(x)
+        addresses.append(x.data_ptr())
+
+
+class Given(NamedTuple):
+    """An argument of a computation that is a tensor or, with size, stride and start, its part."""
+
+    argument: int | str
+    index: int
+    part: tuple[Any, ...] | None
 
 
 class Computation(NamedTuple):
-    """An operator of PyTorch; `tensors` are the indices of arguments, and of their tensors."""
+    """An operator of PyTorch."""
 
     function: Any
     args: list[Any]
     options: dict[str, Any]
-    tensors: list[tuple[int, int]]
+    given: list[Given]
 
-    def run(self, call: Replay) -> None:
-        args = self.args.copy()
-        for i, tensor in self.tensors:
-            args[i] = call.tensors[tensor]
-        call.add(self.function(*args, **self.options))
+    def run(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        args, options = self.args.copy(), self.options.copy()
+        for i, index, part in self.given:
+            x = tensors[index]
+            if part is not None:
+                size, stride, start = part
+                x = x.as_strided(size, stride, x.storage_offset() + start)
+            (options if isinstance(i, str) else args)[i] = x
+        x = self.function(*args, **options)
+        tensors.append(x)
+        addresses.append(x.data_ptr())
 
 
 class Launch(NamedTuple):
-    """A compiled kernel; `addresses` are the indices of arguments, and of their tensors, and the
-    bytes between a tensor's start and the address. `hooks` are Triton's, before a launch."""
+    """A compiled kernel; `places` are the indices of arguments that are addresses, the indices of
+    their tensors, and the bytes between a tensor's start and the address. `hooks` are Triton's."""
 
     hooks: list[Any]
     compiled: Compiled
     args: list[Any]
-    addresses: list[tuple[int, int, int]]
+    places: list[tuple[int, int, int]]
 
-    def run(self, call: Replay) -> None:
+    def run(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         args = self.args.copy()
-        for i, tensor, offset in self.addresses:
-            args[i] = call.addresses[tensor] + offset
-        self.compiled.launch(call.stream, args)
+        for i, index, offset in self.places:
+            args[i] = addresses[index] + offset
+        self.compiled.launch(stream, args)
 
 
 class Recording(NamedTuple):
@@ -95,18 +104,12 @@ class Recording(NamedTuple):
         if self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.replay(tensors, addresses)
-        call = Replay(tensors, addresses, current_stream(self.device))
-        if self.computes:
-            with AutoDispatchBelowAutograd():
-                self._run(call)
-        else:
-            self._run(call)
+        stream = current_stream(self.device)
+        with AutoDispatchBelowAutograd() if self.computes else nullcontext():
+            for step in self.steps:
+                step.run(tensors, addresses, stream)
         results = [None if i is None else tensors[i] for i in self.results]
         return tuple(results) if self.is_tuple else results[0]
-
-    def _run(self, call: Replay) -> None:
-        for step in self.steps:
-            step.run(call)
 
 
 class Recorder(TorchDispatchMode):
@@ -123,7 +126,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Allocation | Computation | Launch] = []
         # Index of a tensor that is no argument -> index of the step that makes it.
         self.made: dict[int, int] = {}
-        self.is_exact = True
+        self.is_exact, self.computed = True, 0
 
     def __enter__(self) -> Recorder:
         thread.recorder = self
@@ -136,56 +139,74 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        given = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
+        result = function(*args, **(kwargs or {}))
+        if self.is_exact and not self._called(function, args, kwargs or {}, result):
+            self.stop()
+        return result
+
+    def stop(self) -> None:
+        """The call cannot be replayed. From now on it frees its memory as it does otherwise."""
+        self.is_exact = False
+        self.tensors.clear()
+        self.found.clear()
+
+    def _called(self, function: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Note what an operator of PyTorch did, and return whether it can be repeated."""
+        given = {**dict(enumerate(args)), **kwargs}
+        given = {i: x for i, x in given.items() if isinstance(x, Tensor)}
         results = [result] if isinstance(result, Tensor) else result
         if function.is_view and all(_memory(x) == _memory(args[0]) for x in results):
             index = self._index(args[0])
-            self.is_exact &= index is not None
-            for x in results:
-                self.found[id(x)] = x, index
-        elif function._schema.name in ALLOCATIONS:
-            self._make(result, _form(result))
-        elif isinstance(result, Tensor):
-            indices = [(i, self._index(x)) for i, x in given]
-            self.is_exact &= _is_exact(function, kwargs) and all(
-                index is not None and _form(x) == _form(self.tensors[index])
-                for (_, x), (_, index) in zip(given, indices, strict=True)
-            )
-            # The recording keeps no tensor alive.
-            others = [None if isinstance(x, Tensor) else x for x in args]
-            self._make(result, Computation(function, others, kwargs, indices))
-        else:
+            self.found.update({id(x): (x, index) for x in results})
+            return index is not None
+        if not isinstance(result, Tensor):
             # What is computed without tensors depends on the form alone.
-            self.is_exact &= not given
-        return result
-
-    def _make(self, tensor: Tensor, step: Allocation | Computation) -> None:
+            return not given
+        step: Any = _form(result)
+        if function._schema.name not in ALLOCATIONS:
+            found = [self._given(i, x) for i, x in given.items()]
+            self.computed += result.nbytes
+            if None in found or self.computed > MOST_COMPUTED or not _is_exact(function):
+                return False
+            # The recording keeps no tensor alive.
+            values = [None if i in given else x for i, x in enumerate(args)]
+            options = {name: None if name in given else x for name, x in kwargs.items()}
+            step = Computation(function, values, options, found)
         index = len(self.tensors)
-        self.found[id(tensor)] = tensor, index
+        self.found[id(result)] = result, index
         self.made[index] = len(self.steps)
-        self.tensors.append(tensor)
+        self.tensors.append(result)
         self.steps.append(step)
+        return True
+
+    def _given(self, argument: int | str, x: Tensor) -> Given | None:
+        index = self._index(x)
+        tensor = x if index is None else self.tensors[index]
+        if index is None or x.dtype is not tensor.dtype:
+            return None
+        part = (tuple(x.shape), x.stride(), x.storage_offset() - tensor.storage_offset())
+        return Given(argument, index, None if _form(x) == _form(tensor) else part)
 
     def _index(self, x: Tensor) -> int | None:
         return self.found.get(id(x), (x, None))[1]
 
     def launched(self, kernel: Any, compiled: Compiled, args: Sequence[Any]) -> None:
         """Note a launch."""
-        passed, addresses = [*args, *compiled.constants], []
+        passed, places = [*args, *compiled.constants], []
         for i, x in enumerate(args):
             if isinstance(x, Tensor):
                 passed[i], index = x.data_ptr(), self._index(x)
                 if index is None:
-                    self.is_exact = False
-                elif x.numel():
-                    start = self.tensors[index].data_ptr()
-                    addresses.append((i, index, passed[i] - start))
-        self.steps.append(Launch(kernel.pre_run_hooks, compiled, passed, addresses))
+                    self.stop()
+                    return
+                if x.numel():
+                    places.append((i, index, passed[i] - self.tensors[index].data_ptr()))
+        self.steps.append(Launch(kernel.pre_run_hooks, compiled, passed, places))
 
     def recording(self, returned: Any) -> Recording | None:
         """The call, which returned this, or None if it cannot be replayed."""
+        if not self.is_exact:
+            return None
         computes = any(isinstance(step, Computation) for step in self.steps)
         results: list[int | None] = []
         for x in returned if isinstance(returned, tuple) else (returned,):
@@ -201,7 +222,7 @@ class Recorder(TorchDispatchMode):
                     self.steps[self.made[index]] = _form(x)
             results.append(index)
         devices = {x.get_device() for x in self.tensors if x is not None}
-        if not self.is_exact or len(devices) != 1:
+        if len(devices) != 1:
             return None
         hooks = [step.hooks for step in self.steps if isinstance(step, Launch)]
         is_tuple = isinstance(returned, tuple)
@@ -216,12 +237,11 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _is_exact(function: Any, options: dict[str, Any]) -> bool:
-    """Whether a computation can be repeated with other tensors as positional arguments."""
+def _is_exact(function: Any) -> bool:
+    """Whether an operator takes no list of tensors, and returns the same forms in each call."""
     kinds = [str(argument.type) for argument in function._schema.arguments]
-    plain = not any("List" in kind and "Tensor" in kind for kind in kinds)
-    named = any(isinstance(value, Tensor) for value in options.values())
-    return plain and not named and not DATA_DEPENDENT & set(function.tags)
+    takes_list = any("List" in kind and "Tensor" in kind for kind in kinds)
+    return not (takes_list or DATA_DEPENDENT & set(function.tags))
 
 
 def _is_whole(x: Tensor, tensor: Tensor) -> bool:
