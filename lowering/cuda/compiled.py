@@ -42,9 +42,11 @@ _COMPILED: dict[tuple[Any, ...], Compiled] = {}
 
 
 class _Thread(threading.local):
-    """`recorder` is told of every launch in this thread: see `replay`."""
+    """`recorder` is told of every launch in this thread: see `replay`. Nothing is replayed while
+    launches are traced."""
 
     recorder: Any = None
+    is_traced = False
 
 
 thread = _Thread()
@@ -127,7 +129,8 @@ def _hooked() -> bool:
 
 def can_replay() -> bool:
     """Whether a recorded call may be replayed: nothing has changed how kernels are launched."""
-    return _direct and thread.recorder is None and not (_settings() or _hooked())
+    elsewhere = thread.recorder is not None or thread.is_traced
+    return _direct and not (elsewhere or _settings() or _hooked())
 
 
 def current_stream(device: int | None) -> int:
