@@ -222,9 +222,9 @@ class Recorder(TorchDispatchMode):
                     self.steps[self.made[index]] = _form(x)
             results.append(index)
         devices = {x.get_device() for x in self.tensors if x is not None}
-        if len(devices) != 1:
-            return None
         hooks = [step.hooks for step in self.steps if isinstance(step, Launch)]
+        if len(devices) != 1 or not (hooks or computes):
+            return None
         is_tuple = isinstance(returned, tuple)
         return Recording(devices.pop(), self.steps, hooks, computes, results, is_tuple)
 

@@ -22,6 +22,7 @@ from triton import knobs
 import liger_ops
 from liger_ops import library
 from liger_ops.lowering.cuda import compiled, replay
+from liger_ops.lowering.cuda.embedded import traced_launches
 from liger_ops.lowering.cuda.replay import Recorder, Replays
 from op_checks import as_tuple
 from op_table import OPS
@@ -258,3 +259,9 @@ def test_a_recording_does_not_keep_what_a_call_frees(monkeypatch: pytest.MonkeyP
         library.OPS[op.name].kernels["cuda"](*op.forward_args(case, op.tensors(case)))
     assert calls is not None and list(calls.known.values()) == [False]
     assert held[-1] == 0
+
+
+def test_nothing_is_replayed_while_launches_are_traced() -> None:
+    with traced_launches():
+        assert not compiled.can_replay()
+    assert compiled.can_replay()

@@ -111,11 +111,12 @@ class Experts(Gated):
             return
         try:
             facts = classes.overrides(module).get(self.name) or self.facts(module)
+            is_fused = not (isinstance(facts.form, str) or _left(module))
         except NotAnOp:
-            return
-        if isinstance(facts.form, str) or _left(module):
-            return
-        reason = obstacle(wrapper) or peft_experts.loras(wrapper)
+            is_fused = False
+        reason: Any = f"its {classes.class_of(module).__name__} is not fused"
+        if is_fused:
+            reason = obstacle(wrapper) or peft_experts.loras(wrapper)
         self.wrapped[module] = not isinstance(reason, str)
         if isinstance(reason, str):
             plan.leave(name, wrapper, f"the weights are formed with their LoRA: {reason}")

@@ -23,6 +23,7 @@ from ..loss.head import obstacle_beside
 from ..loss.lora import LAYER, adapters_of
 from ..planning import Plan
 from ..probing import NotAnOp, Probes
+from . import peft_experts
 
 KIND = "lora"
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
@@ -46,6 +47,9 @@ def plan(model: nn.Module) -> Plan:
     def look(plan: Plan, name: str, module: Any) -> None:
         cls = classes.class_of(module)
         if KIND in classes.overrides(module) or not hasattr(module, "lora_dropout"):
+            return
+        if peft_experts.is_wrapper(module):
+            # It adapts parameters, such as those of experts, whose plan looks at it.
             return
         if not cls.__module__.startswith("peft.tuners.lora"):
             return
