@@ -351,9 +351,9 @@ def chunks_compiled_by_inductor() -> None:
         # Its C++ would take half a minute to compile.
         raise InterruptedError
 
-    with patch.object(GraphLowering, "save_output_code", keep_and_stop):
-        with pytest.raises(Exception, match="InterruptedError"):
-            torch.compile(call, fullgraph=True)(x, weight, torch.arange(rows))
+    stopped = pytest.raises(Exception, match="InterruptedError")
+    with stopped, patch.object(GraphLowering, "save_output_code", keep_and_stop):
+        torch.compile(call, fullgraph=True)(x, weight, torch.arange(rows))
     alive: set[str] = set()
     counts = [0]
     for line in code.splitlines():
