@@ -10,6 +10,7 @@ from typing import Any
 from torch.library import wrap_triton
 
 from . import launch
+from .compiled import thread
 
 # Inductor compiles the kernels of a package without dependent launches, and with assertions.
 OTHERS = ("launch_pdl", "debug", "sanitize_overflow")
@@ -34,8 +35,8 @@ def traced_launches() -> Iterator[None]:
         wrap_triton(kernel)[grid](*args, **constants)
 
     with _lock:
-        launch.launch_compiled = trace
+        launch.launch_compiled, thread.is_traced = trace, True
         try:
             yield
         finally:
-            launch.launch_compiled = launch_compiled
+            launch.launch_compiled, thread.is_traced = launch_compiled, False

@@ -121,9 +121,9 @@ def functions(
     options: Any = {"activation": activation, "interleaved": layer.is_gpt_oss}
     names = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
 
-    def ours(**recompute: bool) -> Tensor:
+    def ours(recompute: bool = False) -> Tensor:
         lora = dict(zip(names, factors(layer, loras), strict=False))
-        return liger_ops.moe_experts(*given, **options, **lora, **recompute)
+        return liger_ops.moe_experts(*given, **options | lora | {"recompute": recompute})
 
     parameters = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     module: Any = SimpleNamespace(
@@ -179,8 +179,8 @@ def products(
     a = h[:, : layer.intermediate].contiguous()
     product = partial(F.grouped_mm, offs=ends)
     forward = ((rows, up), (a, back))
-    backward = ((rows, back.mT), (h, up.mT), (h.mT, rows), (rows.mT, a))
-    backward = backward[: 2 if layer.rank else 4]
+    of_inputs = ((rows, back.mT), (h, up.mT))
+    backward = of_inputs if layer.rank else (*of_inputs, (h.mT, rows), (rows.mT, a))
     return tuple(  # type: ignore[return-value]
         partial(lambda pairs: [product(*pair) for pair in pairs], pairs)
         for pairs in (forward, backward)

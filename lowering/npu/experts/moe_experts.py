@@ -141,31 +141,43 @@ class _Rows:
         return x.index_select(0, self.order // self.top_k)
 
     def up(self) -> Tensor:
-        return self.product("gate_up", self.of_tokens(self.call.x))
+        return self.project("gate_up", self.of_tokens(self.call.x))
 
-    def product(self, name: str, x: Tensor) -> Tensor:
-        """The rows x times a weight with its LoRA, and its bias."""
-        weight, bias, a, b, _ = self.parts_of(name)
+    def project(self, name: str, x: Tensor) -> Tensor:
+        """x times the transposed weight of this name, with its bias and its LoRA."""
+        weight, bias, lora_b = self.named(name, "", "_bias", "_lora_b")
         y = product_of_rows(x, weight.mT, self.ends, bias)
-        return y if a is None else y.add_(product_of_rows(self.inner(name, x), b.mT, self.ends))
+        if lora_b is not None:
+            y += product_of_rows(self.low_rank(name, x), lora_b.mT, self.ends)
+        return y
 
-    def inner(self, name: str, x: Tensor) -> Tensor:
-        """The rows x times a LoRA's a, and its scale."""
-        _, _, a, _, scale = self.parts_of(name)
-        return product_of_rows(x, a.mT, self.ends).mul_(scale)
-
-    def through(self, name: str, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradients of the rows that a weight with its LoRA, and a LoRA's b, multiply."""
-        weight, _, a, b, scale = self.parts_of(name)
+    def project_back(self, name: str, dy: Tensor) -> Tensor:
+        """dy times the weight of this name, and its LoRA."""
+        weight, lora_a = self.named(name, "", "_lora_a")
         dx = product_of_rows(dy, weight, self.ends)
-        if a is None:
-            return dx, None
-        dinner = product_of_rows(dy, b, self.ends).mul_(scale)
-        return dx.add_(product_of_rows(dinner, a, self.ends)), dinner
+        if lora_a is not None:
+            dx += product_of_rows(self.low_rank_gradient(name, dy), lora_a, self.ends)
+        return dx
 
-    def parts_of(self, name: str) -> tuple[Any, ...]:
-        parts = ("", "_bias", "_lora_a", "_lora_b", "_lora_scale")
-        return tuple(getattr(self.call, name + part) for part in parts)
+    def low_rank(self, name: str, x: Tensor) -> Tensor:
+        a, scale = self.named(name, "_lora_a", "_lora_scale")
+        return product_of_rows(x, a.mT, self.ends) * scale
+
+    def low_rank_gradient(self, name: str, dy: Tensor) -> Tensor:
+        b, scale = self.named(name, "_lora_b", "_lora_scale")
+        return product_of_rows(dy, b, self.ends) * scale
+
+    def named(self, name: str, *parts: str) -> list[Any]:
+        return [getattr(self.call, name + part) for part in parts]
+
+    def fill_lora(
+        self, name: str, da: Tensor | None, db: Tensor | None, dy: Tensor, x: Tensor | None
+    ) -> None:
+        """Fill the gradients of the LoRA of this name, which are of any strides."""
+        if da is not None and x is not None:
+            da.copy_(product_over_rows(self.low_rank_gradient(name, dy), x, self.ends))
+        if db is not None and x is not None:
+            db.copy_(product_over_rows(dy, self.low_rank(name, x), self.ends))
 
     def combine(self, rows: Tensor, weights: Tensor | None, y: Tensor) -> None:
         """Fill y with each token's sum of rows."""
@@ -230,7 +242,7 @@ def moe_experts_forward(call: Any) -> tuple[Tensor | None, ...]:
         offsets.copy_(found[1])
         rows = _Rows(call, order, offsets)
         pre = rows.up()
-        rows.combine(rows.product("down", _activated(call, pre)), rows.weights, y)
+        rows.combine(rows.project("down", _activated(call, pre)), rows.weights, y)
     return y, order, offsets, pre if call.return_pre_activation else None
 
 
@@ -241,17 +253,14 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
         return tuple(None if output is None else output.zero_() for output in outputs)
     rows, dy = _Rows(call, call.order, call.offsets), call.dy.contiguous()
     dy_rows = rows.of_tokens(dy)
-    dx, _, _, dtop_k_weights, dgate_up_bias, ddown_bias = outputs[:6]
-    if ddown_bias is not None:
-        _sum_rows(rows, ddown_bias, dy_rows, rows.by_expert(rows.weights).to(dy.dtype))
+    _sum_rows(rows, outputs[5], dy_rows, rows.by_expert(rows.weights).to(dy.dtype))
     if all(output is None for output in (*outputs[:5], *outputs[6:])):
         return tuple(outputs)
     pre = rows.up() if call.pre_activation is None else call.pre_activation.contiguous()
-    da, dinner = rows.through("down", dy_rows)
-    dpre = torch.empty_like(pre)
-    act = None
-    if any(outputs[i] is not None for i in (2, 8, 9)):
-        act = torch.empty_like(da)
+    da = rows.project_back("down", dy_rows)
+    dpre, dx, dtop_k_weights = torch.empty_like(pre), outputs[0], outputs[3]
+    wants_act = any(output is not None for output in (outputs[2], *outputs[8:]))
+    act = torch.empty_like(da) if wants_act else None
     dweights = None if dtop_k_weights is None else da.new_empty(len(da), dtype=torch.float32)
     rows.slopes(da, pre, dpre, act, dweights)
     del da, pre
@@ -259,50 +268,34 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
         dweights = dweights.index_select(0, rows.places).view(dtop_k_weights.shape)
         add_biases(call, dy, dweights)
         dtop_k_weights.copy_(dweights)
-    if act is not None:
-        _weights_gradients(rows, outputs, "down", (2, 8, 9), act, dy_rows, dinner)
-    dinner = None
+    rows.fill_lora("down", *outputs[8:], dy_rows, act)
+    if outputs[2] is not None and act is not None:
+        _multiply_rows(rows, outputs, 2, dy_rows, act)
     del act, dy_rows
-    if dgate_up_bias is not None:
-        _sum_rows(rows, dgate_up_bias, dpre, dpre.new_ones(len(dpre)))
-    if dx is not None or outputs[6] is not None:
-        dx_rows, dinner = rows.through("gate_up", dpre)
-        if dx is not None:
-            rows.combine(dx_rows, None, dx)
-        del dx_rows
-    if any(outputs[i] is not None for i in (1, 6, 7)):
+    if any(output is not None for output in (outputs[1], *outputs[6:8])):
         x_rows = rows.of_tokens(call.x)
-        _weights_gradients(rows, outputs, "gate_up", (1, 6, 7), x_rows, dpre, dinner)
+        rows.fill_lora("gate_up", *outputs[6:8], dpre, x_rows)
+        if outputs[1] is not None:
+            _multiply_rows(rows, outputs, 1, dpre, x_rows)
+    _sum_rows(rows, outputs[4], dpre, dpre.new_ones(len(dpre)))
+    if dx is not None:
+        rows.combine(rows.project_back("gate_up", dpre), None, dx)
     return tuple(outputs)
 
 
-def _weights_gradients(
-    rows: _Rows, outputs: list[Tensor | None], name: str, places: tuple[int, int, int],
-    x: Tensor, dy: Tensor, dinner: Tensor | None,
-) -> None:  # fmt: skip
-    """Set the outputs at these places, those of a weight and its LoRA's a and b, if wanted."""
-    of_weight, of_a, of_b = places
-    _multiply_rows(rows, outputs, of_weight, dy, x)
-    if dinner is not None:
-        _multiply_rows(rows, outputs, of_a, dinner, x)
-    if outputs[of_b] is not None:
-        _multiply_rows(rows, outputs, of_b, dy, rows.inner(name, x))
-
-
 def _multiply_rows(rows: _Rows, outputs: list[Tensor | None], i: int, a: Tensor, b: Tensor) -> None:
-    """Set outputs[i], if it is wanted, to each expert's a.T @ b."""
-    output = outputs[i]
-    if output is None:
-        return
-    transposed = is_transposed(output)
+    """Set outputs[i] to each expert's a.T @ b."""
+    transposed = is_transposed(outputs[i])
     # The product allocates its result, in the place of this one.
-    output = outputs[i] = None
+    outputs[i] = None
     left, right = (b, a) if transposed else (a, b)
     product = product_over_rows(left, right, rows.ends)
     outputs[i] = product.mT if transposed else product
 
 
-def _sum_rows(rows: _Rows, output: Tensor, values: Tensor, weights: Tensor) -> None:
-    """Fill output with each expert's sum of weighted rows, one column of a product."""
-    columns = weights.unsqueeze(1).expand(-1, SUMS).contiguous()
-    output.copy_(product_over_rows(columns, values, rows.ends)[:, 0])
+def _sum_rows(rows: _Rows, output: Tensor | None, values: Tensor, weights: Tensor) -> None:
+    """Fill output, if it is wanted, with each expert's sum of weighted rows, one column of a
+    product."""
+    if output is not None:
+        columns = weights.unsqueeze(1).expand(-1, SUMS).contiguous()
+        output.copy_(product_over_rows(columns, values, rows.ends)[:, 0])

@@ -182,6 +182,13 @@ def test_what_is_left(
     assert "the weights are formed with their LoRA: " in left.reason and reason in left.reason
 
 
+def test_a_lora_of_another_parameter_is_left() -> None:
+    config = peft.LoraConfig(target_modules=[], target_parameters=["0.weight"])
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), config)
+    (left,) = fuse(model).left
+    assert left.reason == "the weights are formed with their LoRA: its Linear is not fused"
+
+
 def test_a_hook_that_is_set_later_is_called() -> None:
     model = adapted()
     fused = fused_of(model)
