@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.flop_counter
 from hypothesis import given
 from torch import Tensor
 

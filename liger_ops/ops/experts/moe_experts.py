@@ -80,10 +80,10 @@ def moe_experts(
     computes its product again. a(h) and the experts' results are never kept. Nothing is kept if no
     gradient is needed.
 
-    Kernels run on NVIDIA GPUs and, without a LoRA, on NPUs, whose products are torch_npu's
-    npu_grouped_matmul, of at most 1024 experts and rows of less than 65536 elements. All else runs
-    the definition, a loop over the experts that reads their numbers of tokens. Under autocast,
-    inputs but top_k_weights are cast as those of a linear layer are.
+    Kernels run on NVIDIA GPUs and NPUs. An NPU's products are torch_npu's npu_grouped_matmul, which
+    takes at most 1024 experts, and rows of less than 65536 elements. CPUs and float64 run the
+    definition, a loop over the experts that reads their numbers of tokens. Under autocast, inputs
+    but top_k_weights are cast as those of a linear layer are.
 
     This op calls `moe_experts_forward`.
 

@@ -141,9 +141,43 @@ class _Rows:
         return x.index_select(0, self.order // self.top_k)
 
     def up(self) -> Tensor:
-        call = self.call
-        rows = self.of_tokens(call.x)
-        return product_of_rows(rows, call.gate_up.mT, self.ends, call.gate_up_bias)
+        return self.project("gate_up", self.of_tokens(self.call.x))
+
+    def project(self, name: str, x: Tensor) -> Tensor:
+        """x times the transposed weight of this name, with its bias and its LoRA."""
+        weight, bias, lora_b = self.named(name, "", "_bias", "_lora_b")
+        y = product_of_rows(x, weight.mT, self.ends, bias)
+        if lora_b is not None:
+            y += product_of_rows(self.low_rank(name, x), lora_b.mT, self.ends)
+        return y
+
+    def project_back(self, name: str, dy: Tensor) -> Tensor:
+        """dy times the weight of this name, and its LoRA."""
+        weight, lora_a = self.named(name, "", "_lora_a")
+        dx = product_of_rows(dy, weight, self.ends)
+        if lora_a is not None:
+            dx += product_of_rows(self.low_rank_gradient(name, dy), lora_a, self.ends)
+        return dx
+
+    def low_rank(self, name: str, x: Tensor) -> Tensor:
+        a, scale = self.named(name, "_lora_a", "_lora_scale")
+        return product_of_rows(x, a.mT, self.ends) * scale
+
+    def low_rank_gradient(self, name: str, dy: Tensor) -> Tensor:
+        b, scale = self.named(name, "_lora_b", "_lora_scale")
+        return product_of_rows(dy, b, self.ends) * scale
+
+    def named(self, name: str, *parts: str) -> list[Any]:
+        return [getattr(self.call, name + part) for part in parts]
+
+    def fill_lora(
+        self, name: str, da: Tensor | None, db: Tensor | None, dy: Tensor, x: Tensor | None
+    ) -> None:
+        """Fill the gradients of the LoRA of this name, which are of any strides."""
+        if da is not None and x is not None:
+            da.copy_(product_over_rows(self.low_rank_gradient(name, dy), x, self.ends))
+        if db is not None and x is not None:
+            db.copy_(product_over_rows(dy, self.low_rank(name, x), self.ends))
 
     def combine(self, rows: Tensor, weights: Tensor | None, y: Tensor) -> None:
         """Fill y with each token's sum of rows."""
@@ -192,16 +226,9 @@ def _activated(call: Any, h: Tensor) -> Tensor:
     return activate(gate, up, *options)
 
 
-def _has_lora(call: Any) -> bool:
-    """Whether the call is the definition's."""
-    return call.gate_up_lora_a is not None or call.down_lora_a is not None
-
-
 # allocates=True, because npu_grouped_matmul allocates the pre-activation and weights' gradients.
 @library.kernel("moe_experts_forward", "npu", allocates=True)
 def moe_experts_forward(call: Any) -> tuple[Tensor | None, ...]:
-    if _has_lora(call):
-        return library.OPS["moe_experts_forward"].definition(*call)  # type: ignore[no-any-return]
     without = call._replace(return_pre_activation=False)
     y, order, offsets, _ = library.allocate("moe_experts_forward", without)
     pre = call.x.new_empty(0, call.gate_up.shape[1])
@@ -215,15 +242,12 @@ def moe_experts_forward(call: Any) -> tuple[Tensor | None, ...]:
         offsets.copy_(found[1])
         rows = _Rows(call, order, offsets)
         pre = rows.up()
-        results = product_of_rows(_activated(call, pre), call.down.mT, rows.ends, call.down_bias)
-        rows.combine(results, rows.weights, y)
+        rows.combine(rows.project("down", _activated(call, pre)), rows.weights, y)
     return y, order, offsets, pre if call.return_pre_activation else None
 
 
 @library.kernel("moe_experts_backward", "npu", allocates=True)
 def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
-    if _has_lora(call):
-        return library.OPS["moe_experts_backward"].definition(*call)  # type: ignore[no-any-return]
     outputs = list(library.allocate("moe_experts_backward", call))
     if call.order.numel() == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
@@ -231,12 +255,13 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
     dy_rows = rows.of_tokens(dy)
     if outputs[5] is not None:
         _sum_rows(rows, outputs, 5, dy_rows, rows.by_expert(rows.weights).to(dy.dtype))
-    if all(output is None for output in outputs[:5]):
+    if all(output is None for output in (*outputs[:5], *outputs[6:])):
         return tuple(outputs)
     pre = rows.up() if call.pre_activation is None else call.pre_activation.contiguous()
-    da = product_of_rows(dy_rows, call.down, rows.ends)
+    da = rows.project_back("down", dy_rows)
     dpre, dx, dtop_k_weights = torch.empty_like(pre), outputs[0], outputs[3]
-    act = None if outputs[2] is None else torch.empty_like(da)
+    wants_act = any(output is not None for output in (outputs[2], *outputs[8:]))
+    act = torch.empty_like(da) if wants_act else None
     dweights = None if dtop_k_weights is None else da.new_empty(len(da), dtype=torch.float32)
     rows.slopes(da, pre, dpre, act, dweights)
     del da, pre
@@ -244,15 +269,19 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
         dweights = dweights.index_select(0, rows.places).view(dtop_k_weights.shape)
         add_biases(call, dy, dweights)
         dtop_k_weights.copy_(dweights)
-    if act is not None:
+    rows.fill_lora("down", *outputs[8:], dy_rows, act)
+    if outputs[2] is not None and act is not None:
         _multiply_rows(rows, outputs, 2, dy_rows, act)
     del act, dy_rows
-    if outputs[1] is not None:
-        _multiply_rows(rows, outputs, 1, dpre, rows.of_tokens(call.x))
+    if any(output is not None for output in (outputs[1], *outputs[6:8])):
+        x_rows = rows.of_tokens(call.x)
+        rows.fill_lora("gate_up", *outputs[6:8], dpre, x_rows)
+        if outputs[1] is not None:
+            _multiply_rows(rows, outputs, 1, dpre, x_rows)
     if outputs[4] is not None:
         _sum_rows(rows, outputs, 4, dpre, dpre.new_ones(len(dpre)))
     if dx is not None:
-        rows.combine(product_of_rows(dpre, call.gate_up, rows.ends), None, dx)
+        rows.combine(rows.project_back("gate_up", dpre), None, dx)
     return tuple(outputs)
 
 
