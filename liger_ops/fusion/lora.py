@@ -21,7 +21,7 @@ from ..ops.lora_linear import lora_linear
 from ..torch_private import FakeTensor
 from . import classes, sharding
 from .assumptions import say_once
-from .layers import peft_experts
+from .layers.experts import peft_experts
 from .layers.installed import Facts
 from .layers.program import CHILD, OP, Program, Step, Value
 from .loss.head import obstacle_beside

@@ -23,7 +23,7 @@ from ...rewrites.engine.canonical import calls, value
 from ...rewrites.engine.recognise import bound, op_of
 from ...rewrites.engine.report import Report
 from ...rewrites.engine.rewrite import before_widening, derive
-from ...rewrites.layers import clamped_swiglu
+from ...rewrites.layers import activations
 from .. import classes
 from ..lora import below_gated
 from ..probing import NotAnOp, dtype_name
@@ -85,7 +85,7 @@ class Gated(Kind):
     def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
         report = super().rewritten(traced, names)
         if "clamped_swiglu" in names:
-            clamped_swiglu.rewrite_unlimited(traced.graph.graph, report)
+            activations.rewrite_unlimited(traced.graph.graph, report)
         for node, given in bound(traced.graph.graph.nodes):
             if "up" in given and given["up"] is not None:
                 _take_packed(node, given)
