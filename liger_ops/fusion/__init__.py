@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from ..rewrites.engine.pattern import torch_linear
+from . import lora as lora_layers
 from . import loss as losses
 from .attention import attention as attentions
-from .layers import lora as lora_layers
 from .layers import rope as rotary_embeddings
 from .layers.experts import router_losses
 from .layers.experts.experts import Experts
