@@ -16,7 +16,8 @@ A line names the axes of the arguments and of the results:
   is given as `num_items_in_batch`.
 * `target=*: int` says which dtypes an argument may have: `int` is int32 or int64, `number` any but
   bool and complex, an argument's name that argument's dtype, and nothing any floating point dtype.
-  `predicted=*: int64` is the dtype of a result, if it is not that of the other results.
+  `predicted=*: int64` is the dtype of a result, if it is not that of the other results, or that of
+  the argument of this name.
 * `gate=* n, up=* n -> y=* n | gate=* 2*N -> y=* N` are two forms of a call. The first form that
   names every given tensor is the call's.
 

@@ -3,13 +3,19 @@
 The graphs of Dynamo and AOTAutograd hold every op whole. After the partition into forward and
 backward, an op whose definition would run is replaced by the operators of that definition, which
 Inductor compiles and fuses with their neighbours.
+
+A package of AOTInductor runs where liger_ops is not imported. An op with a kernel is replaced by
+what its host code does there: allocations, PyTorch's operators, and launches of Triton kernels,
+which Inductor embeds into the package.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,51 +66,118 @@ def _replace_definitions(post_grad: Any) -> None:
     for op in library.OPS.values():
         inductor_patterns.register_graph_pattern(
             inductor_patterns.CallFunctionVarArgs(op.overload),
-            extra_check=functools.partial(_runs_definition, op),
+            extra_check=functools.partial(_is_replaced, op),
             pass_dict=post_grad.pass_patterns[0],
         )(functools.partial(_replace, op))
 
 
-def _runs_definition(op: Op, match: Any) -> bool:
-    """Whether the definition runs for the call, and can be traced: not for sizes that only the data
-    gives, of which it may ask whether they fit a chunk."""
+def _is_replaced(op: Op, match: Any) -> bool:
+    """Whether the call is for a package, or the definition runs and can be traced: not for sizes
+    that only the data gives, of which it may ask whether they fit a chunk."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+    from .torch_private import inductor_state
+
     values = [node.meta["val"] for node in match.output_node().all_input_nodes]
-    if any(map(free_unbacked_symbols, values)):
-        return False
+    return inductor_state.aot_compilation or not (
+        any(map(free_unbacked_symbols, values)) or _has_kernel(op, values)
+    )
+
+
+def _has_kernel(op: Op, values: Sequence[Any]) -> bool:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     in_double = any(x.dtype in library.DOUBLES for x in tensors)
-    return in_double or tensors[0].device.type not in op.kernels
+    return not in_double and tensors[0].device.type in op.kernels
 
 
 def _replace(op: Op, match: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace a call of `op` by the operators of its definition."""
+    """Replace a call of `op` by the operators of its definition or of its kernel's host code."""
+    from .torch_private import inductor_state
+
     call = tuple(op.arguments(*args, **kwargs))
     nodes = [value for value in pytree.tree_leaves(call) if isinstance(value, fx.Node)]
+    values = [node.meta["val"] for node in nodes]
+    device = values[0].device.type
 
-    def definition(*values: Any) -> Any:
-        given = iter(values)
-        return op.definition(*pytree.tree_map_only(fx.Node, lambda _: next(given), call))
+    def replace(function: Callable[..., Any], trace: Callable[..., fx.GraphModule]) -> None:
+        def run(*values: Any) -> Any:
+            given = iter(values)
+            return function(*pytree.tree_map_only(fx.Node, lambda _: next(given), call))
 
-    # The graph has the casts of autocast, under which this may be called.
-    device = nodes[0].meta["val"].device.type
-    with (
-        contextlib.suppress(_TooManyNodes),
-        torch.no_grad(),
-        torch.autocast(device, enabled=False),
-    ):
-        match.replace_by_example(definition, nodes, _traced)
+        # The graph has the casts of autocast, under which this may be called.
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            match.replace_by_example(run, nodes, trace)
+
+    if not inductor_state.aot_compilation:
+        with contextlib.suppress(_TooManyNodes):
+            replace(op.definition, _traced_briefly)
+        return
+    if _has_kernel(op, values):
+        try:
+            replace(op.kernels[device], functools.partial(_traced_launches, device))
+            return
+        except Exception as error:
+            _warn(f"the definition of {op.name} instead of its kernel", error)
+    try:
+        replace(op.definition, _traced)
+    except Exception as error:
+        _warn(f"a call of {op.name}, for which the package needs liger_ops", error)
+
+
+def _warn(what: str, error: Exception) -> None:
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    warnings.warn(f"liger_ops: AOTInductor's package has {what}: {reason}", stacklevel=2)
 
 
 class _TooManyNodes(Exception):
     pass
 
 
-def _traced(definition: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
+def _traced(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
     from .torch_private import inductor_patterns
 
-    module: fx.GraphModule = inductor_patterns.fwd_only(definition, values)
+    module: fx.GraphModule = inductor_patterns.fwd_only(function, values)
+    return module
+
+
+def _traced_briefly(definition: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
+    module = _traced(definition, values)
     if len(module.graph.nodes) > MOST_NODES:
         raise _TooManyNodes
     return module
+
+
+def _traced_launches(
+    device: str, host_code: Callable[..., Any], values: Sequence[Any]
+) -> fx.GraphModule:
+    library.load(device)
+    embedded = importlib.import_module(f"{__package__}.lowering.{device}.embedded")
+    with embedded.traced_launches(), _no_new_guards(values[0].fake_mode.shape_env):
+        module = _traced(torch.func.functionalize(host_code), values)
+    for node in module.graph.nodes:
+        if node.target is torch.ops.higher_order.triton_kernel_wrapper_functional:
+            # Inductor then gives the kernel the strides that its launch was traced with.
+            node.meta["eager_input_vals"] = fx.map_arg(
+                (node.args, node.kwargs), lambda argument: argument.meta["val"]
+            )
+    return module
+
+
+@contextlib.contextmanager
+def _no_new_guards(shape_env: Any) -> Iterator[None]:
+    """Raise where host code asks a question about a dynamic size, whose answer at the size at hand
+    would hold for all sizes of the package."""
+
+    from .torch_private import check_frozen
+
+    def refuse(question: Any, answer: Any) -> None:
+        raise ValueError(f"the host code depends on a dynamic size: {question} is {answer}")
+
+    if shape_env is None:
+        yield
+        return
+    setattr(shape_env, check_frozen.__name__, refuse)
+    try:
+        yield
+    finally:
+        delattr(shape_env, check_frozen.__name__)

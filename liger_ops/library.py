@@ -29,15 +29,15 @@ from torch import Tensor
 
 from . import autograd, derived
 from .accepted import Options
+from .autograd import autocast_value, under_autocast
 from .record import Op, refusal, refuse_nested
 from .schemas import arguments_of, hide_keyword_only, schema_of
 from .torch_private import (
     AUTOGRAD,
     DispatchKey,
     DispatchKeySet,
-    ExcludeDispatchKeyGuard,
-    disable_dynamo,
     has,
+    without_dynamo,
 )
 
 NAMESPACE = "liger"
@@ -260,13 +260,20 @@ def load(device: str) -> None:
             raise ImportError(message) from error
 
 
-def import_kernels(device: str, package: str, path: list[str]) -> None:
+# Device -> what `import_kernels` was given.
+_REPLAYS: dict[str, Callable[..., Callable[[tuple[Any, ...]], Any]]] = {}
+
+
+def import_kernels(device: str, package: str, path: list[str], replays: Any = None) -> None:
     """Import every module of a device's package.
 
     The kernels take their places together, at the end: another thread must not run one whose
-    module is still being imported.
+    module is still being imported. `replays(run, arguments)` returns what runs in place of `run`,
+    which checks a call and runs its kernel; it is given the call's arguments as a tuple.
     """
     import_modules(package, path)
+    if replays is not None:
+        _REPLAYS[device] = replays
     for name, given in _LATE.get(device, {}).items():
         OPS[name].install[device](*given)
     _LATE.pop(device, None)
@@ -279,7 +286,8 @@ def _run_on_device(op: Op, device: str) -> None:
     an input. The tests check that for every kernel.
     """
     name = op.name
-    needed = [i for i, a in enumerate(op.schema.arguments) if str(a.type) == "Tensor"]
+    types = [str(argument.type) for argument in op.schema.arguments]
+    needed = [i for i, kind in enumerate(types) if kind == "Tensor"]
 
     def first(call: Any) -> Any:
         load(device)
@@ -289,12 +297,22 @@ def _run_on_device(op: Op, device: str) -> None:
 
     # One tuple, so that other threads find a function with its own flag.
     current: tuple[Callable[..., Any], bool] = (first, True)
+    replayed: Callable[[tuple[Any, ...]], Any] | None = None
 
     def install(function: Callable[..., Any], allocates: bool, module: str) -> None:
-        nonlocal current
+        nonlocal current, replayed
         current, run.__module__ = (function, allocates), module
+        # A kernel that allocates computes products by PyTorch.
+        if device in _REPLAYS and not allocates and "List[Tensor]" not in types:
+            replayed = _REPLAYS[device](checked, op.schema.arguments)
 
     def run(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
+        if replayed is None or plan is not None or kwargs:
+            return checked(*args, plan=plan, **kwargs)
+        return replayed(args)
+
+    @autograd.below
+    def checked(*args: Any, plan: Any = None, **kwargs: Any) -> Any:
         call = op.arguments(*args, **kwargs)
         for i in needed:
             if call[i] is None:
@@ -317,7 +335,7 @@ def _run_on_device(op: Op, device: str) -> None:
                     output.zero_()
         return outputs
 
-    op.custom_op._lib.impl(name, disable_dynamo(run), DEVICES[device])
+    op.custom_op._lib.impl(name, without_dynamo(run), DEVICES[device])
     op.kernels[device], op.install[device] = run, install
     if has(*AUTOGRAD):
         key = getattr(DispatchKey, DEVICES[device])
@@ -372,7 +390,7 @@ def autocast(name: str, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
     """Under autocast on cuda, npu or xpu, cast the floating inputs of op `name` to `dtype`, except
     the arguments named in `keep`."""
     for key in AUTOCAST_KEYS.values():
-        _under_autocast(OPS[name], key, lambda value: _autocast_value(value, dtype), keep)
+        under_autocast(OPS[name], key, lambda value: autocast_value(value, dtype), keep)
 
 
 def keep_dtypes_under_autocast(*names: str) -> None:
@@ -382,25 +400,7 @@ def keep_dtypes_under_autocast(*names: str) -> None:
     call, and casts their float32 tensors.
     """
     for name, key in itertools.product(names, ("AutocastCPU", *AUTOCAST_KEYS.values())):
-        _under_autocast(OPS[name], key, lambda value: value)
-
-
-def _under_autocast(
-    op: Op, key: str, convert: Callable[[Any], Any], keep: Collection[str] = ()
-) -> None:
-    excluded = DispatchKeySet(getattr(DispatchKey, key)) if has(*AUTOGRAD) else None
-    names = [argument.name for argument in op.schema.arguments]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(
-            value if name in keep else convert(value)
-            for name, value in zip(names, args, strict=False)
-        )
-        kwargs = {name: value if name in keep else convert(value) for name, value in kwargs.items()}
-        with ExcludeDispatchKeyGuard(excluded):
-            return op.overload(*args, **kwargs)
-
-    op.custom_op._lib.impl(op.name, run, key)
+        under_autocast(OPS[name], key, lambda value: value)
 
 
 def implementation(op: Op, device: str) -> str:
@@ -409,10 +409,3 @@ def implementation(op: Op, device: str) -> str:
         return "definition"
     load(device)
     return op.kernels[device].__module__.removeprefix("liger_ops.")
-
-
-def _autocast_value(value: Any, dtype: torch.dtype) -> Any:
-    # Like ATen's autocast, this does not cast float64.
-    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
-        return value.to(dtype)
-    return value

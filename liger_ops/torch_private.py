@@ -9,13 +9,13 @@ tests/project/test_layout.py finds private parts that are used elsewhere.
 
 from __future__ import annotations
 
+import itertools
 import pkgutil
 import sys
 import types
 import warnings
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,10 @@ class _NoTensor:
     """In place of a class of tensors: nothing is an instance of it."""
 
 
+def _empty_strided_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
 _KERNELS = "the autograd kernels of the ops: PyTorch's own, which are slower, run the formulas"
 _KEYS = f"{_KERNELS}; and the ops under autocast, which raise"
 _NO_HANDING_OVER = "the reuse of a gradient's memory; autograd saves it instead"
@@ -63,14 +67,23 @@ PARTS = {
     "AutoDispatchBelowAutograd": Part("torch._C:_AutoDispatchBelowAutograd", _KERNELS),
     "after_autograd_keyset": Part("torch._C:_after_autograd_keyset", _KERNELS),
     "any_requires_grad": Part("torch._C:_any_requires_grad", _KERNELS),
-    # Keeps Dynamo out of kernels' host code without importing Dynamo, which torch.compiler.disable
-    # does.
-    "disable_dynamo": Part(
-        "torch:_disable_dynamo", "the late import of Dynamo", torch.compiler.disable
+    # Keep Dynamo out of an op's own code.
+    "eval_frame": Part(
+        "torch._C._dynamo.eval_frame",
+        "fast calls of ops: torch.compiler.disable takes 2 us of each, and imports Dynamo",
+        types.SimpleNamespace(),
     ),
     # Runs an op in the dtypes of its arguments within autocast, as torch.library's rules do.
     "ExcludeDispatchKeyGuard": Part(
         "torch._C:_ExcludeDispatchKeyGuard", "the ops under autocast, which raise"
+    ),
+    # Memory on the current GPU, without the microsecond that torch.empty_strided takes more.
+    "empty_strided_cuda": Part(
+        "torch._C._dynamo.guards:_empty_strided_cuda", "fast allocations", _empty_strided_cuda
+    ),
+    # Launches kernels that Triton compiled, in builds for CUDA.
+    "StaticCudaLauncher": Part(
+        "torch._C:_StaticCudaLauncher", "fast launches: Triton's launcher takes 2 us more"
     ),
     # Whether a gradient that the forward computed can be given to the backward: not where
     # torch.func, a mode or hooks of saved tensors would have to see it.
@@ -162,6 +175,16 @@ PARTS = {
         "torch._inductor.pattern_matcher",
         "compiled definitions; on a device without kernels, compiled code calls the ops",
     ),
+    # Whether Inductor compiles a package, and the questions about sizes that one cannot ask.
+    "inductor_state": Part(
+        "torch._inductor.virtualized:V",
+        "the kernels in packages of AOTInductor, which need liger_ops on a GPU",
+        types.SimpleNamespace(aot_compilation=False),
+    ),
+    "check_frozen": Part(
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv._check_frozen",
+        "the kernels in packages of AOTInductor with dynamic sizes, which have definitions",
+    ),
     "CustomGraphPass": Part(
         "torch._inductor.custom_graph_pass:CustomGraphPass",
         "Inductor's caches with `graph_pass` and `enable`",
@@ -208,6 +231,17 @@ def has(*names: str) -> bool:
     return not any(isinstance(part, Lacking) for part in found)
 
 
+def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of which Dynamo compiles neither its own code nor what it calls."""
+    frames = globals().get("eval_frame") or __getattr__("eval_frame")
+    try:
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:
+        return torch.compiler.disable(function)
+    return function
+
+
 def after_import(name: str, extend: Callable[[Any], object]) -> None:
     """Call `extend` with the module of this name: now, or as soon as somebody imports it. For
     modules of PyTorch that take long to import."""
@@ -218,7 +252,7 @@ def after_import(name: str, extend: Callable[[Any], object]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module once, and extends it after its import."""
+    """Extends the module after its import, however often somebody asks for its spec before."""
 
     def __init__(self, name: str, extend: Callable[[Any], object]) -> None:
         self.name, self.extend = name, extend
@@ -226,14 +260,18 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None and spec.loader is not None
+        later = [*itertools.dropwhile(lambda finder: finder is not self, sys.meta_path)][1:]
+        specs = (finder.find_spec(name, path, target) for finder in later)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_extend(module: Any) -> None:
             execute(module)
-            self.extend(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.extend(module)
 
         spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
         return spec

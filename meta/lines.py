@@ -145,6 +145,9 @@ def _allocation(names: Names, sizes: Sizes, entry: Entry) -> Allocation:
 
 
 def _dtype(op: library.Op, names: Names, entry: Entry) -> Callable[[Any], torch.dtype]:
+    if entry.dtype in names.tensors:
+        index = names.index[entry.dtype]
+        return lambda call: call[index].dtype
     if entry.dtype:
         return lambda call: getattr(torch, entry.dtype)
     terms = (op.dtype or names.first).split("+")

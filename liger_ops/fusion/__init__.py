@@ -12,11 +12,12 @@ from typing import Any
 from torch import nn
 
 from ..rewrites.engine.pattern import torch_linear
+from . import lora as lora_layers
 from . import loss as losses
 from .attention import attention as attentions
 from .layers import rope as rotary_embeddings
-from .layers import router_losses
-from .layers.experts import Experts
+from .layers.experts import router_losses
+from .layers.experts.experts import Experts
 from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms
@@ -33,6 +34,7 @@ PLANS: dict[str, tuple[Callable[[nn.Module], Plan], ...]] = {
     "rope": (rotary_embeddings.plan,),
     "attention": (attentions.plan,),
     "hyper_connections": (HyperConnections.plan,),
+    "lora": (lora_layers.plan,),
     # The loss with the head is fused after these.
     "loss": (router_losses.plan,),
 }
@@ -46,10 +48,10 @@ __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 def fuse(
     model: nn.Module, *, norms: bool = True, activations: bool = True,
     rope: bool = True, attention: bool = True, loss: bool = True, hyper_connections: bool = True,
-    verify: Any = None,
+    lora: bool = True, verify: Any = None,
 ) -> FuseReport:  # fmt: skip
-    """Compute the norms, activations, experts, rotary embeddings, hyper-connections and losses of a
-    model with the ops, and its attention with the fastest exact engine of PyTorch.
+    """Compute the norms, activations, experts, rotary embeddings, hyper-connections, layers with a
+    LoRA and losses of a model with the ops, and its attention with PyTorch's fastest exact engine.
 
     A module is recognised by what it computes, not by its class. The forward of a norm or of a
     gated activation, and the function that rotates queries and keys, are traced with tensors
@@ -70,7 +72,10 @@ def fuse(
     * Experts of mixture models in transformers: a layer whose method `_apply_gate` computes one of
       these activations, and whose `experts_implementation` is grouped_mm or batched_mm, gets a
       forward that calls `moe_experts`. With another implementation, or a norm after each expert,
-      `_apply_gate` becomes the op of the activation. docs/experts.md says what is left.
+      `_apply_gate` becomes the op of the activation. An adapter of peft's `target_parameters` is
+      part of the op. A layer whose experts each compute every token times its score, as Llama 4's,
+      gets a forward that calls the router, the shared expert and `moe_experts` of the scores that
+      are not 0. docs/experts.md says what is left.
     * Rotary embeddings: a forward that calls a global function of queries, keys and cosines and
       sines (or complex frequencies) which computes `rope` is copied, and the copy calls the op. If
       the function returns float32 for float32 tables and bfloat16 queries, as in autocast, the op's
@@ -121,6 +126,9 @@ def fuse(
       uses `mhc_post_res`. Float64, and autocast if base or scale are not float32, reach the
       module's code, whose results have other dtypes than the op's.
 
+    * LoRA: a LoRA Linear of peft, on a torch.nn.Linear, with one active adapter and no dropout,
+      gets a forward that calls `lora_linear`. docs/fuse.md says what is left.
+
     Each kind has a switch, an argument of this function.
 
     No module is replaced: the class of each fused module becomes a subclass of its own, with the
@@ -169,6 +177,7 @@ def fuse(
         attention: whether to register and use mask and attention functions.
         loss: whether to fuse the loss with the head, and the load-balancing loss of routers.
         hyper_connections: whether to fuse hyper-connections.
+        lora: whether to fuse linear layers with a LoRA of peft.
         verify: a batch: a dictionary of the arguments of a call, a tuple of them, or the only one.
             The fused model is then compared with the unfused one on a training step of it, forward
             and backward, with the same random numbers: first in the model's own dtype, where no
@@ -209,6 +218,7 @@ def fuse(
         "attention": attention,
         "loss": loss,
         "hyper_connections": hyper_connections,
+        "lora": lora,
     }
     for name, value in switches.items():
         if not isinstance(value, bool):

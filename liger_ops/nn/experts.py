@@ -73,10 +73,17 @@ class MoEExperts(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
+        gate_up_lora_a: Tensor | None = None, gate_up_lora_b: Tensor | None = None,
+        down_lora_a: Tensor | None = None, down_lora_b: Tensor | None = None,
+        gate_up_lora_scale: float = 1.0, down_lora_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        lora = (gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b)
         return moe_experts(
             x, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights,
             self.gate_up_proj_bias, self.down_proj_bias, *self._options(),
+            *lora, gate_up_lora_scale, down_lora_scale,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -13,7 +13,7 @@ from .attention.runtime.mask_inputs import given_masks, mask_variants, put_back
 from .attention.runtime.mask_outputs import with_data
 from .attention.runtime.padding import assume_ones, found_padding, padding_variants
 from .attention.runtime.variants import is_split
-from .default_rewrites import check_known, checked_strict, chosen
+from .default_rewrites import check_known, checked_flag, chosen
 from .losses.unfused_loss import warn
 
 Compiled = Callable[..., Any]
@@ -67,22 +67,25 @@ def liger(
     """
     rest = dict(options or {})
     mode = rest.pop("mode", mode)
-    inner = _checked_inner(rest.pop("inner_backend", "inductor"))
+    inner: InnerBackend = rest.pop("inner_backend", "inductor")
+    if not isinstance(inner, str) and not callable(inner):
+        raise TypeError(
+            "backend liger: options['inner_backend'] must be a backend's name or a function, got"
+            f" {type(inner).__name__}"
+        )
     names = chosen(
         rest.pop("rewrites", None), inner == "inductor", "backend liger: options['rewrites']"
     )
-    strict = checked_strict(rest.pop("strict", None), "backend liger: options['strict']")
-    padding = _checked_padding(rest.pop("padding", None))
+    strict = checked_flag(rest.pop("strict", None), "backend liger: options['strict']")
+    padding = checked_flag(rest.pop("padding", None), "backend liger: options['padding']")
     check_known(rest, inner == "inductor")
 
     def compiled(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         warn(rewrite(module, names, strict=strict).findings)
         put_back(module)
         if inner == "inductor":
-            inductor = CompileInductorWrapper(mode, rest, dynamic=None)
-            return inductor(module, example_inputs)
-        wrapper = CompileWrapper(inner, mode, rest, dynamic=None)
-        return wrapper(module, example_inputs)
+            return CompileInductorWrapper(mode, rest, dynamic=None)(module, example_inputs)
+        return CompileWrapper(inner, mode, rest, dynamic=None)(module, example_inputs)
 
     def looking(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         nonlocal names
@@ -102,11 +105,8 @@ def liger(
         return compiled(module, example_inputs)
     wrap = with_data(module, strict)
     places = given_masks(module, example_inputs, strict)
-    run = (
-        mask_variants(module, example_inputs, places, looking)
-        if places
-        else looking(module, example_inputs)
-    )
+    given = (module, example_inputs)
+    run = mask_variants(*given, places, looking) if places else looking(*given)
     return run if wrap is None else wrap(run)
 
 
@@ -118,21 +118,3 @@ def _reset() -> None:
 
 # torch.compiler.reset calls `reset` of every backend that has one.
 liger.reset = _reset  # type: ignore[attr-defined]
-
-
-def _checked_inner(inner: Any) -> InnerBackend:
-    if not isinstance(inner, str) and not callable(inner):
-        raise TypeError(
-            "backend liger: options['inner_backend'] must be a backend's name or a function, got"
-            f" {type(inner).__name__}"
-        )
-    return inner
-
-
-def _checked_padding(padding: Any) -> bool | None:
-    if padding is not None and not isinstance(padding, bool):
-        raise TypeError(
-            "backend liger: options['padding'] must be a bool or None, got"
-            f" {type(padding).__name__}"
-        )
-    return padding

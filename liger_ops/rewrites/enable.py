@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from ..torch_private import CustomGraphPass, inductor, inductor_config
-from .default_rewrites import checked_strict, chosen
+from .default_rewrites import checked_flag, chosen
 from .graph_pass import LigerGraphPass
 
 # The calls of `enable` that are in force, the oldest first.
@@ -56,7 +56,7 @@ def enable(rewrites: str | Collection[str] | None = None, *, strict: bool | None
         ValueError: rewrites names a rewrite that does not exist.
     """
     names = chosen(rewrites, True, "enable: rewrites")
-    call = Enabled(LigerGraphPass(names, checked_strict(strict, "enable: strict"), True))
+    call = Enabled(LigerGraphPass(names, checked_flag(strict, "enable: strict"), True))
     with _lock:
         _calls.append(call)
         if not isinstance(inductor.compile_fx, WithRewrites):

@@ -11,7 +11,7 @@ from torch import fx
 from ..compile_cache import package_hash
 from ..torch_private import CustomGraphPass, OpOverload
 from . import rewrite
-from .default_rewrites import checked_strict, chosen
+from .default_rewrites import checked_flag, chosen
 from .losses.unfused_loss import warn
 
 
@@ -41,7 +41,7 @@ def graph_pass(
             for a graph of ATen operators, as torch.export makes it.
     """
     return LigerGraphPass(
-        chosen(rewrites, True, "graph_pass: rewrites"), checked_strict(strict, "graph_pass: strict")
+        chosen(rewrites, True, "graph_pass: rewrites"), checked_flag(strict, "graph_pass: strict")
     )
 
 

@@ -2,5 +2,6 @@
 compiled, but never run."""
 
 from ... import library
+from .replay import Replays
 
-library.import_kernels("cuda", __name__, __path__)
+library.import_kernels("cuda", __name__, __path__, Replays)

@@ -6,8 +6,12 @@ Triton, so any surprise hands this and all later launches back to Triton.
 
 from __future__ import annotations
 
+import math
+import threading
 import warnings
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,8 +26,63 @@ MOST_COMPILED = 4096
 # Bytes. Triton specialises a kernel on pointers that are multiples of 16.
 ALIGNMENT = 64
 
-# The compiled kernel, the grid, and the constants to pass after the arguments, by `_key`.
-_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[int, int, int], list[Any]]] = {}
+# What only Triton's launcher does.
+BY_TRITON_ALONE = (
+    *("launch_pdl", "launch_cooperative_grid"),
+    *("global_scratch_size", "profile_scratch_size"),
+)
+# Triton's types of arguments -> how PyTorch's launcher names them.
+LETTERS = {"*": "O", "i32": "i", "i64": "l", "fp32": "f"}
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel, its grid, and the constants to pass after the arguments."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    constants: list[Any]
+
+    def launch(self, passed: Sequence[Any], stream: int) -> None:
+        kernel = self.kernel
+        loaded = (kernel.function, kernel.packed_metadata)
+        kernel.run(*self.grid, stream, *loaded, None, None, None, *passed)
+
+    def by_pytorch(self) -> tuple[Callable[[Sequence[Any], int], None], list[int]] | None:
+        """`launch` by PyTorch's launcher, which takes 2 us less than Triton's, and which of the
+        kernel's arguments it is given; or None if it cannot launch this kernel."""
+        from ...torch_private import StaticCudaLauncher, has
+
+        kernel = self.kernel
+        try:
+            warps, blocks, shared = kernel.packed_metadata
+            others = [getattr(kernel.metadata, name) for name in BY_TRITON_ALONE]
+            kinds = ["*" if kind[0] == "*" else kind for kind in kernel.src.signature.values()]
+        except (AttributeError, ValueError):
+            return None
+        given = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
+        # It multiplies the sizes of the grid as int32.
+        is_known = all(kinds[i] in LETTERS for i in given) and math.prod(self.grid) < 2**31
+        if any(others) or blocks != 1 or not is_known or not has("StaticCudaLauncher"):
+            return None
+        # Two more are Triton's own memory, which these kernels do not use.
+        letters = "".join([LETTERS[kinds[i]] for i in given]) + LETTERS["*"] * 2
+        launch = StaticCudaLauncher._launch_kernel
+        return partial(launch, kernel.function, *self.grid, warps, shared, letters), given
+
+
+# What was compiled, by `_key`.
+_COMPILED: dict[tuple[Any, ...], Compiled] = {}
+
+
+class _Thread(threading.local):
+    """`recorder` is told of every launch in this thread: see `replay`. Nothing is replayed while
+    launches are traced."""
+
+    recorder: Any = None
+    is_traced = False
+
+
+thread = _Thread()
 
 
 def was_run_with(version: str) -> bool:
@@ -44,15 +103,16 @@ def launch_compiled(
         try:
             key, passed = _key(kernel, grid, device, args, constants)
             found = _COMPILED.get(key)
-            if found is not None and not _hooked(kernel):
-                compiled, blocks, others = found
-                stream = driver.active.get_current_stream(device)
-                loaded = (compiled.function, compiled.packed_metadata)
-                compiled.run(*blocks, stream, *loaded, None, None, None, *passed, *others)
+            if found is not None and not (kernel.pre_run_hooks or _hooked()):
+                found.launch(passed + found.constants, current_stream(device))
+                if thread.recorder is not None:
+                    thread.recorder.launched(kernel, found, args)
                 return
         except Exception as surprise:
             _leave_to_triton(surprise)
     compiled = kernel[grid](*args, **constants)
+    if thread.recorder is not None:
+        thread.recorder.stop()
     # The interpreter compiles nothing.
     if not _direct or key is None or compiled is None:
         return
@@ -63,7 +123,7 @@ def launch_compiled(
         return
     if len(_COMPILED) >= MOST_COMPILED:
         _COMPILED.clear()
-    _COMPILED[key] = (compiled, (*grid, 1, 1)[:3], others)
+    _COMPILED[key] = Compiled(compiled, (*grid, 1, 1)[:3], others)
 
 
 def _key(
@@ -84,19 +144,30 @@ def _key(
         else:
             form.append(arg)
     key = (kernel.fn, grid, device, *form, *constants, *constants.values())
+    return key + _settings(), passed
+
+
+def _settings() -> tuple[Any, ...]:
+    """Triton's settings that a program has changed."""
     runtime, compilation = vars(triton.knobs.runtime), vars(triton.knobs.compilation)
-    if runtime or compilation:
-        key += (*runtime.items(), *compilation.items())
-    return key, passed
+    return (*runtime.items(), *compilation.items()) if runtime or compilation else ()
 
 
-def _hooked(kernel: Any) -> bool:
+def _hooked() -> bool:
     """Whether hooks, such as a profiler's, are set, which only Triton's own launch calls."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-    )
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def can_replay() -> bool:
+    """Whether a recorded call may be replayed: nothing has changed how kernels are launched."""
+    elsewhere = thread.recorder is not None or thread.is_traced
+    return _direct and not (elsewhere or _settings() or _hooked())
+
+
+def current_stream(device: int | None) -> int:
+    return driver.active.get_current_stream(device)
 
 
 def _leave_to_triton(surprise: Exception) -> None:

@@ -1,4 +1,4 @@
-"""moe_experts: the rows of gate_up, and the layout of the gradients."""
+"""moe_experts: the rows of gate_up, the pairs of LoRAs, and the layout of the gradients."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ def rows_of_gate_up(call: Any) -> None:
             f"{checks.op(call)}: gate_up must have {rows} rows for each expert, for down of"
             f" {tuple(call.down.shape)} and {call.activation!r}, got {call.gate_up.shape[1]}"
         )
+
+
+@also("moe_experts")
+def whole_loras(call: Any) -> None:
+    for prefix in ("gate_up", "down"):
+        names = [f"{prefix}_lora_a", f"{prefix}_lora_b"]
+        missing = [name for name in names if getattr(call, name) is None]
+        if len(missing) == 1:
+            names.remove(missing[0])
+            raise ValueError(
+                f"{checks.op(call)}: {missing[0]} must be given with {names[0]}, got None"
+            )
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ TINY = {
     # As many words as rows, so that either is the number of rows that the forward reads.
     "embedding": (6, 6, 32),
     "attn_res": (3, 6, 32),
+    "lora_linear": (7, 16, 50),
     "tiled_mlp": (7, 16, 50),
     "moe_experts": (7, 2, 3, 16, 50),
     "modulated_rms_norm": (2, 3, 32),
@@ -106,8 +107,10 @@ def test_the_least_work_is_that_of_the_tensors(op: str) -> None:
     if entry.is_matrix_product:
         # Each token is a row of as many experts as it has.
         rows, width, classes = (math.prod(shape[:-3]), *shape[-2:]) if op in EXPERTS else shape
-        # The teacher's logits are one product more, and an MLP has three weights.
-        products = {"linear_divergence": 4, "tiled_mlp": 9, "moe_experts": 9}.get(op, 3)
+        # The teacher's logits are one product more, an MLP has three weights, and a frozen weight
+        # has no gradient.
+        counts = {"linear_divergence": 4, "tiled_mlp": 9, "moe_experts": 9, "lora_linear": 2}
+        products = counts.get(op, 3)
         assert entry.work(shape) == {"full": products * 2 * rows * width * classes}
         return
     call = call_of(op, "liger_ops", torch.float32)

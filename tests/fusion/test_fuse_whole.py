@@ -155,7 +155,7 @@ def test_parts_can_be_fused_one_after_the_other() -> None:
     [
         ("chunk_bytes", r"The forward of the fused model takes it: model\(\*\*batch, chunk_bytes="),
         ("norm", "accepted are model, norms, .*Did you mean norms"),
-        ("anything", "accepted are model, norms, .*hyper_connections, verify$"),
+        ("anything", "accepted are model, norms, .*hyper_connections, lora, verify$"),
     ],
 )
 def test_an_unknown_argument(name: str, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import virtualized
 from torch._inductor.fx_passes.post_grad import pass_patterns
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings
@@ -41,6 +43,27 @@ def test_an_op_is_kept_where_its_kernel_runs(device: str, dtype: torch.dtype) ->
     pass_patterns[0].apply(graph)
     kept = device == "cuda" and dtype is torch.float32
     assert liger_ops_of([graph]) == Counter(["rms_norm"] * kept)
+
+
+def test_a_package_has_the_definition_of_what_is_not_embedded() -> None:
+    """Interpreted kernels cannot be. That of a head is of one chunk, for any number of tokens."""
+    loss = partial(liger_ops.linear_cross_entropy, chunk_bytes=9999)
+    given = torch.ones(150, D), torch.ones(V, D), torch.zeros(150, dtype=torch.int64)
+    head = make_fx(loss, tracing_mode="symbolic")(*given)
+    with FakeTensorMode():
+        norm = make_fx(lambda x: liger_ops.rms_norm(x))(torch.empty(4, 8, device="cuda"))
+    modes = [next(iter(graph.graph.nodes)).meta["val"].fake_mode for graph in (norm, head)]
+    guards = len(modes[1].shape_env.guards)
+    with (
+        pytest.warns(match="definition of rms_norm instead of its kernel") as warned,
+        virtualized.V.set_aot_compilation(True),
+    ):
+        for graph, mode in zip((norm, head), modes, strict=True):
+            with virtualized.V.set_fake_mode(mode):
+                pass_patterns[0].apply(graph)
+    assert len(warned) == 1 and not liger_ops_of([norm, head])
+    products = head.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(products) == 1 and len(modes[1].shape_env.guards) == guards
 
 
 def model(x: Tensor, gate: Tensor, weight: Tensor, words: Tensor, target: Tensor) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +46,25 @@ def lacks(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 
 def test_every_part_is_in_this_torch() -> None:
-    for part in PARTS.values():
-        pkgutil.resolve_name(part.path)
+    for name, part in PARTS.items():
+        if name != "StaticCudaLauncher" or torch.version.cuda:
+            pkgutil.resolve_name(part.path)
+
+
+def test_a_module_that_somebody_looks_for_is_extended_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each registration, once; a module that is not there stays one that is not found."""
+    (tmp_path / "imported_late.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    extended: list[Any] = []
+    for name in ("imported_late", "imported_late", "imported_never"):
+        torch_private.after_import(name, extended.append)
+    assert find_spec("imported_late") and not extended and find_spec("imported_never") is None
+    module = importlib.import_module("imported_late")
+    assert extended == [module] * 2 and importlib.reload(module) and len(extended) == 2
+    del sys.modules["imported_late"]
 
 
 def model(x: Tensor, weight: Tensor) -> Tensor:

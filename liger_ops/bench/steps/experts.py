@@ -37,6 +37,8 @@ class Layer(NamedTuple):
     intermediate: int
     # Clamped, with biases, transposed weights and pairs of gate and up.
     is_gpt_oss: bool = False
+    # The rank of a LoRA of both projections, whose weights are then frozen.
+    rank: int = 0
 
 
 LAYERS = {
@@ -44,8 +46,10 @@ LAYERS = {
     "qwen3-30b-8k": Layer(8192, 8, 128, 2048, 768),
     "gpt-oss-20b": Layer(8192, 4, 32, 2880, 2880, True),
     "deepseek-v3": Layer(8192, 8, 64, 7168, 2048),
+    "qwen3-30b-lora": Layer(4096, 8, 128, 2048, 768, rank=16),
     "tiny": Layer(50, 2, 8, 32, 16),
     "tiny-gpt-oss": Layer(50, 2, 8, 32, 16, True),
+    "tiny-lora": Layer(50, 2, 8, 32, 16, rank=4),
 }
 
 
@@ -70,23 +74,23 @@ def rows(layer: Layer, skewed: bool, ways: list[str]) -> Iterator[tuple[str, flo
     """Each way, the error of its gradients, and its figures."""
     leaves, index, dy = tensors(layer, skewed)
     calls = functions(layer, leaves, index)
-    truth = torch.autograd.grad(calls["eager"](), leaves, dy)
-    operations = 6 * layer.tokens * layer.top_k * layer.hidden * layer.intermediate
+    truth = gradients(calls["eager"], leaves, dy)
     for way in ways:
         step = partial(gradients, calls[way], leaves, dy)
         pairs = zip(step(), truth, strict=True)
         error = max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
-        text = "compared" if not dy.is_cuda else figures(calls[way], step, operations)
+        text = "compared" if not dy.is_cuda else figures(calls[way], step, layer)
         yield way, error, text
     if dy.is_cuda:
         forward, backward = products(layer, leaves, index)
-        yield "products", 0.0, figures(forward, lambda: (forward(), backward()), operations)
+        yield "products", 0.0, figures(forward, lambda: (forward(), backward()), layer)
 
 
 def tensors(layer: Layer, skewed: bool) -> tuple[list[Tensor], Tensor, Tensor]:
-    """x, the weights, the router's weights and the biases; the ids; and the gradient of y. If
-    skewed, a tenth of the experts is drawn for half of the ids, none twice for a token."""
-    T, K, E, D, I, is_gpt_oss = layer
+    """x, the weights, the router's weights, the biases and the LoRAs' parameters as peft has them;
+    the ids; and the gradient of y. If skewed, a tenth of the experts is drawn for half of the ids,
+    none twice for a token."""
+    T, K, E, D, I, is_gpt_oss, R = layer
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     make = partial(torch.randn, device=device, dtype=torch.bfloat16)
@@ -94,7 +98,11 @@ def tensors(layer: Layer, skewed: bool) -> tuple[list[Tensor], Tensor, Tensor]:
     weights = [make(shape) * 0.02 for shape in shapes]
     biases = [make(E, 2 * I) * 0.02, make(E, D) * 0.02] if is_gpt_oss else []
     router = torch.randn(T, K, device=device).softmax(-1)
-    leaves = [t.requires_grad_() for t in (make(T, D), *weights, router, *biases)]
+    sizes = ((E * R, D), (2 * I, R * E), (E * R, I), (D, R * E)) if R else ()
+    loras = [make(size) * 0.02 for size in sizes]
+    leaves = [t.requires_grad_() for t in (make(T, D), *weights, router, *biases, *loras)]
+    for weight in weights:
+        weight.requires_grad_(not R)
     few = max(1, E // 10)
     share = torch.full((E,), 0.5 / (E - few) if skewed else 1.0, device=device)
     if skewed:
@@ -105,26 +113,46 @@ def tensors(layer: Layer, skewed: bool) -> tuple[list[Tensor], Tensor, Tensor]:
 def functions(
     layer: Layer, leaves: list[Tensor], index: Tensor
 ) -> dict[str, Callable[[], Tensor]]:  # fmt: skip
-    x, gate_up, down, router, *biases = leaves
+    x, gate_up, down, router, *rest = leaves
+    biases, loras = (rest[:2], rest[2:]) if layer.is_gpt_oss else ([], rest)
     views = [w.mT for w in (gate_up, down)] if layer.is_gpt_oss else [gate_up, down]
     activation = "clamped_swiglu" if layer.is_gpt_oss else "silu"
     given: list[Any] = [x, *views, index, router, *biases]
     options: Any = {"activation": activation, "interleaved": layer.is_gpt_oss}
-    ours = partial(liger_ops.moe_experts, *given, **options)
-    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    names = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+
+    def ours(recompute: bool = False) -> Tensor:
+        lora = dict(zip(names, factors(layer, loras), strict=False))
+        return liger_ops.moe_experts(*given, **options | lora | {"recompute": recompute})
+
+    parameters = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     module: Any = SimpleNamespace(
-        **dict(zip(names, (gate_up, down, *biases), strict=False)),
+        **dict(zip(parameters, (gate_up, down, *biases), strict=False)),
         num_experts=layer.experts, has_gate=True, has_bias=layer.is_gpt_oss,
         is_transposed=layer.is_gpt_oss, has_post_expert_norm=False, _is_expert_parallel=False,
         _apply_gate=clamped if layer.is_gpt_oss else gated,
     )  # fmt: skip
 
     def grouped() -> Tensor:
+        if layer.rank:
+            # As peft's ParamWrapper.
+            up_a, up_b, down_a, down_b = factors(layer, loras)
+            module.gate_up_proj = torch.baddbmm(gate_up, up_b, up_a)
+            module.down_proj = torch.baddbmm(down, down_b, down_a)
         return grouped_mm_experts_forward(module, x, index, router)
 
     recompute = partial(ours, recompute=True)
     compiled = torch.compile(grouped)
     return {"liger": ours, "recompute": recompute, "eager": grouped, "compile": compiled}
+
+
+def factors(layer: Layer, loras: list[Tensor]) -> list[Tensor]:
+    """The parameters of LoRAs as views of each expert's."""
+    E = layer.experts
+    return [
+        t.unflatten(1, (-1, E)).permute(2, 0, 1).contiguous() if i % 2 else t.unflatten(0, (E, -1))
+        for i, t in enumerate(loras)
+    ]
 
 
 def gated(h: Tensor) -> Tensor:
@@ -151,7 +179,8 @@ def products(
     a = h[:, : layer.intermediate].contiguous()
     product = partial(F.grouped_mm, offs=ends)
     forward = ((rows, up), (a, back))
-    backward = ((rows, back.mT), (h, up.mT), (h.mT, rows), (rows.mT, a))
+    of_inputs = ((rows, back.mT), (h, up.mT))
+    backward = of_inputs if layer.rank else (*of_inputs, (h.mT, rows), (rows.mT, a))
     return tuple(  # type: ignore[return-value]
         partial(lambda pairs: [product(*pair) for pair in pairs], pairs)
         for pairs in (forward, backward)
@@ -159,10 +188,10 @@ def products(
 
 
 def gradients(call: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(call(), leaves, dy)
+    return torch.autograd.grad(call(), [leaf for leaf in leaves if leaf.requires_grad], dy)
 
 
-def figures(call: Callable[[], Any], step: Callable[[], Any], operations: int) -> str:
+def figures(call: Callable[[], Any], step: Callable[[], Any], layer: Layer) -> str:
     accelerator = Accelerator("cuda")
     with torch.no_grad():
         forward, _ = consecutive(accelerator, call, STEPS, WARM_UPS)
@@ -171,7 +200,10 @@ def figures(call: Callable[[], Any], step: Callable[[], Any], operations: int) -
     y = call()
     taken = torch.cuda.memory_allocated() - before
     saved = (taken - y.nbytes) / 2**30 if isinstance(y, Tensor) else 0.0
-    rates = [n * operations / ms.p50 / 1e9 for n, ms in ((1, forward), (3, full))]
+    operations = 6 * layer.tokens * layer.top_k * layer.hidden * layer.intermediate
+    # A frozen weight has no product of its gradient.
+    times_full = 2 if layer.rank else 3
+    rates = [n * operations / ms.p50 / 1e9 for n, ms in ((1, forward), (times_full, full))]
     times = f"{forward.p50:.2f} ms {rates[0]:.0f}, {full.p50:.2f} ms {rates[1]:.0f} TFLOP/s"
     return f"{times}, saved {saved:.3f} GiB"
 

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 
 import torch
 
-from . import (
-    activations,
-    attention,
-    distribution_losses,
-    experts,
-    hyper_connections,
-    layers,
-    listed_words,
-    losses,
-    norms,
-    rope,
-    routers,
-    softmaxes,
-)
 from .entry import Entry, Shape, Workload
 
+FAMILIES = (
+    "norms", "activations", "rope", "attention", "softmaxes", "layers", "experts", "losses",
+    "listed_words", "distribution_losses", "routers", "hyper_connections",
+)  # fmt: skip
 ENTRIES: dict[str, Entry] = {
     entry.op: entry
-    for family in (
-        norms,
-        activations,
-        rope,
-        attention,
-        softmaxes,
-        layers,
-        experts,
-        losses,
-        listed_words,
-        distribution_losses,
-        routers,
-        hyper_connections,
-    )
-    for entry in family.ENTRIES
+    for family in FAMILIES
+    for entry in import_module(f"{__name__}.{family}").ENTRIES
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SETS = ("figures", "models", "small")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,26 +22,23 @@ def gpt_oss_activation(gate_and_up: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(gate * ALPHA)
 
 
+GATED: dict[str, Any] = {
+    "inputs": leaves(2), "passes": moved(3, 5), "figures": ((16384, 14336),), "small": (1024, 4096),
+}  # fmt: skip
 ENTRIES = (
     Entry(
         op="swiglu",
         eager=lambda gate, up: F.silu(gate) * up,
         peers={"liger-kernel": "liger_swiglu"},
-        inputs=leaves(2),
-        passes=moved(3, 5),
-        figures=((16384, 14336),),
         models=intermediate("swiglu"),
-        small=(1024, 4096),
+        **GATED,
     ),
     Entry(
         op="geglu",
         eager=lambda gate, up: F.gelu(gate, approximate="tanh") * up,
         peers={"liger-kernel": "liger_geglu"},
-        inputs=leaves(2),
-        passes=moved(3, 5),
-        figures=((16384, 14336),),
         models=intermediate("geglu"),
-        small=(1024, 4096),
+        **GATED,
     ),
     Entry(
         op="clamped_swiglu",

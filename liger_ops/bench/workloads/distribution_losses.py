@@ -11,14 +11,6 @@ from .entry import Draw, Entry, Shape, moved, peer, wide
 from .losses import OF_LOGITS, model_jsd
 
 
-def model_kl_div(input: Tensor, target: Tensor) -> Tensor:
-    return F.kl_div(wide(input), target.to(wide(input).dtype), reduction="batchmean")
-
-
-def model_tvd(p: Tensor, q: Tensor) -> Tensor:
-    return (wide(p) - q.to(wide(p).dtype)).abs().sum() / (2 * len(p))
-
-
 def _distributions(draw: Draw, shape: Shape, logarithms: tuple[bool, bool]) -> list[Tensor]:
     """Two of them, or their logarithms. The second, the teacher's, is not trained."""
     found = []
@@ -42,12 +34,12 @@ def _loss(op: str, liger: Any, logarithms: tuple[bool, bool], **more: Any) -> En
 ENTRIES = (
     # The backward of kl_div reads the target and writes input's gradient.
     _loss(
-        "kl_div", peer("liger_kl_div", reduction="batchmean"), (True, False), eager=model_kl_div,
-        passes=moved(2, 2),
+        "kl_div", peer("liger_kl_div", reduction="batchmean"), (True, False), passes=moved(2, 2),
+        eager=lambda x, y: F.kl_div(wide(x), y.to(wide(x).dtype), reduction="batchmean"),
     ),
     _loss("jsd", "liger_jsd", (True, True), eager=model_jsd, passes=moved(2, 3)),
     _loss(
-        "tvd", peer("liger_tvd", reduction="batchmean"), (False, False), eager=model_tvd,
-        passes=moved(2, 3),
+        "tvd", peer("liger_tvd", reduction="batchmean"), (False, False), passes=moved(2, 3),
+        eager=lambda p, q: (wide(p) - q.to(wide(p).dtype)).abs().sum() / (2 * len(p)),
     ),
 )  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from pkgutil import resolve_name
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .entry import Draw, Entry, Function, Shape, wide
+from .entry import Draw, Entry, Shape, wide
 
 
 def model_experts(
@@ -36,10 +35,6 @@ def model_experts(
     return wide(weighted[order.argsort()]).unflatten(0, (T, K)).sum(1).to(x.dtype)
 
 
-def _liger_kernel(package: Any) -> Function:
-    return importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction.apply
-
-
 def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     T, K, E, D, I = shape
     scores = torch.rand(T, E, generator=draw.generator, device=draw.device)
@@ -56,7 +51,11 @@ ENTRIES = (
     Entry(
         op="moe_experts",
         eager=model_experts,
-        peers={"liger-kernel": _liger_kernel},
+        peers={
+            "liger-kernel": lambda _: resolve_name(
+                "liger_kernel.ops.fused_moe:LigerFusedMoEFunction.apply"
+            )
+        },
         dims=("T", "K", "E", "D", "I"),
         inputs=_inputs,
         # Three products forward, of which two are one, and six backward.

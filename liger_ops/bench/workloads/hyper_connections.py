@@ -65,10 +65,6 @@ def _coefficient(draw: Draw, *shape: int) -> Tensor:
     return torch.sigmoid(draw.normal(*shape).float()).requires_grad_()
 
 
-def _pre_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
-    return [draw.leaf(*shape), _coefficient(draw, *shape[:2])]
-
-
 def _post_res_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     M, hc, C = shape
     h_post, h_res = _coefficient(draw, M, hc), _coefficient(draw, M, hc, hc)
@@ -94,7 +90,7 @@ ENTRIES = (
         op="mhc_pre",
         eager=deepseek_pre,
         peers={"liger-kernel": "liger_mhc_pre"},
-        inputs=_pre_inputs,
+        inputs=lambda draw, shape: [draw.leaf(*shape), _coefficient(draw, *shape[:2])],
         passes=moved(5, 9),
         **COMMON,
     ),

@@ -1,9 +1,8 @@
-"""embedding, attn_res and tiled_mlp."""
+"""embedding, attn_res, lora_linear and tiled_mlp."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from pkgutil import resolve_name
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +10,11 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Function, Shape, peer, wide
+from .entry import Draw, Entry, Shape, moved, peer, wide
 from .models import MODELS, TOKENS
 
 EPS = 1e-6
-
-
-def torchs_embedding(weight: Tensor, indices: Tensor) -> Tensor:
-    return F.embedding(indices, weight)
+RANK, SCALE = 16, 2.0
 
 
 def model_attn_res(x: Tensor, query: Tensor, weight: Tensor) -> Tensor:
@@ -30,47 +26,47 @@ def model_attn_res(x: Tensor, query: Tensor, weight: Tensor) -> Tensor:
     return (alpha * values).sum(0).to(x.dtype)
 
 
-def _liger_embedding(package: Any) -> Function:
-    module = importlib.import_module("liger_kernel.ops.experimental.embedding")
-    return module.LigerEmbeddingFunction.apply
-
-
 def _mlp(draw: Draw, shape: Shape) -> list[Tensor]:
     M, D, width = shape
     sizes = ((width, D), (width, D), (D, width))
     return [draw.leaf(M, D), *(draw.leaf(*size, scale=size[1] ** -0.5) for size in sizes)]
 
 
-def _words(draw: Draw, shape: Shape) -> list[Tensor]:
-    M, V, D = shape
-    return [draw.leaf(V, D), draw.classes(M, V)]
+def _adapted(draw: Draw, shape: Shape) -> list[Tensor]:
+    """x, a frozen weight, and a LoRA."""
+    M, D, N = shape
+    weight = draw.normal(N, D) * D**-0.5
+    a, b = (draw.leaf(*size, scale=size[1] ** -0.5) for size in ((RANK, D), (N, RANK)))
+    return [draw.leaf(M, D), weight, a, b]
 
 
 def _moved_blocks(shape: Shape) -> dict[str, int]:
     """The forward reads x and writes one block; the backward reads x and dy and writes dx."""
     N, M, D = shape
-    forward, backward = (N + 1) * M * D, (2 * N + 1) * M * D
-    return {"forward": forward, "backward": backward, "full": forward + backward}
+    return moved((N + 1) * M * D, (2 * N + 1) * M * D)
 
 
 def _moved_rows(shape: Shape) -> dict[str, int]:
     """The forward reads and writes the rows; the backward reads dy and writes the whole table."""
     M, V, D = shape
-    forward, backward = 2 * M * D, (M + V) * D
-    return {"forward": forward, "backward": backward, "full": forward + backward}
+    return moved(2 * M * D, (M + V) * D)
 
 
-def model_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+def peft_linear(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, weight) + F.linear(F.linear(x, a), b) * SCALE
 
 
 ENTRIES = (
     Entry(
         op="embedding",
-        aten=torchs_embedding,
-        peers={"liger-kernel": _liger_embedding},
+        aten=lambda weight, indices: F.embedding(indices, weight),
+        peers={
+            "liger-kernel": lambda _: resolve_name(
+                "liger_kernel.ops.experimental.embedding:LigerEmbeddingFunction.apply"
+            )
+        },
         dims=("M", "V", "D"),
-        inputs=_words,
+        inputs=lambda draw, shape: [draw.leaf(*shape[1:]), draw.classes(*shape[:2])],
         counts=_moved_rows,
         figures=((8192, 32768, 4096), (32768, 128256, 4096)),
         models={name: (TOKENS, model.vocabulary, model.hidden) for name, model in MODELS.items()},
@@ -83,9 +79,7 @@ ENTRIES = (
         peers={"liger-kernel": peer("liger_attn_res", eps=EPS)},
         dims=("N", "M", "D"),
         inputs=lambda draw, shape: [
-            draw.leaf(*shape),
-            draw.leaf(shape[-1], scale=0.02),
-            draw.leaf(shape[-1]),
+            *(draw.leaf(*shape), draw.leaf(shape[-1], scale=0.02), draw.leaf(shape[-1]))
         ],
         counts=_moved_blocks,
         figures=((8, 8192, 4096), (16, 8192, 2048)),
@@ -93,8 +87,21 @@ ENTRIES = (
         small=(4, 256, 1024),
     ),
     Entry(
+        op="lora_linear",
+        ours=lambda x, weight, a, b: liger_ops.lora_linear(x, weight, a, b, SCALE),
+        eager=peft_linear,
+        dims=("M", "D", "N"),
+        inputs=_adapted,
+        # One product forward and one backward; those of the LoRA are small beside them.
+        passes={"full": 4},
+        is_matrix_product=True,
+        figures=((8192, 2048, 2048), (8192, 4096, 14336)),
+        models={name: (TOKENS, model.hidden, model.hidden) for name, model in MODELS.items()},
+        small=(256, 512, 1024),
+    ),
+    Entry(
         op="tiled_mlp",
-        eager=model_mlp,
+        eager=lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),
         dims=("M", "D", "I"),
         inputs=_mlp,
         # Three products forward and six backward; computing gate and up again takes two more.

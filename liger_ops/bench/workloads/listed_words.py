@@ -32,15 +32,8 @@ def model_head_and_listed_words(x: Tensor, weight: Tensor, ids: Tensor) -> Tenso
     return model_jsd(*(torch.cat(pair, -1) for pair in zip(sides, tails, strict=True)))
 
 
-def _mean(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    return liger_ops.linear_top_k_divergence(x, weight, ids, _log_prob(ids)).mean()
-
-
-def _summed_in_its_dtype(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    log_prob = _log_prob(ids)
-    return liger_ops.linear_top_k_divergence(
-        x, weight, ids, log_prob, accum_dtype=x.dtype
-    ).mean()  # fmt: skip
+def _mean(x: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Tensor:
+    return liger_ops.linear_top_k_divergence(x, weight, ids, _log_prob(ids), **options).mean()
 
 
 def _trl(package: Any) -> Function:
@@ -66,7 +59,7 @@ ENTRIES = (
     Entry(
         op="linear_top_k_divergence",
         ours=_mean,
-        low_memory=_summed_in_its_dtype,
+        low_memory=lambda x, *others: _mean(x, *others, accum_dtype=x.dtype),
         eager=model_head_and_listed_words,
         peers={"trl": _trl},
         **{**OF_HEADS, "inputs": _inputs},

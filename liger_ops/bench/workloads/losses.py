@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -35,10 +35,6 @@ def model_log_prob(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return log_prob, -(log_p.exp() * log_p).sum(-1)
 
 
-def model_head_and_log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return model_log_prob(x @ weight.T, target)
-
-
 def model_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """The mean Jensen-Shannon divergence as in trainers of distillation."""
     student, teacher = wide(student_logits), teacher_logits.to(wide(student_logits).dtype)
@@ -54,20 +50,16 @@ def model_jsd(log_q: Tensor, log_p: Tensor) -> Tensor:
     return (of_student.sum(-1) + of_teacher.sum(-1)).mean() / 2
 
 
-def _mean_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    return liger_ops.divergence(student_logits, teacher_logits).mean()
-
-
 def model_heads_and_divergence(
     x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor
 ) -> Tensor:
     return model_divergence(x @ weight.T, teacher_x.to(teacher_weight.dtype) @ teacher_weight.T)
 
 
-def _mean_linear_divergence(
-    x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor
+def _linear_divergence(
+    x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor, **options: Any
 ) -> Tensor:
-    return liger_ops.linear_divergence(x, weight, teacher_x, teacher_weight)[0]
+    return liger_ops.linear_divergence(x, weight, teacher_x, teacher_weight, **options)[0]
 
 
 def truth_by_rows(
@@ -112,24 +104,11 @@ def _both_heads(draw: Draw, shape: Shape) -> list[Tensor]:
     return [*x_weight_and_target(draw, shape)[:2], teacher, draw.normal(rows, width)]
 
 
-def _divergence_summed_in_its_dtype(
-    x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor
-) -> Tensor:
-    heads = (x, weight, teacher_x, teacher_weight)
-    return liger_ops.linear_divergence(*heads, accum_dtype=weight.dtype)[0]
-
-
 def _summed_in_its_dtype(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """Smaller chunks would save memory in the forward only: the peak is the backward's, which holds
     the gradients as computed and as returned. On an H100, 8192 x 2048 x 128256: 1067 MiB with
     chunks of 512 MiB and of 128, in 20.5 ms and 24.5."""
     return liger_ops.linear_cross_entropy(x, weight, target, accum_dtype=weight.dtype)
-
-
-def _log_prob_summed_in_its_dtype(
-    x: Tensor, weight: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor]:
-    return liger_ops.linear_log_prob(x, weight, target, accum_dtype=x.dtype)
 
 
 def _trl_linear(package: Any) -> Function:
@@ -150,17 +129,12 @@ def _liger_jsd(package: Any) -> Function:
 
 
 def _trl_divergence(package: Any) -> Function:
-    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    function = resolve_name("trl.kernels.chunked_divergence:ChunkedDivergenceFunction")
 
     def mean(x: Tensor, weight: Tensor, teacher_weight: Tensor, teacher_x: Tensor) -> Tensor:
         return function.apply(x, weight, None, teacher_x, teacher_weight, None, 0.5)[0].mean()
 
     return mean
-
-
-def _quack_linear(package: Any) -> Function:
-    module = importlib.import_module(f"{package.__name__}.linear_cross_entropy")
-    return module.chunked_linear_cross_entropy
 
 
 # What the losses of logits have in common, and those of a head.
@@ -177,17 +151,13 @@ OF_HEADS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _logits_and_classes(draw: Draw, shape: Shape) -> list[Tensor]:
-    return [draw.leaf(*shape), draw.classes(*shape)]
-
-
 ENTRIES = (
     Entry(
         op="cross_entropy",
         eager=model_loss,
         aten=F.cross_entropy,
         peers={"liger-kernel": "liger_cross_entropy", "quack": "cross_entropy"},
-        inputs=_logits_and_classes,
+        inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
         # "full" reads the logits again, because the gradient needs the forward's sums.
         passes={"forward": 1, "full": 3},
         **{**OF_LOGITS, "figures": ((8192, 32768), (8192, 128256))},
@@ -196,14 +166,14 @@ ENTRIES = (
         op="log_prob",
         eager=model_log_prob,
         peers={"trl": "selective_log_softmax_and_entropy"},
-        inputs=_logits_and_classes,
+        inputs=lambda draw, shape: [draw.leaf(*shape), draw.classes(*shape)],
         # The backward reads the logits again and writes their gradient.
         passes={"forward": 1, "backward": 2, "full": 3},
         **OF_LOGITS,
     ),
     Entry(
         op="divergence",
-        ours=_mean_divergence,
+        ours=lambda student, teacher: liger_ops.divergence(student, teacher).mean(),
         eager=model_divergence,
         peers={"liger-kernel": _liger_jsd},
         # The teacher is not trained.
@@ -216,7 +186,12 @@ ENTRIES = (
         op="linear_cross_entropy",
         low_memory=_summed_in_its_dtype,
         eager=model_head_and_loss,
-        peers={"liger-kernel": "liger_fused_linear_cross_entropy", "quack": _quack_linear},
+        peers={
+            "liger-kernel": "liger_fused_linear_cross_entropy",
+            "quack": lambda _: resolve_name(
+                "quack.linear_cross_entropy:chunked_linear_cross_entropy"
+            ),
+        },
         **{
             **OF_HEADS,
             "figures": ((8192, 2048, 128256), (8192, 4096, 128256), (32768, 4096, 128256)),
@@ -224,15 +199,17 @@ ENTRIES = (
     ),
     Entry(
         op="linear_log_prob",
-        low_memory=_log_prob_summed_in_its_dtype,
-        eager=model_head_and_log_prob,
+        low_memory=lambda x, weight, target: liger_ops.linear_log_prob(
+            x, weight, target, accum_dtype=x.dtype
+        ),
+        eager=lambda x, weight, target: model_log_prob(x @ weight.T, target),
         peers={"trl": _trl_linear},
         **{**OF_HEADS, "figures": (*OF_HEADS["figures"], (32768, 4096, 128256))},
     ),
     Entry(
         op="linear_divergence",
-        ours=_mean_linear_divergence,
-        low_memory=_divergence_summed_in_its_dtype,
+        ours=_linear_divergence,
+        low_memory=lambda *heads: _linear_divergence(*heads, accum_dtype=heads[1].dtype),
         eager=model_heads_and_divergence,
         peers={
             "liger-kernel": peer("liger_fused_linear_jsd", order=(0, 1, 3, 2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +29,8 @@ def llama_add_and_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Ten
     return llama_norm(s, weight), s
 
 
-def qwen3_next_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    return (llama_norm(x, weight) * F.silu(wide(gate))).to(x.dtype)
-
-
-def adaptive_rms_norm(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor) -> Tensor:
-    return llama_norm(x, weight) * (1 + scale[:, None]) + shift[:, None]
-
-
-def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], None, None, EPS) * (1 + scale[:, None]) + shift[:, None]
+def modulated(y: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return y * (1 + scale[:, None]) + shift[:, None]
 
 
 def _samples(weights: int) -> Callable[[Draw, Shape], list[Tensor]]:
@@ -50,13 +43,16 @@ def _samples(weights: int) -> Callable[[Draw, Shape], list[Tensor]]:
     return inputs
 
 
-# Images or latent frames of models, in a batch that fills a GPU.
-DIFFUSION = {
-    "dit-xl": (64, 256, 1152),
-    "sd3-medium": (8, 4096, 1536),
-    "flux-dev": (4, 4608, 3072),
-    "wan-14b": (1, 32760, 5120),
-}
+# The models are images or latent frames, in a batch that fills a GPU.
+MODULATED: dict[str, Any] = {
+    "dims": ("batch", "T", "N"),
+    "figures": ((8, 4096, 1536), (4, 4608, 3072)),
+    "models": {
+        "dit-xl": (64, 256, 1152), "sd3-medium": (8, 4096, 1536),
+        "flux-dev": (4, 4608, 3072), "wan-14b": (1, 32760, 5120),
+    },
+    "small": (2, 512, 3072),
+}  # fmt: skip
 
 
 def model_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -108,7 +104,7 @@ ENTRIES = (
     Entry(
         op="gated_rms_norm",
         ours=lambda x, gate, weight: liger_ops.gated_rms_norm(x, gate, weight, EPS),
-        eager=qwen3_next_norm,
+        eager=lambda x, gate, weight: (llama_norm(x, weight) * F.silu(wide(gate))).to(x.dtype),
         inputs=leaves(2, 1),
         passes=moved(3, 5),
         # The heads of Qwen3-Next, and the widths of Mamba 2.
@@ -120,27 +116,23 @@ ENTRIES = (
         ours=lambda x, scale, shift, weight: liger_ops.modulated_rms_norm(
             x, scale, shift, weight, EPS
         ),
-        eager=adaptive_rms_norm,
+        eager=lambda x, scale, shift, weight: modulated(llama_norm(x, weight), scale, shift),
         peers={
             "liger-kernel": peer(
                 "liger_modulated_rms_norm", EPS, 0.0, "llama", False, order=(0, 3, 1, 2)
             )
         },
-        dims=("batch", "T", "N"),
         inputs=_samples(1),
-        figures=((8, 4096, 1536), (4, 4608, 3072)),
-        models=DIFFUSION,
-        small=(2, 512, 3072),
+        **MODULATED,
     ),
     Entry(
         op="modulated_layer_norm",
         ours=lambda x, scale, shift: liger_ops.modulated_layer_norm(x, scale, shift, eps=EPS),
-        eager=adaptive_layer_norm,
-        dims=("batch", "T", "N"),
+        eager=lambda x, scale, shift: modulated(
+            F.layer_norm(x, x.shape[-1:], None, None, EPS), scale, shift
+        ),
         inputs=_samples(0),
-        figures=((8, 4096, 1536), (4, 4608, 3072)),
-        models=DIFFUSION,
-        small=(2, 512, 3072),
+        **MODULATED,
     ),
     Entry(
         op="dyt",

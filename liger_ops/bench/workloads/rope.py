@@ -25,12 +25,6 @@ def llama_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return q * cos + _half_turn(q) * sin, k * cos + _half_turn(k) * sin
 
 
-def qwen3_heads(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    return llama_rope(llama_norm(q, q_weight), llama_norm(k, k_weight), cos, sin)
-
-
 def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     """q and k as attention gets them from a projection: transposed views."""
     batch, length, heads, kv_heads, width = shape
@@ -42,10 +36,6 @@ def _inputs(draw: Draw, shape: Shape) -> list[Tensor]:
     angles = torch.outer(torch.arange(length, device=draw.device), frequencies)
     angles = torch.cat((angles, angles), -1).unsqueeze(0)
     return [q, k, angles.cos().to(draw.dtype), angles.sin().to(draw.dtype)]
-
-
-def _normed_inputs(draw: Draw, shape: Shape) -> list[Tensor]:
-    return [*_inputs(draw, shape), draw.leaf(shape[-1]), draw.leaf(shape[-1])]
 
 
 def _elements(shape: Shape) -> int:
@@ -81,9 +71,15 @@ ENTRIES = (
     ),
     Entry(
         op="rms_norm_rope",
-        eager=qwen3_heads,
+        eager=lambda q, k, cos, sin, q_weight, k_weight: llama_rope(
+            llama_norm(q, q_weight), llama_norm(k, k_weight), cos, sin
+        ),
         dims=("batch", "S", "heads", "heads of k", "D"),
-        inputs=_normed_inputs,
+        inputs=lambda draw, shape: [
+            *_inputs(draw, shape),
+            draw.leaf(shape[-1]),
+            draw.leaf(shape[-1]),
+        ],
         passes=moved(2, 3),
         elements=_elements,
         figures=((1, 8192, 32, 8, 128), (1, 8192, 8, 4, 256)),

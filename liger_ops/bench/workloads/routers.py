@@ -7,7 +7,7 @@ from torch import Tensor
 
 import liger_ops
 
-from .entry import Draw, Entry, Shape, moved
+from .entry import Entry, moved
 
 TOP_K = 8
 
@@ -21,22 +21,14 @@ def model_load_balancing(*gate_logits: Tensor) -> Tensor:
     return (mask.mean(0) * weights.mean(0).unsqueeze(0)).sum() * experts
 
 
-def _ours(*gate_logits: Tensor) -> Tensor:
-    return liger_ops.router_losses(list(gate_logits), TOP_K)[0]
-
-
-def _layers(draw: Draw, shape: Shape) -> list[Tensor]:
-    return [draw.leaf(*shape[1:]) for _ in range(shape[0])]
-
-
 ENTRIES = (
     # The forward reads the logits, and the backward reads them and writes their gradient.
     Entry(
         op="router_losses",
-        ours=_ours,
+        ours=lambda *gate_logits: liger_ops.router_losses(list(gate_logits), TOP_K)[0],
         eager=model_load_balancing,
         dims=("layers", "tokens", "experts"),
-        inputs=_layers,
+        inputs=lambda draw, shape: [draw.leaf(*shape[1:]) for _ in range(shape[0])],
         passes=moved(1, 2),
         figures=((48, 8192, 128), (48, 65536, 128)),
         models={"Qwen3-30B-A3B": (48, 65536, 128), "Mixtral-8x7B": (32, 65536, 8)},

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from ... import library
 from ...rewrites import rewrite
-from ...rewrites.engine.recognise import none_of, op_of
+from ...rewrites.engine.recognise import op_of, reason_for_none
 from ...rewrites.engine.report import Report
 from .. import classes
 from ..planning import Plan
@@ -68,6 +68,10 @@ class Kind:
 
     def called(self, module: nn.Module) -> Collection[str]:
         """The children that the new code calls too."""
+        return ()
+
+    def kept(self, module: nn.Module) -> Collection[str]:
+        """The children whose code is traced, and that the new code calls."""
         return ()
 
     def names(self, module: nn.Module) -> Collection[str]:
@@ -159,7 +163,7 @@ class Kind:
         Raises:
             NotAnOp: it computes no op, or more; the text gives the reason.
         """
-        trace = ModuleTrace(module, self.called(module), self.method)
+        trace = ModuleTrace(module, self.called(module), self.method, self.kept(module))
         refusals = []
         for form in self.forms(module):
             try:
@@ -216,8 +220,7 @@ class Kind:
         report = self.rewritten(traced, names)
         ops = self.ops or tuple(names)
         if not any(op_of(node) in ops for node in traced.graph.graph.nodes):
-            reasons = [f"{one.op}: {one.reason}" for one in report.findings if not one.used]
-            raise NotAnOp(reasons[0] if reasons else f"it computes {none_of(names)}")
+            raise NotAnOp(reason_for_none(report, names))
         program = written(traced, ops, self.functions, "dropped" if self.casts else "refused")
         is_wide = traced.case.dtype in (torch.float32, torch.float64)
         return program.rounding_as(first) if first and is_wide else program

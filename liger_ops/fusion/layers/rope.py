@@ -62,7 +62,7 @@ def plan(model: nn.Module) -> Plan:
 def methods(base: Any, rotaries: tuple[Rotary, ...]) -> dict[str, Callable[..., Any]]:
     forward = base.forward
     for rotary in rotaries:
-        forward = _calling(forward, rotary)
+        forward = rebound(forward, {rotary.name: functools.partial(_replacement, rotary=rotary)})
     return {"forward": forward}
 
 
@@ -129,11 +129,6 @@ def call_obstacle(module: nn.Module, name: str) -> str | None:
     if operations != {"LOAD_GLOBAL"}:
         return f"its forward uses the name {name} for more than a call"
     return None
-
-
-def _calling(forward: Any, rotary: Rotary) -> Any:
-    """A copy of a forward, and of all its wrappers, that calls rope instead of `rotary`."""
-    return rebound(forward, {rotary.name: functools.partial(_replacement, rotary=rotary)})
 
 
 def _replacement(original: Callable[..., Any], rotary: Rotary) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...rewrites import rewrite
 from ...rewrites.engine.canonical import IDENTITY, canonical, value
-from ...rewrites.engine.recognise import Recognised, recognise
-from ...rewrites.engine.rewrite import Refused
+from ...rewrites.engine.recognise import bound, needed_by, reason_for_none
 from ..probing import DEVICE, NotAnOp, dtype_name, first_line
 from ..trace import ANY_SIZES, Trace
+from .program import check_unused
 from .rotary import (
     KEPT,
     LAYOUTS,
@@ -82,16 +84,9 @@ class _Function:
             raise reasons[0] if reasons else NotAnOp(f"{self.name} computes no rope")
         for dtype in (torch.float16, torch.float32):
             self.compare(forms, dtype, dtype)
-        return Rotary(
-            self.name,
-            self.parameters,
-            self.tables,
-            self.default,
-            self.wide_tables(forms),
-            tuple(forms),
-            self.in_float64(forms),
-            id(self.function),
-        )
+        wide, in_float64 = self.wide_tables(forms), self.in_float64(forms)
+        known = (self.name, self.parameters, self.tables, self.default)
+        return Rotary(*known, wide, tuple(forms), in_float64, id(self.function))
 
     def calls(self) -> Iterator[Form]:
         """Forms of call that may be rope, without the op's options."""
@@ -170,15 +165,9 @@ class _Function:
         table = (*((3,) if self.sections else ()), *rows, TABLE_WIDTHS[call.table_width])
         if self.tables == 1:
             table_dtype = torch.complex64
-        return {
-            name: (shape, one)
-            for name, shape, one in zip(
-                self.parameters,
-                [*shapes, table, table][: 2 + self.tables],
-                [dtype, dtype, table_dtype, table_dtype],
-                strict=False,
-            )
-        }
+        shapes, dtypes = [*shapes, table, table], [dtype, dtype, table_dtype, table_dtype]
+        names = self.parameters[: 2 + self.tables]
+        return dict(zip(names, zip(shapes, dtypes, strict=True), strict=False))
 
     def called(self, call: Form, tensors: Sequence[Tensor]) -> Any:
         more = {UNSQUEEZE_DIM: call.unsqueeze_dim, SECTIONS: self.sections}
@@ -205,26 +194,32 @@ class _Function:
         except Exception as error:
             raise NotAnOp(f"{self.name} fails on fake tensors: {first_line(error)}") from None
         module = trace.module(results)
+        report = rewrite(module, ["rope"], strict=True)
+        *_, output = module.graph.nodes
+        needed = needed_by(output)
+        found = list(bound(needed))
         try:
-            found = recognise(module, ["rope"], through=VIEWS)
-            return self.form(call, found, module.graph, {dtype, table_dtype or dtype} | WIDE)
-        except Refused as reason:
+            if len(found) != 1 or not all(_is_of(one, found[0][0]) for one in output.args[0]):
+                is_more = found and all(one.used for one in report.findings)
+                raise NotAnOp(
+                    "it is rope and more" if is_more else reason_for_none(report, ["rope"])
+                )
+            for node in module.graph.nodes:
+                if node not in needed:
+                    check_unused(node)
+        except NotAnOp as reason:
             text = str(reason).replace("rope: ", "it computes no rope: ")
             raise NotAnOp(f"{self.name} {text.removeprefix('it ')}") from None
+        return self.form(call, *found[0], output, {dtype, table_dtype or dtype} | WIDE)
 
     def form(
-        self, call: Form, found: Recognised, graph: fx.Graph, dtypes: set[torch.dtype]
-    ) -> Form:
+        self, call: Form, op: fx.Node, arguments: dict[str, Any], output: Any,
+        dtypes: set[torch.dtype],
+    ) -> Form:  # fmt: skip
         """The form, if the op is of the function's own arguments and its results are the op's."""
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        arguments = found.arguments
         for i, (operand, result) in enumerate(zip("qk", output.args[0], strict=True)):
             x, y = self.viewed(arguments[operand], dtypes), self.viewed(result, dtypes)
-            wanted = (x.op, x.target, y.args) == (
-                "placeholder",
-                self.parameters[i],
-                (found.result, i),
-            )
+            wanted = (x.op, x.target) == ("placeholder", self.parameters[i]) and y.args == (op, i)
             # All sizes differ, so the shape says in which order the dimensions are.
             inward, _ = LAYOUTS[call.layout]
             if not wanted or value(arguments[operand]).shape != inward(value(x)).shape:
@@ -269,6 +264,13 @@ class _Function:
             else:
                 return None, is_half, is_back
             node = call.args[0]
+
+
+def _is_of(node: Any, op: fx.Node) -> bool:
+    """Whether a result is one of an op's, in another view or dtype."""
+    while (call := canonical(node)) is not None and call.op in VIEWS:
+        node = call.args[0]
+    return getattr(node, "target", None) is operator.getitem and node.args[0] is op
 
 
 def _without_ones(node: fx.Node) -> list[int]:

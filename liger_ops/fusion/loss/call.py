@@ -14,10 +14,9 @@ from .. import classes, tensor_parallel
 from ..news import is_news
 from . import head_hooks, output
 from .calls import DeferringHead
-from .facts import LossFacts
+from .dry_run import LossFacts, with_traced_loss
 from .head import called_for, head_of
 from .lora import LoraHead
-from .made_losses import with_traced_loss
 from .options import CHECKS, LossOptions, taken_from
 from .view import view_class, view_of
 

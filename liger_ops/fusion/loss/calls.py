@@ -145,12 +145,14 @@ class HeadCall:
 
     @property
     def dtype(self) -> torch.dtype | None:
+        """The dtype of the logits, None if it is only known when they are computed."""
         # FSDP2 may cast the hidden states.
         known = any(head_hooks.are_known(module) for module in self.head.modules)
         return None if known else self.dtype_for(self.hidden)
 
     @property
     def rows(self) -> tuple[int, ...] | None:
+        """The shape of the rows, None if it is only known when they are computed."""
         head = self.head.head
         layer = head.base if isinstance(head, LoraHead) else head
         if layer is not None and head_hooks.are_over_words(layer):
@@ -160,15 +162,18 @@ class HeadCall:
         return tuple(self.hidden.shape[:-1])
 
     def may_record(self) -> bool:
+        """Whether a recorded operation would have the same gradient as one that is done now."""
         return self.keeps or not self.computed and torch.is_grad_enabled() == self.with_grad
 
     def add(self, logits: DeferredLogits) -> None:
+        """Note the result of a recorded operation."""
         if self.keeps:
             logits.value = self.value_of(logits)
         else:
             self.made.append(logits)
 
     def compute(self, logits: DeferredLogits, why: str, operands: tuple[Any, ...]) -> None:
+        """Compute all logits of this call, also those after recorded operations, for a reason."""
         self.check_gradient()
         self.head.say(why, operands)
         self.computed = True

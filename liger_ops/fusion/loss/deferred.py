@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,34 +20,8 @@ from torch import Tensor
 
 from .form import Form, is_factor, keeps_columns
 
-
-class Call(Protocol):
-    """A call of a head, whose logits are deferred."""
-
-    hidden: Tensor
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of the logits, None if it is only known when they are computed."""
-
-    @property
-    def rows(self) -> tuple[int, ...] | None:
-        """The shape of the rows, None if it is only known when they are computed."""
-
-    def may_record(self) -> bool:
-        """Whether a recorded operation would have the same gradient as one that is done now."""
-
-    def add(self, logits: DeferredLogits) -> None:
-        """Note the result of a recorded operation."""
-
-    def compute(self, logits: DeferredLogits, why: str, operands: tuple[Any, ...]) -> None:
-        """Compute all logits of this call, also those after recorded operations, for a reason."""
-
-    def loss(self, logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
-        """The cross-entropy."""
+if TYPE_CHECKING:
+    from .calls import HeadCall
 
 
 class DeferredLogits:
@@ -63,7 +37,7 @@ class DeferredLogits:
     """
 
     def __init__(
-        self, call: Call, hidden: Tensor, form: Form,
+        self, call: HeadCall, hidden: Tensor, form: Form,
         tokens: tuple[int, ...], rows: tuple[int, ...], chosen: bool = False,
         parent: DeferredLogits | None = None,
         function: Callable[..., Tensor] | None = None, args: tuple[Any, ...] = (),

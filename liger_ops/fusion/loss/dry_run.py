@@ -10,21 +10,22 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..layers.rebinding import is_wrapped_plainly, rebound
 from ..probing import DEVICE, NotAnOp, first_line, undisturbed
 from ..sharding import shape_of
 from .calls import DeferringHead, HeadCall
 from .deferred import DeferredLogits
-from .facts import LossFacts
 from .form import Form
 from .head import head_of, parameter_of
 from .lora import LoraHead
-from .made_losses import with_traced_loss
 from .options import CHECKS, LossOptions
 from .output import settled
 from .stand_in import Names, stand_in
@@ -32,6 +33,54 @@ from .view import view_class, view_of
 
 BATCH = 2
 LENGTHS = (4, 9)
+MADE = "CrossEntropyLoss"
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """How a model's forward is called for a loss.
+
+    head: the path to its head.
+    own_arguments: the options that its loss_function has arguments for, which are the model's.
+    takes_shift_labels: whether shift_labels are the labels of its loss.
+    output_class: the class of its output.
+    makes_loss: whether it makes a torch.nn.CrossEntropyLoss in the forward, which Dynamo calls in a
+        way of its own, that takes only tensors.
+    rebinds: whether that is the name CrossEntropyLoss among the globals of its forward.
+    """
+
+    head: str
+    own_arguments: tuple[str, ...] = ()
+    takes_shift_labels: bool = False
+    output_class: type | None = None
+    makes_loss: bool = False
+    rebinds: bool = False
+
+
+class TracedLoss:
+    """Like torch.nn.CrossEntropyLoss, for which Dynamo has a trace of its own that takes only
+    tensors: torch.compile alone runs a copy of a forward that makes one of these in each call."""
+
+    def __init__(
+        self, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+        reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.arguments = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+    def __call__(self, logits: Any, target: Any) -> Tensor:
+        return F.cross_entropy(logits, target, *self.arguments)
+
+
+def with_traced_loss(forward: Any) -> Any:
+    """A copy of a forward that makes TracedLoss for CrossEntropyLoss, or None if its code does not
+    name that class."""
+    inner = forward
+    while MADE not in inner.__code__.co_names and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    named = MADE in inner.__code__.co_names and inner.__globals__.get(MADE) is nn.CrossEntropyLoss
+    if not named or not is_wrapped_plainly(forward):
+        return None
+    return rebound(forward, {MADE: lambda value: TracedLoss})
 
 
 def dry_run(model: nn.Module, path: str) -> tuple[LossFacts, dict[str, Any]]:

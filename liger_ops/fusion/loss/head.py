@@ -30,7 +30,7 @@ def head_of(model: nn.Module, path: str, sharded: bool = False) -> nn.Linear | L
     holder: Any = model
     for name in holders:
         holder = getattr(holder, name, None)
-        reason = _what_it_does_beside(holder, f"its {name}")
+        reason = obstacle_beside(holder, f"its {name}")
         if reason is not None:
             return reason
     return _linear(child_of(model, path), sharded)
@@ -50,7 +50,7 @@ def called_for(model: nn.Module, path: str) -> list[Any]:
 def _linear(head: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     while True:
         known = head_hooks.are_known(head)
-        reason = _what_it_does_beside(head, "its head", but_shard=known)
+        reason = obstacle_beside(head, "its head", but_shard=known)
         if reason is None and known:
             reason = head_hooks.obstacle(head)
         if reason is not None:
@@ -79,7 +79,7 @@ def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
     if isinstance(base, LoraHead):
         return f"its head is a {LAYER} of another"
     for name in adapters.names:
-        reason = _what_it_does_beside(layer.lora_dropout[name], "an adapter of its head")
+        reason = obstacle_beside(layer.lora_dropout[name], "an adapter of its head")
         if reason is not None:
             return reason
     over_words = tensor_parallel.over_words(base) if head_hooks.are_over_words(base) else None
@@ -90,7 +90,7 @@ def _with_lora(layer: Any, sharded: bool) -> nn.Linear | LoraHead | str:
                 return reason
             continue
         for part in (lora_a, lora_b):
-            reason = _what_it_does_beside(part, "an adapter of its head")
+            reason = obstacle_beside(part, "an adapter of its head")
             if reason is not None:
                 return reason
             plain = _with_plain_tensors(part, sharded)
@@ -109,9 +109,9 @@ def _over_words(
     """
     what = "an adapter of its head"
     styled = tensor_parallel.has_style(lora_a)
-    reason = _what_it_does_beside(lora_a, what, but_shard=styled)
+    reason = obstacle_beside(lora_a, what, but_shard=styled)
     styled = tensor_parallel.has_style(lora_b)
-    reason = reason or _what_it_does_beside(lora_b, what, but_shard=styled)
+    reason = reason or obstacle_beside(lora_b, what, but_shard=styled)
     if reason is not None:
         return reason
     if styled:
@@ -140,7 +140,7 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
 
 
-def _what_it_does_beside(module: Any, what: str, but_shard: bool = False) -> str | None:
+def obstacle_beside(module: Any, what: str, but_shard: bool = False) -> str | None:
     """What a call of a module does beside its forward, and beside sharding if `but_shard`."""
     if not isinstance(module, nn.Module):
         return None

@@ -81,13 +81,13 @@ class Adapters(NamedTuple):
     layers: list[tuple[nn.Linear, nn.Linear]]
 
 
-def adapters_of(layer: Any) -> Adapters | str:
+def adapters_of(layer: Any, whose: str = "its head") -> Adapters | str:
     """The adapters that peft's LoRA Linear adds in a call, or why the op does not compute them.
 
     Adapters that are neither merged nor disabled add lora_B(lora_A(dropout(x))) * scaling each. The
     variants of LoRA, such as DoRA, compute something else, and are left to peft.
     """
-    what = f"its head is a {LAYER}"
+    what = f"{whose} is a {LAYER}"
     if layer.merged or layer.disable_adapters:
         return f"{what} that is merged and disabled, which its next call unmerges"
     names = [name for name in layer.active_adapters if name in layer.lora_A]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
-from .gated import AXES, gate_and_up, gradients, silu_slope
+from .gated import AXES, gate_and_up, gradients, silu_gradient
 
 
 @library.define(
@@ -84,7 +84,7 @@ def clamped_swiglu_backward(call: Any) -> Any:
     g, u, _ = gate_and_up(call.gate, call.up, call.interleaved)
     dy = call.dy.to(g.dtype)
     clamped_g, clamped_u = g.clamp(max=limit), u.clamp(-limit, limit)
-    dgate = dy * silu_slope(clamped_g, alpha) * (clamped_u + call.up_offset) * (g <= limit)
+    dgate = silu_gradient(dy, clamped_g, alpha) * (clamped_u + call.up_offset) * (g <= limit)
     # The product in parentheses comes first: it is 0 where dy * clamped_g would overflow.
     dup = dy * (clamped_g * torch.sigmoid(clamped_g * alpha)) * (u.abs() <= limit)
     return gradients(dgate, dup, call, call.interleaved)

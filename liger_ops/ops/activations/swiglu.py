@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import library
-from .gated import AXES, gate_and_up, gradients, silu_slope, times
+from .gated import AXES, gate_and_up, gradients, multiplied, silu_gradient, times
 
 
 @library.define(strides=torch.Tag.needs_fixed_stride_order, axes=AXES, dtype="gate+up")
@@ -70,5 +70,5 @@ def swiglu_backward(call: Any) -> Any:
     g, u, _ = gate_and_up(call.gate, call.up)
     dy = times(call.dy.to(g.dtype), call.down_multiplier)
     z = times(g, call.gate_multiplier)
-    dgate = times(dy * silu_slope(z) * u, call.gate_multiplier)
-    return gradients(dgate, dy * torch.nn.functional.silu(z), call)
+    dgate = times(multiplied(silu_gradient(dy, z), u), call.gate_multiplier)
+    return gradients(dgate, multiplied(torch.nn.functional.silu(z), dy), call)

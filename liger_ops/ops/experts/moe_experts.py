@@ -26,8 +26,14 @@ ACTIVATIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 AXES = (
     "x=T D, gate_up=E F D: x, down=E D I: x, top_k_index=T K: int, top_k_weights=T K,"
-    "gate_up_bias=E F: x, down_bias=E D: x"
+    "gate_up_bias=E F: x, down_bias=E D: x, gate_up_lora_a=E R D: x, gate_up_lora_b=E F R: x,"
+    "down_lora_a=E S I: x, down_lora_b=E D S: x"
     "-> y=T D, order=T*K: int32, offsets=E+1: int32, pre_activation=T*K F"
+)
+
+GRADIENTS = (
+    "dx dgate_up ddown dtop_k_weights dgate_up_bias ddown_bias dgate_up_lora_a dgate_up_lora_b"
+    " ddown_lora_a ddown_lora_b"
 )
 
 
@@ -37,6 +43,9 @@ def moe_experts(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
     interleaved: bool = False, recompute: bool = False,
+    gate_up_lora_a: Tensor | None = None, gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None, down_lora_b: Tensor | None = None,
+    gate_up_lora_scale: float = 1.0, down_lora_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The experts of a mixture-of-experts layer: each token's sum of the MLPs that a router chose.
 
@@ -54,6 +63,13 @@ def moe_experts(
     rounded to x's dtype, as by model code. The sum over k is in float32, in k's order, and rounded
     once. Each gradient is summed in float32 in an order that does not change between runs.
 
+    With gate_up_lora_a and gate_up_lora_b, the first product is of
+
+        gate_up[e] + gate_up_lora_scale * gate_up_lora_b[e] @ gate_up_lora_a[e]
+
+    which is never formed: the token's product with gate_up_lora_a[e], rounded to x's dtype, is
+    multiplied by gate_up_lora_b[e]. So it is for down. No gradient of a frozen weight is computed.
+
     Weights are read by their strides, without a copy: pass a transposed parameter, (E, D, F), as
     its view `gate_up.mT`. The gradient is dense in the order of the view's strides, so that the
     parameter's is contiguous.
@@ -64,9 +80,10 @@ def moe_experts(
     computes its product again. a(h) and the experts' results are never kept. Nothing is kept if no
     gradient is needed.
 
-    Kernels run on NVIDIA GPUs. CPUs, NPUs and float64 run the definition, a loop over the experts
-    that reads their numbers of tokens. Under autocast, inputs but top_k_weights are cast as those
-    of a linear layer are.
+    Kernels run on NVIDIA GPUs and NPUs. An NPU's products are torch_npu's npu_grouped_matmul, which
+    takes at most 1024 experts, and rows of less than 65536 elements. CPUs and float64 run the
+    definition, a loop over the experts that reads their numbers of tokens. Under autocast, inputs
+    but top_k_weights are cast as those of a linear layer are.
 
     This op calls `moe_experts_forward`.
 
@@ -84,6 +101,11 @@ def moe_experts(
         alpha, limit, up_offset: the options of "clamped_swiglu", as of `clamped_swiglu`.
         interleaved: whether the rows of gate_up are pairs (gate, up, gate, up), as GPT-OSS's.
         recompute: whether the backward computes h again instead of keeping it.
+        gate_up_lora_a, gate_up_lora_b: (E, R, D) and (E, F, R), of x's dtype, any strides: a LoRA
+            that is added to gate_up. Both, or neither.
+        down_lora_a, down_lora_b: (E, S, I) and (E, D, S), of x's dtype, any strides: a LoRA that is
+            added to down. Both, or neither.
+        gate_up_lora_scale, down_lora_scale: the factors of the LoRAs' products.
 
     Returns:
         (T, D), contiguous, of x's dtype.
@@ -104,14 +126,20 @@ def moe_experts(
         tensor([[15.7122, 15.7122, 15.7122, 15.7122],
                 [ 7.8561,  7.8561,  7.8561,  7.8561]])
     """
-    given = [t for t in (x, gate_up, down, gate_up_bias, down_bias) if t is not None]
+    optional = (
+        gate_up_bias, down_bias, gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b,
+    )  # fmt: skip
+    given = [t for t in (x, gate_up, down, *optional) if t is not None]
     cast = iter(cast_for_products(*given))
     x, gate_up, down = (next(cast) for _ in range(3))
-    gate_up_bias, down_bias = (b if b is None else next(cast) for b in (gate_up_bias, down_bias))
+    gate_up_bias, down_bias, *lora = (t if t is None else next(cast) for t in optional)
+    gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b = lora
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, top_k_weights))
     return moe_experts_forward(
         x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias,
         activation, alpha, limit, up_offset, interleaved, needed and not recompute,
+        gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b,
+        gate_up_lora_scale, down_lora_scale,
     )[0]  # fmt: skip
 
 
@@ -124,12 +152,16 @@ def moe_experts_forward(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
     interleaved: bool = False, return_pre_activation: bool = True,
+    gate_up_lora_a: Tensor | None = None, gate_up_lora_b: Tensor | None = None,
+    down_lora_a: Tensor | None = None, down_lora_b: Tensor | None = None,
+    gate_up_lora_scale: float = 1.0, down_lora_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`moe_experts`, in the dtypes of its inputs under autocast too, with what its backward needs.
 
     Args:
         x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias, activation, alpha,
-            limit, up_offset, interleaved: as `moe_experts`.
+            limit, up_offset, interleaved, gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b,
+            gate_up_lora_scale, down_lora_scale: as `moe_experts`.
         return_pre_activation: whether the last result is wanted.
 
     Returns:
@@ -153,10 +185,12 @@ def moe_experts_forward(
     route = Route.of(top_k_index, E)
     rows = x[route.order // K].split(route.sizes)
     activate = activation_of(activation, alpha, limit, up_offset, interleaved)
+    up = (gate_up, gate_up_bias, gate_up_lora_a, gate_up_lora_b, gate_up_lora_scale)
+    back = (down, down_bias, down_lora_a, down_lora_b, down_lora_scale)
     hidden, results = [], []
     for e in range(E):
-        hidden.append(F.linear(rows[e], gate_up[e], _row(gate_up_bias, e)))
-        results.append(F.linear(activate(hidden[e]), down[e], _row(down_bias, e)))
+        hidden.append(_product(rows[e], e, *up))
+        results.append(_product(activate(hidden[e]), e, *back))
     # The rows of sentinels are zeros.
     hidden.append(x.new_zeros(rows[E].shape[0], gate_up.shape[1]))
     results.append(x.new_zeros(rows[E].shape))
@@ -185,16 +219,24 @@ def activation_of(
     return gated
 
 
-def _row(bias: Tensor | None, e: int) -> Tensor | None:
-    return None if bias is None else bias[e]
+def _product(
+    x: Tensor, e: int, weight: Tensor, bias: Tensor | None,
+    lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float,
+) -> Tensor:  # fmt: skip
+    """x times an expert's weight. The product of a LoRA adds to the first, which is rounded before,
+    and the sum is rounded again."""
+    y = F.linear(x, weight[e], None if bias is None else bias[e])
+    if lora_a is None or lora_b is None:
+        return y
+    return torch.addmm(y, lora_scale * F.linear(x, lora_a[e]), lora_b[e].t())
 
 
 moe_experts_backward = library.derive_backward(
     "moe_experts_forward",
-    "dy x gate_up down top_k_index top_k_weights gate_up_bias down_bias"
-    " activation alpha limit up_offset interleaved order offsets pre_activation? output_mask"
-    " -> dx dgate_up ddown dtop_k_weights dgate_up_bias ddown_bias",
-    returns="dx dgate_up ddown dtop_k_weights dgate_up_bias ddown_bias",
+    "dy x gate_up down top_k_index top_k_weights gate_up_bias down_bias gate_up_lora_a"
+    " gate_up_lora_b down_lora_a down_lora_b ... order offsets pre_activation? output_mask"
+    f" -> {GRADIENTS}",
+    returns=GRADIENTS,
     layout=dense,
 )
 library.keep_dtypes_under_autocast("moe_experts_forward")

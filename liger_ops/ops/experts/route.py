@@ -1,4 +1,4 @@
-"""The rows of tokens by expert, as the definition of moe_experts needs them."""
+"""The rows of tokens by expert."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ class Route(NamedTuple):
 
     @classmethod
     def of(cls, top_k_index: Tensor, E: int) -> Route:
-        ids = top_k_index.flatten().long()
-        ids = ids.where((ids >= 0) & (ids < E), E)
-        ids, order = ids.sort(stable=True)
-        offsets = torch.searchsorted(ids, torch.arange(E + 1, device=ids.device))
-        if ids.is_meta:
+        order, offsets = sort(top_k_index, E)
+        if order.is_meta:
             # Any sizes have the same number of operations.
-            return cls(order, offsets, [ids.numel(), *[0] * E])
-        ends = [*offsets.tolist(), ids.numel()]
+            return cls(order, offsets, [order.numel(), *[0] * E])
+        ends = [*offsets.tolist(), order.numel()]
         return cls(order, offsets, [end - start for start, end in pairwise(ends)])
+
+
+def sort(top_k_index: Tensor, E: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+    """`order` and `offsets`, as `moe_experts_forward` returns them, but int64. The ids are sorted
+    as numbers of dtype."""
+    ids = top_k_index.flatten()
+    ids = ids.where((ids >= 0) & (ids < E), E).to(dtype)
+    ids, order = ids.sort(stable=True)
+    ends = torch.arange(E + 1, dtype=dtype, device=ids.device)
+    return order, torch.searchsorted(ids, ends)

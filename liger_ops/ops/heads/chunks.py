@@ -28,7 +28,8 @@ def chunks(
     `later_bytes`, memory that is needed anyway after the last chunk. A single slice of all rows may
     then take `saved_bytes` more, memory that only several slices need. If M is 0, there is one
     empty slice. While a graph is traced for any M, it gets the number of slices of the M at hand,
-    which `torch.compile` guards, or one slice if M is only known from the data.
+    which `torch.compile` guards, or one slice if M is only known from the data, or if the graph is
+    for a package of AOTInductor, which guards nothing.
     """
     named = set_bytes(chunk_bytes)
     most = named or max(default, later_bytes)
@@ -48,7 +49,9 @@ def _holds(fits: bool | torch.SymBool) -> bool:
         return fits
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-    return guard_or_true(fits)
+    from ...torch_private import inductor_state
+
+    return inductor_state.aot_compilation or guard_or_true(fits)
 
 
 def set_bytes(chunk_bytes: int | None) -> int | None:

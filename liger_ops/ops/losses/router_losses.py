@@ -38,7 +38,7 @@ def router_losses(
     The losses are computed and returned in float32, whatever the dtype of the logits; autocast
     changes nothing. The logits are read once in each direction, and not concatenated; per expert,
     two numbers are stored. Sums are in an order that does not change between runs. float64 runs the
-    definition on every device, and so does an NPU.
+    definition on every device, and so do more than 2048 experts on an NPU.
 
     This op calls `router_losses_forward` for every eight layers.
 

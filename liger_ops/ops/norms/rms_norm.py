@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,27 @@ def scaled(
     return y
 
 
-rms_norm_backward = library.derive_backward(
-    "rms_norm", "dy x weight eps offset output_mask -> dx dweight"
-)
+@library.backward("rms_norm", "dy x weight eps offset output_mask -> dx dweight")
+def rms_norm_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
+    """The gradient of `rms_norm`, in every casting mode, in float32, rounded once.
+
+    With n = x / rms and g = dy * (weight + offset):
+
+        dx      = (g - n * mean(g * n, -1)) / rms
+        dweight = sum(dy * n), over all rows
+
+    Autograd of the definition takes four times as long on a CPU.
+    """
+    dy, x, weight, dx, dweight = widened(call.dy), widened(call.x), call.weight, None, None
+    rstd = torch.rsqrt(rows.mean(x * x) + call.eps)
+    normalised = x * rstd
+    if call.output_mask[0]:
+        g = dy if weight is None else dy * (weight.to(dy.dtype) + call.offset)
+        dx = torch.addcmul(g, normalised, rows.mean(g * normalised), value=-1) * rstd
+        dx = dx.to(call.x.dtype).contiguous()
+    if call.output_mask[1] and weight is not None:
+        dweight = (dy * normalised).sum_to_size(weight.shape).to(weight.dtype)
+    return dx, dweight
+
+
 library.autocast("rms_norm", torch.float32)

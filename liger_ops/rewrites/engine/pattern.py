@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from ...torch_private import native_linear
 from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, same, value
-from .replay import fake_mode_of
+from .replay import fake_mode_of, replay
 
 # With more different constants than this, the code is another computation, not a near miss.
 MOST_DIFFERENCES = 1
@@ -178,10 +178,7 @@ def _values(found: Any) -> Any:
 def _value_of(node: fx.Node, values: Mapping[str, Any], known: Mapping[fx.Node, Any]) -> Any:
     if node.op == "placeholder":
         return values[str(node.target)]
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: known[argument])
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    return replay(node, *fx.map_arg((node.args, node.kwargs), known.__getitem__))
 
 
 def _key(known: Any) -> Any:

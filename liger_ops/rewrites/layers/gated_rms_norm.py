@@ -18,62 +18,50 @@ ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def qwen3_next(activation: Activation) -> Callable[..., Tensor]:
-    def function(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = weight * _norm(x.to(torch.float32), eps).to(x.dtype)
-        return (y * activation(gate.to(torch.float32))).to(x.dtype)
-
-    return function
+    return lambda x, gate, weight, eps: (
+        weight * _norm(x.to(torch.float32), eps).to(x.dtype) * activation(gate.to(torch.float32))
+    ).to(x.dtype)
 
 
 def kimi_linear(activation: Activation) -> Callable[..., Tensor]:
-    def function(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = weight.to(torch.float32) * _norm(x.to(torch.float32), eps)
-        return (y * activation(gate.to(torch.float32))).to(x.dtype)
-
-    return function
+    return lambda x, gate, weight, eps: (
+        weight.to(torch.float32) * _norm(x.to(torch.float32), eps)
+        * activation(gate.to(torch.float32))
+    ).to(x.dtype)  # fmt: skip
 
 
 def one_group_after(activation: Activation) -> Callable[..., Tensor]:
     """Mamba 2 in versions of transformers without groups."""
-
-    def function(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.float32) * activation(gate.to(torch.float32))
-        return weight * _norm(wide, eps).to(x.dtype)
-
-    return function
+    return lambda x, gate, weight, eps: (
+        weight * _norm(x.to(torch.float32) * activation(gate.to(torch.float32)), eps).to(x.dtype)
+    )
 
 
 def mamba2(activation: Activation) -> Callable[..., Tensor]:
-    def function(
-        x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: list[int], whole: list[int]
-    ) -> Tensor:
-        wide = x.to(torch.float32) * activation(gate.to(torch.float32))
-        return weight * _norm(wide.view(groups), eps).view(whole).to(x.dtype)
-
-    return function
+    return lambda x, gate, weight, eps, groups, whole: (
+        weight
+        * _norm((x.to(torch.float32) * activation(gate.to(torch.float32))).view(groups), eps)
+        .view(whole)
+        .to(x.dtype)
+    )
 
 
 def falcon_h1(activation: Activation) -> Callable[..., Tensor]:
-    def function(
-        x: Tensor, gate: Tensor, weight: Tensor, eps: float,
-        groups: list[int], weight_groups: list[int], whole: list[int],
-    ) -> Tensor:  # fmt: skip
-        y = weight.view(weight_groups) * _norm(x.to(torch.float32).view(groups), eps)
-        return (y.view(whole) * activation(gate.to(torch.float32))).to(x.dtype)
-
-    return function
+    return lambda x, gate, weight, eps, groups, weight_groups, whole: (
+        (weight.view(weight_groups) * _norm(x.to(torch.float32).view(groups), eps)).view(whole)
+        * activation(gate.to(torch.float32))
+    ).to(x.dtype)
 
 
 def falcon_h1_after(activation: Activation) -> Callable[..., Tensor]:
-    def function(
-        x: Tensor, gate: Tensor, weight: Tensor, eps: float,
-        groups: list[int], weight_groups: list[int], whole: list[int],
-    ) -> Tensor:  # fmt: skip
-        wide = x * activation(gate.to(torch.float32))
-        y = weight.view(weight_groups) * _norm(wide.view(groups), eps)
-        return y.view(whole).to(x.dtype)
-
-    return function
+    return lambda x, gate, weight, eps, groups, weight_groups, whole: (
+        (
+            weight.view(weight_groups)
+            * _norm((x * activation(gate.to(torch.float32))).view(groups), eps)
+        )
+        .view(whole)
+        .to(x.dtype)
+    )
 
 
 def _norm(x: Tensor, eps: float) -> Tensor:

@@ -45,7 +45,9 @@ def rewrite_pre(graph: fx.Graph, report: Report) -> None:
             continue
         try:
             with attempt(graph), search.state.modes_of(match.root):
-                new = emit(match.root, *_pre(match))
+                new = emit(
+                    match.root, torch.ops.liger.mhc_pre.default, (match["x"], match["h_pre"])
+                )
                 search.replace((match, new))
             search.used(new)
         except Refused as refused:
@@ -85,10 +87,6 @@ def _after(h_pre: fx.Node) -> list[fx.Node]:
         if len(found) < 6:
             found += [user for user in node.users if user not in found]
     return found[:0:-1]
-
-
-def _pre(match: Match) -> tuple[Any, tuple[Any, ...]]:
-    return torch.ops.liger.mhc_pre.default, (match["x"], match["h_pre"])
 
 
 def _unrounded(match: Match, state: GraphState) -> tuple[tuple[Any, ...], set[fx.Node]]:

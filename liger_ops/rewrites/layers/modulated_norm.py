@@ -140,23 +140,23 @@ def _rows(match: Match, rounds: bool, unsqueezed: bool) -> tuple[Any, Any, Any]:
 
 
 def _layer_norm_of(rounds: bool, unsqueezed: bool) -> Replacement:
-    def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
-        modulation = _rows(match, rounds, unsqueezed)
-        norm = (match["weight"], match["bias"], match["eps"])
-        mode = "torch" if rounds else "float32"
-        return torch.ops.liger.modulated_layer_norm.default, (*modulation, *norm, mode)
-
-    return replacement
+    return lambda match: (
+        torch.ops.liger.modulated_layer_norm.default,
+        (
+            *_rows(match, rounds, unsqueezed), match["weight"], match["bias"], match["eps"],
+            "torch" if rounds else "float32",
+        ),
+    )  # fmt: skip
 
 
 def _rms_norm_of(rounds: bool, unsqueezed: bool) -> Replacement:
-    def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
-        modulation = _rows(match, rounds, unsqueezed)
-        norm = (match["weight"], match["eps"], match["offset"])
-        mode = match["casting_mode"] if rounds else "float32"
-        return torch.ops.liger.modulated_rms_norm.default, (*modulation, *norm, mode)
-
-    return replacement
+    return lambda match: (
+        torch.ops.liger.modulated_rms_norm.default,
+        (
+            *_rows(match, rounds, unsqueezed), match["weight"], match["eps"], match["offset"],
+            match["casting_mode"] if rounds else "float32",
+        ),
+    )  # fmt: skip
 
 
 # The modulation of y, the result of a norm of x. A dimension that stands for the tokens is added

@@ -13,64 +13,55 @@ from ..engine.pattern import Match, Pattern
 from ..engine.rewrite import InDtypesOfInputs, Refused, derive, number
 
 
-def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _widened(x: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.float32)
-    variance = wide.pow(2).mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(variance + eps)
-    return weight * wide.to(x.dtype)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _promoted(x: Tensor, eps: float) -> Tensor:
+    """The product is float32, because the variance is."""
+    return x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+
+
+def llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * _widened(x, eps).to(x.dtype)
 
 
 def t5(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    # The product is float32, because the variance is.
-    wide = x * torch.rsqrt(variance + eps)
-    return weight * wide.to(x.dtype)
+    return weight * _promoted(x, eps).to(x.dtype)
 
 
 def gemma(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    wide = wide * (offset + weight.to(torch.float32))
-    return wide.to(x.dtype)
+    return (_widened(x, eps) * (offset + weight.to(torch.float32))).to(x.dtype)
 
 
 def olmo2(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * wide).to(x.dtype)
+    return (weight * _widened(x, eps)).to(x.dtype)
 
 
 def helium(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight.to(torch.float32) * wide).to(x.dtype)
+    return (weight.to(torch.float32) * _widened(x, eps)).to(x.dtype)
 
 
 def mochi(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    wide = x * torch.rsqrt(variance + eps)
-    return (weight * wide).to(x.dtype)
+    return (weight * _promoted(x, eps)).to(x.dtype)
 
 
 def wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`RMSNorm` of diffusers with a float32 weight: the result is float32, whatever x is."""
-    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    return x * torch.rsqrt(variance + eps) * weight
+    return _promoted(x, eps) * weight
 
 
 def unwidened(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+    return unweighted_unwidened(x, eps) * weight
 
 
 def unweighted(x: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype)
+    return _widened(x, eps).to(x.dtype)
 
 
 def unweighted_t5(x: Tensor, eps: float) -> Tensor:
-    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    return (x * torch.rsqrt(variance + eps)).to(x.dtype)
+    return _promoted(x, eps).to(x.dtype)
 
 
 def unweighted_unwidened(x: Tensor, eps: float) -> Tensor:
@@ -85,7 +76,8 @@ def _op(casting_mode: str, weighted: bool = True, offset: float = 0.0) -> Any:
     def replacement(match: Match) -> tuple[Any, tuple[Any, ...]]:
         weight = match["weight"] if weighted else None
         if weighted and not is_tensor(weight, dim=1):
-            raise Refused(f"the weight has the shape {_shape(weight)}, not that of a row")
+            shape = tuple(value(weight).shape) if is_tensor(weight) else weight
+            raise Refused(f"the weight has the shape {shape}, not that of a row")
         added = number(match["offset"]) if "offset" in match.values else offset
         args = (match["x"], weight, number(match["eps"]), added, casting_mode)
         return torch.ops.liger.rms_norm.default, args
@@ -109,17 +101,8 @@ def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
     is_cast = value(match.root).dtype == torch.float32 and torch.float64 not in dtypes
     if len(dtypes) > 1 and not is_cast:
         raise Refused("the weight is not of the dtype of x")
-    return torch.ops.liger.rms_norm.default, (
-        match["x"],
-        match["weight"],
-        number(match["eps"]),
-        0.0,
-        "gemma",
-    )
-
-
-def _shape(weight: Any) -> Any:
-    return tuple(value(weight).shape) if is_tensor(weight) else weight
+    args = (match["x"], match["weight"], number(match["eps"]), 0.0, "gemma")
+    return torch.ops.liger.rms_norm.default, args
 
 
 _ROWS: dict[str, Any] = {"x": (2, 3, 8), "eps": 1e-6}

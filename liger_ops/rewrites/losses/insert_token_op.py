@@ -35,12 +35,16 @@ def parts_of(
     after = tuple(_cast(one, dtype, at) for one in after)
     target, ignored = _target(loss, x, at)
     if op.endswith("log_prob"):
-        args = (x, *before, target, *after, *_log_prob_options(loss))
-        new = _inserted(at, op, args, state)
+        chain = loss.chain
+        options = (chain.temperature, chain.softcap, chain.scale, NO_CLASS)
+    else:
+        options = _cross_entropy_options(loss, names)
+    with state.modes_of(at):
+        overload = getattr(torch.ops.liger, f"{op}_forward").default
+        new = emit(at, overload, (x, *before, target, *after, *options))
+    if op.endswith("log_prob"):
         parts = _log_prob_parts(names, new, ignored, at)
     else:
-        args = (x, *before, target, *after, *_cross_entropy_options(loss, names))
-        new = _inserted(at, op, args, state)
         parts = _cross_entropy_parts(names, new, value(loss.chain.logits).shape[-1], at)
     mode = state.modes(at)
     return new, [_as_end(end, *parts[end.part], mode, at, state) for end in loss.ends]
@@ -70,11 +74,6 @@ def _built(target: Any, at: fx.Node) -> fx.Node:
         return target
     of = [_built(one, at) for one in target.of]
     return derive(at, target.join, of)
-
-
-def _log_prob_options(loss: Loss) -> tuple[Any, ...]:
-    chain = loss.chain
-    return chain.temperature, chain.softcap, chain.scale, NO_CLASS
 
 
 def _cross_entropy_options(loss: Loss, names: set[str]) -> tuple[Any, ...]:
@@ -125,20 +124,10 @@ def _cross_entropy_parts(
     return parts
 
 
-def _inserted(at: fx.Node, op: str, args: tuple[Any, ...], state: GraphState) -> fx.Node:
-    overload = getattr(torch.ops.liger, f"{op}_forward").default
-    with state.modes_of(at):
-        return emit(at, overload, args)
-
-
 def _as_end(
-    end: LossOutput,
-    part: fx.Node,
-    negative: bool,
-    mode: tuple[Any, ...],
-    at: fx.Node,
-    state: GraphState,
-) -> fx.Node:
+    end: LossOutput, part: fx.Node, negative: bool, mode: tuple[Any, ...],
+    at: fx.Node, state: GraphState,
+) -> fx.Node:  # fmt: skip
     """A part of the loss with the sign, shape, dtype and gradient of the node that it replaces."""
     before = value(end.node)
     if end.by_rows and value(part).dim() > 1:

@@ -115,7 +115,8 @@ def _ways(group: list[TokenTerm]) -> Iterator[list[TokenTerm]]:
 def _family(parts: list[TokenTerm]) -> str | None:
     """The op whose results the parts are; None if they are no op's, or not a loss."""
     kinds = {part.kind for part in parts}
-    if "entropy" not in kinds and any(_is_call(part) for part in parts):
+    ops = [call.op for part in parts if (call := canonical(part.node)) is not None]
+    if "entropy" not in kinds and not {"cross_entropy", "nll_loss"}.isdisjoint(ops):
         # `losses` reads it, with more of its options.
         return None
     if "total" in kinds:
@@ -124,26 +125,15 @@ def _family(parts: list[TokenTerm]) -> str | None:
         return "log_prob"
     if "target_logit" in kinds:
         return "cross_entropy" if kinds & {"lse", "log_prob"} else None
-    if "log_prob" not in kinds:
-        return None
-    return "log_prob"
-
-
-def _is_call(part: TokenTerm) -> bool:
-    call = canonical(part.node)
-    return call is not None and call.op in ("cross_entropy", "nll_loss")
+    return "log_prob" if "log_prob" in kinds else None
 
 
 def _loss(parts: list[TokenTerm]) -> Loss:
     ends = tuple(
         LossOutput(
-            part.node,
-            part.kind,
-            part.negative,
-            part.chain.by_rows,
-            (*part.inner, *part.chain.nodes),
+            one.node, one.kind, one.negative, one.chain.by_rows, (*one.inner, *one.chain.nodes)
         )
-        for part in parts
+        for one in parts
     )
     of = next((part for part in parts if part.target is not None), None)
     if of is None:

@@ -80,9 +80,8 @@ class Parts:
         way = way_of(start)
         is_one = same(tuple(value(index).shape), (*value(values).shape[:-1], 1))
         if way is None:
-            return (
-                TokenTerm(node, "target_logit", chain_of(start), target=index) if is_one else None
-            )
+            logit = TokenTerm(node, "target_logit", chain_of(start), target=index)
+            return logit if is_one else None
         if way.op != "log_softmax":
             return None
         if not is_one:
@@ -92,10 +91,9 @@ class Parts:
 
     def _logsumexp(self, node: fx.Node, call: Call) -> TokenTerm | None:
         logits, dims, _ = call.args
-        start = _start(logits)
-        return (
-            TokenTerm(node, "lse", chain_of(start)) if start is not None and dims == (-1,) else None
-        )
+        if dims != (-1,) or (start := _start(logits)) is None:
+            return None
+        return TokenTerm(node, "lse", chain_of(start))
 
     def _sum(self, node: fx.Node, call: Call) -> TokenTerm | None:
         summed, dims, _, _ = call.args

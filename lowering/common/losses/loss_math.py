@@ -50,3 +50,13 @@ def logit_gradient(
     if logit_scale is not None:
         dx *= logit_scale
     return dx
+
+
+@triton.jit
+def softmax_and_lse(x):
+    """The probabilities, and the logarithm of the sum of exponentials."""
+    maximum = tl.max(x, 1)[:, None]
+    exponentials = tl.exp(x - maximum)
+    sum = tl.sum(exponentials, 1)[:, None]
+    # One division a row.
+    return exponentials * (1.0 / sum), maximum + tl.log(sum)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.sizes import cdiv, next_power_of_2
+from ...common.sizes import cdiv, tile_width
 from ..launch import Plan, Tile, launch
 
 
@@ -31,7 +31,7 @@ def columns(col, rows, M, N, BLOCK_N: tl.constexpr):
 
 def plan_tiles(N: int) -> Tile:
     """1024 elements a tile: 128 threads of 8 elements, 16 bytes in half precision."""
-    BLOCK_N = min(1024, next_power_of_2(N))
+    BLOCK_N = tile_width(N, 1024)
     return Tile(BLOCK_N, BLOCK_M=1024 // BLOCK_N)
 
 

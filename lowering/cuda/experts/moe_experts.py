@@ -6,15 +6,15 @@ T tokens, E experts; n rows, one for each expert of a token; D and I columns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .... import library
-from ....ops.experts.moe_experts import ACTIVATIONS
 from ....ops.strides import is_transposed
+from ...common.experts.moe_experts import activation_of, add_biases
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import compute_capability, launch, on_nvidia, pipeline_stages, processors, rows
 from .products import (
@@ -61,13 +61,29 @@ KINDS = {
     "down": Tiles(programs=1),
     "da": Tiles(programs=1),
     "dx": Tiles(group=16),
+    "lora": Tiles(BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=3),
+    # The weights' gradients have 440 and 453 where the tile has 128 columns of the tensor whose
+    # rows are gathered, and 347 and 336 the other way. An index is loaded two stages ahead of its
+    # row.
+    "weights": Tiles(num_stages=5),
+    "lora_weights": Tiles(BLOCK_N=128, num_warps=4),
 }
-# The weights' gradients have 440 and 453 where the tile has 128 columns of the tensor whose rows
-# are gathered, and 347 and 336 the other way. An index is loaded two stages ahead of its row.
-WEIGHTS = Tiles(num_stages=5)
 # Of float32, whose products have its precision and no tensor cores, and where rows do not start at
 # multiples of 16 bytes: larger tiles spill registers.
 SMALL = Tiles(64, 64, 16, 4, 2)
+
+
+class _Lora(NamedTuple):
+    """What is added to a product of rows: rows u, by expert, times b[e].T of (E, N, R)."""
+
+    u: Tensor | None = None
+    b: Tensor | None = None
+
+    def numbers(self) -> tuple[int, ...]:
+        return (0, 0, 0, 1) if self.b is None else (*self.b.stride(), self.b.shape[2])
+
+
+NO_LORA = _Lora()
 
 
 class _Experts:
@@ -78,12 +94,7 @@ class _Experts:
         self.n, self.top_k = order.numel(), call.top_k_index.shape[1]
         self.E, self.D, self.I = call.down.shape
         self.ids, self.weights = call.top_k_index.contiguous(), call.top_k_weights.contiguous()
-        name, options = ACTIVATIONS[call.activation]
-        if name == "geglu":
-            name, options = f"geglu_{options[0]}", ()
-        if name == "clamped_swiglu":
-            options = (call.alpha, call.limit, call.up_offset)
-        self.activation, self.scalars = name, (*options, 0.0, 0.0, 0.0)[:3]
+        self.activation, self.scalars = activation_of(call)
         exact = torch.get_float32_matmul_precision() == "highest" or not on_nvidia(call.x)
         self.precision = "ieee" if exact else "tf32"
         aligned = self.D % 8 == self.I % 8 == 0
@@ -102,7 +113,7 @@ class _Experts:
     def launch(
         self, kernel: Any, tiles: Tiles, width: int, N: int, K: int, even: int,
         tensors: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...],
-        numbers: tuple[Any, ...], **constants: Any,
+        numbers: tuple[Any, ...], lora: _Lora = NO_LORA, **constants: Any,
     ) -> None:  # fmt: skip
         """Launch a product of blocks of rows with N columns, `width` of them in a tile."""
         BLOCK_M = tiles.BLOCK_M
@@ -112,13 +123,15 @@ class _Experts:
         programs = most * cdiv(N, width)
         if tiles.programs:
             programs = min(programs, tiles.programs * processors(table))
+        *strides, R = lora.numbers()
+        BLOCK_R = max(16, min(64, next_power_of_2(R)))
         launch(
             kernel, (programs,), table,
-            *tensors, self.order, self.offsets, table, *outputs,
-            most, *numbers,
+            *tensors, *lora, self.order, self.offsets, table, *outputs,
+            most, *strides, R, *numbers,
             **constants, EVEN_N=N % even == 0, EVEN_K=K % tiles.BLOCK_K == 0,
-            PRECISION=self.precision, GROUP=tiles.group,
-            BLOCK_M=BLOCK_M, BLOCK_N=tiles.BLOCK_N, BLOCK_K=tiles.BLOCK_K,
+            EVEN_R=R % BLOCK_R == 0, PRECISION=self.precision, GROUP=tiles.group,
+            BLOCK_M=BLOCK_M, BLOCK_N=tiles.BLOCK_N, BLOCK_K=tiles.BLOCK_K, BLOCK_R=BLOCK_R,
             num_warps=tiles.num_warps, num_stages=tiles.stages(self.call.x),
         )  # fmt: skip
 
@@ -135,22 +148,39 @@ class _Experts:
             _up_kernel, tiles, width, self.I, self.D, width,
             (x, call.gate_up, _contiguous(call.gate_up_bias)), (pre, act),
             (self.D, self.I, self.top_k, x.stride(0), stride_e, stride_n, stride_k, *self.scalars),
+            _Lora(self.of_up(), call.gate_up_lora_b),
             ACTIVATION=self.activation, INTERLEAVED=call.interleaved, PAIRED=paired,
         )  # fmt: skip
 
     def rows(
-        self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, of_tokens: bool = False
-    ) -> Tensor:
-        """x @ weight[e].T + bias[e]: of the rows of tokens, by expert, or of rows by expert, by
-        token."""
+        self, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None = None,
+        lora: _Lora = NO_LORA, scale: float | None = None, of_tokens: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """x @ weight[e].T + bias[e] with a LoRA: of the rows of tokens, by expert, or of rows by
+        expert, by token. A LoRA's own, with a scale, stay by expert."""
         N, K = weight.shape[1:]
         tiles, y = self.tiles(kind, N, K), self.empty(N)
         self.launch(
             _rows_kernel, tiles, tiles.BLOCK_N, N, K, tiles.BLOCK_N,
-            (x, weight, _contiguous(bias)), (y,), (K, N, self.top_k, *weight.stride()),
-            OF_TOKENS=of_tokens,
+            (x, weight, _contiguous(bias)), (y,), (K, N, self.top_k, *weight.stride(), scale), lora,
+            GATHERS=of_tokens, SCATTERS=not of_tokens and scale is None,
         )  # fmt: skip
         return y
+
+    def low_rank(
+        self, x: Tensor, weight: Tensor | None, scale: float, of_tokens: bool = False
+    ) -> Tensor | None:
+        """scale * x @ weight[e].T by expert, of the rows of tokens or of rows by expert; None
+        without a weight."""
+        if weight is None:
+            return None
+        return self.rows("lora", x, weight, scale=scale, of_tokens=of_tokens)
+
+    def of_up(self) -> Tensor | None:
+        """The tokens' products with gate_up_lora_a."""
+        call = self.call
+        scale = call.gate_up_lora_scale
+        return self.low_rank(rows(call.x).contiguous(), call.gate_up_lora_a, scale, of_tokens=True)
 
     def slopes(
         self, da: Tensor, pre: Tensor, dpre: Tensor, act: Tensor | None, dweights: Tensor | None
@@ -167,13 +197,13 @@ class _Experts:
         )  # fmt: skip
 
     def weight(
-        self, dweight: Tensor, a: Tensor, b: Tensor, gathers_a: bool, gathers_b: bool
+        self, kind: str, dweight: Tensor, a: Tensor, b: Tensor, gathers_a: bool, gathers_b: bool
     ) -> None:
         """Fill dweight with each expert's a.T @ b; the rows of tokens are gathered."""
         if is_transposed(dweight):
             a, b, gathers_a, gathers_b = b, a, gathers_b, gathers_a
         P, Q = a.shape[1], b.shape[1]
-        tiles = SMALL if self.small else WEIGHTS
+        tiles = SMALL if self.small else KINDS[kind]
         most = (tiles.BLOCK_M, tiles.BLOCK_N) if gathers_a else (tiles.BLOCK_N, tiles.BLOCK_M)
         BLOCK_P, BLOCK_Q = (
             max(16, min(block, next_power_of_2(size)))
@@ -198,7 +228,7 @@ class _Experts:
         if output is None:
             return
         if not self.has_grouped_products:
-            self.weight(output, a, b, gathers_a, not gathers_a)
+            self.weight("weights", output, a, b, gathers_a, not gathers_a)
             return
         transposed = is_transposed(output)
         # The product allocates its result, in the place of this one.
@@ -208,6 +238,28 @@ class _Experts:
         left, right = (b, a) if transposed else (a, b)
         product = F.grouped_mm(left.mT, right, offs=self.offsets[1:])
         outputs[i] = product.mT if transposed else product
+
+    def lora_of_gradient(self, name: str, dy: Tensor, of_tokens: bool) -> _Lora:
+        """What the LoRA of gate_up or down adds to the gradient of its input."""
+        a, b, scale = (getattr(self.call, f"{name}_lora_{part}") for part in ("a", "b", "scale"))
+        if a is None or b is None:
+            return NO_LORA
+        return _Lora(self.low_rank(dy, b.mT, scale, of_tokens), a.mT)
+
+    def lora_gradients(
+        self, outputs: list[Tensor | None], name: str, dy: Tensor, x: Tensor, du: Tensor | None,
+        of_tokens: bool,
+    ) -> None:  # fmt: skip
+        """Fill the gradients of the two parts of the LoRA of gate_up, whose x has the rows of
+        tokens, or of down, whose dy has them; du is dy @ b[e], scaled."""
+        da, db = outputs
+        if da is not None and du is not None:
+            self.weight("lora_weights", da, du, x, False, not of_tokens)
+        if db is not None:
+            a, scale = (getattr(self.call, f"{name}_lora_{part}") for part in ("a", "scale"))
+            u = self.low_rank(x, a, scale, not of_tokens)
+            assert u is not None
+            self.weight("lora_weights", db, dy, u, of_tokens, False)
 
     def bias(self, dbias: Tensor, values: Tensor, weights: Tensor | None) -> None:
         """Fill dbias with each expert's sum of rows, or of rows of tokens, times their weights."""
@@ -247,56 +299,49 @@ def moe_experts_forward(
     experts = _Experts(call, order, offsets)
     act = experts.empty(experts.I)
     experts.up(pre_activation, act)
-    experts.combine(experts.rows("down", act, call.down, call.down_bias), experts.weights, y)
+    lora = _Lora(experts.low_rank(act, call.down_lora_a, call.down_lora_scale), call.down_lora_b)
+    values = experts.rows("down", act, call.down, call.down_bias, lora)
+    experts.combine(values, experts.weights, y)
 
 
 # allocates=True, because PyTorch's product allocates a weight's gradient.
 @library.kernel("moe_experts_backward", "cuda", allocates=True)
 def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
     outputs = list(library.allocate("moe_experts_backward", call))
-    dx, _, _, dtop_k_weights, dgate_up_bias, ddown_bias = outputs
+    dx, _, ddown, dtop_k_weights, dgate_up_bias, ddown_bias, *dloras = outputs
     experts = _Experts(call, call.order, call.offsets)
     if experts.n == 0:
         return tuple(None if output is None else output.zero_() for output in outputs)
     dy, x, pre = rows(call.dy).contiguous(), rows(call.x).contiguous(), call.pre_activation
     if ddown_bias is not None:
         experts.bias(ddown_bias, dy, experts.weights)
-    if all(output is None for output in outputs[:5]):
+    if all(output is None for output in (*outputs[:5], *dloras)):
         return tuple(outputs)
     if pre is None:
         pre = experts.empty(call.gate_up.shape[1])
         experts.up(pre, None)
     dpre = experts.empty(pre.shape[1])
-    act = None if outputs[2] is None else experts.empty(experts.I)
+    wants_act = any(output is not None for output in (ddown, *dloras[2:]))
+    act = experts.empty(experts.I) if wants_act else None
     dweights = None
     if dtop_k_weights is not None:
         dweights = dy.new_empty(dtop_k_weights.shape, dtype=torch.float32)
-    da = experts.rows("da", dy, call.down.mT, None, of_tokens=True)
+    lora = experts.lora_of_gradient("down", dy, True)
+    da = experts.rows("da", dy, call.down.mT, lora=lora, of_tokens=True)
     experts.slopes(da, pre.contiguous(), dpre, act, dweights)
     del da
     if dtop_k_weights is not None and dweights is not None:
-        _add_biases(call, dy, dweights)
+        add_biases(call, dy, dweights)
         dtop_k_weights.copy_(dweights)
     if act is not None:
+        experts.lora_gradients(dloras[2:], "down", dy, act, lora.u, True)
         experts.weights_gradient(outputs, 2, dy, act, True)
     del act
+    lora = experts.lora_of_gradient("gate_up", dpre, False)
+    experts.lora_gradients(dloras[:2], "gate_up", dpre, x, lora.u, False)
     experts.weights_gradient(outputs, 1, dpre, x, False)
     if dgate_up_bias is not None:
         experts.bias(dgate_up_bias, dpre, None)
     if dx is not None:
-        experts.combine(experts.rows("dx", dpre, call.gate_up.mT, None), None, dx)
+        experts.combine(experts.rows("dx", dpre, call.gate_up.mT, lora=lora), None, dx)
     return tuple(outputs)
-
-
-def _add_biases(call: Any, dy: Tensor, dweights: Tensor) -> None:
-    """Add the part of the gradient of the router's weights that comes from down_bias."""
-    if call.down_bias is None:
-        return
-    bias, ids = call.down_bias.t(), call.top_k_index.long()
-    if dy.is_cuda and dy.dtype is torch.bfloat16:
-        products = torch.ops.aten.mm.dtype(dy, bias, torch.float32)
-    else:
-        products = torch.mm(dy.float(), bias.float())
-    exists = (ids >= 0) & (ids < bias.shape[1])
-    of_bias = products.gather(1, ids.where(exists, 0))
-    dweights += of_bias.where(exists, 0)

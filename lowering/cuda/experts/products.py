@@ -26,15 +26,13 @@ def _tile(tile, table_ptr, offsets_ptr, most, total, across, GROUP: tl.constexpr
 
 @triton.jit
 def _product(
-    a_rows, b_cols, inside, stride_k, K,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    acc, a_rows, b_cols, inside, stride_k, K,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows, of unit stride, times columns, both as pointers; columns are `inside` or 0."""
+    """acc plus rows, of unit stride, times columns, both as pointers; columns are `inside` or 0."""
     k = tl.arange(0, BLOCK_K)
     a = a_rows[:, None] + k[None, :]
     b = b_cols[None, :] + k.to(tl.int64)[:, None] * stride_k
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     step = tl.full((), BLOCK_K, tl.int64) * stride_k
     for first in range(0, K, BLOCK_K):
         if EVEN_K:
@@ -63,13 +61,16 @@ def _halves(both, BLOCK_M: tl.constexpr, HALF: tl.constexpr, PAIRED: tl.constexp
 
 @triton.jit(do_not_specialize=["most"])
 def _up_kernel(
-    x_ptr, w_ptr, bias_ptr, order_ptr, offsets_ptr, table_ptr, pre_ptr, act_ptr,
-    most, K, I, top_k, stride_x, stride_e, stride_n, stride_k, a, b, c,
+    x_ptr, w_ptr, bias_ptr, u_ptr, b_ptr, order_ptr, offsets_ptr, table_ptr, pre_ptr, act_ptr,
+    most, stride_be, stride_bn, stride_br, R, K, I, top_k, stride_x, stride_e, stride_n, stride_k,
+    a, b, c,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRED: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVEN_R: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """pre = rows of x @ gate_up[e].T + bias and act = activation(pre); either may be None.
+    """pre = rows of x @ gate_up[e].T + u @ b[e].T + bias and act = activation(pre); either may be
+    None.
 
     A tile of a gated activation has BLOCK_N columns of h, which are BLOCK_N / 2 of gate and of up.
     """
@@ -95,10 +96,18 @@ def _up_kernel(
         else:
             inside = of_weight - second * I < I
         acc = _product(
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
             x_ptr + tokens.to(tl.int64) * stride_x,
             w_ptr + expert * stride_e + of_weight.to(tl.int64) * stride_n,
-            inside, stride_k, K, EVEN_N, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            inside, stride_k, K, EVEN_N, EVEN_K, PRECISION, BLOCK_K,
         )  # fmt: skip
+        if u_ptr is not None:
+            acc = _product(
+                acc,
+                u_ptr + tl.where(exists, rows, row).to(tl.int64) * R,
+                b_ptr + expert * stride_be + of_weight.to(tl.int64) * stride_bn,
+                inside, stride_br, R, EVEN_N, EVEN_R, PRECISION, BLOCK_R,
+            )  # fmt: skip
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * F + of_weight, mask=inside, other=0.0)
             acc += bias.to(tl.float32)[None, :]
@@ -128,13 +137,15 @@ def _up_kernel(
 
 @triton.jit(do_not_specialize=["most"])
 def _rows_kernel(
-    x_ptr, w_ptr, bias_ptr, order_ptr, offsets_ptr, table_ptr, y_ptr,
-    most, K, N, top_k, stride_e, stride_n, stride_k, OF_TOKENS: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, u_ptr, b_ptr, order_ptr, offsets_ptr, table_ptr, y_ptr,
+    most, stride_be, stride_bn, stride_br, R, K, N, top_k, stride_e, stride_n, stride_k, scale,
+    GATHERS: tl.constexpr, SCATTERS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVEN_R: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """y = x @ w[e] + bias[e]. If x has rows OF_TOKENS, they are gathered into y; otherwise y has
-    the rows of each token together."""
+    """y = x @ w[e] + u @ b[e].T + bias[e], or scale * x @ w[e]. It GATHERS the rows of tokens from
+    x, and SCATTERS so that y has the rows of each token together; others are by expert."""
     across = tl.cdiv(N, BLOCK_N)
     total = tl.load(table_ptr + 2 * most)
     for tile in tl.range(tl.program_id(0), total * across, tl.num_programs(0)):
@@ -146,14 +157,24 @@ def _rows_kernel(
         cols = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = cols < N
         acc = _product(
-            x_ptr + (places // top_k if OF_TOKENS else rows).to(tl.int64) * K,
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
+            x_ptr + (places // top_k if GATHERS else rows).to(tl.int64) * K,
             w_ptr + expert * stride_e + cols.to(tl.int64) * stride_n,
-            inside, stride_k, K, EVEN_N, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            inside, stride_k, K, EVEN_N, EVEN_K, PRECISION, BLOCK_K,
         )  # fmt: skip
+        if u_ptr is not None:
+            acc = _product(
+                acc,
+                u_ptr + rows.to(tl.int64) * R,
+                b_ptr + expert * stride_be + cols.to(tl.int64) * stride_bn,
+                inside, stride_br, R, EVEN_N, EVEN_R, PRECISION, BLOCK_R,
+            )  # fmt: skip
+        if scale is not None:
+            acc *= scale
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * N + cols, mask=inside, other=0.0)
             acc += bias.to(tl.float32)[None, :]
-        at = (rows if OF_TOKENS else places).to(tl.int64)[:, None] * N + cols[None, :]
+        at = (places if SCATTERS else rows).to(tl.int64)[:, None] * N + cols[None, :]
         y = acc.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + at, y, mask=exists[:, None] & inside[None, :])
 

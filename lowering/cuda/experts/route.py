@@ -111,7 +111,7 @@ def sort(top_k_index: Tensor, order: Tensor, offsets: Tensor) -> None:
     n, bins = ids.numel(), max(BINS, next_power_of_2(E + 1))
     chunks = cdiv(n, CHUNK)
     counts = ids.new_empty(chunks + 1, bins, dtype=torch.int32)
-    totals = counts[chunks]
+    totals = counts[-1]
     launch(_count_kernel, (chunks,), ids, ids, counts, n, E, CHUNK=CHUNK, BINS=bins, num_warps=4)
     launch(
         _sum_kernel, (bins // BINS,), ids, counts, totals, chunks,

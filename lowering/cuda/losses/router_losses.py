@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.losses.router_losses import LAYERS
+from ...common.losses.loss_math import softmax_and_lse
 from ...common.sizes import cdiv, next_power_of_2
 from ...common.tensors import flat
 from ..launch import Plan, Tile, launch, pipeline_stages, processors
@@ -41,16 +42,6 @@ def _loaded(x_ptr, rows, cols, weight, N):
     mask = (weight != 0.0) & (cols < N)
     x = tl.load(x_ptr + rows * N + cols, mask=mask, other=0.0).to(tl.float32)
     return tl.where(cols < N, x, -float("inf"))
-
-
-@triton.jit
-def _softmax(x):
-    """The probabilities, and the logarithm of the sum of exponentials."""
-    maximum = tl.max(x, 1)[:, None]
-    exponentials = tl.exp(x - maximum)
-    sum = tl.sum(exponentials, 1)[:, None]
-    # One division a row.
-    return exponentials * (1.0 / sum), maximum + tl.log(sum)
 
 
 @triton.jit
@@ -94,7 +85,7 @@ def router_losses_kernel(
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         weight = _token_weights(weight_ptr, rows, M)
         x = _loaded(x_ptr, rows, cols, weight, N)
-        p, lse = _softmax(x)
+        p, lse = softmax_and_lse(x)
         probabilities += weight * p
         z += weight * lse * lse
         tokens += tl.where(_is_selected(x, cols, N, TOP_K, SHORT), weight, 0.0)
@@ -118,7 +109,7 @@ def router_losses_backward_kernel(
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     weight = _token_weights(weight_ptr, rows, M)
-    p, lse = _softmax(_loaded(x_ptr, rows, cols, weight, N))
+    p, lse = softmax_and_lse(_loaded(x_ptr, rows, cols, weight, N))
     slope = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if dprobabilities_ptr is not None:
         # As a vector: a tile of one row would make its layout that of all tiles.

@@ -115,9 +115,16 @@ def plan_tile(heads: int, half: int, itemsize: int, table_numbers: int) -> RopeP
 def aligned(x: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1][:-1]
-    return all(
-        address % 16 == 0 for address in (x.data_ptr(), *(x.element_size() * n for n in steps))
-    )
+    return _start(x) % 16 == 0 and all(x.element_size() * n % 16 == 0 for n in steps)
+
+
+def _start(x: Tensor) -> int:
+    try:
+        address = x.data_ptr()
+    except RuntimeError:
+        address = 0
+    # While Inductor traces, there is no address, but an offset into memory that is aligned.
+    return address or x.element_size() * x.storage_offset()
 
 
 def rotate(

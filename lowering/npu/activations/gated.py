@@ -39,7 +39,7 @@ COSTS.update(
 
 
 @triton.jit
-def _load(
+def load_gate_and_up(
     gate_ptr, up_ptr, row, col, M, N, stride_gate, stride_up,
     INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _gated_kernel(
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         row, col = place(tile, N, BLOCK_M, BLOCK_N)
-        gate, up = _load(
+        gate, up = load_gate_and_up(
             gate_ptr, up_ptr, row, col, M, N, stride_gate, stride_up, INTERLEAVED, BLOCK_M, BLOCK_N
         )
         y = gated(gate, up, a, b, c, ACTIVATION)
@@ -78,7 +78,7 @@ def _gated_backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     for tile in tl.range(program, tiles(M, N, BLOCK_M, BLOCK_N), tl.num_programs(0)):
         row, col = place(tile, N, BLOCK_M, BLOCK_N)
-        gate, up = _load(
+        gate, up = load_gate_and_up(
             gate_ptr, up_ptr, row, col, M, N, stride_gate, stride_up, INTERLEAVED, BLOCK_M, BLOCK_N
         )
         dy = load(dy_ptr, row, col, M, N, stride_dy, BLOCK_M, BLOCK_N)

@@ -21,13 +21,19 @@ OP = OPS["moe_experts_forward"]
 ARGUMENTS = OP.tensor_arguments
 
 
+def adapted(case: Any, given: dict[str, Any], name: str, e: int) -> Tensor:
+    """An expert's weight with its LoRA."""
+    weight, a, b = (given[f"{name}{part}"] for part in ("", "_lora_a", "_lora_b"))
+    return weight[e] if a is None else weight[e] + getattr(case, f"{name}_lora_scale") * b[e] @ a[e]
+
+
 def of_token(case: Any, given: dict[str, Any], t: int) -> Tensor:
     """The experts of a token, one after the other."""
     y = torch.zeros(case.shape[1], dtype=torch.float64)
     for k, e in enumerate(given["top_k_index"][t].tolist()):
         if not 0 <= e < case.experts:
             continue
-        h = given["gate_up"][e] @ given["x"][t]
+        h = adapted(case, given, "gate_up", e) @ given["x"][t]
         if case.bias:
             h = h + given["gate_up_bias"][e]
         if case.activation == "relu_squared":
@@ -40,7 +46,7 @@ def of_token(case: Any, given: dict[str, Any], t: int) -> Tensor:
             else:
                 tanh = {"gelu": "none", "gelu_tanh": "tanh"}.get(case.activation)
                 a = (F.silu(gate) if tanh is None else F.gelu(gate, approximate=tanh)) * up
-        result = given["down"][e] @ a
+        result = adapted(case, given, "down", e) @ a
         if case.bias:
             result = result + given["down_bias"][e]
         y = y + given["top_k_weights"][t, k] * result
@@ -59,8 +65,8 @@ def test_a_loop_over_tokens_has_the_same_values_and_gradients(case: Any) -> None
     leaves = [inputs[name] for name in OP.gradients_of if inputs[name] is not None]
     for leaf in leaves:
         leaf.requires_grad_()
-    options = [getattr(case, name) for name in OPTIONS]
-    y = liger_ops.moe_experts(*inputs.values(), *options, not case.return_pre_activation)
+    options = {name: getattr(case, name) for name in OPTIONS}
+    y = liger_ops.moe_experts(**inputs, **options, recompute=not case.return_pre_activation)
     expected = [of_token(case, inputs, t) for t in range(case.shape[0])]
     dy = drawn["dy"].double().cpu()
     found = torch.autograd.grad(y, leaves, dy)
@@ -134,6 +140,21 @@ def test_what_is_saved() -> None:
     assert saved(recompute=False) == saved(recompute=True) + 12 * 10 * 4
 
 
+def test_no_zeros_are_made_for_results_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, given = library.OPS["moe_experts_forward"], []
+    backward = op.backward
+
+    def noted(ctx: Any, *grads: Tensor | None) -> Any:
+        given.append([grad is not None for grad in grads])
+        return backward(ctx, *grads)
+
+    monkeypatch.setattr(op, "backward", noted)
+    x, index = torch.randn(2, 4, requires_grad=True), torch.tensor([[0], [2]])
+    args = (torch.randn(3, 10, 4), torch.randn(3, 4, 5), index, torch.rand(2, 1))
+    liger_ops.moe_experts(x, *args).sum().backward()
+    assert given == [[True, False, False, False]]
+
+
 def test_no_pre_activation_is_made_where_no_gradient_is_needed() -> None:
     calls = []
     op = library.OPS["moe_experts_forward"]
@@ -152,10 +173,14 @@ def test_no_pre_activation_is_made_where_no_gradient_is_needed() -> None:
     assert calls == [False, True]
 
 
-def test_a_dropped_token_does_not_hear_of_its_weight() -> None:
+@pytest.mark.device_kernels
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_dropped_token_does_not_hear_of_its_weight(folder: str) -> None:
     index, weights = torch.tensor([[0, 3]]), torch.tensor([[1.0, float("nan")]])
     x, gate_up, down = torch.ones(1, 4), torch.ones(3, 2, 4), torch.ones(3, 4, 1)
-    assert liger_ops.moe_experts(x, gate_up, down, index, weights).isfinite().all()
+    args = [tensor.to(DEVICE) for tensor in (x, gate_up, down, index, weights)]
+    for forward in (OP.definition, OP.kernel(folder)):
+        assert forward(*args)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,10 @@ def test_it_is_the_function_of_transformers(dtype: torch.dtype, masked: bool, co
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 def test_the_first_of_equal_logits_are_selected(folder: str, dtype: torch.dtype) -> None:
-    x = torch.tensor([[0, -0.0, 1, 0], [2, 2, 2, 2], [-1, -1, -2, -1]], dtype=dtype, device=DEVICE)
-    args = (x, *[None] * 8, 2)
-    assert OPS["router_losses_forward"].kernel(folder)(*args)[2].tolist() == [3, 2, 1, 0]
+    low = -float("inf")
+    rows = [[0, -0.0, 1, 0], [2, 2, 2, 2], [-1, -1, -2, -1], [low, 3, low, low]]
+    args = (torch.tensor(rows, dtype=dtype, device=DEVICE), *[None] * 8, 2)
+    assert OPS["router_losses_forward"].kernel(folder)(*args)[2].tolist() == [4, 3, 1, 0]
 
 
 def test_a_token_without_weight_is_not_seen() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from launch_forms import BF16, FP32, Fields, Forms
 from liger_ops import library
@@ -13,7 +14,12 @@ from op_under_test import DEVICE, SAME, Magnitude, OpUnderTest, Pick, Tensors, d
 
 # Ids of experts: drawn evenly, a tenth of the experts half of the time, one expert, or sentinels.
 ROUTING = ("even", "skewed", "one", "sentinels", "nobody")
-OPTIONS = ("activation", "alpha", "limit", "up_offset", "interleaved")
+OPTIONS = (
+    "activation", "alpha", "limit", "up_offset", "interleaved", "gate_up_lora_scale",
+    "down_lora_scale",
+)  # fmt: skip
+# The weights that have a LoRA.
+LORAS = ((), ("gate_up", "down"), ("gate_up",), ("down",))
 
 
 def ids(case: Any) -> Tensor:
@@ -51,8 +57,21 @@ def tensors(case: Any) -> Tensors:
         "gate_up_bias": values.draw((E, F), bias),
         "down_bias": values.draw((E, D), bias),
     }
-    forward = library.OPS["moe_experts_forward"].definition
-    results = forward(*given.values(), *(getattr(case, name) for name in OPTIONS))
+    lora: Tensors = {}
+    for name, out, into, R in zip(LORAS[1], (F, D), (D, I), case.ranks, strict=True):
+        dtype = SAME if name in case.loras else None
+        lora[f"{name}_lora_a"] = values.draw((E, R, into), dtype, scale=into**-0.5)
+        b = values.draw((out, R, E), dtype, scale=1 / R)
+        # peft's layout, in which the experts are neighbours.
+        lora[f"{name}_lora_b"] = None if b is None else b.permute(2, 0, 1)
+    op = library.OPS["moe_experts_forward"]
+    # The definition reads the numbers of tokens, which tensors without memory do not have.
+    forward = op.fake if isinstance(given["x"], FakeTensor) else lambda call: op.definition(*call)
+    *options, scale, down_scale = (getattr(case, name) for name in OPTIONS)
+    results = forward(
+        op.arguments(*given.values(), *options, True, *lora.values(), scale, down_scale)
+    )
+    given |= lora
     given["y"], given["order"], given["offsets"], pre_activation = results
     given["pre_activation"] = pre_activation if case.return_pre_activation else None
     return {**given, "dy": values.draw((T, D), SAME, case.dy_layout)}
@@ -76,7 +95,7 @@ class Absolute:
         self.inside = (index >= 0) & (index < case.experts)
         self.ids = index.where(self.inside, 0).flatten()
         self.x = self.wide["x"].repeat_interleave(K, 0)
-        self.h = self.rows("x", "gate_up", self.x) + self.bias("gate_up_bias")
+        self.h = self.rows("gate_up", self.x) + self.bias("gate_up_bias")
         if case.activation == "relu_squared":
             self.a, self.slopes = self.h.square(), 2 * self.h
         else:
@@ -89,10 +108,18 @@ class Absolute:
             self.slopes = torch.stack((up * (1 + 2 * gate), gate), -1)
             self.slopes = self.slopes.flatten(1) if case.interleaved else self.slopes.mT.flatten(1)
         self.weights = (self.wide["top_k_weights"] * self.inside).reshape(-1, 1)
-        self.result = self.rows("a", "down", self.a) + self.bias("down_bias")
+        self.result = self.rows("down", self.a) + self.bias("down_bias")
 
-    def rows(self, of: str, name: str, values: Tensor) -> Tensor:
-        return torch.einsum("rd,rfd->rf", values, self.wide[name][self.ids])
+    def rows(self, name: str, values: Tensor) -> Tensor:
+        return torch.einsum("rd,rfd->rf", values, self.weight(name))
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of each row, with its LoRA."""
+        weight = self.wide[name]
+        if name in self.case.loras:
+            scale = abs(getattr(self.case, f"{name}_lora_scale"))
+            weight = weight + scale * self.wide[f"{name}_lora_b"] @ self.wide[f"{name}_lora_a"]
+        return weight[self.ids]
 
     def bias(self, name: str) -> Tensor | float:
         return self.wide[name][self.ids] if name in self.wide else 0.0
@@ -111,23 +138,34 @@ class Absolute:
         E, K = self.case.experts, self.inside.shape[1]
         dy = self.wide["dy"].repeat_interleave(K, 0)
         upstream = dy * self.weights
-        da = torch.einsum("rd,rdi->ri", upstream, self.wide["down"][self.ids])
+        da = torch.einsum("rd,rdi->ri", upstream, self.weight("down"))
         is_gated = self.case.activation != "relu_squared"
         both = da
         if is_gated:
             both = da.repeat_interleave(2, 1) if self.case.interleaved else da.repeat(1, 2)
         dh = both * self.slopes
-        dx = torch.einsum("rf,rfd->rd", dh, self.wide["gate_up"][self.ids])
+        dx = torch.einsum("rf,rfd->rd", dh, self.weight("gate_up"))
         experts = torch.nn.functional.one_hot(self.ids, E).double() * self.inside.reshape(-1, 1)
+        dgate_up = torch.einsum("re,rf,rd->efd", experts, dh, self.x)
+        ddown = torch.einsum("re,rd,ri->edi", experts, upstream, self.a)
         terms = (
             dx.unflatten(0, self.inside.shape).sum(1),
-            torch.einsum("re,rf,rd->efd", experts, dh, self.x),
-            torch.einsum("re,rd,ri->edi", experts, upstream, self.a),
+            dgate_up,
+            ddown,
             (dy * self.result).sum(1),
             experts.mT @ dh,
             experts.mT @ upstream,
+            *self.of_lora("gate_up", dgate_up),
+            *self.of_lora("down", ddown),
         )
         return [self.magnitude(term) for term in terms]
+
+    def of_lora(self, name: str, dweight: Tensor) -> tuple[Tensor, Tensor]:
+        if name not in self.case.loras:
+            return dweight[:0], dweight[:0]
+        scale = abs(getattr(self.case, f"{name}_lora_scale"))
+        a, b = self.wide[f"{name}_lora_a"], self.wide[f"{name}_lora_b"]
+        return scale * b.mT @ dweight, scale * dweight @ a.mT
 
 
 def experts(pick: Pick, fields: Fields) -> Fields:
@@ -149,7 +187,9 @@ OPS = (
             "up_offset": (1.0, 0.0), "interleaved": (False, True), "bias": (True, False),
             "transposed": (False, True), "weight_layout": ("contiguous", "sliced"),
             "router_dtype": (SAME, FP32), "index_dtype": (torch.int64, torch.int32),
-            "return_pre_activation": (True, False), "scale": (1.0,), "tile": (None,),
+            "return_pre_activation": (True, False), "loras": LORAS, "ranks": ((13, 17), (16, 16)),
+            "gate_up_lora_scale": (1.0, 2.0), "down_lora_scale": (1.0, 0.5),
+            "scale": (1.0,), "tile": (None,),
             "layout": ("contiguous", "transposed", "sliced"),
         },
         coupled=experts,
@@ -159,7 +199,7 @@ OPS = (
         sample_shape=lambda rows: (rows, 4),
         sampled={
             "activation": "clamped_swiglu", "limit": 0.5, "router_dtype": lambda d: d,
-            "transposed": True,
+            "transposed": True, "loras": LORAS[1], "gate_up_lora_scale": 1.5,
         },
         no_gradient=("top_k_index",),
         # Several blocks of rows of an expert, and of columns, by the host code's own plan.
@@ -167,21 +207,49 @@ OPS = (
             f"{activation}-{routing}": {
                 "shape": (150, 70), "experts": 4, "width": 80, "routing": routing, "dtype": BF16,
                 "activation": activation, "interleaved": activation == "clamped_swiglu",
+                "loras": loras, "gate_up_lora_scale": 2.0,
             }
-            for activation, routing in (("silu", "skewed"), ("clamped_swiglu", "sentinels"))
+            for activation, routing, loras in (
+                ("silu", "skewed", LORAS[1]), ("clamped_swiglu", "sentinels", ()),
+            )
         }
         | {
             # Where the bounds are tight enough to notice each part of a gradient.
             f"{activation}-float32": {
                 "shape": (17, 20), "experts": 4, "width": 24, "routing": "sentinels", "dtype": FP32,
                 "activation": activation, "layout": "transposed", "dy_layout": "transposed",
+                "loras": LORAS[i % 4], "down_lora_scale": 0.5,
             }
-            for activation in ACTIVATIONS
+            for i, activation in enumerate(ACTIVATIONS)
         },
-        forms=Forms(shapes=()),
-        is_definition_on_npu=True,
+        forms=Forms(
+            shapes=[
+                {"shape": (4096, D), "experts": E, "top_k": K, "width": width}
+                for D, E, K, width in (
+                    (1, 1, 1, 1), (1023, 7, 3, 1023), (2048, 128, 8, 768), (2880, 32, 4, 2880),
+                    (4096, 8, 2, 14336), (7168, 64, 8, 2048), (32768, 2, 2, 512),
+                )
+            ],
+            options=(
+                *({"activation": activation} for activation in ACTIVATIONS[1:]),
+                *({"activation": gated, "interleaved": True} for gated in ACTIVATIONS[:4]),
+                {"router_dtype": FP32, "bias": True},
+            ),
+            backward_options=(
+                {"output_mask": (True, False, False, True, False, False, *[False] * 4)},
+                {"output_mask": (False, True, True, False, True, True, *[False] * 4)},
+            ),
+            optional_at=(1, 2, 3),
+            common={"activation": "silu", "bias": False, "routing": "sentinels", "loras": ()},
+            # Several rows and columns of a tile, and several tiles across each.
+            executed=[
+                {"shape": (T, D), "experts": 4, "top_k": 3, "width": width}
+                for T, D, width in ((30, 70, 40), (5, 9000, 20), (5, 24, 1100))
+            ],
+        ),
         compiled=(
-            {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False},
+            {"shape": (4, 512), "width": 256, "activation": "silu", "bias": False, "loras": ()},
+            {"shape": (4, 512), "width": 256, "bias": False, "loras": LORAS[1], "ranks": (16, 16)},
             {
                 "shape": (4, 544), "width": 288, "activation": "clamped_swiglu",
                 "interleaved": True, "transposed": True,

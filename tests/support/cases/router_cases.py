@@ -78,8 +78,17 @@ OPS = (
             "many": {"shape": (3, 9000), "dtype": FP32, "layers": 1, "top_k": 8},
             "tiles": {"shape": (400, 60), "dtype": BF16, "layers": 8, "top_k": 4},
         },
-        forms=Forms(shapes=()),
-        is_definition_on_npu=True,
+        forms=Forms(
+            shapes=shapes(
+                *((4096, E) for E in (2, 8, 60, 128, 512, 2048)), layers=2, top_k=2
+            ),
+            options=({"weights": "none"}, {"weights": "mask"}, {"top_k": 8}),
+            backward_options=[
+                {"output_mask": (*(True,) * 6, *wants)} for wants in ((True, False), (False, True))
+            ],
+            optional_at=(2, 3),
+            executed=shapes((30, 60), (3, 2048), layers=2, top_k=8),
+        ),
         compiled=(*SHAPES, *({**shape, "weights": "none"} for shape in SHAPES[2:])),
         rowwise=(),
         shaping=("x0",),

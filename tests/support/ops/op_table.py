@@ -15,6 +15,7 @@ import linear_divergence_cases
 import linear_log_prob_cases
 import linear_top_k_divergence_cases
 import log_prob_cases
+import lora_cases
 import mhc_cases
 import modulated_norm_cases
 import multi_token_cases
@@ -36,6 +37,7 @@ OPS: dict[str, OpUnderTest] = {
         *softmax_cases.OPS,
         *rope_cases.OPS,
         *layer_cases.OPS,
+        *lora_cases.OPS,
         *neighborhood_cases.OPS,
         *expert_cases.OPS,
         *multi_token_cases.OPS,

@@ -27,6 +27,7 @@ SIMULATED = os.environ.get("LIGER_OPS_SIMULATED_NPU") == "1"
 FOLDERS = ("cuda", "npu") if DEVICE == "cpu" else (DEVICE,)
 if "npu" in FOLDERS:
     import liger_ops.lowering.npu
+    import torch_npu_stand_in  # noqa: F401
 
 X_LAYOUTS = ("contiguous", "transposed", "sliced")
 DY_LAYOUTS = (*X_LAYOUTS, "expanded")

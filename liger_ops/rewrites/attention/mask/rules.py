@@ -6,6 +6,7 @@ result as a function of its own indices, or raises `Unknown`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,16 +92,15 @@ def _arange(of: IndexFunctions, node: fx.Node, *ends: Any, **options: Any) -> Va
     return affine(size(given["start"])) + index(-1).times(step)
 
 
-@rule("ones", "new_ones", "ones_like")
-def _ones(of: IndexFunctions, node: fx.Node, *shape: Any, **options: Any) -> Value:
+def _of_numbers(
+    number: int, of: IndexFunctions, node: fx.Node, *shape: Any, **options: Any
+) -> Value:
     accept(options, "dtype", "size", "memory_format")
-    return affine(1)
+    return affine(number)
 
 
-@rule("zeros", "new_zeros", "zeros_like")
-def _zeros(of: IndexFunctions, node: fx.Node, *shape: Any, **options: Any) -> Value:
-    accept(options, "dtype", "size", "memory_format")
-    return affine(0)
+for _number, _name in enumerate(("zeros", "ones")):
+    rule(_name, f"new_{_name}", f"{_name}_like")(functools.partial(_of_numbers, _number))
 
 
 @rule("full", "full_like")
@@ -113,14 +113,12 @@ def _full(of: IndexFunctions, node: fx.Node, shape: Any, fill_value: Any, **opti
 def _new_full(
     of: IndexFunctions, node: fx.Node, like: Any, size: Any, fill_value: Any, **options: Any
 ) -> Value:
-    accept(options, "dtype")
-    return of.shaped(fill_value, ())
+    return _full(of, node, size, fill_value, **options)
 
 
 @rule("tensor", "scalar_tensor")
 def _tensor(of: IndexFunctions, node: fx.Node, data: Any, **options: Any) -> Value:
-    accept(options, "dtype")
-    return of.shaped(data, ())
+    return _full(of, node, (), data, **options)
 
 
 @rule("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
@@ -368,10 +366,8 @@ def _diff(
 
 @rule("where")
 def _where(of: IndexFunctions, node: fx.Node, first: Any, second: Any, third: Any) -> Value:
-    condition, yes, no = (first, second, third)
-    if node.op == "call_method":
-        condition, yes = second, first
-    return chosen(of, node, condition, yes, no)
+    condition, yes = (second, first) if node.op == "call_method" else (first, second)
+    return chosen(of, node, condition, yes, third)
 
 
 @rule("masked_fill")
@@ -388,14 +384,12 @@ def chosen(of: IndexFunctions, node: fx.Node, condition: Any, yes: Any, no: Any)
 
 @rule("tril")
 def _tril(of: IndexFunctions, node: fx.Node, x: Any, diagonal: Any = 0) -> Value:
-    kept = at_least(index(-2) + affine(size(diagonal)), index(-1))
-    return triangle(of.value(x), kept)
+    return triangle(of.value(x), at_least(index(-2) + affine(size(diagonal)), index(-1)))
 
 
 @rule("triu")
 def _triu(of: IndexFunctions, node: fx.Node, x: Any, diagonal: Any = 0) -> Value:
-    kept = at_least(index(-1), index(-2) + affine(size(diagonal)))
-    return triangle(of.value(x), kept)
+    return triangle(of.value(x), at_least(index(-1), index(-2) + affine(size(diagonal))))
 
 
 def triangle(value: Value, kept: Any) -> Value:

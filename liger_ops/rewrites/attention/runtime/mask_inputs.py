@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from ...engine.canonical import value
 from ...engine.failure import guarded
-from ...engine.graph_state import GraphState
+from ...engine.graph_state import GraphState, erase_unused
 from ...engine.replay import replay
 from ...engine.rewrite import ORIGIN
 from ..mask.algebra import Unknown
@@ -143,10 +143,5 @@ def put_back(module: fx.GraphModule) -> None:
         if (place := node.meta.pop(_INSTEAD_OF, None)) is None:
             continue
         node.replace_all_uses_with(inputs_of(module)[place])
-        waiting = [node]
-        while waiting:
-            one = waiting.pop()
-            if one.op != "placeholder" and not one.users and not one._erased:
-                waiting += one.all_input_nodes
-                one.graph.erase_node(one)
+        erase_unused(node, set(module.graph.nodes))
     module.recompile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any
@@ -81,11 +82,6 @@ def _reciprocal(input: Any) -> Call | None:
     return _div(1, input)
 
 
-@spelled(operator.neg, torch.neg, torch.negative, "neg", "negative", "__neg__")
-def _neg(input: Any) -> Call:
-    return Call("neg", (input,))
-
-
 @spelled(operator.pow, torch.pow, "pow", "__pow__")
 def _pow(input: Any, exponent: Any) -> Call:
     if isinstance(exponent, (int, float)):
@@ -98,44 +94,16 @@ def _pow(input: Any, exponent: Any) -> Call:
     return Call("pow", (input, exponent))
 
 
-@spelled(torch.square, "square")
-def _square(input: Any) -> Call:
-    return Call("square", (input,))
+def _of_one(op: str, input: Any) -> Call:
+    return Call(op, (input,))
 
 
-@spelled(torch.sqrt, "sqrt", math.sqrt)
-def _sqrt(input: Any) -> Call:
-    return Call("sqrt", (input,))
-
-
-@spelled(torch.rsqrt, "rsqrt")
-def _rsqrt(input: Any) -> Call:
-    return Call("rsqrt", (input,))
-
-
-@spelled(torch.exp, "exp")
-def _exp(input: Any) -> Call:
-    return Call("exp", (input,))
-
-
-@spelled(torch.cos, "cos")
-def _cos(input: Any) -> Call:
-    return Call("cos", (input,))
-
-
-@spelled(torch.sin, "sin")
-def _sin(input: Any) -> Call:
-    return Call("sin", (input,))
-
-
-@spelled(torch.tanh, F.tanh, "tanh")
-def _tanh(input: Any) -> Call:
-    return Call("tanh", (input,))
-
-
-@spelled(torch.sigmoid, F.sigmoid, "sigmoid")
-def _sigmoid(input: Any) -> Call:
-    return Call("sigmoid", (input,))
+for _name, _more in {
+    "neg": (operator.neg, torch.negative, "negative", "__neg__"),
+    "sqrt": (math.sqrt,), "tanh": (F.tanh,), "sigmoid": (F.sigmoid,),
+    "square": (), "rsqrt": (), "exp": (), "cos": (), "sin": (),
+}.items():  # fmt: skip
+    spelled(getattr(torch, _name), _name, *_more)(functools.partial(_of_one, _name))
 
 
 @spelled(torch.clamp, torch.clip, "clamp", "clip")

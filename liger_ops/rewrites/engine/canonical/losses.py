@@ -30,19 +30,6 @@ def _nll_loss(
     return Call("nll_loss", (input, target, weight, ignore_index, reduction))
 
 
-@spelled(torch.log_softmax, torch.special.log_softmax, "log_softmax")
-def _log_softmax(input: Any, dim: Any, dtype: Any = None) -> Call:
-    # The dtype is taken from the result's value, whether the call or autocast sets it.
-    return Call("log_softmax", (input, dimension(input, dim)))
-
-
-@spelled(F.log_softmax)
-def _functional_log_softmax(
-    input: Any, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None
-) -> Call:
-    return Call("log_softmax", (input, dimension(input, dim)))
-
-
 @spelled(torch.logsumexp, torch.special.logsumexp, "logsumexp")
 def _logsumexp(input: Any, dim: Any, keepdim: Any = False) -> Call:
     return Call("logsumexp", (input, dimensions(input, dim), bool(keepdim)))
@@ -51,6 +38,12 @@ def _logsumexp(input: Any, dim: Any, keepdim: Any = False) -> Call:
 @spelled(torch.gather, "gather")
 def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: Any = False) -> Call | None:
     return None if sparse_grad else Call("gather", (input, dimension(input, dim), index))
+
+
+spelled(torch.full_like)(lambda input, fill_value: Call("full_like", (input, fill_value)))
+spelled(torch.scatter, "scatter", "scatter_")(
+    lambda input, dim, index, src: Call("scatter", (input, dimension(input, dim), index, src))
+)
 
 
 @spelled(torch.take_along_dim, "take_along_dim")

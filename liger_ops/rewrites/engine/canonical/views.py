@@ -24,15 +24,30 @@ from .call import (
 )
 
 
-@spelled("contiguous")
-def _contiguous(input: Any) -> Call:
-    return Call("contiguous", (input,))
-
-
 @spelled(torch.clone, "clone")
 def _clone(input: Any, *, memory_format: Any = None) -> Call:
     # A copy differs from its source only after one is written in place, which rewrites check.
     return Call("contiguous", (input,))
+
+
+spelled("contiguous")(lambda input: Call("contiguous", (input,)))
+spelled(torch.view_as_complex)(lambda input: Call("view_as_complex", (input,)))
+spelled(torch.view_as_real)(lambda input: Call("view_as_real", (input,)))
+spelled("repeat")(
+    lambda input, *sizes: Call("repeat", (input, as_tuple(sizes[0]) if len(sizes) == 1 else sizes))
+)
+spelled(torch.repeat_interleave, "repeat_interleave")(
+    lambda input, repeats, dim=None: Call(
+        "repeat_interleave", (input, repeats, dimension(input, dim))
+    )
+)
+spelled(torch.unbind, "unbind")(lambda input, dim=0: Call("unbind", (input, dimension(input, dim))))
+spelled(torch.chunk, "chunk")(
+    lambda input, chunks, dim=0: Call("chunk", (input, chunks, dimension(input, dim)))
+)
+spelled(torch.split, "split")(
+    lambda input, split_size, dim=0: Call("split", (input, split_size, dimension(input, dim)))
+)
 
 
 @spelled(torch.reshape, "reshape", "view")
@@ -119,21 +134,6 @@ def _expand(input: Any, *sizes: Any) -> Call:
     return Call("expand", (input, tuple(sizes)))
 
 
-@spelled(torch.repeat_interleave, "repeat_interleave")
-def _repeat_interleave(input: Any, repeats: Any, dim: Any = None) -> Call:
-    return Call("repeat_interleave", (input, repeats, dimension(input, dim)))
-
-
-@spelled(torch.view_as_complex)
-def _view_as_complex(input: Any) -> Call:
-    return Call("view_as_complex", (input,))
-
-
-@spelled(torch.view_as_real)
-def _view_as_real(input: Any) -> Call:
-    return Call("view_as_real", (input,))
-
-
 @spelled(torch.cat, torch.concat, torch.concatenate)
 def _cat(tensors: Any, dim: Any = 0) -> Call | None:
     if not isinstance(tensors, (tuple, list)) or not all(is_tensor(one) for one in tensors):
@@ -168,21 +168,6 @@ def _narrow(input: Any, dim: Any, start: Any, length: Any) -> Call | None:
     if isinstance(value(start), Tensor):
         return None
     return Call("slice", (input, dimension(input, dim), start, start + length, 1))
-
-
-@spelled(torch.unbind, "unbind")
-def _unbind(input: Any, dim: Any = 0) -> Call:
-    return Call("unbind", (input, dimension(input, dim)))
-
-
-@spelled(torch.chunk, "chunk")
-def _chunk(input: Any, chunks: Any, dim: Any = 0) -> Call:
-    return Call("chunk", (input, chunks, dimension(input, dim)))
-
-
-@spelled(torch.split, "split")
-def _split(input: Any, split_size: Any, dim: Any = 0) -> Call:
-    return Call("split", (input, split_size, dimension(input, dim)))
 
 
 @spelled(operator.getitem)

@@ -95,7 +95,8 @@ def _fuse(rotation: fx.Node, args: tuple[Any, ...], state: GraphState, report: R
         weights = [norm.weight for norm in found]
         if alone:
             # The op adds the offset to both weights.
-            tensors.append(_narrowed(rotation, tensors[0]))
+            none_of = derive(rotation, torch.Tensor.detach, tensors[0])
+            tensors.append(derive(rotation, torch.narrow, none_of, 1, 0, 0))
             weights.append(weights[0] and derive(rotation, torch.Tensor.detach, weights[0]))
         cos, sin, *rest = tables
         given = (*tensors, cos, sin, *weights, *found[0].options, *rest)
@@ -215,13 +216,8 @@ def _norm_at(node: Any, state: GraphState) -> tuple[Found | None, str | None]:
             except Refused as error:
                 refused = refused or error
             else:
-                return (
-                    x,
-                    weight,
-                    tuple(options),
-                    match.nodes,
-                    runs_outside(match, replacement),
-                ), None
+                is_outside = runs_outside(match, replacement)
+                return (x, weight, tuple(options), match.nodes, is_outside), None
     if refused is not None:
         raise refused
     return None, difference
@@ -238,10 +234,6 @@ def _viewed(at: fx.Node, norm: Norm) -> fx.Node:
     for view, *arguments in norm.views:
         x = derive(at, view, x, *arguments)
     return x
-
-
-def _narrowed(at: fx.Node, x: fx.Node) -> fx.Node:
-    return derive(at, torch.narrow, derive(at, torch.Tensor.detach, x), 1, 0, 0)
 
 
 def _of_no_heads(k: fx.Node) -> frozenset[fx.Node]:

@@ -39,12 +39,14 @@ def rewrite(graph: fx.Graph, report: Report) -> None:
         waiting.remove(pair)
         later = pair[0]
         try:
-            _put((match, later), _place(match, later, search), form, search)
+            with attempt(search.graph):
+                _put((match, later), _place(match, later, search), form, search)
         except Refused:
             alone += [pair, (match, form)]
     for match, form in [*alone, *waiting]:
         try:
-            _put((match,), match.root, form, search)
+            with attempt(search.graph):
+                _put((match,), match.root, form, search)
         except Refused as refused:
             search.refuse(match, str(refused))
     search.finish()
@@ -59,11 +61,6 @@ def _is_pair(a: tuple[Match, Form], b: tuple[Match, Form]) -> bool:
 
 def _put(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
     """Replace the rotations of one tensor or two by one op, inserted before `at`."""
-    with attempt(search.graph):
-        _put_all(matches, at, form, search)
-
-
-def _put_all(matches: tuple[Match, ...], at: fx.Node, form: Form, search: Search) -> None:
     places = [_placement(match, form) for match in matches]
     if places[-1] != places[0]:
         raise Refused("queries and keys have their heads at different dimensions")

@@ -33,24 +33,9 @@ VIEWS: dict[str, Callable[[torch.Size, torch.Size], tuple[Any, ...]]] = {
     "matrices": lambda x, cos: (*cos, 2, 2),
 }
 
-_PE_AUDIO = Pattern(
-    pe_audio,
-    any_casts=True,
-    x=(2, 5, 3, 8),
-    cos=(1, 3, 4),
-    sin=(1, 3, 4),
-    heads=1,
-    columns=[2, 5, 3, 4, 1, 2],
-    matrices=[1, 3, 4, 2, 2],
-)
-_FLUX = Pattern(
-    flux,
-    any_casts=True,
-    x=(2, 5, 3, 8),
-    cos=(1, 1, 3, 4, 2, 2),
-    columns=[2, 5, 3, 4, 1, 2],
-    whole=[2, 5, 3, 8],
-)
+_X: dict[str, Any] = {"any_casts": True, "x": (2, 5, 3, 8), "columns": [2, 5, 3, 4, 1, 2]}
+_PE_AUDIO = Pattern(pe_audio, **_X, cos=(1, 3, 4), sin=(1, 3, 4), heads=1, matrices=[1, 3, 4, 2, 2])
+_FLUX = Pattern(flux, **_X, cos=(1, 1, 3, 4, 2, 2), whole=[2, 5, 3, 8])
 # A match of a reader has a form of its own.
 SPELLINGS: list[tuple[Matcher, Form | None]] = [
     *((Reader(op, from_pairs), None) for from_pairs in (True, False) for op in Reader.OPS),

@@ -19,16 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from ...ops.experts.moe_experts import moe_experts
-from .. import classes, sharding, tensor_parallel
-from ..planning import Plan
-from ..probing import NotAnOp
-from .gated import Gated
-from .installed import Facts, methods_of
-from .kind import obstacle, parameter_obstacle
-from .module_trace import ModuleTrace, Traced
-from .program import Program, Value
+from ....ops.experts.moe_experts import moe_experts
+from ... import classes, sharding, tensor_parallel
+from ...planning import Plan
+from ...probing import NotAnOp
+from ..gated import Gated
+from ..installed import Facts, methods_of
+from ..kind import obstacle, parameter_obstacle
+from ..module_trace import ModuleTrace, Traced
+from ..program import Program, Value
+from . import peft_experts
+from .dense_experts import DenseExperts
 
 # The file of transformers whose decorator makes a forward that looks its function up by name, and
 # the functions that compute what the op does.
@@ -46,6 +49,12 @@ class Experts(Gated):
     name = "experts"
     method = "_apply_gate"
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.dense = DenseExperts(model)
+        # The experts in wrappers of peft, and whether the wrappers are fused.
+        self.wrapped: dict[nn.Module, bool] = {}
+
     def is_expected(self, name: str, module: nn.Module) -> bool:
         is_experts = classes.class_of(module).__name__.endswith("Experts")
         holds_gates = is_experts and any("gate_up" in name for name in module._parameters)
@@ -53,7 +62,9 @@ class Experts(Gated):
 
     def obstacle(self, module: nn.Module) -> str | None:
         if not _has_method(module, self.method):
-            return f"it has no {self.method}: the activation is part of its forward"
+            reason = self.dense.reasons.get(module)
+            text = f"it has no {self.method}: the activation is part of its forward"
+            return f"{text}, and its layer is left: {reason}" if reason else text
         if reason := obstacle(module, self.method):
             return reason
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -80,6 +91,12 @@ class Experts(Gated):
         return _options(program) if _looks_up(classes.class_of(module)) else NO_REGISTRY
 
     def look(self, plan: Plan, name: str, module: nn.Module) -> None:
+        if peft_experts.is_wrapper(module):
+            self.look_at_wrapper(plan, name, module)
+            return
+        self.dense.look(plan, name, module)
+        if module in self.dense.taken:
+            return
         fused = len(plan.changes)
         super().look(plan, name, module)
         if len(plan.changes) == fused:
@@ -89,9 +106,30 @@ class Experts(Gated):
         if reason is None:
             # The activation is within the op.
             plan.findings.pop()
-            plan.fuse(name, module, "moe_experts", dict(facts.form))
+            if not self.wrapped.get(module):
+                plan.fuse(name, module, "moe_experts", dict(facts.form))
         elif reason != NO_REGISTRY:
             plan.leave(name, module, f"only its activation is fused: {reason}")
+
+    def look_at_wrapper(self, plan: Plan, name: str, wrapper: Any) -> None:
+        """Look at the outermost wrapper of fused experts, or of experts that will be."""
+        module = peft_experts.wrapped(wrapper)
+        if module in self.wrapped or peft_experts.NAME in classes.overrides(wrapper):
+            return
+        try:
+            facts = classes.overrides(module).get(self.name) or self.facts(module)
+            is_fused = not (isinstance(facts.form, str) or _left(module))
+        except NotAnOp:
+            is_fused = False
+        reason: Any = f"its {classes.class_of(module).__name__} is not fused"
+        if is_fused:
+            reason = obstacle(wrapper) or peft_experts.loras(wrapper)
+        self.wrapped[module] = not isinstance(reason, str)
+        if isinstance(reason, str):
+            plan.leave(name, wrapper, f"the weights are formed with their LoRA: {reason}")
+            return
+        plan.fuse(name, wrapper, "moe_experts", {**dict(facts.form), "lora": True})
+        plan.changes.append(lambda: classes.override(wrapper, peft_experts.NAME, None))
 
     def install(self, module: nn.Module, facts: Facts) -> None:
         super().install(module, facts)
@@ -102,7 +140,7 @@ class Experts(Gated):
 
     @classmethod
     def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
-        made = {} if isinstance(facts.form, str) else {"forward": _forward(base, facts)}
+        made = {} if isinstance(facts.form, str) else _forwards(base, facts)
         if facts.form != RELU_SQUARED:
             made |= methods_of(cls.method, cls.caller, base, facts)
         return made
@@ -174,23 +212,26 @@ def _has_method(module: nn.Module, name: str) -> bool:
     return inspect.isfunction(getattr(classes.class_of(module), name, None))
 
 
-def _forward(base: Any, facts: Facts) -> Callable[..., Tensor]:
-    """The forward that calls the op, or the module's own code where that computes another thing."""
+def _forwards(base: Any, facts: Facts) -> dict[str, Callable[..., Any]]:
+    """The forward that calls the op, or the module's own code where that computes another thing;
+    and the method that calls the op with LoRAs."""
     original, hold, options = base.forward, facts.assumptions.hold, dict(facts.form)
     names = list(inspect.signature(original).parameters)[1:4]
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def adapted(self: Any, loras: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor | None:
         given = args
         if kwargs and kwargs.keys() == set(names[len(args) :]):
             given = (*args, *(kwargs[name] for name in names[len(args) :]))
         if len(given) == 3 and len(args) + len(kwargs) == 3 and hold(self, given[0]):
-            y = experts(self, options, *given)
-            if y is not None:
-                return y
-        return original(self, *args, **kwargs)
+            return experts(self, {**options, **loras}, *given)
+        return None
 
-    return forward
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = adapted(self, {}, *args, **kwargs)
+        return original(self, *args, **kwargs) if y is None else y
+
+    return {"forward": forward, peft_experts.ADAPTED: adapted}
 
 
 def experts(
@@ -205,7 +246,8 @@ def experts(
     gate_up, down, gate_up_bias, down_bias = (
         getattr(module, name, None) for name in _names(module)
     )
-    tensors = [one for one in (gate_up, down, gate_up_bias, down_bias) if one is not None]
+    given = (gate_up, down, gate_up_bias, down_bias, *options.values())
+    tensors = [one for one in given if isinstance(one, Tensor)]
     if (
         implementation not in REPLACED or module.has_post_expert_norm
         or module.has_gate is (options["activation"] == "relu_squared")
@@ -223,11 +265,11 @@ def experts(
         return y.to(x.dtype)
     if any(one.dtype is not gate_up.dtype for one in tensors):
         return None
-    given = (x.to(gate_up.dtype), gate_up, down, index, weights, gate_up_bias, down_bias)
+    called = (x.to(gate_up.dtype), gate_up, down, index, weights, gate_up_bias, down_bias)
     if not is_autocast:
-        return moe_experts(*given, **options).to(x.dtype)
+        return moe_experts(*called, **options).to(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return moe_experts(*given, **options).to(x.dtype)
+        return moe_experts(*called, **options).to(x.dtype)
 
 
 def registered(
@@ -262,7 +304,19 @@ def _recognised(module: nn.Module) -> tuple[tuple[str, Any], ...] | str:
             with contextlib.suppress(NotAnOp):
                 _found[module].assumptions.check(module)
                 return _found[module].form
-        _found[module] = Experts(module).facts(module)
+        _found[module] = Experts(module).facts(_unparametrized(module))
     except NotAnOp as reason:
         return str(reason)
     return _found[module].form
+
+
+def _unparametrized(module: Any) -> nn.Module:
+    """A module with this activation whose parameters are not computed, as peft's LoRA has them."""
+    if not parametrize.is_parametrized(module):
+        return module
+    cls: Any = parametrize.type_before_parametrizations(module)
+    plain: nn.Module = cls.__new__(cls)
+    vars(plain).update(vars(module))
+    children = {name: one for name, one in module._modules.items() if name != "parametrizations"}
+    vars(plain)["_modules"] = children
+    return plain

@@ -1,4 +1,4 @@
-"""MLPs of which a tile of tokens at a time is in memory, as modules."""
+"""A linear layer with a LoRA, and MLPs of which a tile of tokens at a time is in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,47 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.activations.tiled_mlp import tiled_mlp
-from .derived import documented, named
+from ..ops.lora_linear import lora_linear
+from .derived import check_size, documented, named
+
+
+@documented(lora_linear)
+class LoRALinear(nn.Linear):
+    """A torch.nn.Linear that is frozen, with a LoRA that is trained.
+
+    Args:
+        in_features, out_features: the sizes D and N.
+        rank: the size R.
+        bias: whether the layer has a bias.
+
+    Attributes:
+        weight, bias: as of torch.nn.Linear, without gradients.
+        a: (R, D), which starts as the weight of torch.nn.Linear.
+        b: (N, R), which starts as 0.
+
+    Example:
+        >>> layer = liger_ops.nn.LoRALinear(8, 4, rank=2, scale=0.5)
+        >>> layer(torch.zeros(2, 3, 8)).shape
+        torch.Size([2, 3, 4])
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, rank: int, scale: float, bias: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, device, dtype)
+        check_size("LoRALinear", "rank", rank)
+        self.requires_grad_(False)
+        self.scale = scale
+        self.a = nn.Parameter(torch.empty(rank, in_features, device=device, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(out_features, rank, device=device, dtype=dtype))
+        nn.init.kaiming_uniform_(self.a, a=5**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return lora_linear(x, self.weight, self.a, self.b, self.scale, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.a.shape[0]}, {named(self, 'scale')}"
 
 
 @documented(tiled_mlp)
