@@ -260,7 +260,6 @@ def parametrized(module: nn.Module) -> nn.Module:
 
 
 NO_NORM = "it computes none of rms_norm, layer_norm and group_norm"
-ALSO_WRITTEN = "rms_norm: mean, a value on the way, is used elsewhere, by mul_"
 
 OTHER_LENGTHS = "it computes something else for other lengths or batches"
 DECISIONS: list[Callable[[Tensor], Any]] = [
@@ -288,9 +287,9 @@ NEAR_MISSES = [
     *((ByLength(one), OTHER_LENGTHS) for one in DECISIONS),
     (StoppedGradient(), NO_NORM),
     (StoppedWeight(), NO_NORM),
-    (WritesInAMode(torch.enable_grad), ALSO_WRITTEN),
-    (WritesInAMode(torch.no_grad), ALSO_WRITTEN),
-    (WritesInAMode(lambda: torch.autocast("cpu", torch.bfloat16)), ALSO_WRITTEN),
+    (WritesInAMode(torch.enable_grad), NO_NORM),
+    (WritesInAMode(torch.no_grad), NO_NORM),
+    (WritesInAMode(lambda: torch.autocast("cpu", torch.bfloat16)), NO_NORM),
     (WritesIntoItsInput(), "it does more than compute its result: zero_"),
     (OwnGradient(), NO_NORM),
     (TrainsOtherwise(), "it computes dropout beside rms_norm"),

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from liger_ops import library
+from liger_ops import autograd, library
 
 NORMS = (
     "layer_norm", "rms_norm", "modulated_layer_norm", "modulated_rms_norm", "fused_add_rms_norm",
@@ -44,5 +44,5 @@ def on_cpu() -> Iterator[None]:
                 schema=op.schema,
                 custom_op=SimpleNamespace(_lib=liger),
             )
-            library._under_autocast(on_cpu, "AutocastCPU", cast, keep)
+            autograd.under_autocast(on_cpu, "AutocastCPU", cast, keep)
         yield
