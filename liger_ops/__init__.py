@@ -78,6 +78,22 @@ if TYPE_CHECKING:
     from .rewrites.explain import explain
     from .rewrites.graph_pass import graph_pass
 
+__all__ = [
+    "attn_res", "backend", "clamped_swiglu", "cross_entropy", "cross_entropy_forward",
+    "decompositions", "disable", "distributed", "divergence", "divergence_forward", "dyt",
+    "embedding", "enable", "explain", "fuse", "fused_add_rms_norm", "fusion", "gated_rms_norm",
+    "geglu", "graph_pass", "group_norm", "infer_device", "jsd", "kl_div", "layer_norm",
+    "linear_cross_entropy", "linear_cross_entropy_forward", "linear_divergence",
+    "linear_divergence_forward", "linear_log_prob", "linear_log_prob_forward",
+    "linear_top_k_divergence", "linear_top_k_divergence_forward", "log_prob", "log_prob_forward",
+    "log_softmax", "lora_linear", "lora_linear_forward", "losses", "mhc_coeffs",
+    "mhc_coeffs_forward", "mhc_post_res", "mhc_pre", "modulated_layer_norm", "modulated_rms_norm",
+    "moe_experts", "moe_experts_forward", "multi_token_attention", "multi_token_attention_forward",
+    "neighborhood_attention", "neighborhood_attention_forward", "nn", "poly_norm", "relu_squared",
+    "rms_norm", "rms_norm_rope", "rope", "router_losses", "router_losses_forward", "softmax",
+    "sparsemax", "sparsemax_forward", "swiglu", "tiled_mlp", "tiled_mlp_forward", "tvd", "unfuse",
+]  # fmt: skip
+
 # Names that load Dynamo: they are imported at first use.
 _COMPILER = {
     "backend": "rewrites.backend:liger",

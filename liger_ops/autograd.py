@@ -59,7 +59,9 @@ class Formula:
             results = [name.removeprefix("d") for name in names[: len(results)]]
         self.results = results
         self.count = sum(f"d{result}" in names for result in results)
-        self.may_be_none = str(gradient.schema.arguments[0].type) != "Tensor"
+        # Autograd would fill zeros for results that have no gradient, too.
+        is_one_of_several = self.count == 1 and len(results) > 1
+        self.may_be_none = is_one_of_several or str(gradient.schema.arguments[0].type) != "Tensor"
         saved = [a for a in gradient.schema.arguments[self.count :] if a.name != "output_mask"]
         # Tensors first: the sort is stable.
         saved.sort(key=lambda argument: "Tensor" not in str(argument.type))

@@ -81,6 +81,10 @@ PARTS = {
     "empty_strided_cuda": Part(
         "torch._C._dynamo.guards:_empty_strided_cuda", "fast allocations", _empty_strided_cuda
     ),
+    # Launches kernels that Triton compiled, in builds for CUDA.
+    "StaticCudaLauncher": Part(
+        "torch._C:_StaticCudaLauncher", "fast launches: Triton's launcher takes 2 us more"
+    ),
     # Whether a gradient that the forward computed can be given to the backward: not where
     # torch.func, a mode or hooks of saved tensors would have to see it.
     "are_functorch_transforms_active": Part(

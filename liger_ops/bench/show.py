@@ -8,17 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .judge import (
-    COPY,
-    MATRIX_PRODUCT,
-    NOISE,
-    SIMULATED,
-    Point,
-    Points,
-    changes,
-    failures,
-    losses,
-)
+from .judge import COPY, MATRIX_PRODUCT, NOISE, SIMULATED, Point, Points, changes, failures, losses
 from .providers import OURS, PROVIDERS
 
 # 80 columns fit six providers, the most that an op has.

@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from ..rewrites.engine.pattern import torch_linear
+from . import lora as lora_layers
 from . import loss as losses
 from .attention import attention as attentions
-from .layers import lora as lora_layers
 from .layers import rope as rotary_embeddings
-from .layers import router_losses
-from .layers.experts import Experts
+from .layers.experts import router_losses
+from .layers.experts.experts import Experts
 from .layers.gated import GatedMLPs
 from .layers.hyper_connections import HyperConnections
 from .layers.norms import Norms
@@ -73,7 +73,9 @@ def fuse(
       these activations, and whose `experts_implementation` is grouped_mm or batched_mm, gets a
       forward that calls `moe_experts`. With another implementation, or a norm after each expert,
       `_apply_gate` becomes the op of the activation. An adapter of peft's `target_parameters` is
-      part of the op. docs/experts.md says what is left.
+      part of the op. A layer whose experts each compute every token times its score, as Llama 4's,
+      gets a forward that calls the router, the shared expert and `moe_experts` of the scores that
+      are not 0. docs/experts.md says what is left.
     * Rotary embeddings: a forward that calls a global function of queries, keys and cosines and
       sines (or complex frequencies) which computes `rope` is copied, and the copy calls the op. If
       the function returns float32 for float32 tables and bfloat16 queries, as in autocast, the op's

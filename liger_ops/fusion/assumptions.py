@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .classes import BEFORE
-from .gather_hooks import only_gather
+from .gather_hooks import keep_results, only_gather
 from .news import is_news
 from .probing import HOOKS, MODULE_STATE, NotAnOp
 
@@ -49,7 +49,7 @@ class State(NamedTuple):
     constants and values: attributes by name, the latter frozen. present: parameters, buffers and
     children by the dict of the module and the name, and whether there is one. absent: names that
     the instance does not have, so that its class's attribute is read. missing: names that neither
-    has.
+    has. is_called: whether the fused forward calls the module.
     """
 
     path: Path
@@ -59,6 +59,7 @@ class State(NamedTuple):
     present: tuple[tuple[str, str, bool], ...]
     absent: tuple[str, ...]
     missing: tuple[str, ...]
+    is_called: bool = False
 
     def change(self, module: Any) -> str | None:
         """The text that says what of this differs in a module, or None."""
@@ -75,7 +76,10 @@ class State(NamedTuple):
             cls = type(one)
             if getattr(cls, BEFORE, cls) is not self.cls:
                 return f"{'.'.join(children)} is another module"
-            if (
+            if self.is_called:
+                if not keep_results(one):
+                    return f"{'.'.join(children)} has hooks that may change its results"
+            elif (
                 state["_forward_hooks"] or state["_forward_pre_hooks"]
                 or state["_backward_hooks"] or state["_backward_pre_hooks"]
             ) and not only_gather(one):  # fmt: skip
@@ -146,8 +150,9 @@ class Assumptions(NamedTuple):
 class Reads:
     """The attributes that traced code reads of a module, its children and their attributes."""
 
-    def __init__(self, stand_ins: Collection[str] = ()) -> None:
-        self._stand_ins = stand_ins
+    def __init__(self, stand_ins: Collection[str] = (), kept: Collection[str] = ()) -> None:
+        """`kept` are children whose code is traced, and that a fused forward calls too."""
+        self._stand_ins, self._kept = stand_ins, kept
         self._names: dict[Path, dict[str, None]] = {}
         self._classes: dict[type, type] = {}
 
@@ -265,6 +270,7 @@ class Reads:
             tuple(present),
             tuple(absent),
             tuple(missing),
+            bool(children) and children[0] in self._kept,
         )
 
 

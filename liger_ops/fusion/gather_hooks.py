@@ -10,6 +10,8 @@ from .tensor_parallel import forward_hooks
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 _GATHER = (FSDP, "deepspeed.")
+# Hooks of transformers that record results, such as those of routers.
+_RECORD = "transformers.utils.output_capturing"
 
 
 def only_gather(module: nn.Module) -> bool:
@@ -17,6 +19,11 @@ def only_gather(module: nn.Module) -> bool:
     if module._backward_hooks or module._backward_pre_hooks or module._parameters:
         return False
     return all(map(gathers, forward_hooks(module)))
+
+
+def keep_results(module: nn.Module) -> bool:
+    """Whether no hook of a module is one that may change what the module returns."""
+    return all(gathers(hook, (*_GATHER, _RECORD)) for hook in module._forward_hooks.values())
 
 
 def gathers(hook: Any, packages: tuple[str, ...] = _GATHER) -> bool:

@@ -94,10 +94,11 @@ def attributes_key(module: nn.Module) -> Any:
 
 
 def leaf_key(module: nn.Module | None) -> Any:
-    """Key for a module without parameters, children and buffers: equal keys compute the same."""
-    if module is None or module._modules:
-        return id(module)
-    return type(module), attributes_key(module)
+    """Key for a module without parameters and buffers: equal keys compute the same."""
+    if module is None:
+        return None
+    children = ((name, leaf_key(child)) for name, child in module._modules.items())
+    return type(module), attributes_key(module), tuple(children)
 
 
 def _value_key(value: Any) -> Any:

@@ -182,6 +182,9 @@ class Trace(TorchFunctionMode):
             if not torch.is_grad_enabled() or torch.is_autocast_enabled(DEVICE.type):
                 # No pattern knows this node: a call in this mode differs from one outside.
                 node.op, node.target = "call_function", _in_another_mode
+        else:
+            # What uses the tensor from now on uses what was written.
+            self._nodes.pop(id(result), None)
         self._remember(node, result)
         return result
 

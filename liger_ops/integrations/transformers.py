@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ..fusion.layers.experts import NAME, REGISTRY, registered
+from ..fusion.layers.experts.experts import NAME, REGISTRY, registered
 
 __all__ = ["install", "uninstall"]
 

@@ -20,7 +20,7 @@ from torch import nn
 from ..fusion import classes, fuse
 from ..fusion.attention import attention
 from ..fusion.layers import rope
-from ..fusion.layers.experts import Experts
+from ..fusion.layers.experts.experts import Experts
 from ..fusion.layers.gated import GatedMLPs
 from ..fusion.layers.hyper_connections import HyperConnections
 from ..fusion.layers.modulated_norms import ModulatedNorms

@@ -12,15 +12,7 @@ from .checks import check_choice, check_number, check_per_sequence
 from .f_divergences import F_DIVERGENCES
 from .outputs import PreferenceOutput
 from .pair_losses import OF_DIFFERENCES, PAIR_LOSSES, SMOOTHED, SORTED, PairOptions, Pairs
-from .sequences import (
-    Sequences,
-    batch_mean,
-    check_pairs,
-    halves,
-    nll,
-    of_reference,
-    of_sequences,
-)
+from .sequences import Sequences, batch_mean, check_pairs, halves, nll, of_reference, of_sequences
 
 
 def dpo_loss(

@@ -1,7 +1,8 @@
-"""A linear layer with a LoRA."""
+"""A linear layer with a LoRA, of x or of a gated activation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,28 +10,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import library
+from .activations.tiled_mlp import ACTIVATIONS
 from .eager import is_eager
 from .heads.head import cast_for_products, rows_of
 
-AXES = "x=* D, weight=N D: x, a=R D, b=N R: a, bias=N: x -> y=* N, lora_x=* R: a"
+AXES = "x=* D, weight=N D: x, a=R D, b=N R: a, bias=N: x, up=* D: x -> y=* N, lora_x=* R: a"
 
 
 @library.compose
 def lora_linear(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None,
+    up: Tensor | None = None, activation: str = "silu",
+) -> Tensor:  # fmt: skip
     """A linear layer with a LoRA, without the sum of their weights.
 
         y = x @ weight.T + bias + scale * (x @ a.T) @ b.T
 
+    With `up`, activation(x) * up stands for x, as below a gated MLP's last layer: `swiglu` or
+    `geglu` compute it, and the backward computes it again instead of keeping it.
+
     Products are PyTorch's, and none is larger than a linear layer's. The second of the LoRA is
-    added to y, and its gradient to dx, within the product. The backward keeps x and x @ a.T. A
+    added to y, and its gradient to dx, within the product. The backward keeps x, up and x @ a.T. A
     gradient that is not required, such as a frozen weight's, is neither computed nor allocated.
 
-    With a and b of x's dtype, y is rounded twice: x @ weight.T + bias, and the sum. With wider
-    ones, float32 beside bfloat16, the products of the LoRA, their gradients and the sums are in
-    their dtype, as peft's are, and x and dy are converted for a product. Under autocast, inputs
-    are cast as those of a linear layer are.
+    y is rounded twice: x @ weight.T + bias, and the sum. With a and b of a wider dtype, float32
+    beside bfloat16, x @ a.T and the gradients of a and b are computed in that dtype, for which x
+    and dy are converted. What is added to y and dx are products of operands of x's dtype. Under
+    autocast, inputs are cast as those of a linear layer are.
 
     Args:
         x: (..., D), floating point.
@@ -39,13 +45,15 @@ def lora_linear(
         b: (N, R), of a's dtype.
         scale: the factor of the LoRA.
         bias: (N,), of x's dtype, or None.
+        up: (..., D), of x's dtype, or None.
+        activation: "silu"; "gelu", with erf; or "gelu_tanh", its approximation; of x beside up.
 
     Returns:
         (..., N), contiguous, of x's dtype.
 
     Raises:
         TypeError: a tensor is not floating point, or not of the dtype above.
-        ValueError: a shape or a device is not as above.
+        ValueError: a shape, a device or activation is not as above.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 
@@ -55,12 +63,13 @@ def lora_linear(
         tensor([[4.5000, 4.5000, 4.5000, 4.5000],
                 [4.5000, 4.5000, 4.5000, 4.5000]])
     """
-    given = (x, weight, a, b) if bias is None else (x, weight, a, b, bias)
-    x, weight, a, b, *cast = cast_for_products(*given)
-    return lora_linear_forward(x, weight, a, b, scale, cast[0] if cast else None)[0]
+    cast = iter(cast_for_products(*[t for t in (x, weight, a, b, bias, up) if t is not None]))
+    x, weight, a, b = (next(cast) for _ in range(4))
+    bias, up = (t if t is None else next(cast) for t in (bias, up))
+    return lora_linear_forward(x, weight, a, b, scale, bias, up, activation)[0]
 
 
-@library.forward("...", returns="y lora_x", axes=AXES)
+@library.forward("...", returns="y lora_x", axes=AXES, options={"activation": tuple(ACTIVATIONS)})
 def lora_linear_forward(call: Any) -> tuple[Tensor, Tensor]:
     """`lora_linear`, in the dtypes of its inputs under autocast too, with what its backward needs.
 
@@ -76,49 +85,74 @@ def lora_linear_forward(call: Any) -> tuple[Tensor, Tensor]:
         >>> liger_ops.lora_linear_forward(x, weight, a, b, 0.5)
         (tensor([[4.5000, 4.5000, 4.5000, 4.5000]]), tensor([[3.]]))
     """
-    rows = rows_of(call.x)
-    y = F.linear(rows, call.weight, call.bias)
+    rows = _input(call)
     lora_x = F.linear(rows.to(call.a.dtype), call.a)
-    y = add_product(y, lora_x, call.b.t(), call.scale)
+    y = F.linear(rows, call.weight, call.bias)
+    y = _add_product(y, lora_x, call.b.t(), call.scale)
     leading = call.x.shape[:-1]
     return y.reshape(*leading, y.shape[1]), lora_x.reshape(*leading, lora_x.shape[1])
 
 
 @library.backward(
     "lora_linear_forward",
-    "dy x weight a b bias lora_x ... output_mask -> dx dweight da db dbias",
+    "dy x weight a b bias lora_x up ... output_mask -> dx dweight da db dbias dup",
 )
 def lora_linear_backward(call: Any) -> Any:
     """The gradient of `lora_linear`."""
-    x, dy, a, dtype = rows_of(call.x), rows_of(call.dy), call.a, call.a.dtype
-    # A gradient of this one goes to x and a through their product.
-    lora_x = F.linear(x.to(dtype), a) if torch.is_grad_enabled() else rows_of(call.lora_x)
-    wanted_x, wanted_weight, wanted_a, wanted_b, wanted_bias = call.output_mask
-    dx = dweight = da = db = dbias = None
-    if wanted_weight:
-        dweight = dy.t() @ x
+    wanted_x, wanted_weight, wanted_a, wanted_b, wanted_bias, wanted_up = call.output_mask
+    wanted_x = wanted_x or (wanted_up and call.up is not None)
+    dy, lora_x, dtype = rows_of(call.dy), rows_of(call.lora_x), call.a.dtype
+    x = None
+    if wanted_weight or wanted_a or torch.is_grad_enabled():
+        x = _input(call)
+    if x is not None and torch.is_grad_enabled():
+        # A gradient of this one goes to x and a through their product.
+        lora_x = F.linear(x.to(dtype), call.a)
+    dx = dweight = da = db = dbias = dup = None
     if wanted_bias and call.bias is not None:
         dbias = dy.sum(0)
-    if wanted_x:
-        dx = dy @ call.weight
+    if wanted_weight and x is not None:
+        dweight = dy.t() @ x
     wide = dy.to(dtype)
     if wanted_b:
         # Without a term, of which the shape alone counts.
         db = torch.addmm(call.b, wide.t(), lora_x, beta=0, alpha=call.scale)
     if wanted_x or wanted_a:
         dlora_x = torch.addmm(lora_x, wide, call.b, beta=0, alpha=call.scale)
-        if wanted_a:
+        del wide
+        if wanted_a and x is not None:
             da = dlora_x.t() @ x.to(dtype)
-        if dx is not None:
-            dx = add_product(dx, dlora_x, a).reshape(call.x.shape)
-    return dx, dweight, da, db, dbias
+        del x
+        if wanted_x:
+            dx = _add_product(dy @ call.weight, dlora_x, call.a, 1.0).reshape(call.x.shape)
+    if dx is not None and call.up is not None:
+        backward, options = _activation(call, "_backward")
+        mask = [call.output_mask[0], wanted_up]
+        dx, dup = backward(dx, call.x, call.up, *options, mask)
+    return dx, dweight, da, db, dbias, dup
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+def _input(call: Any) -> Tensor:
+    """The rows that are multiplied."""
+    if call.up is None:
+        return rows_of(call.x)
+    gated, options = _activation(call)
+    return rows_of(gated(call.x, call.up, *options))
+
+
+def _activation(call: Any, suffix: str = "") -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The device's kernel of the activation, or its definition, and its options."""
+    name, options = ACTIVATIONS[call.activation]
+    op = library.OPS[name + suffix]
+    kernel = op.kernels.get(call.x.device.type) if is_eager(call.x) else None
+    return kernel or op.definition, options
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
     """total + scale * left @ right, of total's dtype; in its memory where nothing else sees it."""
-    wide = total.to(left.dtype)
-    add = wide.addmm_ if is_eager(wide, left, right) else wide.addmm
-    return add(left, right, alpha=scale).to(total.dtype)
+    left, right = left.to(total.dtype), right.to(total.dtype)
+    add = total.addmm_ if is_eager(total, left, right) else total.addmm
+    return add(left, right, alpha=scale)
 
 
 library.keep_dtypes_under_autocast("lora_linear_forward", "lora_linear_backward")

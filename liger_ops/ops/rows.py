@@ -41,10 +41,7 @@ class ShardedColumns(Rows):
     are the sum and the maximum over the devices."""
 
     def __init__(
-        self,
-        columns: int,
-        summed: Callable[[Tensor], Tensor],
-        maximum: Callable[[Tensor], Tensor],
+        self, columns: int, summed: Callable[[Tensor], Tensor], maximum: Callable[[Tensor], Tensor]
     ) -> None:
         self.columns, self.summed, self.maximum = columns, summed, maximum
 

@@ -1,4 +1,4 @@
-"""The rewrites of Dynamo's graph, one per file, in the order in which they run."""
+"""The rewrites of Dynamo's graph in the order in which they run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,15 @@ from .engine.failure import failed, is_strict
 from .engine.report import Report
 from .engine.rewrite import replace_all
 from .layers import (
-    clamped_swiglu,
+    activations,
+    dense_experts,
     fused_add_rms_norm,
     gated_rms_norm,
-    geglu,
-    group_norm,
     layer_norm,
     mhc_coeffs,
     mhc_streams,
     modulated_norm,
-    relu_squared,
     rms_norm,
-    swiglu,
 )
 from .layers.rope import rms_norm_rope, rope
 from .losses import loss_ops
@@ -47,9 +44,8 @@ INLINED = {
 }
 
 
-def _patterns(name: str, layer: Any, **options: Any) -> Rewrite:
-    """The rewrite of every pattern of a layer's file."""
-    return functools.partial(replace_all, name=name, spellings=layer.SPELLINGS, **options)
+def _patterns(name: str, spellings: Any, **options: Any) -> Rewrite:
+    return functools.partial(replace_all, name=name, spellings=spellings, **options)
 
 
 REWRITES: dict[str, Rewrite] = {
@@ -68,19 +64,21 @@ REWRITES: dict[str, Rewrite] = {
     "mhc_pre": mhc_streams.rewrite_pre,
     "mhc_post_res": mhc_streams.rewrite_post_res,
     # Before rms_norm, which would match the part after the subtraction of the mean.
-    "layer_norm": _patterns("layer_norm", layer_norm, by_rows=True),
+    "layer_norm": _patterns("layer_norm", layer_norm.SPELLINGS, by_rows=True),
     # Before rms_norm, which would match the norm without its gate.
-    "gated_rms_norm": _patterns("gated_rms_norm", gated_rms_norm),
-    "rms_norm": _patterns("rms_norm", rms_norm, by_rows=True),
+    "gated_rms_norm": _patterns("gated_rms_norm", gated_rms_norm.SPELLINGS),
+    "rms_norm": _patterns("rms_norm", rms_norm.SPELLINGS, by_rows=True),
     # After layer_norm and rms_norm, whose ops they match, as fused_add_rms_norm does.
     "modulated_layer_norm": modulated_norm.rewrite_layer_norm,
     "modulated_rms_norm": modulated_norm.rewrite_rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm.rewrite,
-    "group_norm": _patterns("group_norm", group_norm),
-    "clamped_swiglu": _patterns("clamped_swiglu", clamped_swiglu),
-    "swiglu": _patterns("swiglu", swiglu),
-    "geglu": _patterns("geglu", geglu),
-    "relu_squared": _patterns("relu_squared", relu_squared),
+    "group_norm": _patterns("group_norm", layer_norm.GROUP_NORM),
+    # Before the activations, which would match those of the experts.
+    "moe_experts": dense_experts.rewrite,
+    "clamped_swiglu": _patterns("clamped_swiglu", activations.CLAMPED_SWIGLU),
+    "swiglu": _patterns("swiglu", activations.SWIGLU),
+    "geglu": _patterns("geglu", activations.GEGLU),
+    "relu_squared": _patterns("relu_squared", activations.RELU_SQUARED),
     "rope": rope.rewrite,
     # After rope, whose ops it matches.
     "rms_norm_rope": rms_norm_rope.rewrite,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ... import library
 
 
@@ -11,6 +13,7 @@ def run_definition(op: str, device: str, module: str) -> None:
     """Register the definitions of `<op>_forward` and `<op>_backward` as a device's kernels."""
 
     def register(name: str) -> None:
+        @torch.no_grad()
         def run(call: Any) -> Any:
             return library.OPS[name].check_and_define(*call)
 

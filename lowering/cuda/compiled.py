@@ -6,8 +6,11 @@ Triton, so any surprise hands this and all later launches back to Triton.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +26,14 @@ MOST_COMPILED = 4096
 # Bytes. Triton specialises a kernel on pointers that are multiples of 16.
 ALIGNMENT = 64
 
+# What only Triton's launcher does.
+BY_TRITON_ALONE = (
+    *("launch_pdl", "launch_cooperative_grid"),
+    *("global_scratch_size", "profile_scratch_size"),
+)
+# Triton's types of arguments -> how PyTorch's launcher names them.
+LETTERS = {"*": "O", "i32": "i", "i64": "l", "fp32": "f"}
+
 
 class Compiled(NamedTuple):
     """A compiled kernel, its grid, and the constants to pass after the arguments."""
@@ -31,10 +42,32 @@ class Compiled(NamedTuple):
     grid: tuple[int, int, int]
     constants: list[Any]
 
-    def launch(self, stream: int, passed: list[Any]) -> None:
+    def launch(self, passed: Sequence[Any], stream: int) -> None:
         kernel = self.kernel
         loaded = (kernel.function, kernel.packed_metadata)
         kernel.run(*self.grid, stream, *loaded, None, None, None, *passed)
+
+    def by_pytorch(self) -> tuple[Callable[[Sequence[Any], int], None], list[int]] | None:
+        """`launch` by PyTorch's launcher, which takes 2 us less than Triton's, and which of the
+        kernel's arguments it is given; or None if it cannot launch this kernel."""
+        from ...torch_private import StaticCudaLauncher, has
+
+        kernel = self.kernel
+        try:
+            warps, blocks, shared = kernel.packed_metadata
+            others = [getattr(kernel.metadata, name) for name in BY_TRITON_ALONE]
+            kinds = ["*" if kind[0] == "*" else kind for kind in kernel.src.signature.values()]
+        except (AttributeError, ValueError):
+            return None
+        given = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
+        # It multiplies the sizes of the grid as int32.
+        is_known = all(kinds[i] in LETTERS for i in given) and math.prod(self.grid) < 2**31
+        if any(others) or blocks != 1 or not is_known or not has("StaticCudaLauncher"):
+            return None
+        # Two more are Triton's own memory, which these kernels do not use.
+        letters = "".join([LETTERS[kinds[i]] for i in given]) + LETTERS["*"] * 2
+        launch = StaticCudaLauncher._launch_kernel
+        return partial(launch, kernel.function, *self.grid, warps, shared, letters), given
 
 
 # What was compiled, by `_key`.
@@ -71,7 +104,7 @@ def launch_compiled(
             key, passed = _key(kernel, grid, device, args, constants)
             found = _COMPILED.get(key)
             if found is not None and not (kernel.pre_run_hooks or _hooked()):
-                found.launch(current_stream(device), passed + found.constants)
+                found.launch(passed + found.constants, current_stream(device))
                 if thread.recorder is not None:
                     thread.recorder.launched(kernel, found, args)
                 return

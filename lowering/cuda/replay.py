@@ -79,7 +79,7 @@ class Launch(NamedTuple):
     their tensors, and the bytes between a tensor's start and the address. `hooks` are Triton's."""
 
     hooks: list[Any]
-    compiled: Compiled
+    launch: Callable[[Sequence[Any], int], None]
     args: list[Any]
     places: list[tuple[int, int, int]]
 
@@ -87,7 +87,7 @@ class Launch(NamedTuple):
         args = self.args.copy()
         for i, index, offset in self.places:
             args[i] = addresses[index] + offset
-        self.compiled.launch(stream, args)
+        self.launch(tuple(args), stream)
 
 
 class Recording(NamedTuple):
@@ -201,7 +201,12 @@ class Recorder(TorchDispatchMode):
                     return
                 if x.numel():
                     places.append((i, index, passed[i] - self.tensors[index].data_ptr()))
-        self.steps.append(Launch(kernel.pre_run_hooks, compiled, passed, places))
+        launch, taken = compiled.by_pytorch() or (compiled.launch, None)
+        if taken is not None:
+            position = {i: n for n, i in enumerate(taken)}
+            passed = [*(passed[i] for i in taken), None, None]
+            places = [(position[i], *place) for i, *place in places]
+        self.steps.append(Launch(kernel.pre_run_hooks, launch, passed, places))
 
     def recording(self, returned: Any) -> Recording | None:
         """The call, which returned this, or None if it cannot be replayed."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
 import liger_ops
-from liger_ops import library
+from liger_ops import library, torch_private
 from liger_ops.lowering.cuda import compiled, replay
 from liger_ops.lowering.cuda.embedded import traced_launches
 from liger_ops.lowering.cuda.replay import Recorder, Replays
@@ -37,22 +37,43 @@ pytestmark = [
 class Interpreted:
     """An interpreted kernel, as if it had been compiled for a launch with some arguments."""
 
-    function, packed_metadata = 1, ()
+    packed_metadata = (4, 1, 0)
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], args: Any, constants: Any) -> None:
         names = kernel.arg_names[len(args) :]
         options = {name: value for name, value in constants.items() if name not in names}
         self.launch = lambda *passed: interpret(kernel, grid, *passed, **options)
-        self.args = args
+        self.args, self.function = args, self
+        self.all = [*args, *(constants[name] for name in names)]
+        kinds = [KINDS.get(type(arg), "constexpr") for arg in self.all]
+        self.src = SimpleNamespace(signature=dict(enumerate(kinds)))
+        others = dict.fromkeys(compiled.BY_TRITON_ALONE, False)
+        # As a GPU that launches dependent kernels has it.
+        others["launch_pdl"] = "DEPENDENT" in constants
+        self.metadata = SimpleNamespace(**others)
 
     def run(self, *passed: Any) -> None:
+        """Triton's launcher."""
+        values = passed[9:]
         with _disable_current_modes():
-            values = passed[9:]
             tensors = [
                 at(value, arg) if isinstance(arg, Tensor) else value
                 for value, arg in zip(values, self.args, strict=False)
             ]
             self.launch(*tensors, *values[len(tensors) :])
+
+    def by_pytorch(self, x: int, y: int, z: int, warps: int, shared: int, *given: Any) -> None:
+        letters, passed, _ = given
+        values, kinds = [*self.all], self.src.signature.items()
+        assert passed[-2:] == (None, None) and len(letters) == len(passed)
+        taken = [i for i, kind in kinds if kind != "constexpr"]
+        for i, value in zip(taken, passed[:-2], strict=True):
+            values[i] = value
+        self.run(*range(9), *values)
+
+
+# Triton's types of what a launch passes.
+KINDS: dict[type, str] = {Tensor: "*fp32", torch.nn.Parameter: "*fp32", int: "i32", float: "fp32"}
 
 
 def at(address: int, like: Tensor) -> Tensor:
@@ -98,6 +119,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         allocate = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
         monkeypatch.setattr(replay, "empty_strided_cuda", allocate)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+        launcher = SimpleNamespace(_launch_kernel=Interpreted.by_pytorch)
+        monkeypatch.setitem(torch_private.__dict__, "StaticCudaLauncher", launcher)
     for name in library.OPS:
         if (calls := replays(name)) is not None:
             monkeypatch.setattr(calls, "known", {})

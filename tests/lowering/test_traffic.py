@@ -26,9 +26,11 @@ OF_CUDA = [
 @pytest.mark.parametrize("backward", (False, True))
 @pytest.mark.parametrize("label", OF_CUDA)
 def test_cuda_kernels_move_the_least(label, backward):
-    case = CASES[label]
-    found = traffic(case.op, "cuda", backward, case.case)
-    assert not excess(case, "cuda", backward, found)
+    few = CASES[label]
+    # No plan changes above so many columns.
+    shape = tuple(min(size, 65537) for size in few.case.shape)
+    case = replace(few, case=replace(few.case, shape=shape))
+    assert not excess(case, "cuda", backward, traffic(case.op, "cuda", backward, case.case))
 
 
 OF_ROWS = ("rms_norm", "fused_add_rms_norm", "layer_norm", "softmax", "log_softmax")

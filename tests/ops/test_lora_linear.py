@@ -28,22 +28,34 @@ DTYPES = {
 }
 
 
+GATED = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
 def peft_linear(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None
-) -> Tensor:
-    """The forward of peft's layer."""
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None,
+    up: Tensor | None = None, activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """The forward of peft's layer, below a gated activation if there is an up."""
+    x = x if up is None else GATED[activation](x) * up
     result = F.linear(x, weight, bias)
     return (result + F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(result.dtype)
 
 
-def truth(case: Any, tensors: dict[str, Any]) -> tuple[Tensor, list[Tensor | None]]:
-    """y and every gradient, in float64."""
-    names = OP.tensor_arguments
-    wide = {n: None if tensors[n] is None else tensors[n].double() for n in names}
-    leaves = [wide[n].requires_grad_() for n in names if wide[n] is not None]
-    y = peft_linear(*[wide[n] for n in NAMES], case.lora_scale, wide["bias"])
-    found = iter(torch.autograd.grad(y, leaves, tensors["dy"].double()))
-    return y.detach(), [None if wide[n] is None else next(found) for n in names]
+def by_peft(case: Any, given: dict[str, Any]) -> tuple[Tensor, list[Tensor | None]]:
+    """y and every gradient."""
+    inputs = {n: None if given[n] is None else given[n].clone() for n in OP.tensor_arguments}
+    leaves = [one.requires_grad_() for one in inputs.values() if one is not None]
+    y = peft_linear(**inputs, scale=case.lora_scale, activation=case.activation)
+    found = iter(torch.autograd.grad(y, leaves, given["dy"]))
+    return y.detach(), [None if one is None else next(found) for one in inputs.values()]
+
+
+def in_float64(given: dict[str, Any]) -> dict[str, Any]:
+    return {n: None if one is None else one.double() for n, one in given.items()}
 
 
 @pytest.mark.device_kernels
@@ -52,7 +64,7 @@ def truth(case: Any, tensors: dict[str, Any]) -> tuple[Tensor, list[Tensor | Non
 def test_kernels_match_float64(folder: str, case: Any) -> None:
     """Up to three products in a row are rounded to the dtype."""
     tensors = OP.tensors(case)
-    y, gradients = truth(case, tensors)
+    y, gradients = by_peft(case, in_float64(tensors))
     for backward, expected in ((False, [y]), (True, gradients)):
         args = (OP.backward_args if backward else OP.forward_args)(case, tensors)
         before = op_checks.clones(args)
@@ -71,25 +83,24 @@ def test_kernels_match_float64(folder: str, case: Any) -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize(("dtype", "lora_dtype"), DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("lora_scale", (0.5, 16.0))
+@pytest.mark.parametrize("gated", (False, True))
 def test_no_further_from_float64_than_peft(
-    folder: str, dtype: torch.dtype, lora_dtype: torch.dtype, lora_scale: float
+    folder: str, dtype: torch.dtype, lora_dtype: torch.dtype, lora_scale: float, gated: bool
 ) -> None:
     """At most twice as far, where the LoRA is smaller than the layer and where it is larger."""
     case = OP.case(
         shape=(65, 96), dtype=dtype, lora_dtype=lora_dtype, out=80, rank=8, bias=True,
-        lora_scale=lora_scale, output_mask=(True,) * 5,
+        lora_scale=lora_scale, gated=gated, output_mask=(True,) * 6,
     )  # fmt: skip
     tensors = OP.tensors(case)
-    y, gradients = truth(case, tensors)
-    leaves = [tensors[n].clone().requires_grad_() for n in OP.tensor_arguments]
-    x, weight, a, b, bias = leaves
-    own = peft_linear(x, weight, a, b, lora_scale, bias)
-    references = [own, *torch.autograd.grad(own, leaves, tensors["dy"])]
-    found = [
-        OP.kernel(folder)(*OP.forward_args(case, tensors))[0],
-        *OP.kernel(folder, backward=True)(*OP.backward_args(case, tensors)),
-    ]
-    for value, reference, exact in zip(found, references, (y, *gradients), strict=True):
+    (y, gradients), (own, references) = by_peft(case, in_float64(tensors)), by_peft(case, tensors)
+    found = OP.kernel(folder, backward=True)(*OP.backward_args(case, tensors))
+    own_y = OP.kernel(folder)(*OP.forward_args(case, tensors))[0]
+    results = zip((own_y, *found), (own, *references), (y, *gradients), strict=True)
+    for value, reference, exact in results:
+        if exact is None:
+            assert value is None
+            continue
         assert value.dtype is reference.dtype
         errors = [float((one.double() - exact).abs().max()) for one in (value, reference)]
         last = torch.finfo(value.dtype).eps * float(exact.abs().max())
@@ -144,10 +155,24 @@ def test_what_is_saved() -> None:
     assert saved(peft_linear, x, weight, a, b, 0.5, None) == 5 * 2 * 4 + 5 * 8 * 4
 
 
-def test_second_gradients_of_saved_products() -> None:
+def test_no_activation_is_saved() -> None:
+    """The gate and up are, which are the results of other layers."""
+    given = [torch.randn(*s).requires_grad_() for s in (*SHAPES, SHAPES[0])]
+    x, weight, a, b, up = given
+    assert saved(liger_ops.lora_linear, x, weight, a, b, 0.5, None, up) == 5 * 2 * 4
+    assert saved(peft_linear, x, weight, a, b, 0.5, None, up) == 5 * 2 * 4 + 2 * 5 * 8 * 4
+
+
+@pytest.mark.parametrize("gated", (False, True))
+def test_second_gradients_of_saved_products(gated: bool) -> None:
     """The gradient of b depends on x and a through the product that the forward saved."""
-    given = [torch.randn(*s, dtype=torch.float64, device=DEVICE).requires_grad_() for s in SHAPES]
-    assert torch.autograd.gradgradcheck(lambda *t: liger_ops.lora_linear(*t, 0.5), given)
+    shapes = (*SHAPES, *[SHAPES[0]] * gated)
+    given = [torch.randn(*s, dtype=torch.float64, device=DEVICE).requires_grad_() for s in shapes]
+
+    def layer(*t: Tensor) -> Tensor:
+        return liger_ops.lora_linear(*t[:4], 0.5, None, *t[4:])
+
+    assert torch.autograd.gradgradcheck(layer, given)
 
 
 def test_the_module_is_a_linear_layer_at_first() -> None:

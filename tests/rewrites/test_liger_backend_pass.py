@@ -103,7 +103,7 @@ def test_a_second_start_is_warm(tmp_path):
     hit, miss, bypass, fx_miss, fx_bypass = start()
     assert (hit, miss, bypass, fx_bypass) == (0, 1, 0, 0) and fx_miss > 0
     assert start() == [1, 0, 0, 0, 0]
-    with (package / "liger_ops/rewrites/layers/swiglu.py").open("a") as source:
+    with (package / "liger_ops/rewrites/layers/activations.py").open("a") as source:
         source.write("\n# Another version.\n")
     hit, miss, *_ = start()
     assert (hit, miss) == (0, 1)

@@ -52,6 +52,7 @@ COLUMNS = {
     "layer norm": ("layer_norm",),
     "gated MLP": ("swiglu", "geglu", "clamped_swiglu"),
     "squared ReLU": ("relu_squared",),
+    "experts": ("moe_experts",),
     "RoPE": ("rope",),
     "head norms and RoPE": ("rms_norm_rope",),
     "head and loss": ("linear_cross_entropy",),

@@ -35,7 +35,8 @@ print(json.dumps({
     "composed": list(library.COMPOSED),
     "exported": [
         name for name, function in functions.items()
-        if getattr(getattr(liger_ops, name, None), "__wrapped__", None) is function
+        if name in liger_ops.__all__
+        and getattr(getattr(liger_ops, name, None), "__wrapped__", None) is function
     ],
     "ops": {
         name: {

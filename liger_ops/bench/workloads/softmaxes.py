@@ -27,11 +27,7 @@ ENTRIES = (
         figures=((8192, 4096), (8192, 32768)),
         models=VOCABULARY,
     ),
-    Entry(
-        op="log_softmax",
-        aten=lambda x: F.log_softmax(x, -1),
-        models=VOCABULARY,
-    ),
+    Entry(op="log_softmax", aten=lambda x: F.log_softmax(x, -1), models=VOCABULARY),
     Entry(
         op="sparsemax",
         eager=model_sparsemax,

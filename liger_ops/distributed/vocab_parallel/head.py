@@ -16,12 +16,7 @@ from torch import Tensor
 
 from ...lowering.common.products import product
 from ...ops.heads.chunks import BACKWARD_BYTES, TILE, set_bytes
-from ...ops.heads.gradients import (
-    HeadGradients,
-    accumulation_dtype,
-    gradient_dtypes,
-    rounds_once,
-)
+from ...ops.heads.gradients import HeadGradients, accumulation_dtype, gradient_dtypes, rounds_once
 from ...ops.heads.head import Head
 from .collectives import fence, start_sum
 from .shard import VocabShard

@@ -44,12 +44,7 @@ HEAD_DIMS = range(LEAST_HEAD_DIM, FLASH_HEAD_DIM + 1)
 
 SOFTCAP = "attn_logit_softcapping"
 # Numbers of a configuration with which its attention is left.
-OBSTACLES = (
-    "attention_dropout",
-    "attn_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-)
+OBSTACLES = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 # Code that asks for an implementation by its name does not know ours.
 ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)|\[config\._attn_implementation\]")

@@ -24,11 +24,7 @@ from ..probing import undisturbed
 from ..trace import Trace
 
 # Functions of transformers.masking_utils for which a causal mask may be skipped by default.
-CAUSAL = {
-    "create_causal_mask",
-    "create_sliding_window_causal_mask",
-    "create_chunked_causal_mask",
-}
+CAUSAL = {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
 INPUTS = ("input_ids", "inputs_embeds")
 BATCH, LENGTHS = 2, (4, 9)
 

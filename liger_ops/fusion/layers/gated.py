@@ -23,10 +23,12 @@ from ...rewrites.engine.canonical import calls, value
 from ...rewrites.engine.recognise import bound, op_of
 from ...rewrites.engine.report import Report
 from ...rewrites.engine.rewrite import before_widening, derive
-from ...rewrites.layers import clamped_swiglu
+from ...rewrites.layers import activations
 from .. import classes
+from ..lora import below_gated
 from ..probing import NotAnOp, dtype_name
 from ..trace import ANY_SIZES, unchanged
+from .installed import Facts
 from .kind import Kind, argument_obstacle, has_state, obstacle, state_obstacle, width_of
 from .module_trace import Case, Traced, names_of
 from .program import Program
@@ -83,7 +85,7 @@ class Gated(Kind):
     def rewritten(self, traced: Traced, names: Collection[str]) -> Report:
         report = super().rewritten(traced, names)
         if "clamped_swiglu" in names:
-            clamped_swiglu.rewrite_unlimited(traced.graph.graph, report)
+            activations.rewrite_unlimited(traced.graph.graph, report)
         for node, given in bound(traced.graph.graph.nodes):
             if "up" in given and given["up"] is not None:
                 _take_packed(node, given)
@@ -105,6 +107,11 @@ class GatedMLPs(Gated):
 
     def called(self, module: nn.Module) -> Collection[str]:
         return _projections(module)
+
+    @classmethod
+    def methods(cls, base: Any, facts: Facts) -> dict[str, Any]:
+        made = super().methods(base, facts)
+        return made | {cls.method: below_gated(made[cls.method], facts)}
 
     def check(self, traced: Traced) -> None:
         names = [name for name, _, _ in traced.calls.values()]

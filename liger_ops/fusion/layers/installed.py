@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..assumptions import Assumptions
-from .program import CAST, CHILD, FUNCTION, INDEX, OP, Parameter, Program, Step, Value
+from .program import (
+    CAST,
+    CHILD,
+    CHILD_OF_SEVERAL,
+    FUNCTION,
+    INDEX,
+    OP,
+    Parameter,
+    Program,
+    Step,
+    Value,
+)
 
 # A function that calls an op, and returns None where that does not compute what the code does.
 Called = Callable[..., Any]
@@ -93,7 +104,7 @@ def _laid_out(facts: Facts, caller: Callable[[Facts, Step, int], Called]) -> tup
     steps, ops = [], iter(enumerate(program.ops))
     for step in program.steps:
         call = caller(facts, step, next(ops)[0]) if step.kind == OP else _call(step)
-        module = [0] if step.kind == CHILD else []
+        module = [0] if step.kind in (CHILD, CHILD_OF_SEVERAL) else []
         steps.append((call, [*module, *map(place, _arguments(step))]))
     returned = program.returned if isinstance(program.returned, tuple) else (program.returned,)
     return inputs, constants, steps, [place(one) for one in returned]
@@ -107,7 +118,8 @@ def _arguments(step: Step) -> tuple[Any, ...]:
 def _call(step: Step) -> Called:
     """What a step calls that is no op, of a module for a child."""
     count, keywords = len(step.args) - len(step.keywords), step.keywords
-    if step.kind == CHILD:
+    if step.kind in (CHILD, CHILD_OF_SEVERAL):
+        wanted = Tensor if step.kind == CHILD else tuple
 
         def of_child(module: Any, *args: Any) -> Any:
             child = getattr(module, step.name)
@@ -116,7 +128,7 @@ def _call(step: Step) -> Called:
                 found = child(*args[:count], **named)
             else:
                 found = child(*args)
-            return found if isinstance(found, Tensor) else None
+            return found if isinstance(found, wanted) else None
 
         return of_child
     if step.name == CAST:
@@ -125,7 +137,8 @@ def _call(step: Step) -> Called:
         parts = tuple(slice(None) if part == ":" else part for part in step.args[1:])
         index = parts if len(parts) > 1 else parts[0]
         return lambda source: source[index]
-    function: Called = getattr(torch, step.name, None) or getattr(F, step.name)
+    owner = next(one for one in (torch, F, Tensor) if hasattr(one, step.name))
+    function: Called = getattr(owner, step.name)
     if not keywords:
         return function
     return lambda *args: function(*args[:count], **dict(zip(keywords, args[count:], strict=True)))

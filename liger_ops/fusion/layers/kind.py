@@ -70,6 +70,10 @@ class Kind:
         """The children that the new code calls too."""
         return ()
 
+    def kept(self, module: nn.Module) -> Collection[str]:
+        """The children whose code is traced, and that the new code calls."""
+        return ()
+
     def names(self, module: nn.Module) -> Collection[str]:
         """The rewrites that may say what a module is."""
         return self.rewrites
@@ -159,7 +163,7 @@ class Kind:
         Raises:
             NotAnOp: it computes no op, or more; the text gives the reason.
         """
-        trace = ModuleTrace(module, self.called(module), self.method)
+        trace = ModuleTrace(module, self.called(module), self.method, self.kept(module))
         refusals = []
         for form in self.forms(module):
             try:

@@ -22,6 +22,9 @@ from ..trace import Trace
 ChildCall = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 PARAMETER = "self."
+# In a node's meta: the call of a child that computes it, by its name in `Traced.calls`, and its
+# place in the tuple that the child returns, None if the child returns others.
+OF_CHILD = "liger_ops.of_child"
 
 
 class FailsInTrace(NotAnOp):
@@ -71,7 +74,8 @@ class Traced:
     pytree, and the tensors that children are given.
 
     `arguments` are the names of the method's. A placeholder is an argument, a parameter, whose name
-    is its path after PARAMETER, or the result of a child, by whose name its call is in `calls`.
+    is its path after PARAMETER, or the result of a child, by whose name its call is in `calls`. So
+    are the calls of children whose code is in the graph.
     """
 
     case: Case
@@ -99,11 +103,15 @@ class Traced:
 class ModuleTrace:
     """Traces of a copy of a module, in which the children `called` are stand-ins.
 
-    Other children are copied, and their code is traced with the module's.
+    Other children are copied, and their code is traced with the module's; the calls of those in
+    `kept` are noted.
     """
 
-    def __init__(self, module: nn.Module, called: Collection[str], method: str) -> None:
-        self.reads = Reads(called)
+    def __init__(
+        self, module: nn.Module, called: Collection[str], method: str, kept: Collection[str] = ()
+    ) -> None:
+        self.reads = Reads(called, kept)
+        self.kept = kept
         self.method = method
         self.copy = object.__new__(classes.class_of(module))
         # Parameters are replaced in each trace, and are not copied.
@@ -153,6 +161,8 @@ class ModuleTrace:
         before = own_attributes(self.copy.train(case.training))
         try:
             with self.reads.of(self.copy), trace.running():
+                for name in self.kept:
+                    self._note(name, trace, calls)
                 # The method is called directly, because a call of the module would run its hooks.
                 method = getattr(self.copy, self.method)
                 is_whole = len(given) == len(self.arguments)
@@ -169,6 +179,25 @@ class ModuleTrace:
         asked = [x for x in pytree.tree_leaves(list(calls.values())) if isinstance(x, Tensor)]
         graph = trace.module((leaves, asked))
         return Traced(case, self.arguments, result, graph, form, calls)
+
+    def _note(self, name: str, trace: Trace, calls: dict[str, ChildCall]) -> None:
+        """Have a child whose code is traced note its calls, in the nodes that it makes too."""
+        child: Any = self.children[name]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            start = len(trace.graph.nodes)
+            result = type(child).forward(child, *args, **kwargs)
+            made, key = list(trace.graph.nodes)[start:], f"{name}.{len(calls)}"
+            calls[key] = (name, args, kwargs)
+            for node in made:
+                node.meta[OF_CHILD] = key, None
+            for i, node in enumerate(map(trace.node, result)):
+                if type(result) is not tuple or node not in made:
+                    raise NotAnOp(f"{name} returns more than a tuple of tensors that it computes")
+                node.meta[OF_CHILD] = key, i
+            return result
+
+        vars(child)["forward"] = forward
 
     def _set(self, parameters: Mapping[str, Tensor]) -> None:
         for path in {path.rpartition(".")[0] for path in parameters}:

@@ -12,16 +12,17 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ...library import OPS
 from ...rewrites.engine.canonical import IDENTITY, calls, canonical
 from ...rewrites.engine.canonical.call import operation
 from ...rewrites.engine.pattern import CHEAP
-from ...rewrites.engine.recognise import bound, needed_by, op_of
+from ...rewrites.engine.recognise import bound, definition_of, needed_by, op_of
 from ..probing import NotAnOp
-from .module_trace import PARAMETER, Traced
+from .module_trace import OF_CHILD, PARAMETER, Traced
 
 # What a step calls, and the functions that have other names in torch.
 OP, CHILD, FUNCTION = "op", "child", "function"
+# A child that returns a tuple.
+CHILD_OF_SEVERAL = "child of several"
 CAST, INDEX = "cast", "getitem"
 MODE = "casting_mode"
 # Names of arguments that are the same for the function and the method.
@@ -64,7 +65,7 @@ class Step:
 
     def options(self) -> dict[str, Any]:
         """The arguments of an op that are no tensors."""
-        parameters = inspect.signature(OPS[self.name].definition).parameters.values()
+        parameters = inspect.signature(definition_of(self.name)).parameters.values()
         return {
             one.name: given
             for one, given in zip(parameters, self.args, strict=True)
@@ -97,7 +98,7 @@ class Program:
         for i, mode in zip(
             (i for i, one in enumerate(steps) if one.kind == OP), modes, strict=False
         ):
-            names = list(inspect.signature(OPS[steps[i].name].definition).parameters)
+            names = list(inspect.signature(definition_of(steps[i].name)).parameters)
             if mode is not None and MODE in names:
                 given = dict(zip(names, steps[i].args, strict=True))
                 steps[i] = replace(steps[i], args=tuple({**given, MODE: mode}.values()))
@@ -126,12 +127,16 @@ class _Writer:
         self.ops, self.functions, self.casts = ops, functions, casts
         self.calls = traced.called()
         self.values: dict[fx.Node, Any] = {}
+        self.results: dict[str, Value] = {}
         self.steps: list[Step] = []
 
     def program(self) -> Program:
         output = self.traced.output
         needed = needed_by(output)
         for node in self.traced.graph.graph.nodes:
+            if OF_CHILD in node.meta:
+                self.result_of_child(node, *node.meta[OF_CHILD])
+                continue
             is_call = node.op == "placeholder" and node.target in self.calls
             if node is output or (node not in needed and not is_call):
                 check_unused(node)
@@ -142,6 +147,15 @@ class _Writer:
         used = {self.values.get(node) for node in needed}
         names = tuple(name for i, name in enumerate(self.arguments) if Value(i) in used)
         return Program(self.arguments, names, tuple(self.steps), returned)
+
+    def result_of_child(self, node: fx.Node, key: str, place: int | None) -> None:
+        """Write the call of a child at the first node of its code, and its results."""
+        if key not in self.results:
+            name, args, kwargs = self.calls[key]
+            given = (*args, *kwargs.values())
+            self.results[key] = self.step(CHILD_OF_SEVERAL, name, given, tuple(kwargs))
+        if place is not None:
+            self.values[node] = self.step(FUNCTION, INDEX, (self.results[key], place))
 
     def value_of(self, node: fx.Node) -> Value | Parameter:
         """The value of a node, for which a step is written if it is neither an input nor the same
@@ -162,6 +176,8 @@ class _Writer:
         call = canonical(node)
         if call is not None and call.op == IDENTITY:
             return self.argument(call.args[0])
+        if call is not None and call.op == "view" and "reshape" in self.functions:
+            return self.step(FUNCTION, "reshape", call.args)
         if call is not None and call.op == "mul" and "mul" in self.functions:
             # Of a tensor and a number.
             source, factor = sorted(call.args, key=lambda one: not isinstance(one, fx.Node))
@@ -209,7 +225,8 @@ class _Writer:
             if one not in self.values:
                 raise NotAnOp(f"it computes {one} in a way that is not known")
             return self.values[one]
-        if not isinstance(one, (Value, *CONSTANTS)):
+        is_shape = type(one) is tuple and all(type(size) is int for size in one)
+        if not is_shape and not isinstance(one, (Value, *CONSTANTS)):
             raise NotAnOp(f"it passes on a {type(one).__name__}")
         return one
 

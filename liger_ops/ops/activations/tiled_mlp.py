@@ -92,9 +92,7 @@ def tiled_mlp(
 
 
 @library.forward(
-    "...",
-    axes=AXES,
-    options={"activation": tuple(ACTIVATIONS), "tile_rows": AT_LEAST_1},
+    "...", axes=AXES, options={"activation": tuple(ACTIVATIONS), "tile_rows": AT_LEAST_1}
 )
 def tiled_mlp_forward(call: Any) -> Tensor:
     """`tiled_mlp`, in the dtypes of its inputs under autocast too.

@@ -28,14 +28,7 @@ from ..engine.graph_state import erase_unused
 from ..engine.report import Report
 from ..engine.rewrite import Refused, check_results
 from . import flash_attention, flex_attention
-from .attention import (
-    States,
-    known_of,
-    masked_calls,
-    obstacle,
-    replace_places,
-    scores,
-)
+from .attention import States, known_of, masked_calls, obstacle, replace_places, scores
 from .attention_products import Operand
 from .block_masks import BlockMasks
 from .causal_attention import misfit, write

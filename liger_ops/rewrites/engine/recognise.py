@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import fx
 
-from ...library import OPS
+from ...library import COMPOSED, OPS
 from .report import Report
 
 
@@ -22,9 +22,14 @@ def bound(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, dict[str, Any]]]:
     """The ops among nodes, each with all its arguments by name."""
     for node in list(nodes):
         if name := op_of(node):
-            given = inspect.signature(OPS[name].definition).bind(*node.args, **node.kwargs)
+            given = inspect.signature(definition_of(name)).bind(*node.args, **node.kwargs)
             given.apply_defaults()
             yield node, dict(given.arguments)
+
+
+def definition_of(name: str) -> Callable[..., Any]:
+    """The definition of an op, composed of others or not."""
+    return COMPOSED[name] if name in COMPOSED else OPS[name].definition
 
 
 def needed_by(output: fx.Node) -> set[fx.Node]:

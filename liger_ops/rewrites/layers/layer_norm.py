@@ -1,4 +1,4 @@
-"""Layer normalisation over the last dimension, as models write it."""
+"""Layer normalisation over the last dimension and group normalisation, as models write them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ def cohere(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight.to(torch.float32) * wide).to(x.dtype)
 
 
+def torch_group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    return F.group_norm(x, num_groups, weight, bias, eps)
+
+
 def _of_torch(match: Match) -> tuple[Any, tuple[Any, ...]]:
     dimensions = len(value(match["shape"]))
     if dimensions != 1:
@@ -52,6 +58,11 @@ def _of_cohere(match: Match) -> tuple[Any, tuple[Any, ...]]:
     return torch.ops.liger.layer_norm.default, args
 
 
+def _of_groups(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    args = (match["x"], match["num_groups"], match["weight"], match["bias"], number(match["eps"]))
+    return torch.ops.liger.group_norm.default, args
+
+
 _ROWS: dict[str, Any] = {"x": (2, 3, 8), "weight": (8,), "eps": 1e-5}
 _SHAPED: dict[str, Any] = {**_ROWS, "shape": [8]}
 SPELLINGS: list[tuple[Pattern, Replacement]] = [
@@ -60,3 +71,5 @@ SPELLINGS: list[tuple[Pattern, Replacement]] = [
     (Pattern(torch_layer_norm, **_SHAPED, bias=(8,)), _of_torch),
     (Pattern(cohere, **_ROWS), InDtypesOfInputs(_of_cohere)),
 ]
+_GROUPED = Pattern(torch_group_norm, x=(2, 8, 3), num_groups=4, weight=(8,), bias=(8,), eps=1e-5)
+GROUP_NORM = [(_GROUPED, _of_groups)]

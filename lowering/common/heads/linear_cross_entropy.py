@@ -9,15 +9,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.heads.gradients import WEIGHT
-from ....ops.heads.head import (
-    HEAD,
-    Head,
-    both,
-    divisor,
-    finished_in_forward,
-    shaped,
-    still_missing,
-)
+from ....ops.heads.head import HEAD, Head, both, divisor, finished_in_forward, shaped, still_missing
 from ....ops.heads.linear_cross_entropy import upstream_of_tokens
 from ..losses.cross_entropy import given_tokens, tokens_of
 from .chunked_head import Device, chunked_tokens

@@ -258,6 +258,7 @@ FAMILIES = {
     "deepseek_v2": False, "deepseek_v3": False, "deepseek_v4": True, "olmoe": True,
     "phimoe": True, "glm4_moe": False, "granitemoe": True, "hunyuan_v1_moe": False,
     "ernie4_5_moe": True, "minimax_m2": True, "nemotron_h": False, "qwen3_5_moe_text": True,
+    "llama4_text": False,
 }  # fmt: skip
 
 

@@ -241,3 +241,126 @@ def test_back_and_forth() -> None:
     merged = fused.merge_and_unload()
     assert type(merged.first) is nn.Linear
     torch.testing.assert_close(merged(x), model.merge_and_unload()(x))
+
+
+class MLP(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(6, 10, bias=False), nn.Linear(6, 10)
+        self.down_proj, self.act_fn = nn.Linear(10, 6), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def adapted_mlp(fused: bool, *names: str, act: nn.Module | None = None) -> Any:
+    targets = [f"{name}_proj" for name in names]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(target_modules=targets, r=2, init_lora_weights=False)
+        model = peft.get_peft_model(nn.Sequential(MLP(act or nn.SiLU())), config)
+    if fused:
+        assert len(fuse(model)) == 1 + len(names)
+    return model
+
+
+def ops_of(model: nn.Module) -> dict[str, int]:
+    return dict(called(model, torch.ones(2, 6))[1])
+
+
+PROJECTIONS = ("gate", "up", "down")
+
+
+@pytest.mark.parametrize(
+    "act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")], ids=["silu", "gelu", "gelu_tanh"]
+)
+def test_the_activation_is_in_the_op_of_the_last_projection(act: nn.Module) -> None:
+    model, fused = (
+        adapted_mlp(False, *PROJECTIONS, act=act),
+        adapted_mlp(True, *PROJECTIONS, act=act),
+    )
+    assert_same(fused, model)
+    assert_same(pickle.loads(pickle.dumps(fused)), model)
+    assert ops_of(fused) == {"lora_linear_forward": 3}
+    torch._dynamo.reset()
+    recorder = Recorder()
+    assert_same(torch.compile(fused, fullgraph=True, backend=recorder.backend()), model)
+    assert liger_ops_of(recorder.forwards) == {"lora_linear_forward": 3}
+    with model.disable_adapter(), fused.disable_adapter():
+        assert_same(fused, model)
+        assert len(ops_of(fused)) == 1 and "lora_linear_forward" not in ops_of(fused)
+    assert unfuse(fused) == 4 and not ops_of(fused)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("down",), {"lora_linear_forward": 1}),
+        (("gate", "up"), {"lora_linear_forward": 2, "swiglu": 1}),
+    ],
+)
+def test_some_projections_have_a_lora(names: tuple[str, ...], expected: dict[str, int]) -> None:
+    model, fused = adapted_mlp(False, *names), adapted_mlp(True, *names)
+    assert_same(fused, model)
+    assert ops_of(fused) == expected
+
+
+def kept(model: nn.Module, x: Tensor) -> int:
+    """The bytes that a call keeps beside parameters and x."""
+    own = {one.data_ptr() for one in (x, *model.parameters())}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    assert y.requires_grad
+    return sum(size for place, size in found.items() if place not in own)
+
+
+def test_an_mlp_keeps_gate_and_up_alone() -> None:
+    """And a row of two numbers a layer."""
+    x = torch.randn(7, 6, requires_grad=True)
+    gate_and_up, rows = 2 * 7 * 10 * 4, 3 * 7 * 2 * 4
+    assert kept(adapted_mlp(True, *PROJECTIONS), x) == gate_and_up + rows
+    assert kept(adapted_mlp(False, *PROJECTIONS), x) == 2 * gate_and_up + rows
+
+
+def down(model: Any) -> Any:
+    return model.base_model.model[0].down_proj
+
+
+MLP_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook": hooked(down),
+    "hook of A": hooked(lambda model: down(model).lora_A["default"]),
+    "forward": lambda model: setattr(down(model), "forward", lambda x: x[..., :6] * 2),
+    "dropout": lambda model: down(model).lora_dropout.update({"default": nn.Dropout(1.0)}),
+    "activation": lambda model: setattr(model.base_model.model[0], "act_fn", nn.Tanh()),
+    "projection": lambda model: setattr(model.base_model.model[0], "down_proj", nn.Identity()),
+    "hook of the gate": hooked(lambda model: model.base_model.model[0].gate_proj),
+}
+
+
+@pytest.mark.filterwarnings("ignore:liger_ops")
+@pytest.mark.parametrize("change", MLP_CHANGES.values(), ids=MLP_CHANGES)
+def test_later_changes_of_an_mlp(change: Callable[[Any], Any]) -> None:
+    model, fused = (adapted_mlp(fused, *PROJECTIONS) for fused in (False, True))
+    for one in (model, fused):
+        change(one)
+    assert_same(fused, model)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_an_mlp_under_autocast(dtype: torch.dtype) -> None:
+    model, fused = (adapted_mlp(fused, *PROJECTIONS).to(dtype) for fused in (False, True))
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    truth = step(copy.deepcopy(model).double(), x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = step(fused, x), step(model, x)
+        assert ops_of(fused) == {"lora_linear_forward": 3}
+    for a, b, exact in zip(found, expected, truth, strict=True):
+        assert a.dtype is b.dtype
+        error, own = (float((one.double() - exact).abs().max()) for one in (a, b))
+        assert error <= 2 * own + torch.finfo(torch.bfloat16).eps * float(exact.abs().max())

@@ -140,6 +140,21 @@ def test_what_is_saved() -> None:
     assert saved(recompute=False) == saved(recompute=True) + 12 * 10 * 4
 
 
+def test_no_zeros_are_made_for_results_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    op, given = library.OPS["moe_experts_forward"], []
+    backward = op.backward
+
+    def noted(ctx: Any, *grads: Tensor | None) -> Any:
+        given.append([grad is not None for grad in grads])
+        return backward(ctx, *grads)
+
+    monkeypatch.setattr(op, "backward", noted)
+    x, index = torch.randn(2, 4, requires_grad=True), torch.tensor([[0], [2]])
+    args = (torch.randn(3, 10, 4), torch.randn(3, 4, 5), index, torch.rand(2, 1))
+    liger_ops.moe_experts(x, *args).sum().backward()
+    assert given == [[True, False, False, False]]
+
+
 def test_no_pre_activation_is_made_where_no_gradient_is_needed() -> None:
     calls = []
     op = library.OPS["moe_experts_forward"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch_forms import FP32, Fields, Forms
+from launch_forms import FP32, ROWS, Fields, Forms, shapes
 from liger_ops import library
 from op_under_test import SAME, OpUnderTest, Pick, Tensors, drawn_for
 
@@ -18,8 +18,12 @@ def tensors(case: Any) -> Tensors:
         "a": values.draw((R, D), case.lora_dtype, scale=D**-0.5),
         "b": values.draw((N, R), case.lora_dtype, scale=R**-0.5),
     }
-    given["lora_x"] = library.OPS["lora_linear_forward"].definition(*given.values(), 1.0)[1]
-    given["bias"] = values.draw((N,), SAME if case.bias else None)
+    bias = values.draw((N,), SAME if case.bias else None)
+    up = values.draw(case.shape, SAME if case.gated else None, case.layout)
+    given |= {"bias": bias, "up": up}
+    x, weight, a, b = list(given.values())[:4]
+    forward = library.OPS["lora_linear_forward"].definition
+    given["lora_x"] = forward(x, weight, a, b, 1.0, None, up, case.activation)[1]
     return {**given, "dy": values.draw((*case.shape[:-1], N), SAME, case.dy_layout)}
 
 
@@ -36,14 +40,19 @@ OPS = (
         name="lora_linear_forward",
         choices={
             "out": (11,), "rank": (6,), "lora_dtype": (SAME, FP32), "lora_scale": (0.5, 2.0),
-            "bias": (True, False), "tile": (None,), "scale": (1.0,),
+            "bias": (True, False), "gated": (False, True),
+            "activation": ("silu", "gelu", "gelu_tanh"), "tile": (None,), "scale": (1.0,),
         },
         coupled=sizes,
         tensors=tensors,
         computed={"scale": lambda case, given: case.lora_scale},
         sample_shape=lambda rows: (rows, 2, 4),
-        forms=Forms(shapes=()),
-        is_definition_on_npu=True,
+        sampled={"gated": True},
+        # Its only kernels are those of swiglu and geglu.
+        forms=Forms(
+            shapes=shapes((ROWS, 14336)),
+            common={"out": 4096, "rank": 16, "bias": False, "lora_dtype": SAME},
+        ),
         multiplies=True,
         autocast_as="linear",
     ),

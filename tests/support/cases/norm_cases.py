@@ -153,7 +153,7 @@ OPS = (
         choices=RMS_OPTIONS,
         coupled=with_weight,
         sampled=WEIGHTED,
-        cases={**wide(4096, 14336, 20001, 131072, 200003, **WEIGHTED), **ZERO_EPS},
+        cases={**wide(4096, 14336, 20001, 65536, 70003, **WEIGHTED), **ZERO_EPS},
         forms=rows(
             *MODE_FORMS, FP32_WEIGHTED, backward=({**WEIGHTLESS, **DX_ALONE}, *masks(2))
         ),
@@ -168,7 +168,7 @@ OPS = (
         seen_by_backward=the_sum_as_stored,
         shaping=("x", "s"),
         sampled=WEIGHTED,
-        cases=wide(4096, 14336, 20001, 131072, **WEIGHTED),
+        cases=wide(4096, 14336, 20001, 65536, **WEIGHTED),
         forms=rows(
             *MODE_FORMS, FP32_WEIGHTED, {"residual_dtype": FP32},
             backward=(
@@ -183,7 +183,7 @@ OPS = (
         choices=SHIFTED,
         sampled=AFFINE,
         cases={
-            **wide(4096, 14336, 131072, **AFFINE, shift=30.0),
+            **wide(4096, 14336, 65536, **AFFINE, shift=30.0),
             **far_mean((4, 100), None, (1, 16)),
         },
         forms=rows(FP32_AFFINE, {"bias_dtype": None}, backward=({**PLAIN, **DX_ALONE}, *masks(3))),

@@ -290,7 +290,7 @@ ARCHITECTURES = [
     ),
     text(
         "Llama4",
-        places(rms_norm=3, swiglu=3, rope=1, causal_attention=1),
+        places(rms_norm=3, moe_experts=1, swiglu=2, rope=1, causal_attention=1),
         missed={"grouped_attention": Missed(1, MASKED)},
         config="Llama4TextConfig",
         **HEAD,

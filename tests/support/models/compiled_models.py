@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.debugging import aot_eager, eager
+from torch._dynamo.backends.debugging import aot_eager
 from torch.overrides import TorchFunctionMode
 
 import liger_ops
@@ -26,6 +26,7 @@ class Inner:
     def __init__(self, run: Callable[..., Any] = aot_eager) -> None:
         self.run = run
         self.counts: list[Counter[str]] = []
+        self.before: list[Counter[str]] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Any) -> Any:
         self.counts.append(places_in(module))
@@ -78,20 +79,19 @@ def results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Te
 
 
 def compiled(loss: Any, backend: str, **options: Any) -> tuple[Any, Inner]:
-    """Compile `loss` whole with the `liger` backend or "none"; the second result counts its ops.
-
-    Without rewrites the graph runs as it is, which takes less time than AOT autograd. With dynamic
-    shapes AOT autograd guards sizes, so that both have to use it to be compiled equally often.
-    """
+    """Compile `loss` whole with the `liger` backend, and count its ops before and after the
+    rewrites; or for "none" leave it as it is."""
     torch._dynamo.reset()
-    inner = Inner(aot_eager if backend == "liger" or options.get("dynamic") else eager)
+    inner = Inner()
     if backend == "none":
-        return torch.compile(loss, backend=inner, fullgraph=True, **options), inner
-    assert backend == "liger"
-    backend_options = {"inner_backend": inner}
-    return torch.compile(
-        loss, backend=liger_ops.backend, options=backend_options, fullgraph=True, **options
-    ), inner
+        return loss, inner
+
+    def counting(module: fx.GraphModule, inputs: Any, **how: Any) -> Any:
+        inner.before.append(places_in(module))
+        return liger_ops.backend(module, inputs, **how)
+
+    options["options"] = {"inner_backend": inner}
+    return torch.compile(loss, backend=counting, fullgraph=True, **options), inner
 
 
 def true_results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Tensor]:

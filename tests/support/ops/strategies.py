@@ -36,5 +36,5 @@ def for_cases(
 ) -> None:
     """Call `check` with each case that Hypothesis draws, with so many times fewer than usual."""
     drawn = options.pop("drawn", None) or cases(op, **options)
-    most = settings().max_examples // (fewer * op.cost)
+    most = max(1, settings().max_examples // (fewer * op.cost))
     settings(max_examples=most)(given(drawn)(check))()

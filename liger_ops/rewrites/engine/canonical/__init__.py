@@ -9,7 +9,7 @@ arguments. A call that Python cannot bind, or whose further arguments change the
 Importing the modules of this package registers their spellings.
 """
 
-from . import arithmetic, attention, dtypes, functional, losses, views
+from . import arithmetic, dtypes, functional, losses, views
 from .call import (
     COMMUTATIVE,
     IDENTITY,
@@ -26,7 +26,7 @@ from .call import (
 )
 
 __all__ = [
-    "COMMUTATIVE", "IDENTITY", "Call", "arguments", "arithmetic", "attention", "calls", "canonical",
-    "dimension", "dtypes", "functional", "is_tensor", "losses", "operation", "same", "same_number",
-    "value", "views",
+    "COMMUTATIVE", "IDENTITY", "Call", "arguments", "arithmetic", "calls", "canonical", "dimension",
+    "dtypes", "functional", "is_tensor", "losses", "operation", "same", "same_number", "value",
+    "views",
 ]  # fmt: skip

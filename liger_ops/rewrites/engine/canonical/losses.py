@@ -40,6 +40,12 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: Any = False) -> Ca
     return None if sparse_grad else Call("gather", (input, dimension(input, dim), index))
 
 
+spelled(torch.full_like)(lambda input, fill_value: Call("full_like", (input, fill_value)))
+spelled(torch.scatter, "scatter", "scatter_")(
+    lambda input, dim, index, src: Call("scatter", (input, dimension(input, dim), index, src))
+)
+
+
 @spelled(torch.take_along_dim, "take_along_dim")
 def _take_along_dim(input: Any, indices: Any, dim: Any = None) -> Call:
     return Call("gather", (input, dimension(input, dim), indices))

@@ -33,6 +33,9 @@ def _clone(input: Any, *, memory_format: Any = None) -> Call:
 spelled("contiguous")(lambda input: Call("contiguous", (input,)))
 spelled(torch.view_as_complex)(lambda input: Call("view_as_complex", (input,)))
 spelled(torch.view_as_real)(lambda input: Call("view_as_real", (input,)))
+spelled("repeat")(
+    lambda input, *sizes: Call("repeat", (input, as_tuple(sizes[0]) if len(sizes) == 1 else sizes))
+)
 spelled(torch.repeat_interleave, "repeat_interleave")(
     lambda input, repeats, dim=None: Call(
         "repeat_interleave", (input, repeats, dimension(input, dim))

@@ -21,16 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...ops.experts.moe_experts import moe_experts
-from .. import classes, sharding, tensor_parallel
-from ..planning import Plan
-from ..probing import NotAnOp
+from ....ops.experts.moe_experts import moe_experts
+from ... import classes, sharding, tensor_parallel
+from ...planning import Plan
+from ...probing import NotAnOp
+from ..gated import Gated
+from ..installed import Facts, methods_of
+from ..kind import obstacle, parameter_obstacle
+from ..module_trace import ModuleTrace, Traced
+from ..program import Program, Value
 from . import peft_experts
-from .gated import Gated
-from .installed import Facts, methods_of
-from .kind import obstacle, parameter_obstacle
-from .module_trace import ModuleTrace, Traced
-from .program import Program, Value
+from .dense_experts import DenseExperts
 
 # The file of transformers whose decorator makes a forward that looks its function up by name, and
 # the functions that compute what the op does.
@@ -50,6 +51,7 @@ class Experts(Gated):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        self.dense = DenseExperts(model)
         # The experts in wrappers of peft, and whether the wrappers are fused.
         self.wrapped: dict[nn.Module, bool] = {}
 
@@ -60,7 +62,9 @@ class Experts(Gated):
 
     def obstacle(self, module: nn.Module) -> str | None:
         if not _has_method(module, self.method):
-            return f"it has no {self.method}: the activation is part of its forward"
+            reason = self.dense.reasons.get(module)
+            text = f"it has no {self.method}: the activation is part of its forward"
+            return f"{text}, and its layer is left: {reason}" if reason else text
         if reason := obstacle(module, self.method):
             return reason
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -89,6 +93,9 @@ class Experts(Gated):
     def look(self, plan: Plan, name: str, module: nn.Module) -> None:
         if peft_experts.is_wrapper(module):
             self.look_at_wrapper(plan, name, module)
+            return
+        self.dense.look(plan, name, module)
+        if module in self.dense.taken:
             return
         fused = len(plan.changes)
         super().look(plan, name, module)

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import classes
-from ..assumptions import say_once
-from ..sharding import is_held_by_fsdp
+from ... import classes
+from ...assumptions import say_once
+from ...sharding import is_held_by_fsdp
 
 NAME = "experts with LoRA"
 # The method of fused experts that takes arguments of moe_experts for LoRAs, then those of forward.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.losses.router_losses import router_losses
-from .. import classes
-from ..planning import Plan
-from ..probing import NotAnOp, Probes
-from .rebinding import Names, rebound
-from .rope import call_obstacle, wrapped
+from ....ops.losses.router_losses import router_losses
+from ... import classes
+from ...planning import Plan
+from ...probing import NotAnOp, Probes
+from ..rebinding import Names, rebound
+from ..rope import call_obstacle, wrapped
 
 KIND = "router loss"
 NAME = "load_balancing_loss_func"

@@ -1,4 +1,4 @@
-"""LoRA of linear layers: peft's layer becomes lora_linear.
+"""LoRA of linear layers: peft's layer becomes lora_linear, with the gated activation above it.
 
 The new forward reads peft's layer in each call, as the loss reads an adapted head: the adapter, its
 factor and its modules, which it does not call. Whatever the op does not compute runs peft's own
@@ -15,19 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ops.lora_linear import lora_linear
-from ...torch_private import FakeTensor
-from .. import classes, sharding
-from ..assumptions import say_once
-from ..loss.head import obstacle_beside
-from ..loss.lora import LAYER, adapters_of
-from ..planning import Plan
-from ..probing import NotAnOp, Probes
-from . import peft_experts
+from .. import library
+from ..ops.activations.tiled_mlp import ACTIVATIONS
+from ..ops.lora_linear import lora_linear
+from ..torch_private import FakeTensor
+from . import classes, sharding
+from .assumptions import say_once
+from .layers.experts import peft_experts
+from .layers.installed import Facts
+from .layers.program import CHILD, OP, Program, Step, Value
+from .loss.head import obstacle_beside
+from .loss.lora import LAYER, adapters_of
+from .planning import Plan
+from .probing import NotAnOp, Probes
 
 KIND = "lora"
+# Attribute of a fused layer's class: a function of the layer, in the place of a call.
+READER = "_liger_ops_lora"
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
-LAYERS = LAYER.rpartition(".")[0]
 
 
 class Lora(NamedTuple):
@@ -83,7 +88,68 @@ def methods(base: Any, facts: Any) -> dict[str, Callable[..., Any]]:
             return original(self, x)
         return lora_linear(x, *lora) if _fits(self, x, lora) else original(self, x)
 
-    return {"forward": forward}
+    return {"forward": forward, READER: _if_not_called}
+
+
+def below_gated(forward: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+    """The forward of a gated MLP whose last projection may have a LoRA, from one that calls it: the
+    activation then is in the projection's op, which does not keep it."""
+    found = _projections(facts.program)
+    if found is None:
+        return forward
+    gate_name, up_name, down_name, step, activation = found
+    gated, options = library.OPS[step.name].overload, step.args[2:]
+
+    @functools.wraps(forward)
+    def adapted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        down = self._modules.get(down_name)
+        read = getattr(type(down), READER, None)
+        lora = read(down) if read and len(args) == 1 and not kwargs else None
+        if lora is None or not facts.assumptions.hold(self, args[0]):
+            return forward(self, *args, **kwargs)
+        gate, up = getattr(self, gate_name)(args[0]), getattr(self, up_name)(args[0])
+        if not (isinstance(gate, Tensor) and isinstance(up, Tensor)):
+            return forward(self, *args)
+        if gate.dtype is up.dtype is _dtype(gate, lora) and _fits(down, gate, lora):
+            weight, a, b, scale, bias = lora
+            return lora_linear(gate, weight, a, b, scale, bias, up, activation)
+        return down(gated(gate, up, *options))
+
+    return adapted
+
+
+def _projections(program: Program) -> tuple[str, str, str, Step, str] | None:
+    """The names of gate, up and down of down(op(gate(x), up(x))), the op, and the activation of
+    lora_linear that it is, or None for anything else."""
+    x, *values = (Value(i) for i in range(5))
+    kinds = [step.kind for step in program.steps]
+    if kinds != [CHILD, CHILD, OP, CHILD] or len(program.arguments) != 1:
+        return None
+    first, second, op, down = program.steps
+    if (first.args, second.args, down.args, program.returned) != (
+        (x,), (x,), (values[2],), values[3]
+    ):  # fmt: skip
+        return None
+    called = {values[0]: first.name, values[1]: second.name}
+    for activation, (name, options) in ACTIVATIONS.items():
+        gate, up, *given = op.args
+        if op.name == name and tuple(given) == options and {gate, up} == called.keys():
+            return called[gate], called[up], down.name, op, activation
+    return None
+
+
+def _if_not_called(layer: Any) -> Lora | None:
+    """What a layer computes, if a call of it does nothing else."""
+    if _computes_base(layer) or obstacle_beside(layer, "it"):
+        return None
+    lora = lora_of(layer)
+    return lora if isinstance(lora, Lora) else None
+
+
+def _dtype(x: Tensor, lora: Lora) -> torch.dtype:
+    device = x.device.type
+    is_autocast = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_autocast else lora.weight.dtype
 
 
 def lora_of(layer: Any, sharded: bool = False) -> Lora | str:

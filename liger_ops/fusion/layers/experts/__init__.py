@@ -1,0 +1,1 @@
+"""Experts of mixture models, their LoRA and the losses of their routers."""

@@ -1,0 +1,126 @@
+"""Activations as models write them: SwiGLU, the clamped SwiGLU of GPT-OSS and DeepSeek-V4 and what
+is one without a limit, GEGLU with the exact GELU and its approximation by tanh, and the squared
+ReLU of Nemotron. The halves of a packed projection are views, and are not copied.
+
+The ops of gated activations compute in float32 and round once. Eager code in a narrower dtype
+rounds the activation before the product; compiled by Inductor, it does not either.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ..engine.canonical import same, value
+from ..engine.pattern import Match, Pattern
+from ..engine.report import Report
+from ..engine.rewrite import Refused, before_widening, number, of_one_shape, replace_all
+
+
+def llama(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def beam(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+
+
+def lumina(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.to(torch.float32)).to(gate.dtype) * up
+
+
+def falcon_h1(gate: Tensor, up: Tensor, multiplier: float) -> Tensor:
+    return up * F.silu(gate * multiplier)
+
+
+def gpt_oss(
+    gate: Tensor, up: Tensor, limit: float, lower: float, alpha: float, up_offset: float
+) -> Tensor:
+    gate = gate.clamp(min=None, max=limit)
+    up = up.clamp(min=lower, max=limit)
+    glu = gate * torch.sigmoid(gate * alpha)
+    return (up + up_offset) * glu
+
+
+def deepseek_v4(gate: Tensor, up: Tensor, limit: float, lower: float) -> Tensor:
+    gate = gate.clamp(min=None, max=limit)
+    up = up.clamp(min=lower, max=limit)
+    return F.silu(gate) * up
+
+
+def quick_gelu(gate: Tensor, up: Tensor, alpha: float) -> Tensor:
+    return gate * torch.sigmoid(gate * alpha) * up
+
+
+def gemma(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def new_gelu(gate: Tensor, up: Tensor) -> Tensor:
+    inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * torch.pow(gate, 3.0))
+    return 0.5 * gate * (1.0 + torch.tanh(inner)) * up
+
+
+def nemotron(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
+
+
+def rewrite_unlimited(graph: fx.Graph, report: Report) -> None:
+    """clamped_swiglu without a limit, which the backend leaves to Inductor and `fuse` does not."""
+    replace_all(graph, report, "clamped_swiglu", UNLIMITED)
+
+
+def _swiglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    # Only `beam` widens both, and one of them may have been matched after its cast.
+    gate, up = match["gate"], match["up"]
+    if value(gate).dtype != value(up).dtype:
+        gate, up = before_widening(gate), before_widening(up)
+    of_one_shape(gate, up)
+    multiplier = number(match["multiplier"]) if "multiplier" in match.values else 1.0
+    return torch.ops.liger.swiglu.default, (gate, up, multiplier)
+
+
+def _clamped_swiglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    of_one_shape(match["gate"], match["up"])
+    limit = number(match.values.get("limit", math.inf))
+    if "lower" in match.values and not same(value(number(match["lower"])), -value(limit)):
+        raise Refused("up is clamped to other bounds than -limit and limit")
+    alpha, up_offset = (match.values.get(*one) for one in (("alpha", 1.0), ("up_offset", 0.0)))
+    args = (match["gate"], match["up"], number(alpha), limit, number(up_offset))
+    return torch.ops.liger.clamped_swiglu.default, args
+
+
+def _geglu(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    of_one_shape(match["gate"], match["up"])
+    approximate = match.values.get("approximate", "tanh")
+    if approximate not in ("tanh", "none"):
+        raise Refused(f"approximate is {approximate!r}")
+    return torch.ops.liger.geglu.default, (match["gate"], match["up"], approximate)
+
+
+def _relu_squared(match: Match) -> tuple[Any, tuple[Any, ...]]:
+    if not value(match["x"]).is_floating_point():
+        raise Refused("x is of integers")
+    return torch.ops.liger.relu_squared.default, (match["x"],)
+
+
+_HALVES: dict[str, Any] = {"gate": (2, 3, 8), "up": (2, 3, 8)}
+_LIMITS: dict[str, Any] = {"limit": 7.0, "lower": -7.0}
+SWIGLU = [
+    (Pattern(falcon_h1, **_HALVES, multiplier=0.5), _swiglu),
+    *((Pattern(spelling, **_HALVES), _swiglu) for spelling in (beam, lumina, llama)),
+]
+CLAMPED_SWIGLU = [
+    (Pattern(gpt_oss, **_HALVES, **_LIMITS, alpha=1.702, up_offset=1.0), _clamped_swiglu),
+    (Pattern(deepseek_v4, **_HALVES, **_LIMITS), _clamped_swiglu),
+]
+UNLIMITED = [(Pattern(quick_gelu, **_HALVES, alpha=1.702), _clamped_swiglu)]
+GEGLU: list[Any] = [
+    (Pattern(gemma, **_HALVES, approximate="tanh"), _geglu),
+    (Pattern(new_gelu, **_HALVES), _geglu),
+]
+RELU_SQUARED = [(Pattern(nemotron, x=(2, 3, 8)), _relu_squared)]
