@@ -13,18 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..assumptions import Assumptions
-from .program import (
-    CAST,
-    CHILD,
-    CHILD_OF_SEVERAL,
-    FUNCTION,
-    INDEX,
-    OP,
-    Parameter,
-    Program,
-    Step,
-    Value,
-)
+from .program import CAST, CHILD, FUNCTION, INDEX, OP, TUPLE, Parameter, Program, Step, Value
 
 # A function that calls an op, and returns None where that does not compute what the code does.
 Called = Callable[..., Any]
@@ -104,7 +93,7 @@ def _laid_out(facts: Facts, caller: Callable[[Facts, Step, int], Called]) -> tup
     steps, ops = [], iter(enumerate(program.ops))
     for step in program.steps:
         call = caller(facts, step, next(ops)[0]) if step.kind == OP else _call(step)
-        module = [0] if step.kind in (CHILD, CHILD_OF_SEVERAL) else []
+        module = [0] if step.kind in (CHILD, TUPLE) else []
         steps.append((call, [*module, *map(place, _arguments(step))]))
     returned = program.returned if isinstance(program.returned, tuple) else (program.returned,)
     return inputs, constants, steps, [place(one) for one in returned]
@@ -118,7 +107,7 @@ def _arguments(step: Step) -> tuple[Any, ...]:
 def _call(step: Step) -> Called:
     """What a step calls that is no op, of a module for a child."""
     count, keywords = len(step.args) - len(step.keywords), step.keywords
-    if step.kind in (CHILD, CHILD_OF_SEVERAL):
+    if step.kind in (CHILD, TUPLE):
         wanted = Tensor if step.kind == CHILD else tuple
 
         def of_child(module: Any, *args: Any) -> Any:

@@ -21,8 +21,7 @@ from .module_trace import OF_CHILD, PARAMETER, Traced
 
 # What a step calls, and the functions that have other names in torch.
 OP, CHILD, FUNCTION = "op", "child", "function"
-# A child that returns a tuple.
-CHILD_OF_SEVERAL = "child of several"
+TUPLE = "child that returns a tuple"
 CAST, INDEX = "cast", "getitem"
 MODE = "casting_mode"
 # Names of arguments that are the same for the function and the method.
@@ -153,7 +152,7 @@ class _Writer:
         if key not in self.results:
             name, args, kwargs = self.calls[key]
             given = (*args, *kwargs.values())
-            self.results[key] = self.step(CHILD_OF_SEVERAL, name, given, tuple(kwargs))
+            self.results[key] = self.step(TUPLE, name, given, tuple(kwargs))
         if place is not None:
             self.values[node] = self.step(FUNCTION, INDEX, (self.results[key], place))
 

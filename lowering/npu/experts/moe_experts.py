@@ -253,8 +253,7 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
         return tuple(None if output is None else output.zero_() for output in outputs)
     rows, dy = _Rows(call, call.order, call.offsets), call.dy.contiguous()
     dy_rows = rows.of_tokens(dy)
-    if outputs[5] is not None:
-        _sum_rows(rows, outputs, 5, dy_rows, rows.by_expert(rows.weights).to(dy.dtype))
+    _sum_rows(rows, outputs[5], dy_rows, rows.by_expert(rows.weights).to(dy.dtype))
     if all(output is None for output in (*outputs[:5], *outputs[6:])):
         return tuple(outputs)
     pre = rows.up() if call.pre_activation is None else call.pre_activation.contiguous()
@@ -278,8 +277,7 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
         rows.fill_lora("gate_up", *outputs[6:8], dpre, x_rows)
         if outputs[1] is not None:
             _multiply_rows(rows, outputs, 1, dpre, x_rows)
-    if outputs[4] is not None:
-        _sum_rows(rows, outputs, 4, dpre, dpre.new_ones(len(dpre)))
+    _sum_rows(rows, outputs[4], dpre, dpre.new_ones(len(dpre)))
     if dx is not None:
         rows.combine(rows.project_back("gate_up", dpre), None, dx)
     return tuple(outputs)
@@ -295,9 +293,9 @@ def _multiply_rows(rows: _Rows, outputs: list[Tensor | None], i: int, a: Tensor,
     outputs[i] = product.mT if transposed else product
 
 
-def _sum_rows(
-    rows: _Rows, outputs: list[Tensor | None], i: int, values: Tensor, weights: Tensor
-) -> None:
-    """Set outputs[i] to each expert's sum of weighted rows, one column of a product."""
-    columns = weights.unsqueeze(1).expand(-1, SUMS).contiguous()
-    outputs[i] = product_over_rows(columns, values, rows.ends)[:, 0].contiguous()
+def _sum_rows(rows: _Rows, output: Tensor | None, values: Tensor, weights: Tensor) -> None:
+    """Fill output, if it is wanted, with each expert's sum of weighted rows, one column of a
+    product."""
+    if output is not None:
+        columns = weights.unsqueeze(1).expand(-1, SUMS).contiguous()
+        output.copy_(product_over_rows(columns, values, rows.ends)[:, 0])

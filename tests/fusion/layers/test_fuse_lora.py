@@ -364,3 +364,16 @@ def test_an_mlp_under_autocast(dtype: torch.dtype) -> None:
         assert a.dtype is b.dtype
         error, own = (float((one.double() - exact).abs().max()) for one in (a, b))
         assert error <= 2 * own + torch.finfo(torch.bfloat16).eps * float(exact.abs().max())
+
+
+def test_a_wider_gate_is_not_rounded_before_the_activation() -> None:
+    """Autocast casts what the last projection is given, and not gate and up."""
+    model, fused = (adapted_mlp(fused, *PROJECTIONS) for fused in (False, True))
+    for one in (model, fused):
+        for name in ("gate_proj", "up_proj"):
+            part = getattr(one.base_model.model[0], name)
+            part.register_forward_hook(lambda module, args, y: y.float() * 1.001)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops_of(fused) == {"lora_linear_forward": 3, "swiglu": 1}
+        torch.testing.assert_close(fused(x), model(x), rtol=2e-2, atol=2e-2)

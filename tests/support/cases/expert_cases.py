@@ -221,7 +221,9 @@ OPS = (
                 "loras": LORAS[i % 4], "down_lora_scale": 0.5,
             }
             for i, activation in enumerate(ACTIVATIONS)
-        },
+        }
+        # A slice of one expert's result is contiguous with any stride.
+        | {"one-expert": {"shape": (5, 20), "experts": 1, "top_k": 1, "width": 24, "dtype": FP32}},
         forms=Forms(
             shapes=[
                 {"shape": (4096, D), "experts": E, "top_k": K, "width": width}
