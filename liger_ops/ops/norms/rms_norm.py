@@ -90,22 +90,21 @@ def scaled(
 def rms_norm_backward(call: Any, *, rows: Rows = WHOLE) -> Any:
     """The gradient of `rms_norm`, in every casting mode, in float32, rounded once.
 
-    With n = x / rms and g = dy * (weight + offset):
+    With g = dy * (weight + offset):
 
-        dx      = (g - n * mean(g * n, -1)) / rms
-        dweight = sum(dy * n), over all rows
+        dx      = g / rms - x * mean(g * x, -1) / rms**3
+        dweight = sum(dy * x / rms), over all rows
 
-    Autograd of the definition takes four times as long on a CPU.
+    Autograd of the definition has the same roundings, and takes three times as long on a CPU.
     """
     dy, x, weight, dx, dweight = widened(call.dy), widened(call.x), call.weight, None, None
     rstd = torch.rsqrt(rows.mean(x * x) + call.eps)
-    normalised = x * rstd
     if call.output_mask[0]:
         g = dy if weight is None else dy * (weight.to(dy.dtype) + call.offset)
-        dx = torch.addcmul(g, normalised, rows.mean(g * normalised), value=-1) * rstd
-        dx = dx.to(call.x.dtype).contiguous()
+        half = x * (-0.5 * rows.mean(g * x) * rstd.pow(3))
+        dx = (g * rstd + half + half).to(call.x.dtype).contiguous()
     if call.output_mask[1] and weight is not None:
-        dweight = (dy * normalised).sum_to_size(weight.shape).to(weight.dtype)
+        dweight = (dy * (x * rstd)).sum_to_size(weight.shape).to(weight.dtype)
     return dx, dweight
 
 
