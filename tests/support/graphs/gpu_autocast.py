@@ -20,7 +20,7 @@ NORMS = (
 def on_cpu() -> Iterator[None]:
     """Give a CPU the autocast rules of a GPU, for PyTorch's norms and for the ops."""
     excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    cast = lambda one: library._autocast_value(one, torch.float32)
+    cast = lambda one: autograd.autocast_value(one, torch.float32)
 
     def layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn=True):
         with torch._C._ExcludeDispatchKeyGuard(excluded):
