@@ -48,7 +48,7 @@ __all__ = ["Finding", "FuseReport", "fuse", "unfuse"]
 def fuse(
     model: nn.Module, *, norms: bool = True, activations: bool = True,
     rope: bool = True, attention: bool = True, loss: bool = True, hyper_connections: bool = True,
-    lora: bool = True, verify: Any = None,
+    lora: bool = False, verify: Any = None,
 ) -> FuseReport:  # fmt: skip
     """Compute the norms, activations, experts, rotary embeddings, hyper-connections, layers with a
     LoRA and losses of a model with the ops, and its attention with PyTorch's fastest exact engine.
@@ -126,8 +126,8 @@ def fuse(
       uses `mhc_post_res`. Float64, and autocast if base or scale are not float32, reach the
       module's code, whose results have other dtypes than the op's.
 
-    * LoRA: a LoRA Linear of peft, on a torch.nn.Linear, with one active adapter and no dropout,
-      gets a forward that calls `lora_linear`. docs/fuse.md says what is left.
+    * LoRA, if `lora` is true: a LoRA Linear of peft, on a torch.nn.Linear, with one active adapter
+      and no dropout, gets a forward that calls `lora_linear`. docs/fuse.md says what is left.
 
     Each kind has a switch, an argument of this function.
 
@@ -177,7 +177,9 @@ def fuse(
         attention: whether to register and use mask and attention functions.
         loss: whether to fuse the loss with the head, and the load-balancing loss of routers.
         hyper_connections: whether to fuse hyper-connections.
-        lora: whether to fuse linear layers with a LoRA of peft.
+        lora: whether to fuse linear layers with a LoRA of peft. It saves memory, and on a GPU a
+            pass over each result, but a call takes the host longer than peft's: not for steps that
+            wait for the host.
         verify: a batch: a dictionary of the arguments of a call, a tuple of them, or the only one.
             The fused model is then compared with the unfused one on a training step of it, forward
             and backward, with the same random numbers: first in the model's own dtype, where no

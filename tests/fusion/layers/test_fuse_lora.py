@@ -36,7 +36,7 @@ def adapted(fused: bool = False, dtype: torch.dtype = torch.float32, **options: 
         given = {"target_modules": ["first", "second"], "r": 2, "init_lora_weights": False}
         model = peft.get_peft_model(Layers().to(dtype), peft.LoraConfig(**{**given, **options}))
     if fused:
-        assert fuse(model).counts() == {"lora_linear": 2}
+        assert fuse(model, lora=True).counts() == {"lora_linear": 2}
     return model
 
 
@@ -72,9 +72,9 @@ def test_the_values_and_gradients_are_pefts(options: dict[str, Any]) -> None:
     for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         assert_same(other, model)
         assert calls_of(other) == 2
-    assert not fuse(fused).findings
+    assert not fuse(fused, lora=True).findings
     assert unfuse(fused) == 2 and calls_of(fused) == 0
-    assert not fuse(model, lora=False).fused
+    assert not fuse(model).fused
 
 
 @pytest.mark.parametrize("lora_dtype", (torch.bfloat16, torch.float32))
@@ -105,14 +105,14 @@ LEFT: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("options", "reason"), LEFT.values(), ids=LEFT)
 def test_what_is_left(options: dict[str, Any], reason: str) -> None:
-    report = fuse(adapted(target_modules=["first"], **options))
+    report = fuse(adapted(target_modules=["first"], **options), lora=True)
     assert [entry.reason for entry in report.left] == [reason] and not report.fused
 
 
 def test_other_layers_of_peft_are_left() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(4, 6), "first": nn.Linear(6, 6)})
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["table"]), model)
-    (entry,) = fuse(model).left
+    (entry,) = fuse(model, lora=True).left
     assert entry.reason == (
         "it is a peft.tuners.lora.layer.Embedding, not a peft.tuners.lora.layer.Linear"
     )
@@ -122,7 +122,7 @@ def test_code_that_computes_something_else_is_left(monkeypatch: pytest.MonkeyPat
     cls = peft.tuners.lora.layer.Linear
     original = cls.forward
     monkeypatch.setattr(cls, "forward", lambda self, x: original(self, x) * 1.01)
-    reasons = {entry.reason for entry in fuse(adapted()).left}
+    reasons = {entry.reason for entry in fuse(adapted(), lora=True).left}
     assert reasons == {"its forward computes something else than lora_linear"}
 
 
@@ -260,7 +260,7 @@ def adapted_mlp(fused: bool, *names: str, act: nn.Module | None = None) -> Any:
         config = peft.LoraConfig(target_modules=targets, r=2, init_lora_weights=False)
         model = peft.get_peft_model(nn.Sequential(MLP(act or nn.SiLU())), config)
     if fused:
-        assert len(fuse(model)) == 1 + len(names)
+        assert len(fuse(model, lora=True)) == 1 + len(names)
     return model
 
 
