@@ -1,9 +1,9 @@
 """Replay an earlier call of an op for arguments of the same form.
 
 A call's checks, plan, allocations and launches depend on its form alone: shapes, strides, dtypes
-and alignment of tensors, and options. The first call of a form runs as it is, the second is
-recorded, and later ones allocate the same memory and launch the same compiled kernels, with their
-own addresses.
+and alignment of tensors, options, and PyTorch's precision of float32 products. The first call of a
+form runs as it is, the second is recorded, and later ones allocate the same memory and launch the
+same compiled kernels, with their own addresses.
 """
 
 from __future__ import annotations
@@ -300,4 +300,6 @@ class Replays:
         for i in self.lists:
             if i < count and form[i] is not None:
                 form[i] = tuple(form[i])
+        # Kernels with products read this setting.
+        form.append(torch.get_float32_matmul_precision())
         return tuple(form), tensors, addresses
