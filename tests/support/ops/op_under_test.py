@@ -197,8 +197,6 @@ class OpUnderTest:
     multiplies: bool = False
     # Whether the forward is a function of PyTorch on every device, and launches no kernel of ours.
     is_pytorchs_forward: bool = False
-    # Whether an npu runs the definition, forward and backward: PyTorch's functions alone.
-    is_definition_on_npu: bool = False
     # The ATen op whose autocast rule, or absence of one, it shares.
     autocast_as: str
     # The arguments whose dtypes that rule does not change.
