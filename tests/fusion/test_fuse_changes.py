@@ -137,7 +137,7 @@ def test_report_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "faster" not in str(fuse(nn.LayerNorm(8, device="meta")))
     nothing = str(fuse(nn.Linear(2, 2), rope=False)).splitlines()
     assert nothing[0] == "0 ops used"
-    looked_for = "norms, activations, attention, loss, hyper_connections, lora"
+    looked_for = "norms, activations, attention, loss, hyper_connections"
     assert nothing[1] == f"  looked for: {looked_for}"
     assert "liger_ops.explain(model, *inputs)" in nothing[2]
 

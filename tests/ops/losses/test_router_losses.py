@@ -28,9 +28,9 @@ def test_it_is_the_function_of_transformers(dtype: torch.dtype, masked: bool, co
     expected = moe.load_balancing_loss_func(tuple(given), 16, 3, mask)
     weight = None if mask is None else mask.flatten()
     loss, z_loss = liger_ops.router_losses(given, 3, weight)
-    torch.testing.assert_close(loss, expected.to(dtype))
-    found, true = (torch.autograd.grad(one, given) for one in (loss, expected))
     # transformers sums in float32.
+    torch.testing.assert_close(loss, expected.to(dtype), rtol=2e-6, atol=0)
+    found, true = (torch.autograd.grad(one, given) for one in (loss, expected))
     torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-8)
     counted = torch.stack(given)[:, ... if mask is None else weight.bool()]
     torch.testing.assert_close(z_loss, counted.logsumexp(-1).square().mean())

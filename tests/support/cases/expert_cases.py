@@ -254,7 +254,7 @@ OPS = (
             {"shape": (4, 512), "width": 256, "bias": False, "loras": LORAS[1], "ranks": (16, 16)},
             {
                 "shape": (4, 544), "width": 288, "activation": "clamped_swiglu",
-                "interleaved": True, "transposed": True,
+                "interleaved": True, "transposed": True, "bias": True,
             },
         ),
         shaping=("x", "gate_up", "down", "top_k_index"),
