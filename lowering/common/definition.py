@@ -1,16 +1,19 @@
-"""Ops that run their definition on a device: PyTorch's functions are what they have there."""
+"""Ops, and calls, that run their definition on a device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import library
 
 
 def run_definition(op: str, device: str, module: str) -> None:
-    """Register the definitions of `<op>_forward` and `<op>_backward` as a device's kernels."""
+    """Register the definitions of `<op>_forward` and `<op>_backward` as a device's kernels, because
+    PyTorch's functions are what it has there."""
 
     def register(name: str) -> None:
         @torch.no_grad()
@@ -21,3 +24,10 @@ def run_definition(op: str, device: str, module: str) -> None:
 
     register(f"{op}_forward")
     register(f"{op}_backward")
+
+
+def fill_by_definition(op: str, call: Any, outputs: Sequence[Tensor | None]) -> None:
+    """Fill a call's outputs by the op's definition."""
+    for output, result in zip(outputs, library.OPS[op].definition(*call), strict=True):
+        if output is not None and result is not None:
+            output.copy_(result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .... import library
+from ..definition import fill_by_definition
 from ..sizes import next_power_of_2
 from .mhc_products import phi_gradient, project, x_gradient
 
@@ -77,8 +77,8 @@ def register(device: str, kernels: Any, most_streams: int) -> None:
         if form.x.shape[0] == 0:
             return
         if form.hc > most_streams:
-            results = library.OPS["mhc_coeffs_forward"].definition(*call)
-            fill((h_pre, h_post, h_res, product, rstd), results)
+            outputs = (h_pre, h_post, h_res, product, rstd)
+            fill_by_definition("mhc_coeffs_forward", call, outputs)
             return
         plan = plan or kernels.plan(form, False)
         # The results are contiguous: these are views.
@@ -94,8 +94,7 @@ def register(device: str, kernels: Any, most_streams: int) -> None:
         form = Form.of(call)
         x, dalphas = form.x, (dalpha_pre, dalpha_post, dalpha_res)
         if form.hc > most_streams:
-            results = library.OPS["mhc_coeffs_backward"].definition(*call)
-            fill((dx, dphi, db, *dalphas), results)
+            fill_by_definition("mhc_coeffs_backward", call, (dx, dphi, db, *dalphas))
             return
         if x.shape[0] == 0:
             for gradient in (dphi, db, *dalphas):
@@ -122,9 +121,3 @@ def register(device: str, kernels: Any, most_streams: int) -> None:
             for dalpha, part in zip(dalphas, parts, strict=True):
                 if dalpha is not None:
                     dalpha.copy_(part.sum())
-
-
-def fill(outputs: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
-    for output, result in zip(outputs, results, strict=True):
-        if output is not None and result is not None:
-            output.copy_(result)

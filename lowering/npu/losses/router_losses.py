@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.losses.router_losses import LAYERS
+from ...common.definition import fill_by_definition
 from ...common.losses.loss_math import softmax_and_lse
 from ...common.sizes import cdiv
 from ...common.tensors import flat
@@ -103,20 +104,13 @@ def _router_losses_backward_kernel(
         tl.store(dx_ptr + row * N + offsets, dx, mask=mask)
 
 
-def _define(op: str, call: Any, outputs: tuple[Tensor | None, ...]) -> None:
-    """Fill the outputs by the op's definition."""
-    for output, value in zip(outputs, library.OPS[op].definition(*call), strict=True):
-        if output is not None:
-            output.copy_(value)
-
-
 @library.kernel("router_losses_forward", "npu")
 def forward(call: Any, probabilities: Tensor, z: Tensor, tokens: Tensor, plan: Plan | None) -> None:
     layers = [tiling.rows(x) for x in call[:LAYERS] if x is not None]
     M, N = layers[0].shape
     plan = plan or tiling.plan("router_losses", N, layers[0])
     if not plan.whole(N):
-        _define("router_losses_forward", call, (probabilities, z, tokens))
+        fill_by_definition("router_losses_forward", call, (probabilities, z, tokens))
         return
     programs = plan.programs(cdiv(M, plan.BLOCK_M))
     parts = [partial_sums(sum, programs * len(layers)) for sum in (probabilities, tokens)]
@@ -136,7 +130,7 @@ def backward(call: Any, *gradients_and_plan: Any) -> None:
     N = call.x0.shape[-1]
     plan = plan or tiling.plan("router_losses_backward", N, call.x0)
     if not plan.whole(N):
-        _define("router_losses_backward", call, tuple(gradients))
+        fill_by_definition("router_losses_backward", call, tuple(gradients))
         return
     weight, of_p = flat(call.token_weight), flat(call.dprobabilities)
     layers = call[call._fields.index("x0") :]
