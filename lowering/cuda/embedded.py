@@ -21,13 +21,13 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def traced_launches() -> Iterator[None]:
     """Let make_fx trace the launches of this thread."""
-    here, launch_compiled = threading.get_ident(), launch.launch_compiled
+    launch_compiled = launch.launch_compiled
 
     def trace(
         kernel: Any, grid: tuple[int, ...], device: int | None,
         args: tuple[Any, ...], constants: dict[str, Any],
     ) -> None:  # fmt: skip
-        if threading.get_ident() != here:
+        if not thread.is_traced:
             return launch_compiled(kernel, grid, device, args, constants)
         constants = {name: value for name, value in constants.items() if name not in OTHERS}
         if "DEPENDENT" in constants:
