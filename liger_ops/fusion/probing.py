@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -37,14 +37,18 @@ class NotAnOp(Exception):
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Run code on the CPU without gradients and autocast, and hide its traces: no warnings, and no
-    changes of random number generators."""
+    changes of random number generators.
+
+    A device's context sees every call of PyTorch, so that it is entered only where it is needed.
+    """
+    is_default = torch.empty(0).device == DEVICE
     with (
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.autocast(DEVICE.type, enabled=False),
         torch.no_grad(),
-        DEVICE,
+        nullcontext() if is_default else DEVICE,
     ):
         warnings.simplefilter("ignore")
         yield
