@@ -121,7 +121,9 @@ def _is_of_torch(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> bool:
     target = node.target
     owner = str(getattr(target, "__module__", "")).split(".")[0]
     if node.op == "call_function" and not (
-        isinstance(target, _FUNCTIONS) and owner in ("torch", "_operator", "builtins")
+        isinstance(target, _FUNCTIONS)
+        and owner in ("torch", "_operator", "builtins")
+        and "<locals>" not in getattr(target, "__qualname__", "")
     ):
         return False
     leaves = pytree.tree_leaves([node.args, node.kwargs, *inputs.values()])

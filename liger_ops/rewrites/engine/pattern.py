@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from ...torch_private import native_linear
-from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, same, value
+from .canonical import COMMUTATIVE, IDENTITY, Call, canonical, never_changed, same, value
 from .replay import fake_mode_of, replay
 
 # With more different constants than this, the code is another computation, not a near miss.
@@ -154,6 +154,7 @@ class Pattern:
                     known[original] = copies[original].meta["example_value"] = out
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return None
+        never_changed(graph)
         return result if isinstance(result, fx.Node) else None
 
 

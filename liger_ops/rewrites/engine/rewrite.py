@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .canonical import IDENTITY, calls, canonical, is_tensor, same, value
+from .canonical import IDENTITY, Known, calls, canonical, is_tensor, same, unchanged, value
 from .graph_state import GraphState, erase_unused
 from .layout import noticed
 from .memory import is_plain
@@ -106,6 +106,7 @@ class Search:
         self._set_aside: set[fx.Node] = set()
         self._refused: list[tuple[Match, str]] = []
         self._used: list[fx.Node] = []
+        self._calls: Known = {}
 
     def matches(self, spellings: Sequence[tuple[Matcher, Any]]) -> Iterator[tuple[Match, Any]]:
         """The exact matches, from the end of the graph to its start.
@@ -116,17 +117,18 @@ class Search:
         for node in self.report.visiting(self.name, reversed(list(self.graph.nodes))):
             if node in self._covered or node in self._set_aside:
                 continue
-            call = canonical(node)
+            with unchanged(self.graph, self._calls):
+                call = canonical(node)
+                op = last_operation(node) if is_tensor(node) else None
             if call is None or call.op == IDENTITY or self.state.transformed(node):
                 continue
             if foreign([node]):
                 continue
             close: list[tuple[Match, str]] = []
-            op = last_operation(node) if is_tensor(node) else None
             for pattern, what in spellings:
                 if pattern.op != op:
                     continue
-                with self.state.modes_of(node):
+                with self.state.modes_of(node), unchanged(self.graph, self._calls):
                     match = pattern.match(node)
                 if match is None:
                     continue
@@ -136,6 +138,7 @@ class Search:
                     continue
                 refused = len(self._refused)
                 yield match, what
+                self._calls.clear()
                 if len(self._refused) == refused:
                     close = []
                     break

@@ -14,19 +14,22 @@ from .call import (
     COMMUTATIVE,
     IDENTITY,
     Call,
+    Known,
     arguments,
     calls,
     canonical,
     dimension,
     is_tensor,
+    never_changed,
     operation,
     same,
     same_number,
+    unchanged,
     value,
 )
 
 __all__ = [
-    "COMMUTATIVE", "IDENTITY", "Call", "arguments", "arithmetic", "calls", "canonical", "dimension",
-    "dtypes", "functional", "is_tensor", "losses", "operation", "same", "same_number", "value",
-    "views",
+    "COMMUTATIVE", "IDENTITY", "Call", "Known", "arguments", "arithmetic", "calls", "canonical",
+    "dimension", "dtypes", "functional", "is_tensor", "losses", "never_changed", "operation", "same",
+    "same_number", "unchanged", "value", "views",
 ]  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,10 @@ OPERATORS = {
 _PROPERTIES = {"numpy_T": "T", "matrix_H": "H"}
 
 Spelling = Callable[..., "Call | None"]
+# The calls of nodes, which depend on the nodes that they use: an attribute of a graph that does not
+# change at the moment. Matching asks for each call a hundred times.
+Known = dict[fx.Node, "Call | None"]
+_KNOWN = "_liger_ops_calls"
 FUNCTIONS: dict[Any, Spelling] = {}
 METHODS: dict[str, Spelling] = {}
 
@@ -57,11 +62,35 @@ def is_real(argument: Any) -> bool:
     return is_tensor(argument) and not value(argument).is_complex()
 
 
+@contextlib.contextmanager
+def unchanged(graph: fx.Graph, known: Known) -> Iterator[None]:
+    """Look up the calls of `graph`, which the body does not change, in `known`."""
+    before = getattr(graph, _KNOWN, None)
+    setattr(graph, _KNOWN, known)
+    try:
+        yield
+    finally:
+        setattr(graph, _KNOWN, before)
+
+
+def never_changed(graph: fx.Graph) -> None:
+    setattr(graph, _KNOWN, {})
+
+
 def canonical(node: Any) -> Call | None:
     if isinstance(node, Call):
         return node
     if not isinstance(node, fx.Node):
         return None
+    known: Known | None = getattr(node.graph, _KNOWN, None)
+    if known is None:
+        return _canonical(node)
+    if node not in known:
+        known[node] = _canonical(node)
+    return known[node]
+
+
+def _canonical(node: fx.Node) -> Call | None:
     function = FUNCTIONS.get(node.target) if node.op == "call_function" else None
     spelling = function or METHODS.get(_method(node))
     if spelling is None:
