@@ -117,7 +117,7 @@ def _written_by(node: fx.Node) -> set[int]:
 
 
 def _is_of_torch(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Whether `node` calls a function of PyTorch with tensors of known sizes and plain constants."""
+    """Whether a function of PyTorch is called with tensors of known sizes and constants."""
     target = node.target
     owner = str(getattr(target, "__module__", "")).split(".")[0]
     if node.op == "call_function" and not (

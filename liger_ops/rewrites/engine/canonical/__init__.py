@@ -30,6 +30,6 @@ from .call import (
 
 __all__ = [
     "COMMUTATIVE", "IDENTITY", "Call", "Known", "arguments", "arithmetic", "calls", "canonical",
-    "dimension", "dtypes", "functional", "is_tensor", "losses", "never_changed", "operation", "same",
-    "same_number", "unchanged", "value", "views",
+    "dimension", "dtypes", "functional", "is_tensor", "losses", "never_changed", "operation",
+    "same", "same_number", "unchanged", "value", "views",
 ]  # fmt: skip
