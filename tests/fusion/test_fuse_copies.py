@@ -13,6 +13,7 @@ import transformers
 from fused_families import Family, output
 from fused_models import GPT_OSS, LLAMA, fused_modules
 from liger_ops.fusion import fuse, unfuse
+from liger_ops.fusion.probing import undisturbed
 
 
 def test_deepcopy_and_pickle() -> None:
@@ -69,7 +70,9 @@ def test_load_after_fuse(assign: bool) -> None:
 def test_model_made_on_meta() -> None:
     with torch.device("meta"):
         model = LLAMA.build()
-    assert len(fuse(model)) == 10
+        assert len(fuse(model)) == 10
+        with undisturbed():
+            assert not torch.empty(0).is_meta
     assert all(parameter.is_meta for parameter in model.parameters())
     model.load_state_dict(LLAMA.model().state_dict(), assign=True)
     assert not any(parameter.is_meta for parameter in model.parameters())

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from liger_ops.rewrites.engine.canonical import IDENTITY, canonical, operation
+from liger_ops.rewrites.engine.pattern import Pattern
+from liger_ops.rewrites.engine.report import Report
+from liger_ops.rewrites.engine.rewrite import Search
 
 ATEN = torch.ops.aten
 # The operators of the properties of Tensor that return a view, and of two methods.
@@ -80,3 +83,23 @@ def test_what_dynamo_writes_for_a_property(name):
 
     torch.compile(lambda x: getattr(x + 1, name), backend=backend)(torch.randn(2, 3))
     assert found == ["add", name]
+
+
+def test_a_graph_that_a_rewrite_changed_is_read_again() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    gate = graph.call_function(torch.sigmoid, (x,))
+    silu = graph.call_function(torch.mul, (x, gate))
+    total = graph.call_function(torch.add, (silu, 1))
+    for node in graph.nodes:
+        node.meta["example_value"] = torch.empty(3)
+    patterns = [
+        (Pattern(lambda x: x + 1, x=(3,)), "add"),
+        (Pattern(lambda x: torch.nn.functional.silu(x), x=(3,)), "silu"),
+    ]
+    found = []
+    for match, name in Search(graph, Report(), "test").matches(patterns):
+        found.append(name)
+        if match.root is total:
+            silu.args = (x, x)
+    assert found == ["add"]
