@@ -17,6 +17,7 @@ from architectures import ARCHITECTURES, BY_NAME, NEW, TOKENS, Architecture, tex
 from architectures_report import DOCUMENT, document
 from compiled_models import (
     Loss,
+    aot_eager,
     assert_as_near_to_truth,
     compiled,
     loss_of,
@@ -85,7 +86,7 @@ def test_rewritten_as_near_to_truth(architecture: Architecture) -> None:
     test_explained counts the ops, and test_trained_models compares values.
     """
     model, batch = architecture.make(torch.bfloat16), architecture.batch(torch.bfloat16)
-    (counts,) = rewritten(model, [batch], [true_of(architecture.name)])
+    (counts,) = rewritten(model, [batch], [true_of(architecture.name)], run=aot_eager)
     assert counts == architecture.found
 
 
@@ -138,7 +139,7 @@ def test_dynamic_shapes(name: str, dynamic: bool | None) -> None:
     batches = [text_batch(shape) for shape in ((2, 16), (2, 24), (2, 11))]
     wide = architecture.make(torch.float64)
     true = [true_results(wide, loss_of(wide), batch) for batch in batches]
-    graphs = rewritten(architecture.make(), batches, true, dynamic=dynamic)
+    graphs = rewritten(architecture.make(), batches, true, run=aot_eager, dynamic=dynamic)
     assert len(graphs) <= 2
     assert all(counts == architecture.found for counts in graphs)
 
