@@ -13,6 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.overrides import TorchFunctionMode
 
 import liger_ops
+from attention_graphs import as_it_is
 from liger_ops.rewrites.engine.report import source_line
 
 ATTENTION = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
@@ -76,11 +77,6 @@ def results(model: nn.Module, loss: Loss, batch: dict[str, Any]) -> dict[str, Te
         "loss": value.detach(),
         **{name: grad for name, grad in grads.items() if grad is not None},
     }
-
-
-def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
-    """An inner backend for what rewrites change: AOT autograd takes a third of a compilation."""
-    return module.forward
 
 
 def compiled(
