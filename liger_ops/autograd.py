@@ -200,6 +200,13 @@ def vector_jacobian(
             )
 
 
+def is_differentiated() -> bool:
+    """Whether what is computed here may be differentiated again. Then a saved result that is not
+    differentiable, such as a pre-activation, is no constant, and has to be computed from inputs."""
+    has_tangents = forward_ad._current_level >= 0
+    return torch.is_grad_enabled() or has_tangents or are_functorch_transforms_active()
+
+
 def _apart(x: Tensor, as_view: bool) -> Tensor:
     """x without its graph, or a view in it, at which a gradient stops: one input may have been
     computed from another."""

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,14 +74,19 @@ def _replace_definitions(post_grad: Any) -> None:
 def _is_replaced(op: Op, match: Any) -> bool:
     """Whether the call is for a package, or the definition runs and can be traced: not for sizes
     that only the data gives, of which it may ask whether they fit a chunk."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
     from .torch_private import inductor_state
 
     values = [node.meta["val"] for node in match.output_node().all_input_nodes]
     return inductor_state.aot_compilation or not (
-        any(map(free_unbacked_symbols, values)) or _has_kernel(op, values)
+        _has_sizes_of_data(match.output_node().all_input_nodes) or _has_kernel(op, values)
     )
+
+
+def _has_sizes_of_data(nodes: Iterable[fx.Node]) -> bool:
+    """Whether a value of these nodes is, or has, a size that only the data gives."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return any(free_unbacked_symbols(node.meta.get("val")) for node in nodes)
 
 
 def _has_kernel(op: Op, values: Sequence[Any]) -> bool:
@@ -109,7 +114,7 @@ def _replace(op: Op, match: Any, *args: Any, **kwargs: Any) -> None:
             match.replace_by_example(run, nodes, trace)
 
     if not inductor_state.aot_compilation:
-        with contextlib.suppress(_TooManyNodes):
+        with contextlib.suppress(_LeftWhole):
             replace(op.definition, _traced_briefly)
         return
     if _has_kernel(op, values):
@@ -129,7 +134,7 @@ def _warn(what: str, error: Exception) -> None:
     warnings.warn(f"liger_ops: AOTInductor's package has {what}: {reason}", stacklevel=2)
 
 
-class _TooManyNodes(Exception):
+class _LeftWhole(Exception):
     pass
 
 
@@ -141,9 +146,17 @@ def _traced(function: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModu
 
 
 def _traced_briefly(definition: Callable[..., Any], values: Sequence[Any]) -> fx.GraphModule:
-    module = _traced(definition, values)
-    if len(module.graph.nodes) > MOST_NODES:
-        raise _TooManyNodes
+    """The graph of the definition, unless it is long or reads data, as that of experts does: some
+    graphs may not, and Inductor fails at the gradients of sizes that were read (torch 2.13)."""
+    from .torch_private import DataDependentOutputException
+
+    try:
+        module = _traced(definition, values)
+    except DataDependentOutputException:
+        raise _LeftWhole from None
+    nodes = module.graph.nodes
+    if len(nodes) > MOST_NODES or _has_sizes_of_data(nodes):
+        raise _LeftWhole
     return module
 
 

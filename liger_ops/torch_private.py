@@ -47,6 +47,10 @@ class _NoTensor:
     """In place of a class of tensors: nothing is an instance of it."""
 
 
+class _NeverRaised(Exception):
+    """In place of an exception."""
+
+
 def _empty_strided_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
@@ -107,6 +111,11 @@ PARTS = {
     "DisableTorchFunction": Part("torch._C:DisableTorchFunction", _TRACES),
     "FakeTensorMode": Part("torch._subclasses.fake_tensor:FakeTensorMode", _TRACES),
     "FakeTensor": Part("torch._subclasses.fake_tensor:FakeTensor", _REWRITES, _NoTensor),
+    "DataDependentOutputException": Part(
+        "torch._subclasses.fake_tensor:DataDependentOutputException",
+        "torch.compile of experts on a CPU, which raises",
+        _NeverRaised,
+    ),
     "is_functorch_wrapped_tensor": Part(
         "torch._C._functorch:is_functorch_wrapped_tensor", _REWRITES, lambda _: True
     ),

@@ -141,3 +141,22 @@ def test_what_is_not_traced_stays_a_call(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(inductor, "MOST_NODES", 30)
     ops = Counter(linear_cross_entropy_forward=2)
     assert liger_ops_of(recorder.forwards) == ops
+
+
+@needs_compiler
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_experts_are_called(fullgraph: bool) -> None:
+    """Their definition reads numbers of tokens, which a graph may do only if it is the full one."""
+
+    def layer(x: Tensor, *weights: Tensor) -> Tensor:
+        return liger_ops.moe_experts(x * 2, *weights, *route).square().sum()
+
+    shapes = ((5, D), (3, 2 * D, D), (3, D, D))
+    given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    route = torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
+    torch._dynamo.reset()
+    code: list[str] = []
+    with without_caches(), patch.object(GraphLowering, "save_output_code", code.append):
+        found = torch.autograd.grad(torch.compile(layer, fullgraph=fullgraph)(*given), given)
+    torch.testing.assert_close(found, torch.autograd.grad(layer(*given), given))
+    assert ["torch.ops.liger.moe_experts_" in text for text in code] == [True, True]

@@ -200,7 +200,7 @@ MEASURES = [
 
 
 # The definition of moe_experts reads the sizes of its groups of rows; no kernel does.
-DEFINITIONS = [ROOT / "liger_ops/ops/experts/route.py"]
+DEFINITIONS = [ROOT / "liger_ops/ops/experts/rows.py"]
 
 
 HOST_CODE = (

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ... import library
 from ...accepted import AT_LEAST_0
 from ..heads.head import cast_for_products
-from ..precision import widened
-from ..strides import dense
-from .route import Route
+from .rows import ACTIVATIONS, GRADIENTS, Rows, sort
 
-# Activation -> the op that computes it, and that op's options. Those of clamped_swiglu are given.
-ACTIVATIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "silu": ("swiglu", (1.0, 1.0)),
-    "gelu": ("geglu", ("none",)),
-    "gelu_tanh": ("geglu", ("tanh",)),
-    "clamped_swiglu": ("clamped_swiglu", ()),
-    "relu_squared": ("relu_squared", ()),
-}
 AXES = (
     "x=T D, gate_up=E F D: x, down=E D I: x, top_k_index=T K: int, top_k_weights=T K,"
     "gate_up_bias=E F: x, down_bias=E D: x, gate_up_lora_a=E R D: x, gate_up_lora_b=E F R: x,"
     "down_lora_a=E S I: x, down_lora_b=E D S: x"
     "-> y=T D, order=T*K: int32, offsets=E+1: int32, pre_activation=T*K F"
-)
-
-GRADIENTS = (
-    "dx dgate_up ddown dtop_k_weights dgate_up_bias ddown_bias dgate_up_lora_a dgate_up_lora_b"
-    " ddown_lora_a ddown_lora_b"
 )
 
 
@@ -143,26 +126,14 @@ def moe_experts(
     )[0]  # fmt: skip
 
 
-@library.define(
+@library.forward(
+    "x gate_up down top_k_index top_k_weights gate_up_bias down_bias activation alpha limit"
+    " up_offset interleaved -recompute return_pre_activation ...",
     strides=torch.Tag.needs_exact_strides, returns="y order offsets pre_activation", axes=AXES,
     options={"activation": tuple(ACTIVATIONS), "limit": AT_LEAST_0},
 )  # fmt: skip
-def moe_experts_forward(
-    x: Tensor, gate_up: Tensor, down: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    activation: str = "silu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
-    interleaved: bool = False, return_pre_activation: bool = True,
-    gate_up_lora_a: Tensor | None = None, gate_up_lora_b: Tensor | None = None,
-    down_lora_a: Tensor | None = None, down_lora_b: Tensor | None = None,
-    gate_up_lora_scale: float = 1.0, down_lora_scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+def moe_experts_forward(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`moe_experts`, in the dtypes of its inputs under autocast too, with what its backward needs.
-
-    Args:
-        x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias, activation, alpha,
-            limit, up_offset, interleaved, gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b,
-            gate_up_lora_scale, down_lora_scale: as `moe_experts`.
-        return_pre_activation: whether the last result is wanted.
 
     Returns:
         y: the result of `moe_experts`, the only one with a gradient.
@@ -181,63 +152,27 @@ def moe_experts_forward(
         >>> liger_ops.moe_experts_forward(x, gate_up, down, index, weights)[1:3]
         (tensor([0, 2, 1, 3], dtype=torch.int32), tensor([0, 1, 2, 3], dtype=torch.int32))
     """
-    E, K = gate_up.shape[0], top_k_index.shape[1]
-    route = Route.of(top_k_index, E)
-    rows = x[route.order // K].split(route.sizes)
-    activate = activation_of(activation, alpha, limit, up_offset, interleaved)
-    up = (gate_up, gate_up_bias, gate_up_lora_a, gate_up_lora_b, gate_up_lora_scale)
-    back = (down, down_bias, down_lora_a, down_lora_b, down_lora_scale)
-    hidden, results = [], []
-    for e in range(E):
-        hidden.append(_product(rows[e], e, *up))
-        results.append(_product(activate(hidden[e]), e, *back))
-    # The rows of sentinels are zeros.
-    hidden.append(x.new_zeros(rows[E].shape[0], gate_up.shape[1]))
-    results.append(x.new_zeros(rows[E].shape))
-    placed = torch.cat(results)[route.order.argsort()].unflatten(0, top_k_index.shape)
-    weights = widened(top_k_weights).where((top_k_index >= 0) & (top_k_index < E), 0)
-    y = (widened(placed) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-    pre_activation = torch.cat(hidden) if return_pre_activation else None
-    return y, route.order.int(), route.offsets.int(), pre_activation
+    return Rows(call, *sort(call.top_k_index, call.down.shape[0])).results()
 
 
-def activation_of(
-    activation: str, alpha: float, limit: float, up_offset: float, interleaved: bool
-) -> Callable[[Tensor], Tensor]:
-    """The activation of h, by the definition of its op."""
-    name, options = ACTIVATIONS[activation]
-    activate = library.OPS[name].definition
-    if activation == "relu_squared":
-        return activate
-    if activation == "clamped_swiglu":
-        options = (alpha, limit, up_offset)
-
-    def gated(h: Tensor) -> Tensor:
-        gate, up = (h[:, ::2], h[:, 1::2]) if interleaved else h.chunk(2, -1)
-        return activate(gate, up, *options)
-
-    return gated
-
-
-def _product(
-    x: Tensor, e: int, weight: Tensor, bias: Tensor | None,
-    lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float,
-) -> Tensor:  # fmt: skip
-    """x times an expert's weight. The product of a LoRA adds to the first, which is rounded before,
-    and the sum is rounded again."""
-    y = F.linear(x, weight[e], None if bias is None else bias[e])
-    if lora_a is None or lora_b is None:
-        return y
-    return torch.addmm(y, lora_scale * F.linear(x, lora_a[e]), lora_b[e].t())
-
-
-moe_experts_backward = library.derive_backward(
+@library.backward(
     "moe_experts_forward",
     "dy x gate_up down top_k_index top_k_weights gate_up_bias down_bias gate_up_lora_a"
     " gate_up_lora_b down_lora_a down_lora_b ... order offsets pre_activation? output_mask"
     f" -> {GRADIENTS}",
     returns=GRADIENTS,
-    layout=dense,
 )
+def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
+    """The gradient of `moe_experts`. For expert e, with its rows of dy, x, h and weights w:
+
+        da = dy @ down[e], dh = (w * da) * a'(h), dw = sum of da * a(h), and of dy * down_bias[e]
+        ddown[e] = dy.T @ (w * a(h)), dgate_up[e] = dh.T @ x, and dx is the sum of dh @ gate_up[e]
+
+    so that the experts' results are not needed. It is not derived: that would take two more
+    products, and compute all of them in float32.
+    """
+    return Rows(call, call.order, call.offsets).gradients()
+
+
 library.keep_dtypes_under_autocast("moe_experts_forward")
 library.keep_dtypes_under_autocast("moe_experts_backward")

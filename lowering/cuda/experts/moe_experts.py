@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .... import library
 from ....ops.strides import is_transposed
-from ...common.experts.moe_experts import activation_of, add_biases
+from ...common.experts.moe_experts import activation_of
 from ...common.sizes import cdiv, next_power_of_2
 from ..launch import compute_capability, launch, on_nvidia, pipeline_stages, processors, rows
 from .products import (
@@ -283,6 +283,20 @@ class _Experts:
         )  # fmt: skip
 
 
+def _add_biases(call: Any, dy: Tensor, dweights: Tensor) -> None:
+    """Add the part of the gradient of the router's weights that comes from down_bias."""
+    if call.down_bias is None:
+        return
+    bias, ids = call.down_bias.t(), call.top_k_index.long()
+    if dy.is_cuda and dy.dtype is torch.bfloat16:
+        products = torch.ops.aten.mm.dtype(dy, bias, torch.float32)
+    else:
+        products = torch.mm(dy.float(), bias.float())
+    exists = (ids >= 0) & (ids < bias.shape[1])
+    of_bias = products.gather(1, ids.where(exists, 0))
+    dweights += of_bias.where(exists, 0)
+
+
 def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
@@ -331,7 +345,7 @@ def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
     experts.slopes(da, pre.contiguous(), dpre, act, dweights)
     del da
     if dtop_k_weights is not None and dweights is not None:
-        add_biases(call, dy, dweights)
+        _add_biases(call, dy, dweights)
         dtop_k_weights.copy_(dweights)
     if act is not None:
         experts.lora_gradients(dloras[2:], "down", dy, act, lora.u, True)

@@ -10,6 +10,7 @@ because their weighted sum is of float32.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,11 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import library
-from ....ops.experts.moe_experts import ACTIVATIONS
-from ....ops.experts.route import sort
-from ....ops.strides import is_transposed
+from ....ops.experts import rows
 from ...common.activations.elementwise import parts, row_stride
-from ...common.experts.moe_experts import activation_of, add_biases
+from ...common.experts.moe_experts import activation_of
 from ...common.sizes import cdiv
 from ...common.triton_math import gated, gated_gradients, relu
 from .. import tiling
@@ -121,181 +120,85 @@ def _moe_slopes_kernel(
             tl.store(dweights_ptr + row + rows, total, mask=exists)
 
 
-class _Rows:
-    """The rows of a call's experts: their order, and what follows from it."""
+class _Rows(rows.Rows):
+    """The rows of a call's experts, with the products and kernels of an NPU."""
 
-    def __init__(self, call: Any, order: Tensor, offsets: Tensor) -> None:
-        """order is int32."""
-        self.call, self.order, self.offsets = call, order, offsets
-        self.top_k = call.top_k_index.shape[1]
-        self.ends = offsets[1:].long()
-        # A row's place in the order, by token.
-        numbers = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
-        self.places = torch.empty_like(numbers).scatter_(0, order.long(), numbers)
-        # A sentinel's weight may be anything.
-        exists = (call.top_k_index >= 0) & (call.top_k_index < offsets.numel() - 1)
-        self.weights = call.top_k_weights.float().where(exists, 0.0).contiguous()
+    def product_of_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return product_of_rows(x, weight.mT, self.ends, bias)
 
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """The rows of tokens, by expert."""
-        return x.index_select(0, self.order // self.top_k)
+    def product_over_rows(self, a: Tensor, b: Tensor) -> Tensor:
+        return product_over_rows(a, b, self.ends)
 
-    def up(self) -> Tensor:
-        return self.project("gate_up", self.of_tokens(self.call.x))
+    def sums(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """One column of a product."""
+        column = rows.new_ones(len(rows)) if weights is None else weights.to(rows.dtype)
+        columns = column.unsqueeze(1).expand(-1, SUMS).contiguous()
+        return self.product_over_rows(columns, rows)[:, 0].contiguous()
 
-    def project(self, name: str, x: Tensor) -> Tensor:
-        """x times the transposed weight of this name, with its bias and its LoRA."""
-        weight, bias, lora_b = self.named(name, "", "_bias", "_lora_b")
-        y = product_of_rows(x, weight.mT, self.ends, bias)
-        if lora_b is not None:
-            y += product_of_rows(self.low_rank(name, x), lora_b.mT, self.ends)
-        return y
+    @cached_property
+    def ends(self) -> Tensor:
+        return self.offsets[1:].long()
 
-    def project_back(self, name: str, dy: Tensor) -> Tensor:
-        """dy times the weight of this name, and its LoRA."""
-        weight, lora_a = self.named(name, "", "_lora_a")
-        dx = product_of_rows(dy, weight, self.ends)
-        if lora_a is not None:
-            dx += product_of_rows(self.low_rank_gradient(name, dy), lora_a, self.ends)
-        return dx
-
-    def low_rank(self, name: str, x: Tensor) -> Tensor:
-        a, scale = self.named(name, "_lora_a", "_lora_scale")
-        return product_of_rows(x, a.mT, self.ends) * scale
-
-    def low_rank_gradient(self, name: str, dy: Tensor) -> Tensor:
-        b, scale = self.named(name, "_lora_b", "_lora_scale")
-        return product_of_rows(dy, b, self.ends) * scale
-
-    def named(self, name: str, *parts: str) -> list[Any]:
-        return [getattr(self.call, name + part) for part in parts]
-
-    def fill_lora(
-        self, name: str, da: Tensor | None, db: Tensor | None, dy: Tensor, x: Tensor | None
-    ) -> None:
-        """Fill the gradients of the LoRA of this name, which are of any strides."""
-        if da is not None and x is not None:
-            da.copy_(product_over_rows(self.low_rank_gradient(name, dy), x, self.ends))
-        if db is not None and x is not None:
-            db.copy_(product_over_rows(dy, self.low_rank(name, x), self.ends))
-
-    def combine(self, rows: Tensor, weights: Tensor | None, y: Tensor) -> None:
-        """Fill y with each token's sum of rows."""
-        T, N = y.shape
+    def combine(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        T, K = self.exists.shape
+        N = rows.shape[1]
+        y = rows.new_empty(T, N)
         plan = tiling.plan("moe_combine", N, rows)
         launch(
             _moe_combine_kernel, plan, T * cdiv(N, plan.BLOCK_N),
             rows, self.places, weights, self.offsets, y,
-            T, N, self.ends.numel(), self.top_k,
+            T, N, self.E, K,
         )  # fmt: skip
+        return y
+
+    def activated(self, h: Tensor) -> Tensor:
+        call = self.call
+        name, options = rows.ACTIVATIONS[call.activation]
+        activate = library.OPS[name].kernels["npu"]
+        if name == "relu_squared":
+            return activate(h)
+        if name == "clamped_swiglu":
+            return activate(h, None, call.alpha, call.limit, call.up_offset, call.interleaved)
+        # The op splits halves, and a pair's gate and up are copied.
+        gate, up = (h[:, ::2], h[:, 1::2]) if call.interleaved else (h, None)
+        return activate(gate, up, *options)
 
     def slopes(
-        self, da: Tensor, pre: Tensor, dpre: Tensor, act: Tensor | None, dweights: Tensor | None
-    ) -> None:
-        """Fill dpre, act and dweights, the gradient of each row's weight as far as it comes from
-        activations."""
+        self, da: Tensor, h: Tensor, wants_act: bool, wants_dweights: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         M, N = da.shape
+        h = h.contiguous()
+        dh, act = torch.empty_like(h), torch.empty_like(da) if wants_act else None
+        dweights = da.new_empty(M, dtype=torch.float32) if wants_dweights else None
         activation, scalars = activation_of(self.call)
         interleaved = self.call.interleaved
         whole = interleaved or activation == "relu_squared"
         op = "interleaved_moe_slopes" if interleaved else "moe_slopes"
         plan = tiling.elementwise_plan(op, M, N, da)
-        (gate, up), (dgate, dup) = (parts(tensor, None, whole) for tensor in (pre, dpre))
+        (gate, up), (dgate, dup) = (parts(tensor, None, whole) for tensor in (h, dh))
         launch(
             _moe_slopes_kernel, plan, cdiv(M, plan.BLOCK_M),
             da, gate, up, self.by_expert(self.weights), self.offsets, dgate, dup, act, dweights,
-            M, N, self.ends.numel(), row_stride(gate), row_stride(dgate), *scalars,
+            M, N, self.E, row_stride(gate), row_stride(dgate), *scalars,
             ACTIVATION=activation, INTERLEAVED=interleaved,
         )  # fmt: skip
-
-    def by_expert(self, values: Tensor) -> Tensor:
-        """Numbers (T, K), in the order of the experts' rows."""
-        return values.flatten().index_select(0, self.order)
+        return dh, act, dweights
 
 
-def _activated(call: Any, h: Tensor) -> Tensor:
-    """The activation of h, by its op."""
-    name, options = ACTIVATIONS[call.activation]
-    activate = library.OPS[name].kernels["npu"]
-    if name == "relu_squared":
-        return activate(h)
-    if name == "clamped_swiglu":
-        return activate(h, None, call.alpha, call.limit, call.up_offset, call.interleaved)
-    # The op splits halves, and a pair's gate and up are copied.
-    gate, up = (h[:, ::2], h[:, 1::2]) if call.interleaved else (h, None)
-    return activate(gate, up, *options)
-
-
-# allocates=True, because npu_grouped_matmul allocates the pre-activation and weights' gradients.
+# allocates=True, because npu_grouped_matmul allocates products.
 @library.kernel("moe_experts_forward", "npu", allocates=True)
 def moe_experts_forward(call: Any) -> tuple[Tensor | None, ...]:
-    without = call._replace(return_pre_activation=False)
-    y, order, offsets, _ = library.allocate("moe_experts_forward", without)
-    pre = call.x.new_empty(0, call.gate_up.shape[1])
-    if order.numel() == 0:
-        y.zero_()
-        offsets.zero_()
-    else:
-        # float32 holds the ids exactly. torch_npu sorts int64 on a CPU.
-        found = sort(call.top_k_index, call.down.shape[0], torch.float32)
-        order.copy_(found[0])
-        offsets.copy_(found[1])
-        rows = _Rows(call, order, offsets)
-        pre = rows.up()
-        rows.combine(rows.project("down", _activated(call, pre)), rows.weights, y)
-    return y, order, offsets, pre if call.return_pre_activation else None
+    if call.top_k_index.numel() == 0:
+        outputs = library.allocate("moe_experts_forward", call)
+        return tuple(None if output is None else output.zero_() for output in outputs)
+    # float32 holds the ids exactly. torch_npu sorts int64 on a CPU.
+    order, offsets = rows.sort(call.top_k_index, call.down.shape[0], torch.float32)
+    return _Rows(call, order, offsets).results()
 
 
 @library.kernel("moe_experts_backward", "npu", allocates=True)
 def moe_experts_backward(call: Any) -> tuple[Tensor | None, ...]:
-    outputs = list(library.allocate("moe_experts_backward", call))
     if call.order.numel() == 0:
+        outputs = library.allocate("moe_experts_backward", call)
         return tuple(None if output is None else output.zero_() for output in outputs)
-    rows, dy = _Rows(call, call.order, call.offsets), call.dy.contiguous()
-    dy_rows = rows.of_tokens(dy)
-    _sum_rows(rows, outputs[5], dy_rows, rows.by_expert(rows.weights).to(dy.dtype))
-    if all(output is None for output in (*outputs[:5], *outputs[6:])):
-        return tuple(outputs)
-    pre = rows.up() if call.pre_activation is None else call.pre_activation.contiguous()
-    da = rows.project_back("down", dy_rows)
-    dpre, dx, dtop_k_weights = torch.empty_like(pre), outputs[0], outputs[3]
-    wants_act = any(output is not None for output in (outputs[2], *outputs[8:]))
-    act = torch.empty_like(da) if wants_act else None
-    dweights = None if dtop_k_weights is None else da.new_empty(len(da), dtype=torch.float32)
-    rows.slopes(da, pre, dpre, act, dweights)
-    del da, pre
-    if dtop_k_weights is not None and dweights is not None:
-        dweights = dweights.index_select(0, rows.places).view(dtop_k_weights.shape)
-        add_biases(call, dy, dweights)
-        dtop_k_weights.copy_(dweights)
-    rows.fill_lora("down", *outputs[8:], dy_rows, act)
-    if outputs[2] is not None and act is not None:
-        _multiply_rows(rows, outputs, 2, dy_rows, act)
-    del act, dy_rows
-    if any(output is not None for output in (outputs[1], *outputs[6:8])):
-        x_rows = rows.of_tokens(call.x)
-        rows.fill_lora("gate_up", *outputs[6:8], dpre, x_rows)
-        if outputs[1] is not None:
-            _multiply_rows(rows, outputs, 1, dpre, x_rows)
-    _sum_rows(rows, outputs[4], dpre, dpre.new_ones(len(dpre)))
-    if dx is not None:
-        rows.combine(rows.project_back("gate_up", dpre), None, dx)
-    return tuple(outputs)
-
-
-def _multiply_rows(rows: _Rows, outputs: list[Tensor | None], i: int, a: Tensor, b: Tensor) -> None:
-    """Set outputs[i] to each expert's a.T @ b."""
-    transposed = is_transposed(outputs[i])
-    # The product allocates its result, in the place of this one.
-    outputs[i] = None
-    left, right = (b, a) if transposed else (a, b)
-    product = product_over_rows(left, right, rows.ends)
-    outputs[i] = product.mT if transposed else product
-
-
-def _sum_rows(rows: _Rows, output: Tensor | None, values: Tensor, weights: Tensor) -> None:
-    """Fill output, if it is wanted, with each expert's sum of weighted rows, one column of a
-    product."""
-    if output is not None:
-        columns = weights.unsqueeze(1).expand(-1, SUMS).contiguous()
-        output.copy_(product_over_rows(columns, values, rows.ends)[:, 0])
+    return _Rows(call, call.order, call.offsets).gradients()
