@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from ..torch_private import are_functorch_transforms_active, len_torch_dispatch_stack
+from ..autograd import is_differentiated
+from ..torch_private import len_torch_dispatch_stack
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -14,10 +14,8 @@ def is_eager(*tensors: Tensor) -> bool:
     that it may be written in place, and computed by kernels of ATen in which nothing else sees the
     intermediate values."""
     return not (
-        torch.is_grad_enabled()
+        is_differentiated()
         or torch.compiler.is_compiling()
-        or are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
         or len_torch_dispatch_stack()
         or any(type(tensor) is not Tensor for tensor in tensors)
     )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import library
+from ..autograd import is_differentiated
 from .activations.tiled_mlp import ACTIVATIONS
 from .eager import is_eager
 from .heads.head import cast_for_products, rows_of
@@ -102,10 +103,10 @@ def lora_linear_backward(call: Any) -> Any:
     wanted_x, wanted_weight, wanted_a, wanted_b, wanted_bias, wanted_up = call.output_mask
     wanted_x = wanted_x or (wanted_up and call.up is not None)
     dy, lora_x, dtype = rows_of(call.dy), rows_of(call.lora_x), call.a.dtype
-    x = None
-    if wanted_weight or wanted_a or torch.is_grad_enabled():
+    x, again = None, is_differentiated()
+    if wanted_weight or wanted_a or again:
         x = _input(call)
-    if x is not None and torch.is_grad_enabled():
+    if x is not None and again:
         # A gradient of this one goes to x and a through their product.
         lora_x = F.linear(x.to(dtype), call.a)
     dx = dweight = da = db = dbias = dup = None

@@ -133,7 +133,8 @@ class _Rows(rows.Rows):
         """One column of a product."""
         column = rows.new_ones(len(rows)) if weights is None else weights.to(rows.dtype)
         columns = column.unsqueeze(1).expand(-1, SUMS).contiguous()
-        return self.product_over_rows(columns, rows)[:, 0].contiguous()
+        # By way of one dimension, for the strides of a single expert.
+        return self.product_over_rows(columns, rows)[:, 0].flatten().view(self.E, -1)
 
     @cached_property
     def ends(self) -> Tensor:
